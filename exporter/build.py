@@ -56,11 +56,12 @@ from effexport.models.module_spec import ModuleSpec
 from effexport.processor import Processor
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, Answers, reference_from_module
 from effexport.proof.candidates import open_in_ort
-from effexport.proof.cases import Case, load_reference, save_reference
+from effexport.proof.cases import Case, save_reference
 from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import OTHER_LAYER, Check, Kind
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
+from effexport.proof.stored_cases import stored_cases, why_not_of_spec
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
@@ -208,11 +209,12 @@ def artifact_from_spec(
         with watch.stage("running the PyTorch reference"), quiet():
             answers = answers_from_source(source, module, spec)
             check_reference(answers.checks)
+            check_axes(answers.cases, spec)
             if build.quantized is not None:
                 answers = answers_of_quantized(answers, build)
             save_reference([*answers.cases, *with_hashes(originals, module, spec)], folder / REFERENCE)
         # as written and read back: what is checked is what users get
-        cases = load_reference(folder / REFERENCE)
+        cases = stored_cases(folder / REFERENCE, spec)
         try:
             verification = prove_model(build, cases)
         except RuntimeFailedError as error:
@@ -437,6 +439,17 @@ def check_reference(checks: Sequence[Check]) -> None:
             "OMP_NUM_THREADS=1 or another release of PyTorch",
             *disputes,
         )
+
+
+def check_axes(cases: Sequence[Case], spec: BuildSpec) -> None:
+    """Raise StageError for an answer that does not have the axes of the spec: every later reader would refuse it."""
+    for case in cases:
+        if problem := why_not_of_spec(case, spec):
+            raise StageError(
+                "reference",
+                f"the axes that were found for {spec.model.title} do not hold in the case {case.name!r}: {problem}; "
+                "name the free axes of its inputs with dynamic, or in --inputs",
+            )
 
 
 def prove_model(build: Build, cases: Sequence[Case]) -> Verification:

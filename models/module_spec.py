@@ -109,6 +109,11 @@ class ModuleSpec(CheckpointSpec):
             )
         super().__post_init__()
         require(self.length_multiple >= 1, f"length_multiple is {self.length_multiple}; expected at least 1")
+        axes = self.input_dims.get(self.mask, ("batch", "seq"))
+        require(
+            "batch" in axes and ("seq" in axes or self.seq_len in axes),
+            f"the mask {shown(self.mask)} has the axes {shown(as_written(axes))}; expected batch and seq among them",
+        )
         require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
         _ = self.attention  # checks its fields
 
@@ -134,6 +139,22 @@ class ModuleSpec(CheckpointSpec):
     @property
     def fixed_seq_len(self) -> int | None:
         return None if any("seq" in dims for dims in self.input_dims.values()) else self.seq_len
+
+    @property
+    def kept_dims(self) -> Dims:
+        """The axes along which tokens count or not: (batch, tokens) with a mask; without one, whichever of them the
+        inputs have, or a single place."""
+        named = {dim for dims in self.input_dims.values() for dim in dims}
+        axes = tuple(axis for axis in ("batch", "seq") if axis in named)
+        fixed = self.fixed_seq_len if self.mask in self.input_dims else None
+        return (axes if fixed is None else (*axes, fixed)) or (1,)
+
+    @property
+    def mask_axes(self) -> tuple[int, int]:
+        """The axes of the batch and of the tokens in the mask: the last of several, which has the keys."""
+        dims = list(self.input_dims[self.mask])
+        tokens = "seq" if "seq" in dims else self.seq_len
+        return dims.index("batch"), len(dims) - 1 - dims[::-1].index(tokens)
 
     @property
     def notes(self) -> tuple[str, ...]:

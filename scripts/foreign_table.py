@@ -29,7 +29,8 @@ from effexport.models.module_probe import Calling, model_and_spec
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Kind
-from effexport.proof.inputs.random import kept_tokens, random_inputs
+from effexport.proof.inputs.random import random_inputs
+from effexport.proof.kept_tokens import kept_tokens
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.original import Original
 from effexport.proof.repeated_runs import RepeatedRuns

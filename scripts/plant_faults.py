@@ -133,7 +133,7 @@ def measured(candidate: ModelCandidate, cases: Sequence[Case]) -> tuple[float, .
         given = candidate.run_with_given
         outputs = candidate.run(case.inputs) if given is None else given(case.inputs, case.buckets)[0]
         for name, expected in case.outputs.items():
-            for sample in range(len(expected)):
+            for sample in case.samples(expected):
                 pair = case.kept(name, outputs[name], sample), case.kept(name, expected, sample)
                 worst = np.maximum(worst, distances(*(array.astype(np.float64) for array in pair)))
     return tuple(map(float, worst))

@@ -73,6 +73,8 @@ def test_the_readme_runs_from_top_to_bottom_twice_in_one_folder(tmp_path: Path, 
     for _ in range(2):
         taken = list(readme_run.run_page(folder))
         assert taken[-1].status == 0, f"{taken[-1].line}\n{taken[-1].output}"
+        builds = [done for done in taken if done.step.text.startswith("effexport build")]
+        assert all("Next: " in done.output for done in builds)
     predictions = re.findall(r"^next byte: .*$", "".join(done.output for done in taken), re.MULTILINE)
     assert len(predictions) == (2 if shutil.which("npm") else 1)
     with served(folder / "share") as url:

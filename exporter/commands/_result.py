@@ -40,6 +40,9 @@ def print_result(console: Console, artifact: Artifact, report: Report, verb: str
 
 
 def next_step(artifact: Artifact, report: Report) -> str:
+    """What to do with an artifact that was written: prove what could not be proven here, or try it out."""
+    from effexport.runtimes import RUNTIMES
+
     unproven = [
         engine.target
         for engine in report.engines
@@ -48,6 +51,10 @@ def next_step(artifact: Artifact, report: Report) -> str:
     if unproven:
         verify = command_line("effexport", "verify", artifact.path, ("--runtime", unproven[0]))
         return f"on a machine with a GPU, {verify}"
+    if report.verdict == "not run":  # ONNX Runtime has no arithmetic in bfloat16 on CPUs
+        package = RUNTIMES["openvino"].package
+        where = "" if package.version else f"with OpenVINO ({package.remedy}), "
+        return where + command_line("effexport", "verify", artifact.path, ("--runtime", "openvino"))
     verify = command_line("effexport", "verify", artifact.path)
     return f"{fill} or {verify}" if (fill := fill_mask_command(artifact)) else verify
 

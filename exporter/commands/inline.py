@@ -99,7 +99,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     from effexport.disk import ANOTHER_FILE, write_error
     from effexport.errors import StageError
     from effexport.files import partial_folder
-    from effexport.proof.cases import check_stored_cases, load_reference
+    from effexport.proof.stored_cases import stored_cases
     from effexport.proof.verify import verify_candidate
     from effexport.report.rendering.text import failure_lines
     from effexport.runners.ort.settings import OrtSettings
@@ -113,8 +113,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
             if data_file(model).is_file():
                 check_output_file(data_file(output), force=force)
             on_stage("comparing with the golden file")
-            cases = load_reference(artifact.reference_path)
-            check_stored_cases(cases, artifact.spec, str(artifact.reference_path))
+            cases = stored_cases(artifact.reference_path, artifact.spec)
             checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.decisions, OrtSettings()).checks
             if any(check.status == "failed" for check in checks):
                 raise StageError(STAGE, *failure_lines(checks))

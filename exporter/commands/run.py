@@ -26,11 +26,12 @@ from effexport.commands._text_tasks import TASKS, TextRequest, run_task, text_op
 from effexport.errors import UserError
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.spec import MASK_NAME
-from effexport.units import duration
+from effexport.units import counted, duration
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.runners.runner import ModelOptions
+    from effexport.spec import BuildSpec
 
 EXAMPLES = (
     'effexport run artifacts/nystromformer --fill-mask "Paris is the [MASK] of France."',
@@ -149,19 +150,25 @@ def run_arrays(
     console = result_console(as_json=as_json)
     for name, info in shapes.items():
         say(console, f"{name}: {info['dtype']} {info['shape']}")
-    count = number_of_tokens(feeds) if prepared is None else len(prepared.encoding)
+    amount = amount_of(feeds, opened.spec) if prepared is None else counted(len(prepared.encoding), "token")
     where = f"written to {output_file}" if output_file else "not saved; add --output FILE.npz to save the outputs"
     ran = implementation_text(runner.implementation)
-    say(console, f"{count} tokens in {duration(1e3 * seconds)}{ran}, {where}")
+    say(console, f"{amount} in {duration(1e3 * seconds)}{ran}, {where}")
 
 
-def number_of_tokens(feeds: Mapping[str, Array]) -> int:
-    """The kept tokens of all rows."""
-    first = next(iter(feeds.values()))
-    kept = feeds.get(MASK_NAME)
-    if kept is not None and kept.dtype.kind in "iub":
-        return int(kept.sum())
-    return first.size if first.dtype.kind == "i" else first.size // first.shape[-1]
+def amount_of(feeds: Mapping[str, Array], spec: BuildSpec) -> str:
+    """How much a model was given, in words: tokens, those that a mask hides left out; or samples, if it has none."""
+    from effexport.dtypes import named_sizes
+    from effexport.models.module_spec import ModuleSpec
+
+    sizes = named_sizes([tensor for tensor in spec.inputs if tensor.name in feeds], feeds)
+    if isinstance(spec.model, ModuleSpec):
+        if "seq" not in sizes:
+            return counted(sizes.get("batch", 1), "sample")
+    elif MASK_NAME in feeds:  # a module's may have any form and meaning
+        return counted(int(feeds[MASK_NAME].sum()), "token")
+    length = sizes.get("seq", spec.fixed_seq_len or 1)
+    return counted(sizes.get("batch", 1) * sizes.get("choices", 1) * length, "token")
 
 
 def check_outputs(output: Path, source: Path | None, *, force: bool) -> None:

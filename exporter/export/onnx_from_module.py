@@ -69,7 +69,7 @@ def onnx_from_module(
     quantization: which layers are quantised; None for a graph that is not.
     Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
-    signature = GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
+    signature = GraphSignature(spec.inputs, spec.outputs, spec.model.custom_ops(spec.fused))
     module = at_precision(module, spec.precision)
     return write_graph(module, example_inputs(spec), signature, spec, path, traced, quantization)
 
@@ -146,7 +146,8 @@ def finish_graph(
     if quantization is not None:
         products = declared_products(model, module)
     save(model, spec, path)
-    signature = replace(signature, custom_ops=Counter(signature.custom_ops) - replaced)
+    left: Counter[str] = Counter() if spec.inline else Counter(signature.custom_ops) - replaced
+    signature = replace(signature, custom_ops=left)
     if isinstance(spec.model, ModuleSpec):
         check_graph(path, signature, RANDOM_OPS)
     else:

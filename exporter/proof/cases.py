@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,21 +12,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from effexport.dtypes import named_sizes
 from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
-from effexport.models.model_spec import shape_of
 from effexport.proof.case_label import CaseLabel
 from effexport.quantize.rounding import numbers_of, precision_of
 from effexport.units import memory
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.spec import BuildSpec
 
 # The arrays of a case, in the order in which the golden file stores them.
 PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked", "codes", "scales", "exact")
-# In the part `tokens`: which of them count, boolean [batch, seq].
+# In the part `tokens`: which of them count, boolean; see kept_tokens.py.
 KEPT = "kept"
 # Stands for scores of 0, which have no logarithm.
 TINY = np.finfo(np.float32).tiny
@@ -77,7 +75,7 @@ class Case:
 
     @property
     def keep(self) -> Array:
-        """Boolean [batch, seq], or [batch, choices, seq] for multiple choice."""
+        """Boolean [batch, seq], or [batch, choices, seq] for multiple choice; see `kept_dims` for other models."""
         kept = self.tokens.get(KEPT)
         return np.asarray(self.inputs["attention_mask"] != 0 if kept is None else kept)
 
@@ -90,17 +88,30 @@ class Case:
         changes: dict[str, Any] = dict(arrays)
         return replace(self, **changes)
 
+    def samples(self, array: Array) -> range:
+        """Which samples an output consists of: one, if it is a single number without axes."""
+        return range(len(array) if array.ndim else 1)
+
     def kept(self, output: str, array: Array, sample: int) -> Array:
         """The part of one sample of an output that is compared, [tokens, channels]: its kept tokens, or all of a pooled
         output."""
-        own, keep = np.asarray(array[sample]), self.keep
+        own, keep = np.asarray(array[sample] if array.ndim else array), self.keep
         if output in self.pooled:
             return self.all_of(output, own, sample)
-        if len(array) != len(keep) or own.shape[: keep.ndim - 1] != keep.shape[1:]:
+        if not array.ndim or len(array) != len(keep) or own.shape[: keep.ndim - 1] != keep.shape[1:]:
             return own.reshape(1, -1)
         keep = keep[sample]
         rows: Array = own[keep]
-        return rows.reshape(len(rows), -1)
+        return rows.reshape(len(rows), math.prod(rows.shape[1:]))
+
+    def place_of(self, sample: int, row: int, channel: int, kept: Array, own: Array) -> tuple[int, ...]:
+        """Where in a sample of an output an element of its `kept` part is, [row, channel] there."""
+        if kept.size == own.size:
+            place = np.unravel_index(row * kept.shape[1] + channel, own.shape)
+        else:
+            keep = self.keep[sample]
+            place = (*np.argwhere(keep)[row], *np.unravel_index(channel, own.shape[keep.ndim :]))
+        return tuple(map(int, place))
 
     def all_of(self, output: str, own: Array, sample: int) -> Array:
         """One sample of a pooled output, [1, channels]. Indices become the reference's scores of them, which are equal
@@ -115,7 +126,7 @@ class Case:
     @property
     def undefined(self) -> tuple[int, int]:
         """How many of the compared elements of the answer are NaN, and how many there are."""
-        parts = [self.kept(name, array, row) for name, array in self.outputs.items() for row in range(len(array))]
+        parts = [self.kept(name, array, row) for name, array in self.outputs.items() for row in self.samples(array)]
         return sum(int(np.isnan(part).sum()) for part in parts), sum(part.size for part in parts)
 
     @property
@@ -133,7 +144,7 @@ def save_reference(cases: Sequence[Case], path: Path) -> None:
     from safetensors.numpy import save
 
     tensors = {
-        f"{case.name}/{part}/{name}": np.ascontiguousarray(array)
+        f"{case.name}/{part}/{name}": np.asarray(array, order="C")
         for case in cases
         for part in PARTS
         for name, array in getattr(case, part).items()
@@ -205,37 +216,4 @@ def why_parts_contradict(case: Case) -> str:
             fits = False
         if codes.dtype not in (np.int8, np.uint8) or scales.dtype != np.float32 or not fits:
             return f"{name} has {codes.dtype} codes {list(codes.shape)} with {scales.dtype} scales {list(scales.shape)}"
-    return ""
-
-
-def check_stored_cases(cases: Sequence[Case], spec: BuildSpec, what: str) -> None:
-    """Raise UserError for cases whose answers a model of this spec cannot give to their inputs.
-
-    what: how errors name the file. Cases of other inputs or outputs are another model's, and are not looked at.
-    """
-    for case in cases:
-        if problem := why_not_stored(case, spec):
-            raise UserError(f"{what} is damaged: in the case {case.name!r}, {problem}; {EXPECTED}")
-
-
-def why_not_stored(case: Case, spec: BuildSpec) -> str:
-    """How the arrays of a case contradict each other or the spec; "" if they do not, or if it is another model's."""
-    if case.inputs.keys() != {t.name for t in spec.inputs} or case.outputs.keys() != {t.name for t in spec.outputs}:
-        return ""
-    if not set(case.pooled) <= set(spec.pooled_outputs):
-        return f"the outputs without an axis of tokens are {list(case.pooled)}; expected {list(spec.pooled_outputs)}"
-    arrays = {**case.inputs, **case.outputs}
-    for tensor in (*spec.inputs, *spec.outputs):
-        if arrays[tensor.name].ndim != len(tensor.dims):
-            return f"{tensor.name} has the shape {list(arrays[tensor.name].shape)}; expected {tensor}"
-    sizes = named_sizes(spec.outputs, arrays) | named_sizes(spec.inputs, arrays)
-    for tensor in (*spec.inputs, *spec.outputs):
-        shape, expected = arrays[tensor.name].shape, shape_of(tensor.dims, sizes)
-        if shape != expected:
-            return f"{tensor.name} has the shape {list(shape)}; expected {list(expected)}, as the other arrays say"
-    kept = case.tokens.get(KEPT, case.inputs.get("attention_mask"))
-    if kept is None or kept.ndim < 2 or len(kept) != len(arrays[spec.inputs[0].name]):
-        return "nothing says for every sequence which of its tokens count"
-    if not case.keep.any(axis=-1).all():
-        return "a mask keeps no token of a sequence"
     return ""

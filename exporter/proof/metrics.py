@@ -104,7 +104,7 @@ def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     changes = [
         relative_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))[0]
         for name, expected in case.outputs.items()
-        for row in range(len(expected))
+        for row in case.samples(expected)
     ]
     return float(np.max(changes))
 
@@ -114,7 +114,7 @@ def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
     changes = []
     for name, expected in case.outputs.items():
         actual, wanted = (
-            np.concatenate([case.kept(name, array, sample) for sample in range(len(array))])
+            np.concatenate([case.kept(name, array, sample) for sample in case.samples(array)])
             for array in (outputs[name].astype(np.float32), expected)
         )
         actual, wanted = comparable(actual, wanted)

@@ -23,7 +23,8 @@ from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
 from effexport.proof.float64 import Float64Module, PeakMemory
-from effexport.proof.inputs.random import case_inputs, kept_tokens
+from effexport.proof.inputs.random import case_inputs
+from effexport.proof.kept_tokens import has_tokens, kept_tokens
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import bucket_name, given_buckets, recorded_hashes, run_module
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
@@ -135,7 +136,9 @@ def example_case(user: UserModel, spec: BuildSpec) -> dict[str, dict[str, Array]
         if not fits or (spec.max_seq_len is not None and length > spec.max_seq_len):
             return {}
         inputs[tensor.name] = array.astype(numpy_dtype(tensor.dtype))
-    return {EXAMPLE: inputs}
+    # of a sample that is hidden as a whole, nothing could be compared
+    keep = empty_case(EXAMPLE, inputs, spec).keep
+    return {EXAMPLE: inputs} if keep.any(axis=-1).all() or not has_tokens(spec) else {}
 
 
 class OriginalFailedError(Exception):

@@ -123,10 +123,12 @@ def dtype_name(dtype: Any) -> str:
 def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:
     import numpy as np
 
-    dims = inputs[0].dims
-    seq_axis = dims.index("seq") if "seq" in dims else 1
-    seq_len = next(iter(feeds[inputs[0].name].shape[seq_axis : seq_axis + 1]), 0)
-    if limits.max_seq_len is not None and seq_len > limits.max_seq_len:
+    # other tools rename axes: then tokens are usually the second of the first input
+    tensor = next((tensor for tensor in inputs if "seq" in tensor.dims), inputs[0])
+    axis = tensor.dims.index("seq") if "seq" in tensor.dims else 1
+    seq_len = next(iter(feeds[tensor.name].shape[axis : axis + 1]), 0)
+    is_free = not isinstance(next(iter(tensor.dims[axis : axis + 1]), 0), int)
+    if is_free and limits.max_seq_len is not None and seq_len > limits.max_seq_len:
         raise UserError(
             f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
             "shorten or split the input, or build with a larger --seq-len"

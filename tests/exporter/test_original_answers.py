@@ -147,3 +147,31 @@ def test_weights_that_do_not_fit_name_what_is_there(cli: Callable[..., Any], tmp
     error = cli("build", *FLAGS, "--weights", tmp_path / "weights.safetensors", "-o", tmp_path / "out").error()
     assert "Expected the state_dict of the linear attention that the options describe" in error
     assert "config" not in error
+
+
+class Steps(torch.nn.Module):
+    """Without a mask; one of its outputs is of integers."""
+
+    def forward(self, signal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return signal.cumsum(-1), signal.argmax(-1)
+
+
+@pytest.mark.parametrize("dynamic", [None, {"signal": {0: "batch", 1: "seq"}}])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_answers_of_a_model_without_a_mask_are_read(
+    cli: Callable[..., Any], tmp_path: Path, dynamic: Any, precision: str
+) -> None:
+    signal = torch.linspace(0, 1, 40).reshape(2, 5, 4)
+    effexport.export(Steps(), signal, tmp_path / "out", dynamic=dynamic, precision=precision)
+    output0, output1 = Steps()(signal)
+    tensors = {"signal": signal, "output0": output0, "output1": output1}
+    for name, change, code in (("right", 0, 0), ("wrong", 1, 1)):
+        file = tmp_path / f"{name}.safetensors"
+        save_file(tensors | {"output0": output0 + change}, file)
+        result = cli("verify", tmp_path / "out", "--reference", file)
+        assert result.code == code, result.err
+    save_file(tensors | {"output1": output1.float()}, file)
+    assert (
+        "output1 is float32 [2, 5]; expected integers [2, 5]"
+        in cli("verify", tmp_path / "out", "--reference", file).error()
+    )

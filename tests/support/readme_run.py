@@ -1,4 +1,5 @@
-"""Runs README.md as its reader would: every command and every file it shows, from top to bottom, in one folder.
+"""Runs README.md as its reader would: every command and every file it shows, from top to bottom, in one folder, then
+every other command on what was built.
 
 `python tests/support/readme_run.py FOLDER` makes a fresh clone in FOLDER, runs the page there twice, and prints a
 transcript.
@@ -21,8 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifact_commands import Command, commands_on, infer_request, inputs_of, next_commands
 from random_tokenizers import saved_tokenizer
 from transformers_models import saved
+
+from effexport.artifact import open_artifact
 
 ROOT = Path(__file__).resolve().parents[2]
 # The reader's own checkpoint: here a small Nyströmformer with a tokenizer, saved by transformers.
@@ -34,6 +38,8 @@ NOT_RUN = {
     "docker compose -f triton-models/compose.yaml up --build": "needs Docker, and an image of several GB",
     "effexport verify artifacts/nystrom-rtx --runtime trt-rtx": "needs a GPU",
 }
+# Where a run lets the commands on each artifact write.
+FILES = "commands"
 # Lines that are not run on a machine without a program, and the program.
 NEEDS = {"npm install": "npm"}
 # The first line of a shown file is a comment with its name.
@@ -162,29 +168,80 @@ def on_port(text: str, port: int) -> str:
 
 
 def run_page(folder: Path) -> Iterator[Done]:
-    """Take every step of the page in `folder`, which is a clone, and stop after the first that fails."""
+    """Take every step of the page in `folder`, which is a clone, and then every command on each artifact that is there;
+    stop after the first that fails."""
     port, shell = free_port(), Shell(folder)
+    printed = ""
     try:
         for step in steps_of((ROOT / "README.md").read_text(encoding="utf-8")):
-            if step.file:
-                (folder / step.file).parent.mkdir(exist_ok=True)
-                (folder / step.file).write_text(step.text, encoding="utf-8")
-                yield Done(step, 0, 0.0, "")
-                continue
-            reason = why_not_run(step.text)
-            if reason:
-                yield Done(step, 0, 0.0, "", reason)
-                continue
-            started = time.monotonic()
-            status, output = shell.run(on_port(step.text, port))
-            if status == 0 and step.text.startswith("kill"):  # the server has to end well, too
-                status, more = shell.run("wait $!")
-                output += more
-            yield Done(step, status, time.monotonic() - started, output)
-            if status:
+            done = taken(step, shell, folder, port)
+            yield done
+            if done.status:
+                return
+            printed += done.output
+        shutil.rmtree(folder / FILES, ignore_errors=True)
+        for step in (*following_steps(printed), *steps_on_artifacts(folder)):
+            done = taken(step, shell, folder, port)
+            yield done
+            if done.status:
                 return
     finally:
         shell.close()
+
+
+def taken(step: Step, shell: Shell, folder: Path, port: int) -> Done:
+    if step.file:
+        save_file(step, folder)
+        return Done(step, 0, 0.0, "")
+    if reason := why_not_run(step.text):
+        return Done(step, 0, 0.0, "", reason)
+    started = time.monotonic()
+    status, output = shell.run(on_port(step.text, port))
+    if status == 0 and step.text.startswith("kill"):  # the server has to end well, too
+        status, more = shell.run("wait $!")
+        output += more
+    return Done(step, status, time.monotonic() - started, output)
+
+
+def following_steps(printed: str) -> Iterator[Step]:
+    """What the page's own commands have named as next."""
+    for words in next_commands(printed):
+        yield Step(shlex.join(["effexport", *words]))
+
+
+def artifacts_in(folder: Path) -> list[Path]:
+    """The artifacts that the page has made, relative to the folder."""
+    found = [*folder.glob("artifacts/*/manifest.json"), *folder.glob("swept/cells/*/artifact/manifest.json")]
+    return [path.parent.relative_to(folder) for path in sorted(found)]
+
+
+def steps_on_artifacts(folder: Path) -> Iterator[Step]:
+    """Every command on every artifact that the page has made, and one server of all of `artifacts/`, which ends by
+    SIGTERM."""
+    for path in artifacts_in(folder):
+        for command in commands_on(folder / path, folder / FILES / path, folder / CHECKPOINT):
+            yield Step(shell_line(command))
+    served = [path for path in artifacts_in(folder) if path.parts[0] == "artifacts"]
+    yield Step(f"effexport serve {shlex.join(map(str, served))} &")
+    for path in served:
+        artifact = open_artifact(folder / path)
+        request = infer_request("http://localhost:8000", path.name, inputs_of(artifact))
+        body = Path(FILES) / path / "request.bin"
+        assert isinstance(request.data, bytes)
+        (folder / body).write_bytes(request.data)
+        headers = "".join(f" -H {shlex.quote(f'{name}: {value}')}" for name, value in request.header_items())
+        retries = "--retry 60 --retry-delay 1 --retry-connrefused"
+        yield Step(f"curl -sf {retries} {request.full_url} --data-binary @{body}{headers} -o {body}.answer")
+    yield Step("kill $!")
+
+
+def shell_line(command: Command) -> str:
+    """A line that ends with status 0 if the command does what it should: succeed, or refuse with its sentence."""
+    line = shlex.join(["effexport", *command.words])
+    if not command.refusal:
+        return line
+    # echo joins lines, which may be broken anywhere
+    return f'refused=$({line} 2>&1); test $? = 2 && grep -qF {shlex.quote(command.refusal)} <<< "$(echo $refused)"'
 
 
 def why_not_run(command: str) -> str:
@@ -198,9 +255,28 @@ def why_not_run(command: str) -> str:
 def prepared_folder(folder: Path) -> Path:
     """A clone, with what else the reader brings along."""
     fresh_clone(folder)
+    save_checkpoint(folder)
+    return folder
+
+
+def save_checkpoint(folder: Path) -> None:
     saved(folder / CHECKPOINT, "NystromformerForMaskedLM", CONFIG)
     saved_tokenizer("albert", folder / CHECKPOINT)
-    return folder
+
+
+def write_files(folder: Path) -> None:
+    """The page itself, the files that it shows, and what else its reader has, but for the clone."""
+    shutil.copy2(ROOT / "README.md", folder)
+    save_checkpoint(folder)
+    for step in steps_of((ROOT / "README.md").read_text(encoding="utf-8")):
+        if step.file:
+            save_file(step, folder)
+
+
+def save_file(step: Step, folder: Path) -> None:
+    assert step.file is not None
+    (folder / step.file).parent.mkdir(exist_ok=True)
+    (folder / step.file).write_text(step.text, encoding="utf-8")
 
 
 def main() -> None:

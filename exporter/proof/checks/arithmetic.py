@@ -83,7 +83,7 @@ def check_ranks(case: Case, output: str, found: Array, limit: Limit) -> Check:
     """Indices in the order of their scores: where another one stands than in the reference, the reference must give
     both nearly the same score, and none may stand twice."""
     expected = case.outputs[output]
-    pairs = [(case.kept(output, found, row), case.kept(output, expected, row)) for row in range(len(expected))]
+    pairs = [(case.kept(output, found, row), case.kept(output, expected, row)) for row in case.samples(expected)]
     widest = float(np.max([relative_error(*pair)[0] for pair in pairs]))  # not the built-in max, which may drop NaN
     detail = f"{np.count_nonzero(found != expected)} of {expected.size} are others"
     if (np.diff(np.sort(found, axis=-1), axis=-1) == 0).any():
@@ -98,16 +98,14 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kin
     for output, expected in case.outputs.items():
         if output in case.ranked:
             continue  # of indices, only the scores can be close
-        for sample in range(len(expected)):
+        for sample in case.samples(expected):
             actual, wanted = case.kept(output, outputs[output], sample), case.kept(output, expected, sample)
             error, (row, channel) = figures.add(actual, wanted)
             # NaN wins over every number, and stays
             if value == value and (error > value or error != error):
                 value = error
-                place = np.unravel_index(row * wanted.shape[1] + channel, expected[sample].shape)
-                if output not in case.pooled:
-                    place = (np.flatnonzero(case.keep[sample])[row] if len(wanted) > 1 else row, channel)
-                index = (sample, *map(int, place))
+                own = expected[sample] if expected.ndim else expected
+                index = (sample, *case.place_of(sample, row, channel, wanted, own))
                 worst = Worst(output, index, float(actual[row, channel]), float(wanted[row, channel]))
     detail = ""
     if worst is not None:

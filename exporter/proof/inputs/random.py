@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import TensorInfo, named_sizes, numpy_dtype
+from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.head_spec import POSITIONS
-from effexport.models.model_spec import Dims, longer_length, shape_of
+from effexport.models.model_spec import longer_length, shape_of
 from effexport.models.module_spec import ModuleSpec
-from effexport.proof.cases import KEPT
 from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
@@ -164,7 +162,7 @@ def module_inputs(
     for tensor in spec.inputs:
         shape = shape_of(tensor.dims, sizes)
         if tensor.name == model.mask:
-            inputs[tensor.name] = spread(mask != model.mask_ignores, tensor.dims, shape).astype(tensor.dtype)
+            inputs[tensor.name] = spread(mask != model.mask_ignores, model.mask_axes, shape).astype(tensor.dtype)
         elif tensor.dtype == "bool":
             inputs[tensor.name] = rng.random(shape) < 0.5
         elif tensor.dtype.startswith("int"):
@@ -175,34 +173,9 @@ def module_inputs(
     return inputs
 
 
-def spread(mask: Array, dims: Dims, shape: tuple[int, ...]) -> Array:
-    """A mask [batch, seq] along these axes."""
-    dims = with_seq(dims, mask.shape[1])
-    ordered = mask if dims.index("batch") < dims.index("seq") else mask.T
-    whole = [size if dim in ("batch", "seq") else 1 for dim, size in zip(dims, shape, strict=True)]
+def spread(mask: Array, axes: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """A mask [batch, seq] along these axes of an array of this shape."""
+    batch, tokens = axes
+    ordered = mask if batch < tokens else mask.T
+    whole = [size if axis in (batch, tokens) else 1 for axis, size in enumerate(shape)]
     return np.ascontiguousarray(np.broadcast_to(ordered.reshape(whole), shape))
-
-
-def with_seq(dims: Dims, seq_len: int) -> Dims:
-    """The axes of a mask by name, also for a module of one length, whose dims have it as a number."""
-    if "seq" in dims:
-        return dims
-    axis = len(dims) - 1 - dims[::-1].index(seq_len)
-    return (*dims[:axis], "seq", *dims[axis + 1 :])
-
-
-def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
-    """The part `tokens` of a case of a user's own module, whose mask may have another name or meaning, or none."""
-    model = spec.model
-    if not isinstance(model, ModuleSpec) or model.mask == MASK_NAME:
-        return {}
-    sizes = named_sizes(spec.inputs, inputs)
-    shape = tuple(sizes[axis] for axis in ("batch", "seq") if axis in sizes) or (1,)
-    if not model.mask:
-        return {KEPT: np.ones(shape, bool)}
-    dims = model.inputs[model.mask]
-    dims = dims if model.fixed_seq_len is None else with_seq(dims, model.fixed_seq_len)
-    # along other axes than batch and seq, all values are alike
-    picked = inputs[model.mask][tuple(slice(None) if dim in ("batch", "seq") else 0 for dim in dims)]
-    own = picked if dims.index("batch") < dims.index("seq") else picked.T
-    return {KEPT: (own != 0) != model.mask_ignores}

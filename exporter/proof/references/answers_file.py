@@ -15,8 +15,10 @@ from effexport.errors import UserError
 from effexport.models.head_spec import SCORES, TOKENS, vocabulary
 from effexport.models.model_spec import shape_of
 from effexport.proof.answers import answered_case, with_hash_noise
-from effexport.proof.cases import Case, check_fits, check_stored_cases, load_reference
+from effexport.proof.cases import Case, check_fits
+from effexport.proof.kept_tokens import kept_tokens
 from effexport.proof.repeated_runs import RepeatedRuns
+from effexport.proof.stored_cases import checked_cases, stored_cases
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import tensors_text
 from effexport.spec import BuildSpec
@@ -47,7 +49,7 @@ def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
         check_fits(path)
         with safe_open(path, framework="numpy") as file:
             if "noise" in (file.metadata() or {}):
-                return load_reference(path)
+                return stored_cases(path, spec)
             dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - not a mapping
             tensors = {key: file.get_tensor(key) for key, dtype in dtypes.items() if dtype in NUMPY_DTYPES}
     except FileNotFoundError:
@@ -62,7 +64,8 @@ def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
     known = {tensor.name for tensor in (*spec.inputs, *spec.outputs)}
     if not any(known & set(arrays) for arrays in named.values()):
         raise UserError(f"{path} holds no answers; {expected_tensors(spec)}; weights go with --weights")
-    return [case_from_tensors(path, owner, arrays, spec) for owner, arrays in named.items()]
+    cases = [case_from_tensors(path, owner, arrays, spec) for owner, arrays in named.items()]
+    return checked_cases(cases, spec, str(path))
 
 
 def widened(path: Path, key: str, dtype: str) -> Array:
@@ -80,7 +83,6 @@ def widened(path: Path, key: str, dtype: str) -> Array:
 def original_cases(path: Path, spec: BuildSpec) -> list[Case]:
     """The cases of a file for the golden file of an artifact, under names that show whose answers they are."""
     cases = load_answers(path, spec)
-    check_stored_cases(cases, spec, str(path))
     return [c if is_original(c.name) else dataclasses.replace(c, name=f"{ORIGINAL} {c.name}") for c in cases]
 
 
@@ -94,9 +96,10 @@ def expected_tensors(spec: BuildSpec) -> str:
 def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: BuildSpec) -> Case:
     """One case. owner: its name in the file, or ""."""
     outputs = {tensor.name: tensors.pop(tensor.name, None) for tensor in spec.outputs}
-    if "hidden_states" in tensors and tensors["hidden_states"].dtype.kind == "f":
-        # the original need not compute in the precision of the model
-        tensors["hidden_states"] = tensors["hidden_states"].astype(numpy_dtype(spec.dtype))
+    for tensor in spec.inputs:
+        if tensor.dtype == spec.dtype and tensor.name in tensors and tensors[tensor.name].dtype.kind == "f":
+            # the original need not compute in the precision of the model
+            tensors[tensor.name] = tensors[tensor.name].astype(numpy_dtype(spec.dtype))
     try:
         inputs = checked_feeds(tensors, spec.inputs, limits_from_spec(spec))
     except UserError as error:
@@ -107,16 +110,24 @@ def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: B
         array, shape = outputs[tensor.name], shape_of(tensor.dims, sizes)
         if array is None:
             raise UserError(f"{path} has no {tensor.name}; {expected_tensors(spec)}")
-        kinds, words = ("iu", "integers") if tensor.name in spec.ranked_outputs else ("f", "floats")
+        kinds, words = kind_of(tensor.dtype)
         if array.shape != shape or array.dtype.kind not in kinds:
             raise UserError(
                 f"{path}: {tensor.name} is {array.dtype} {list(array.shape)}; expected {words} {list(shape)}"
             )
         answers[tensor.name] = np.asarray(array, np.float32)
     name = f"{ORIGINAL} {owner.replace('/', ' ')}" if owner else ORIGINAL
-    case = Case(name, inputs, answers, pooled=spec.pooled_outputs, ranked=scores_in_answers(path, answers, spec))
+    ranked, tokens = scores_in_answers(path, answers, spec), kept_tokens(inputs, spec)
+    case = Case(name, inputs, answers, pooled=spec.pooled_outputs, ranked=ranked, tokens=tokens)
     check_finite_answers(path, case)
     return case
+
+
+def kind_of(dtype: str) -> tuple[str, str]:
+    """Which of numpy's kinds an answer may have, and their name. dtype: of the output of the model."""
+    if dtype == "bool":
+        return "b", "booleans"
+    return ("iu", "integers") if dtype.startswith("int") else ("f", "floats")
 
 
 def scores_in_answers(path: Path, answers: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
@@ -137,7 +148,9 @@ def scores_in_answers(path: Path, answers: Mapping[str, Array], spec: BuildSpec)
 def check_finite_answers(path: Path, case: Case) -> None:
     """Raise UserError for NaN or infinity among the answers that are compared: those to padding are not."""
     for name, answer in case.outputs.items():
-        bad = sum(int(np.count_nonzero(~np.isfinite(case.kept(name, answer, sample)))) for sample in range(len(answer)))
+        bad = sum(
+            int(np.count_nonzero(~np.isfinite(case.kept(name, answer, sample)))) for sample in case.samples(answer)
+        )
         if bad:
             raise UserError(
                 f"{path}: {bad} of {answer.size} values of {name} in {case.label} are NaN, infinite or beyond float32; "

@@ -20,6 +20,7 @@ from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import check_buckets
 from effexport.proof.checks.result import Check, Kind, not_run
+from effexport.proof.kept_tokens import has_tokens
 from effexport.proof.references.names import GOLDEN_SUFFIX, NAMED
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.quantize.record import is_unrounded
@@ -129,12 +130,11 @@ def references_from_choice(
 def all_references(
     choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
-    from effexport.proof.cases import check_stored_cases, load_reference
     from effexport.proof.references.answers_file import load_answers
+    from effexport.proof.stored_cases import stored_cases
 
-    is_file = choice.kind == "file"
-    golden = load_answers(choice.path, artifact.spec) if is_file else load_reference(artifact.reference_path)
-    check_stored_cases(golden, artifact.spec, str(choice.path if is_file else artifact.reference_path))
+    read, path = (load_answers, choice.path) if choice.kind == "file" else (stored_cases, artifact.reference_path)
+    golden = read(path, artifact.spec)
     cases = wanted_cases(golden, names)
     if choice.kind in ("auto", "golden"):
         on_stage("comparing with the golden file")
@@ -255,7 +255,7 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
     with contextlib.ExitStack() as stack:
         candidate, longest = opened_reference(choice, artifact, stack)
         for case in cases:
-            seq_len = case.keep.shape[-1]
+            seq_len = case.keep.shape[-1] if has_tokens(artifact.spec) else 1
             if longest is not None and seq_len > longest:
                 reason = f"{choice.title} takes at most {longest} tokens"
             elif not candidate.accepts(case.inputs):

@@ -334,6 +334,11 @@ def with_flat_tokens(tensors: Tensors) -> Tensors:
     return {**tensors, "export/tokens/kept": np.ones(7, bool)}
 
 
+def with_numbers_for_tokens(tensors: Tensors) -> Tensors:
+    """Which numpy would take for places."""
+    return {**tensors, "export/tokens/kept": np.ones((1, 64), np.int64)}
+
+
 @pytest.mark.parametrize(
     ("change", "pooled", "words"),
     [
@@ -349,7 +354,8 @@ def with_flat_tokens(tensors: Tensors) -> Tensors:
             "last_hidden_state has the shape [32]; expected last_hidden_state float32 [",
         ),
         (with_nothing_kept, "[]", "a mask keeps no token of a sequence"),
-        (with_flat_tokens, "[]", "nothing says for every sequence which of its tokens count"),
+        (with_flat_tokens, "[]", "nothing says for every sequence which of its tokens count: bool [7]; expected bool"),
+        (with_numbers_for_tokens, "[]", "nothing says for every sequence which of its tokens count: int64 [1, 64]; "),
         (dict, '["last_hidden_state"]', "the outputs without an axis of tokens are ['last_hidden_state']; expected []"),
     ],
 )

@@ -1,0 +1,47 @@
+"""Which tokens of a case count: those that its mask keeps, under whatever name and in whatever form it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.dtypes import named_sizes
+from effexport.models.model_spec import Dims, shape_of
+from effexport.models.module_spec import ModuleSpec
+from effexport.proof.cases import KEPT
+from effexport.spec import MASK_NAME, BuildSpec
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+
+def kept_dims(spec: BuildSpec) -> Dims:
+    """The axes along which tokens count or not: those of the attention mask; see `ModuleSpec.kept_dims` for a user's
+    own module."""
+    return spec.model.kept_dims if isinstance(spec.model, ModuleSpec) else spec.model.inputs[MASK_NAME]
+
+
+def has_tokens(spec: BuildSpec) -> bool:
+    """Whether there is an axis of tokens, the last of `kept_dims`."""
+    return kept_dims(spec)[-1] not in ("batch", 1)
+
+
+def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
+    """The part `tokens` of a case of a user's own module; empty if its mask is an `attention_mask` like all others."""
+    model = spec.model
+    if not isinstance(model, ModuleSpec) or has_usual_mask(model):
+        return {}
+    if model.mask not in model.inputs:
+        return {KEPT: np.ones(shape_of(model.kept_dims, named_sizes(spec.inputs, inputs)), bool)}
+    mask, (batch, tokens) = inputs[model.mask], model.mask_axes
+    # along other axes than these, all values are alike
+    picked = mask[tuple(slice(None) if axis in (batch, tokens) else 0 for axis in range(mask.ndim))]
+    own = picked if batch < tokens else picked.T
+    return {KEPT: (own != 0) != model.mask_ignores}
+
+
+def has_usual_mask(model: ModuleSpec) -> bool:
+    """Whether a module has the mask of our own models: named alike, [batch, seq], and ones keep a token."""
+    return model.mask == MASK_NAME and not model.mask_ignores and model.inputs.get(MASK_NAME) == model.kept_dims
