@@ -18,7 +18,7 @@ import shutil
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -424,8 +424,11 @@ def csv_text(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return text.getvalue()
 
 
-def load_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Every array of the file. Raises UserError when the file is missing or contains anything but arrays."""
+def load_npz(path: Path, bfloat16: Collection[str] = ()) -> dict[str, NDArray[Any]]:
+    """Every array of the file. Raises UserError when the file is missing or contains anything but arrays.
+
+    bfloat16: names of arrays to be bfloat16, which .npz does not support: float32 is rounded, as `save_npz` widens.
+    """
     import numpy as np
 
     expected = "expected an .npz file with one array per input name, as numpy.savez writes it"
@@ -438,7 +441,7 @@ def load_npz(path: Path) -> dict[str, NDArray[Any]]:
             if not isinstance(loaded, np.lib.npyio.NpzFile):
                 raise UserError(f"{path} holds a single array; {expected}")
             with loaded as file:
-                return {name: file[name] for name in file.files}
+                arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise UserError(f"no input file at {path}; {expected}") from None
     except MemoryError as error:
@@ -453,6 +456,12 @@ def load_npz(path: Path) -> dict[str, NDArray[Any]]:
         if path.is_file() and not zipfile.is_zipfile(path):  # numpy then speaks of pickles
             reason = "it has another format or is damaged"
         raise UserError(f"{path} is not an .npz file of plain arrays: {reason}; {expected}") from error
+    if not bfloat16:
+        return arrays
+    import ml_dtypes
+
+    narrow = {name: array for name, array in arrays.items() if name in bfloat16 and array.dtype == np.float32}
+    return arrays | {name: array.astype(ml_dtypes.bfloat16) for name, array in narrow.items()}
 
 
 def save_npz(arrays: Mapping[str, NDArray[Any]], path: Path) -> None:

@@ -134,7 +134,8 @@ def run_arrays(
         prepared = None
         if text_file is not None:
             prepared = windows_of_file(text_file, opened, TextOptions(stride=stride))
-        feeds = load_npz(input_file or Path()) if prepared is None else dict(prepared.feeds)
+        narrow = [tensor.name for tensor in opened.spec.inputs if tensor.dtype == "bfloat16"]
+        feeds = load_npz(input_file or Path(), narrow) if prepared is None else dict(prepared.feeds)
         on_stage(f"loading {artifact} for {runtime}")
         with runner_from_artifact(opened, runtime, options) as runner:
             on_stage("running")

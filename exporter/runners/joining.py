@@ -42,6 +42,12 @@ def token_axes(tensors: Sequence[TensorInfo]) -> dict[str, int]:
 NO_PADDING = Padding({}, {}, {})
 
 
+def rows_of(feeds: Mapping[str, Array]) -> int:
+    """Rows of a request: those of its first input, which has a batch axis wherever requests are joined."""
+    first = next(iter(feeds.values()))
+    return len(first) if first.ndim else 1
+
+
 def joining_key(feeds: Mapping[str, Array], padding: Padding = NO_PADDING) -> Key:
     """Equal for requests that differ only in their number of rows and in what `padding` pads.
 

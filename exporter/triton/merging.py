@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from effexport.errors import EffexportError
 from effexport.runners.feeds import checked_feeds
-from effexport.runners.joining import Key, joined_feeds, joining_key, split_outputs
+from effexport.runners.joining import Key, joined_feeds, joining_key, rows_of, split_outputs
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -54,10 +54,6 @@ def batches(members: Sequence[Member], max_batch: int) -> Iterator[list[Member]]
         group.append(member)
         rows += count
     yield group
-
-
-def rows_of(feeds: Mapping[str, Array]) -> int:
-    return len(next(iter(feeds.values())))
 
 
 def run_group(runner: OrtRunner, group: Sequence[Mapping[str, Array]]) -> Sequence[Answer]:

@@ -12,6 +12,7 @@ import numpy as np
 from effexport.artifact import Artifact
 from effexport.engines.sidecar import EngineInfo
 from effexport.proof.cases import load_reference
+from effexport.runners.joining import rows_of
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -29,7 +30,7 @@ class WarmUp:
 
     @property
     def batch(self) -> int:
-        return len(next(iter(self.inputs.values())))
+        return rows_of(self.inputs)
 
     @property
     def files(self) -> dict[str, str]:
@@ -45,13 +46,15 @@ def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | No
     sizes: 0 stands for the golden batch as it is.
     """
     case = load_reference(artifact.reference_path)[0]
+    if any(tensor.dims[:1] != ("batch",) for tensor in artifact.spec.inputs):
+        sizes = (0,)  # the rows of such a model are not samples
     found = []
     for size in sizes:
-        count = len(next(iter(case.inputs.values())))
-        if size * sum(value[:1].nbytes for value in case.inputs.values()) > LARGEST_BYTES:
+        count = rows_of(case.inputs)
+        if size and size * sum(value[:1].nbytes for value in case.inputs.values()) > LARGEST_BYTES:
             continue
-        rows = np.arange(size or count) % count
-        inputs = {name: np.ascontiguousarray(value[rows]) for name, value in case.inputs.items()}
+        rows = np.arange(size) % count
+        inputs = {n: np.asarray(value[rows] if size else value, order="C") for n, value in case.inputs.items()}
         if engine is None or any(accepts(profile, inputs) for profile in engine.profiles):
             found.append(WarmUp(inputs))
     return tuple(found)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from effexport.errors import UserError
-from effexport.files import FolderKind, abandoned, csv_text, json_text, load_npz, replacing, write_file
+from effexport.files import FolderKind, abandoned, csv_text, json_text, load_npz, replacing, save_npz, write_file
 from effexport.text.reading import text_of_file
 
 BOX = FolderKind("a box", "mark.txt")
@@ -353,3 +353,14 @@ def test_a_shape_of_booleans_is_damage(tmp_path: Path) -> None:
         archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64))
     with pytest.raises(UserError, match=r"is not an \.npz file of plain arrays"):
         load_npz(tmp_path / "x.npz")
+
+
+def test_what_is_saved_as_float32_for_want_of_bfloat16_is_read_as_bfloat16_again(tmp_path: Path) -> None:
+    import ml_dtypes
+
+    array = np.array([[1.5, -3.0]], ml_dtypes.bfloat16)
+    save_npz({"x": array, "ids": np.ones(2, np.int64)}, tmp_path / "x.npz")
+    assert load_npz(tmp_path / "x.npz")["x"].dtype == np.float32
+    read = load_npz(tmp_path / "x.npz", ["x", "ids", "absent"])
+    assert {name: one.dtype.name for name, one in read.items()} == {"x": "bfloat16", "ids": "int64"}
+    np.testing.assert_array_equal(read["x"], array)

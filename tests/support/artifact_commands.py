@@ -53,6 +53,8 @@ def commands_on(path: Path, folder: Path, checkpoint: Path | None = None) -> Ite
     save_npz(inputs_of(artifact), folder / "in.npz")
     files = ("--input", str(folder / "in.npz"), "-o", str(folder / "out.npz"))
     yield Command(("run", name, *files, "--runtime", runtime))
+    packaging = ("package", name, "--format", "triton", "--backend", "python", "-o", str(folder / "triton"))
+    yield Command(packaging, "do not support bfloat16; build with" if artifact.spec.precision == "bf16" else "")
     yield Command(("inspect", name))
     yield Command(("report", name))
 

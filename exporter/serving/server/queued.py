@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from effexport.runners.joining import rows_of
 from effexport.serving.protocol.body import Receive
 from effexport.serving.protocol.errors import ClientGoneError
 from effexport.serving.server.batcher import Job, waited_too_long
@@ -25,7 +26,7 @@ async def outputs_of(
 
     Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
     """
-    job = model.batcher.submit(feeds, len(next(iter(feeds.values()))), timeout_s)
+    job = model.batcher.submit(feeds, rows_of(feeds), timeout_s)
     try:
         return await first_of(job, gone, timeout_s)
     finally:
