@@ -70,6 +70,7 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
     import torch.onnx
     from onnx_ir.passes import PassError
     from onnx_ir.tensor_adapters import TorchTensor
+    from onnxscript import optimizer
 
     model = ir.from_proto(onnx.ModelProto.FromString(traced))
     weights = module.state_dict()
@@ -81,8 +82,11 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
         model.graph.register_initializer(value)
     program = torch.onnx.ONNXProgram(model, None)
     try:
-        with hidden_constants(model):
+        with hidden_constants(model) as hidden:
             program.optimize()
+        if hidden:  # what depends on nothing else
+            optimizer.fold_constants(program.model)
+            optimizer.remove_unused_nodes(program.model)
     except PassError as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise StageError(
@@ -92,8 +96,9 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
 
 
 @contextlib.contextmanager
-def hidden_constants(model: ir.Model) -> Iterator[None]:
-    """Make inputs of the constants that onnxscript takes for 0 or 1, for the length of a `with` block.
+def hidden_constants(model: ir.Model) -> Iterator[bool]:
+    """Make inputs of the constants that onnxscript takes for 0 or 1, for the length of a `with` block. Yields whether
+    there are any.
 
     It removes `x + 1e-8` and `x * 1.000001` as if they did nothing, within 1e-8 and 1e-5 (rewriter/_pattern_ir.py,
     Constant). The first stands in a division by what may be 0.
@@ -118,7 +123,7 @@ def hidden_constants(model: ir.Model) -> Iterator[None]:
             value.const_value = None
     graph.inputs.extend(value for value, _ in hidden)
     try:
-        yield
+        yield bool(hidden)
     finally:
         for value, tensor in hidden:
             graph.inputs.remove(value)

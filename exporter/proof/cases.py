@@ -48,6 +48,7 @@ class Case:
     codes and scales: of a quantised model, what every rounding gave, by the name of the value before it is rounded:
     codes int8, or uint8 for the bytes of float8, and float32 scales that broadcast to them. They need not be there.
     exact: of a quantised model, the outputs of the float model and the buckets of its hashes.
+    allows_nan: whether the outputs may have NaN, of a user's own model: nothing is compared there, see `kept`.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     codes: Mapping[str, Array] = field(default_factory=dict)
     scales: Mapping[str, Array] = field(default_factory=dict)
     exact: Mapping[str, Array] = field(default_factory=dict)
+    allows_nan: bool = False
 
     @property
     def given(self) -> Mapping[str, Array]:
@@ -96,6 +98,9 @@ class Case:
         """The part of one sample of an output that is compared, [tokens, channels]: its kept tokens, or all of a pooled
         output."""
         own, keep = np.asarray(array[sample] if array.ndim else array), self.keep
+        if self.allows_nan:
+            expected = self.outputs[output]
+            own = np.where(np.isnan(expected[sample] if expected.ndim else expected), 0, own)
         if output in self.pooled:
             return self.all_of(output, own, sample)
         if not array.ndim or len(array) != len(keep) or own.shape[: keep.ndim - 1] != keep.shape[1:]:
@@ -126,7 +131,8 @@ class Case:
     @property
     def undefined(self) -> tuple[int, int]:
         """How many of the compared elements of the answer are NaN, and how many there are."""
-        parts = [self.kept(name, array, row) for name, array in self.outputs.items() for row in self.samples(array)]
+        strict = replace(self, allows_nan=False)
+        parts = [strict.kept(name, array, row) for name, array in self.outputs.items() for row in self.samples(array)]
         return sum(int(np.isnan(part).sum()) for part in parts), sum(part.size for part in parts)
 
     @property

@@ -61,10 +61,10 @@ def relative_errors(actual: Array, expected: Array) -> Iterator[tuple[Array, Arr
 
 
 def comparable(actual: Array, expected: Array) -> tuple[Array, Array]:
-    """Both with zeros where there is no number to compare: NaN is expected, or both are infinite alike."""
+    """Both with zeros where there is no number to compare, because both are infinite alike."""
     if is_ordinary(expected):
         return actual, expected
-    alike = np.isnan(expected) | (np.isinf(expected) & (actual == expected))
+    alike = np.isinf(expected) & (actual == expected)
     return np.where(alike, 0, actual), np.where(alike, 0, expected)
 
 
@@ -94,7 +94,7 @@ def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
 
 
 def overall_error(actual: Array, expected: Array) -> float:
-    """RMS(actual − expected) / RMS(expected); NaN if there is one that is not expected."""
+    """RMS(actual − expected) / RMS(expected); NaN if there is one."""
     actual, expected = comparable(actual, expected)
     return rms(actual.astype(np.float32) - expected) / max(rms(expected), float(np.finfo(np.float32).tiny))
 

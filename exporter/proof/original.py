@@ -73,7 +73,7 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
 
 
 def empty_case(name: str, inputs: Mapping[str, Array], spec: BuildSpec) -> Case:
-    return Case(name, inputs, {}, tokens=kept_tokens(inputs, spec), pooled=spec.pooled_outputs)
+    return Case(name, inputs, {}, tokens=kept_tokens(inputs, spec), pooled=spec.pooled_outputs, allows_nan=True)
 
 
 def defined_answer(

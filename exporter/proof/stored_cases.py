@@ -36,7 +36,7 @@ def checked_cases(cases: Sequence[Case], spec: BuildSpec, what: str) -> list[Cas
     for case in cases:
         if problem := why_not_of_spec(case, spec):
             raise UserError(f"{what} is damaged: in the case {case.name!r}, {problem}; {EXPECTED}")
-    return [with_tokens(case, spec) if has_names_of(case, spec) else case for case in cases]
+    return [of_user(with_tokens(case, spec), spec) if has_names_of(case, spec) else case for case in cases]
 
 
 def has_names_of(case: Case, spec: BuildSpec) -> bool:
@@ -47,6 +47,11 @@ def has_names_of(case: Case, spec: BuildSpec) -> bool:
 def with_tokens(case: Case, spec: BuildSpec) -> Case:
     """The case with the part `tokens`, which earlier artifacts leave out for every mask named `attention_mask`."""
     return replace(case, tokens={**kept_tokens(case.inputs, spec), **case.tokens})
+
+
+def of_user(case: Case, spec: BuildSpec) -> Case:
+    """The case, which allows NaN where the original of a user has answered so."""
+    return replace(case, allows_nan=isinstance(spec.model, ModuleSpec) and case.undefined[0] > 0)
 
 
 def why_not_of_spec(case: Case, spec: BuildSpec) -> str:

@@ -129,7 +129,9 @@ def test_an_operator_that_has_no_translation_has_the_line_and_the_layer_that_cal
 def test_warnings_and_loggers_are_quiet_and_then_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "transformers.models")]
     stream = logging.StreamHandler(sys.stderr)
+    level = loggers[-1].level
     loggers[-1].addHandler(stream)
+    loggers[-1].setLevel(logging.WARNING)  # another test may have made transformers quieter
     before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
     filters = warnings.filters[:]
     try:
@@ -142,6 +144,7 @@ def test_warnings_and_loggers_are_quiet_and_then_as_before(tmp_path: Path, capfd
         assert capfd.readouterr().err == "heard again\n"
     finally:
         loggers[-1].removeHandler(stream)
+        loggers[-1].setLevel(level)
 
 
 def test_a_handler_that_a_package_adds_meanwhile_stays() -> None:

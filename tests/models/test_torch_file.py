@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-import time
 import tracemalloc
 import zipfile
 from collections import OrderedDict
@@ -17,13 +16,12 @@ import torch
 from campaign.pickles import BOMBS, FORMS, NUMBERS, VIEWS, archive_of, described, numbers
 from torch import Tensor
 
+from effexport.models import state_dict_pickle
 from effexport.models.checkpoint import fill_module, read_tensors
 from effexport.models.torch_file import MOST_BYTES_OF_DIRECTORY, read_torch_file
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")
-# The longest takes 0.8 s on a processor of 2023. The issue asks for about one second: twice that here, for slower ones.
-MOST_SECONDS = 2.0
 # 800,000 dicts of 64 bytes, with their places in a list, and the pickle itself.
 MOST_BYTES = 80 << 20
 DTYPES = (
@@ -123,12 +121,21 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("pickled", BOMBS.values(), ids=BOMBS)
-def test_a_pickle_that_costs_much_is_refused_early(path: Path, pickled: bytes) -> None:
+def test_a_pickle_that_costs_much_is_refused_early(path: Path, pickled: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(dict[int, Any]):
+        steps = 0
+
+        def __getitem__(self, code: int) -> Any:
+            Counted.steps += 1
+            return super().__getitem__(code)
+
+    monkeypatch.setattr(state_dict_pickle, "INSTRUCTIONS", Counted(state_dict_pickle.INSTRUCTIONS))
     for make in FORMS.values():
         path.write_bytes(make(pickled))
-        start = time.process_time()
+        Counted.steps = 0
         message = refusal(path)
-        assert time.process_time() - start < MOST_SECONDS
+        # about a second on a processor of 2023; the older format has three short pickles before it
+        assert Counted.steps <= state_dict_pickle.MOST_STEPS + 100
         assert len(message) < 500 + len(str(path))
 
 

@@ -60,19 +60,19 @@ def exported(
     from effexport.export.onnx_from_module import (
         attach_function_bodies,
         mark_custom_nodes,
-        quiet_exporter,
         register_schemas,
         without_shape_cache,
     )
     from effexport.models.layers import fused_operators
     from effexport.plugins.ops import DOMAIN, OPS
+    from effexport.quiet import quiet
 
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
         for op in OPS.values()
     }
-    with quiet_exporter(), without_shape_cache(), fused_operators(module, True):
+    with quiet(streams=True), without_shape_cache(), fused_operators(module, True):
         program = torch.onnx.export(
             module.eval(),
             (),

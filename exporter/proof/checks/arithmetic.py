@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,21 +32,18 @@ def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -
 
 
 def check_finite(
-    case: CaseLabel,
-    outputs: Mapping[str, Array],
-    kind: str = Kind.FINITE,
-    expected: Mapping[str, Array] = MappingProxyType({}),
+    label: CaseLabel, outputs: Mapping[str, Array], kind: str = Kind.FINITE, case: Case | None = None
 ) -> Check:
-    """Every element of the outputs is a finite number, but where `expected` has NaN, or the same infinity."""
+    """Every element of the outputs is a finite number, but where a case has the same infinity, or allows NaN."""
     bad = 0
     for name, array in outputs.items():
         wrong = ~np.isfinite(array.astype(np.float32))
-        if name in expected and wrong.any():
-            wrong &= ~(np.isnan(expected[name]) | (array == expected[name]))
+        if case is not None and wrong.any():
+            expected = case.outputs[name]
+            wrong &= ~((array == expected) | (np.isnan(expected) & case.allows_nan))
         bad += int(np.count_nonzero(wrong))
-    return judged(
-        kind, case, FINITE_METRIC, bad, Limit(0, "no output may be NaN or infinite that the reference has not")
-    )
+    reason = "no output may be NaN or infinite that the reference has not"
+    return judged(kind, label, FINITE_METRIC, bad, Limit(0, reason))
 
 
 def check_repeatable(case: Case, first: Mapping[str, Array], second: Mapping[str, Array]) -> Check:

@@ -51,7 +51,7 @@ def checks_of_answer(
     candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec, is_first: bool
 ) -> Iterator[Check]:
     """Every check of an answer that has the right names and shapes."""
-    yield check_finite(case.label, outputs, expected=case.outputs)
+    yield check_finite(case.label, outputs, case=case)
     yield check_repeatable(case, outputs, candidate.run(case.inputs))
     alike = outputs
     run = candidate.run_with_given

@@ -324,13 +324,13 @@ def test_an_answer_of_another_shape_is_a_failed_check_in_every_run(wrong_from: i
 
 def test_infinities_must_be_the_same_and_nan_of_the_reference_is_not_compared() -> None:
     expected = np.array([[1.0, -np.inf, np.nan, 2.0]], np.float32)
-    case = Case("some", {}, {OUTPUT: expected[None]}, tokens={KEPT: np.ones((1, 1), bool)})
+    case = Case("some", {}, {OUTPUT: expected[None]}, tokens={KEPT: np.ones((1, 1), bool)}, allows_nan=True)
     limit = Limit(1e-6, "")
 
     def outcomes(*values: float) -> tuple[str, str]:
         outputs = {OUTPUT: np.array([[values]], np.float32)}
         return (
-            check_finite(case.label, outputs, expected=case.outputs).status,
+            check_finite(case.label, outputs, case=case).status,
             check_arithmetic(case, outputs, limit).status,
         )
 
@@ -341,6 +341,8 @@ def test_infinities_must_be_the_same_and_nan_of_the_reference_is_not_compared() 
     assert outcomes(1, -np.inf, 0, np.nan) == ("failed", "failed")
     assert outcomes(1.1, -np.inf, 0, 2) == ("passed", "failed")
     assert case.undefined == (1, 4)
+    case = dataclasses.replace(case, allows_nan=False)
+    assert outcomes(1, -np.inf, np.nan, 2) == ("failed", "failed")
 
 
 def test_logits_of_hidden_keys_do_not_make_other_errors_look_small() -> None:
