@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from effexport.models.adapters.adapter import Adapted, frozen, named
 from effexport.models.model_spec import Dims
 from effexport.models.module_inputs import MaskKind, ModuleInput, ModuleInputs
+from effexport.models.one_precision import types_of
 from effexport.models.probe import PROBE_SEQ_LEN, ModuleFailedError, Probe
 from effexport.models.user_model import CalledByPosition, recorded_results
 from effexport.models.validation import SpecError, require
@@ -42,6 +43,19 @@ class Observer(TorchDispatchMode):
     ) -> Any:
         self.see(func, args)
         return func(*args, **(kwargs or {}))
+
+
+class FloatTypes(Observer):
+    """Collects the floating-point types of all results in a `with` block, in `found`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found.update(types_of(result))
+        return result
 
 
 class Selections(Observer):
@@ -240,9 +254,11 @@ def hides(kind: MaskKind, one: ModuleInput, original: Probe, outputs: Mapping[st
         with contextlib.suppress(ModuleFailedError):
             place = seq_len // 3
             answers = [
-                without_token(original.outputs_of(tensors, "a mask"), outputs, place, (tuned, seq_len))
+                without_token(original.outputs_of(tensors, "a mask"), outputs, place, tuned)
                 for tensors in masked_inputs(kind, one, original, seq_len, place)
             ]
+            if any(value.isnan().any() for answer in answers for value in answer):
+                return False
             hidden, hidden_other, shown, shown_other = answers
             return all(map(close, hidden, hidden_other)) and not all(map(close, shown, shown_other))
     return False
@@ -283,14 +299,12 @@ def with_other_token(tensor: Tensor, one: ModuleInput, place: int) -> Tensor:
     return changed
 
 
-def without_token(
-    values: Mapping[str, Tensor], outputs: Mapping[str, Dims], place: int, lengths: tuple[int, int]
-) -> list[Tensor]:
-    """Outputs without what belongs to one token. lengths: those that an axis of tokens may have as a number."""
+def without_token(values: Mapping[str, Tensor], outputs: Mapping[str, Dims], place: int, tuned: int) -> list[Tensor]:
+    """Outputs without what belongs to one token. outputs, tuned: as in `with_mask`."""
     found = []
     for name, value in values.items():
         for axis, dim in enumerate(outputs[name]):
-            if dim == "seq" or dim in lengths:
+            if dim in ("seq", tuned):
                 others = [index for index in range(value.shape[axis]) if index != place]
                 value = value.index_select(axis, torch.tensor(others, dtype=torch.int64))
         found.append(value)

@@ -14,7 +14,7 @@ from effexport.models.adapters.folding import detached_copy
 from effexport.models.adapters.remarks import remarks_on
 from effexport.models.adapters.replace import NotAsOriginalError, check_folded, layers_at_fault, with_our_layers
 from effexport.models.model_spec import Dims
-from effexport.models.module_calls import check_repeatable, operator_calls, with_mask, with_range
+from effexport.models.module_calls import FloatTypes, check_repeatable, operator_calls, with_mask, with_range
 from effexport.models.module_inputs import (
     ModuleInput,
     ModuleInputs,
@@ -23,7 +23,6 @@ from effexport.models.module_inputs import (
     inputs_from_table,
 )
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.one_precision import FloatTypes
 from effexport.models.probe import ModuleFailedError, Probe, probe_length
 from effexport.models.spec import PyTorchSpec
 from effexport.models.user_model import (

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 # Our operators take the types that our layers give them: a weight may be float32 beside values in half precision.
@@ -54,23 +53,6 @@ COUNTING = frozenset({"arange", "linspace", "cumsum"})
 ARITHMETIC = frozenset(
     {"add", "sub", "__rsub__", "mul", "div", "true_divide", "__rdiv__", "outer", "matmul", "einsum", *CASTS}
 )
-
-
-class FloatTypes(TorchDispatchMode):
-    """Collects the floating-point types of all results in a `with` block, in `found`."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[torch.dtype] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in proof/float64.py
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.found.update(types_of(result))
-        return result
 
 
 class WithoutAutocast(TorchFunctionMode):

@@ -18,9 +18,16 @@ def recurrent_translation(opset: int) -> dict[Any, Callable[..., Any]]:
     op = values.Opset("", opset)
 
     def translate(
-        kind: str, x: Any, input_weight: Any, state_weight: Any, *rest: Any, reverse: bool | None = None
+        kind: str,
+        x: Any,
+        input_weight: Any,
+        state_weight: Any,
+        input_bias: Any,
+        state_bias: Any,
+        hidden: Any,
+        cell: Any,
+        reverse: bool,
     ) -> tuple[Any, ...]:
-        input_bias, state_bias, hidden, cell, *flag = rest
         width = int(state_weight.shape[-1])
         rows = np.concatenate([np.arange(gate * width, (gate + 1) * width) for gate in GATES[kind]])
         order, first = op.Constant(value=ir.tensor(rows)), op.Constant(value_ints=[0])
@@ -28,7 +35,7 @@ def recurrent_translation(opset: int) -> dict[Any, Callable[..., Any]]:
         biases = op.Concat(op.Gather(input_bias, order), op.Gather(state_bias, order), axis=0)
         states = [op.Unsqueeze(state, first) for state in ((hidden, cell) if kind == "lstm" else (hidden,))]
         attributes: dict[str, Any] = {"hidden_size": width}
-        if flag[0] if flag else reverse:
+        if reverse:
             attributes["direction"] = "reverse"
         if kind == "gru":
             attributes["linear_before_reset"] = 1

@@ -40,17 +40,8 @@ def layer(
 
 
 @layer.register_fake
-def layer_shapes(
-    kind: str,
-    x: Tensor,
-    input_weight: Tensor,
-    state_weight: Tensor,
-    input_bias: Tensor,
-    state_bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_shapes(kind: str, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = rest[-3]
     return x.new_empty(*x.shape[:2], hidden.shape[-1]), torch.empty_like(hidden), torch.empty_like(hidden)
 
 
