@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from effexport.dtypes import named_sizes, numpy_dtype
@@ -15,16 +16,17 @@ from effexport.errors import StageError, is_out_of_memory
 from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.adapters.adapter import frozen, named
+from effexport.models.model_spec import shape_of
 from effexport.models.module_inputs import resized
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.one_precision import OnePrecision
 from effexport.models.user_model import tensors_of
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
-from effexport.proof.cases import Case
+from effexport.proof.cases import KEPT, Case
 from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
 from effexport.proof.float64 import Float64Module, PeakMemory
-from effexport.proof.inputs.random import case_inputs
-from effexport.proof.kept_tokens import has_tokens, kept_tokens
+from effexport.proof.inputs.random import NOTHING_KEPT, case_inputs
+from effexport.proof.kept_tokens import has_tokens, kept_dims, kept_tokens
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import bucket_name, given_buckets, recorded_hashes, run_module
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
@@ -65,6 +67,10 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
                     raise StageError(STAGE, f"{error}") from error
                 checks.append(not_run(Kind.SHAPES, str(error), empty_case(name, inputs, spec).label))
                 continue
+        if name == NOTHING_KEPT and check.status == "failed":
+            reason = f"where a sample keeps no token, effexport's layers answer otherwise than {original.name} itself"
+            checks.append(not_run(Kind.SHAPES, reason, case.label))
+            continue
         checks += [check] * bool(user.adapted.replaced)
         if name in FLOAT64_CASES:
             checks.append(exact.check(plain, peak.size_bytes))
@@ -73,7 +79,10 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
 
 
 def empty_case(name: str, inputs: Mapping[str, Array], spec: BuildSpec) -> Case:
-    return Case(name, inputs, {}, tokens=kept_tokens(inputs, spec), pooled=spec.pooled_outputs, allows_nan=True)
+    tokens = kept_tokens(inputs, spec)
+    if name == NOTHING_KEPT:  # all of its answer is compared
+        tokens = {KEPT: np.ones(shape_of(kept_dims(spec), named_sizes(spec.inputs, inputs)), bool)}
+    return Case(name, inputs, {}, tokens=tokens, pooled=spec.pooled_outputs, allows_nan=True)
 
 
 def defined_answer(
@@ -86,7 +95,7 @@ def defined_answer(
     the inputs of the case, if there is no such answer.
     """
     first: OriginalFailedError | None = None
-    tried = list(with_examples(inputs, user, spec)) if name != EXAMPLE else []
+    tried = list(with_examples(inputs, user, spec)) if name not in (EXAMPLE, NOTHING_KEPT) else []
     for number, values in enumerate([inputs, *tried]):
         case = empty_case(name, values, spec)
         try:

@@ -17,6 +17,8 @@ from effexport.spec import MASK_NAME, BuildSpec
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
+# The case of a sample without any token that counts: a mask hides all, or a length is 0. Not every model has an answer.
+NOTHING_KEPT = "nothing kept"
 # Answers per question in the cases of a multiple-choice model.
 CHOICES = 3
 
@@ -145,6 +147,13 @@ def module_cases(spec: BuildSpec, model: ModuleSpec, seed: int) -> dict[str, dic
                 if inputs[key].shape == hidden.shape
             }
             cases[name] = inputs | padded | {key: np.ascontiguousarray(hidden) for key in marks}
+    counts = [tensor.name for tensor in spec.inputs if tensor.name in model.guesses and tensor.dims == ("batch",)]
+    # half precision may have other numbers in the place of all that is hidden
+    if spec.precision == "fp32" and (model.mask or counts):
+        empty = random_inputs(spec, rng, 2, padded_len, [padded_len, 0])
+        for name in counts:
+            empty[name][1] = 0
+        cases[NOTHING_KEPT] = empty
     return cases
 
 

@@ -29,7 +29,7 @@ TOLERANCE = 2**-6
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A valid call of an operator. outputs: the right answer. float32: inputs that are so whatever the type of the
     others; all arrays of floats are given in float32."""
 
@@ -59,7 +59,7 @@ def problem_of_library(library: Library) -> str | None:
     return f"in onnxruntime {import_onnxruntime().__version__}, {'; '.join(problems)}" if problems else None
 
 
-def calls() -> dict[str, Call]:
+def calls() -> dict[str, KernelCall]:
     """A call of each operator, in sizes at which those that take memory for intermediate results do so."""
     import numpy as np
 
@@ -73,28 +73,28 @@ def calls() -> dict[str, Call]:
     chunks = {"chunk_length": 16, "chunks_before": 1, "chunks_after": 0, "causal": 0, "circular": 0, "rounded": 0}
     eye = np.eye(8, dtype=np.float32)[None]
     return {
-        "IterativePinv": Call({"A": eye, "scale": ones(1, 1, 1)}, {"Z": eye}),
-        "EluLinearAttention": Call(q_k_v_keep, {"out": x}, {"eps": 1e-6}),
-        "LSHSort": Call({"buckets": np.zeros_like(order)}, {"order": order, "rank": order}, {"num_buckets": 8}),
-        "LSHAttention": Call({"qk": x, "v": x, "order": order, "rank": order, "keep": keep}, {"out": x}, chunks),
-        "AFTSimpleAttention": Call(q_k_v_keep, gated),
-        "MaskedAttention": Call(
+        "IterativePinv": KernelCall({"A": eye, "scale": ones(1, 1, 1)}, {"Z": eye}),
+        "EluLinearAttention": KernelCall(q_k_v_keep, {"out": x}, {"eps": 1e-6}),
+        "LSHSort": KernelCall({"buckets": np.zeros_like(order)}, {"order": order, "rank": order}, {"num_buckets": 8}),
+        "LSHAttention": KernelCall({"qk": x, "v": x, "order": order, "rank": order, "keep": keep}, {"out": x}, chunks),
+        "AFTSimpleAttention": KernelCall(q_k_v_keep, gated),
+        "MaskedAttention": KernelCall(
             {"q": x, "k": many, "v": many, "keep": np.ones((1, 1025), bool)}, {"out": x}, {"scale": 1.0}
         ),
-        "SegmentMeans": Call({"x": x, "keep": keep}, {"means": x[:, :, :4]}, {"num_segments": 4}),
-        "SequenceConv": Call({"x": x, "weight": ones(2, 1, 1, 1), "keep": keep, "residual": x}, {"out": 2 * x}),
+        "SegmentMeans": KernelCall({"x": x, "keep": keep}, {"means": x[:, :, :4]}, {"num_segments": 4}),
+        "SequenceConv": KernelCall({"x": x, "weight": ones(2, 1, 1, 1), "keep": keep, "residual": x}, {"out": 2 * x}),
         # all projections are equal, and of equal ones the first is taken
-        "LSHHash": Call(
+        "LSHHash": KernelCall(
             {"qk": x, "rotations": ones(2, 8, 2, 4), "keep": keep},
             {"buckets": np.zeros_like(order)},
             {"bucket_factors": [8], "chunk_length": 16},
             float32=("rotations",),
         ),
-        "AFTWindowAttention": Call(q_k_v_keep | {"bias": ones(1, 1, 3)}, gated, {"causal": 0}, float32=("bias",)),
+        "AFTWindowAttention": KernelCall(q_k_v_keep | {"bias": ones(1, 1, 3)}, gated, {"causal": 0}, float32=("bias",)),
     }
 
 
-def model_of_call(op: str, call: Call) -> onnx.ModelProto:
+def model_of_call(op: str, call: KernelCall) -> onnx.ModelProto:
     """A model that makes the call once for each element type, with outputs in float32 or int32. Where a library has
     no such kernel, as one of earlier sources may, a function with the right answer runs, as a model's own would."""
     from onnx import TensorProto, helper, numpy_helper
@@ -130,7 +130,7 @@ def model_of_call(op: str, call: Call) -> onnx.ModelProto:
     return helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10)
 
 
-def check(op: str, call: Call, options: Any) -> None:
+def check(op: str, call: KernelCall, options: Any) -> None:
     """Raise ValueError unless a session with these options gives the right answer, or what onnxruntime raises."""
     import numpy as np
 

@@ -114,6 +114,7 @@ def test_a_known_layer_is_replaced_and_the_original_is_the_reference(known: Tabl
         "longer",
         "padded batch",
         "padded single",
+        "nothing kept",
         "example",
     }
     assert isinstance(model.block.attn, TheirAttention)

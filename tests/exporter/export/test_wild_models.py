@@ -402,3 +402,24 @@ def test_recurrent_layers_in_float16_run_in_float32(tmp_path: Path) -> None:
         (found,) = runner.run({"x": x.half().numpy()}).values()
     # float16 has 11 bits: inputs and weights are rounded once
     assert largest_error(found, model(x)) <= 2**-8
+
+
+def test_a_sample_without_tokens_is_compared_where_the_original_has_an_answer(tmp_path: Path) -> None:
+    def mean(self: Any, ids: Tensor, lengths: Tensor, smallest: int) -> Tensor:
+        keep = (torch.arange(ids.size(1)) < lengths[:, None]).float()[..., None]
+        return self.q((self.e(ids) * keep).sum(1) / keep.sum(1).clamp(min=smallest))  # type: ignore[no-any-return]
+
+    def outcome(smallest: int) -> tuple[set[str], list[str]]:
+        inputs, parts = WILD["lengths"].inputs, WILD["lengths"].parts
+        wild = Wild(lambda self, ids, lengths: mean(self, ids, lengths, smallest), inputs, parts)
+        report = effexport.export(model_of(wild), inputs(2, 12), tmp_path / str(smallest)).report
+        own = [check for check in report.checks if check.case.name == "nothing kept"]
+        return {check.status for check in own}, [check.reason for check in own if check.kind == "shapes"]
+
+    statuses, reasons = outcome(1)
+    assert "passed" in statuses
+    assert not reasons
+    # 0 / 0
+    statuses, (reason,) = outcome(0)
+    assert statuses == {"not run"}
+    assert "itself answers nothing kept: 2 × 12 with NaN" in reason
