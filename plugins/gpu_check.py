@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from effexport.plugins.gpu_work import Work
 from effexport.plugins.ops import FLOAT_TYPES, Op
 
 # The relative error of one rounding, which every kernel may make when it writes its results.
@@ -65,9 +66,9 @@ class Limit:
 
 @dataclass(frozen=True)
 class AtMost:
-    """A goal: the kernel takes at most this time."""
+    """A goal: the kernel takes at most this many times its bound, that of its `work` on the GPU it runs on."""
 
-    us: float
+    times: float
     reason: str
 
 
@@ -89,25 +90,6 @@ class Timed:
     goals: tuple[AtMost | FasterThan, ...]
 
 
-# Of an amount of work: multiply-adds of matrix products, and bytes that are loaded from global memory.
-PRODUCTS, LOADED = "products", "loaded"
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one launch of a kernel does, from which docs/gpu_budget.md predicts how often its loops are repeated.
-
-    amounts: PRODUCTS, LOADED, or an instruction and how often all warps together execute it; padding counts. trips: how
-    often a warp repeats the outermost of the loops that do any of this, then the one in it, and so on. Loops further in
-    are repeated until the first of these amounts that they do is complete; loops that do none of them run once.
-    loaded: bytes that are loaded from global memory, if some loads depend on conditions that hold now and then.
-    """
-
-    amounts: dict[str, float]
-    trips: tuple[float, ...] = ()
-    loaded: float | None = None
-
-
 @dataclass(frozen=True)
 class GpuCheck:
     """Everything that scripts/gpu needs to know about one operator.
@@ -117,9 +99,7 @@ class GpuCheck:
     reference(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow
     and obvious, in plain PyTorch, on the device of the inputs; memory for the `huge` cases must suffice.
     limit(case): the largest error that passes.
-    flops(case): floating-point operations of the definition, which give a lower bound of the time. The bytes of all
-    inputs and outputs give the other.
-    work(case): what every launch does, by the name of its kernel without the element type. Empty: not predicted.
+    work(case): what the kernels of a call do, of which scripts/gpu/bounds.py makes a lower bound of the time.
     baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
     small: for the emulation on a CPU and for compute-sanitizer, both of which are slow. checked: more sizes for the
     GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
@@ -129,13 +109,12 @@ class GpuCheck:
     outputs: Callable[[Case], dict[str, Output]]
     reference: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]
     limit: Callable[[Case], Limit]
-    flops: Callable[[Case], float]
+    work: Callable[[Case], Work]
     baselines: Callable[[Case, dict[str, Tensor]], dict[str, Callable[[], object]]]
     small: tuple[Case, ...]
     checked: tuple[Case, ...]
     timed: tuple[Timed, ...]
     huge: tuple[Case, ...] = ()
-    work: Callable[[Case], dict[str, Work]] = lambda case: {}
 
 
 def load_gpu_check(op: Op) -> GpuCheck:

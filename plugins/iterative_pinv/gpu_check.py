@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
-    PRODUCTS,
     ROUNDING,
     AtMost,
     Case,
@@ -17,10 +16,10 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
-    Work,
     generator,
     in_all_types,
 )
+from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
 
 # softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero
 KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
@@ -88,24 +87,21 @@ def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], o
     return {"products": products}
 
 
-def flops(case: Case) -> float:
-    """Four products a step."""
+def work(case: Case) -> Work:
+    """Four products a step. Up to m = 64 each is three products of halves, of a whole side of 32 or 64, whose right
+    factors lie in shared memory; larger matrices are multiplied by way of scratch memory, panel by panel of 64 × 64."""
     count, m, iterations = case.sizes
-    return 8.0 * count * m**3 * iterations
-
-
-def work(case: Case) -> dict[str, Work]:
-    """Four products a step. Up to m = 64 each is three products of halves, of a whole side of 32 or 64; a block of a
-    larger m computes panels of 64 × 64, two at a time."""
-    count, m, iterations = case.sizes
-    if m <= 64:
-        side = 32 if m <= 32 else 64
-        amounts = {PRODUCTS: count * iterations * 4.0 * 3 * side**3}
-        return {"effexport_iterative_pinv": Work(amounts, (1, iterations, 4))}
-    side = -(-m // 8) * 8
-    panels = (-(-side // 64)) ** 2
-    amounts = {PRODUCTS: count * iterations * 4.0 * side**3}
-    return {"effexport_iterative_pinv_scratch": Work(amounts, (-(-count // 256), iterations, 4, -(-panels // 2)))}
+    if m > 64:
+        side = parts(m, 8) * 8
+        products = 4.0 * count * iterations * side**3
+        # four matrices of each block
+        return Work(fused=products, scratch=16.0 * min(count, 256) * side**2)
+    side = 32 if m <= 32 else 64
+    warps = side // ROWS
+    # both halves of a right factor, by every warp; and its scales
+    multiply = Work(tensor=3.0 * side**3) + moved(warps * 2 * 2 * side**2) + accesses(warps * side / COLUMNS)
+    stored = moved(2 * 2 * side**2)
+    return (multiply * 4 + stored * 2) * (count * iterations)
 
 
 def timed(count: int, m: int, *goals: AtMost | FasterThan) -> Timed:
@@ -121,7 +117,6 @@ CHECK = GpuCheck(
     outputs=outputs,
     reference=reference,
     limit=limit,
-    flops=flops,
     baselines=baselines,
     work=work,
     small=in_all_types(*(Case((2, m, 6), kind=kind) for m in (1, 31, 65) for kind in KINDS)),
@@ -132,7 +127,12 @@ CHECK = GpuCheck(
         Case((768, 64, 6), kind="softmax"),
     ),
     timed=(
-        timed(96, 64, FUSED, AtMost(30, "10 µs of products, and as much for splitting and waiting")),
+        timed(
+            96,
+            64,
+            FUSED,
+            AtMost(5.5, "24 products in a row: each waits for the one before, and most of the GPU has one block each"),
+        ),
         timed(768, 64, FUSED),
         timed(96, 128, FasterThan("products", "a kernel must not be slower than the body that it replaces")),
     ),

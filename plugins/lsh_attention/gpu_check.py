@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
-    LOADED,
-    PRODUCTS,
     ROUNDING,
     AtMost,
     Case,
@@ -24,12 +22,12 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
-    Work,
     generator,
     in_all_types,
     normal,
     sdpa_baselines,
 )
+from effexport.plugins.gpu_work import Work, attention_core, parts
 
 BUCKETS = 8
 
@@ -135,13 +133,6 @@ def limit(case: Case) -> Limit:
     return Limit(2e-5 + roundings * ROUNDING[case.dtype], reason)
 
 
-def flops(case: Case) -> float:
-    """Two products of every token with its window, in every round."""
-    batch, heads, seq, head_dim, value_dim, rounds, chunk_length, before, after = case.sizes[:9]
-    window = (before + 1 + after) * chunk_length
-    return 2.0 * batch * heads * seq * rounds * window * (head_dim + value_dim)
-
-
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     """The formula in standard operators, and attention of every token to all others."""
     qk, v, order, keep = inputs.values()
@@ -154,24 +145,16 @@ def case_of(*sizes: int, after: int = 0, causal: int = 0, circular: int = 0, rou
     return Case((*sizes, after, causal, circular, rounded))
 
 
-def work(case: Case) -> dict[str, Work]:
-    """As kernel_cuda.cu and native/attention.h cut it: 64 queries, 64 columns and a tile of keys at a time."""
+def work(case: Case) -> Work:
+    """A factor per token; the core, chunk by chunk of every round, whose contexts and logarithms are then combined."""
     batch, heads, seq, head_dim, value_dim, rounds, chunk_length, before, after = case.sizes[:9]
-    size, keys = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64
-    rows = batch * heads * rounds
-    blocks = rows * padded_length(case) // chunk_length * -(-chunk_length // 64) * -(-value_dim // 64)
-    tiles = -(-(before + 1 + after) * chunk_length // keys)
-    pieces = batch * heads * seq * -(-value_dim * size // 16)
-    return {
-        "effexport_lsh_attention_prepare": Work({LOADED: batch * heads * seq * head_dim * size + batch * seq}, (1,)),
-        "effexport_lsh_attention": Work(
-            {PRODUCTS: blocks * 64 * tiles * keys * 128},
-            trips=(1, tiles),
-            loaded=blocks * (64 * (64 * size + 4) + tiles * keys * (128 * size + 8)),
-        ),
-        # a context and, three times, its logarithm
-        "effexport_lsh_attention_combine": Work({LOADED: pieces * rounds * 28}, (1,)),
-    }
+    size, keys, tokens = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64, batch * heads * seq
+    blocks = batch * heads * rounds * (padded_length(case) // chunk_length) * parts(chunk_length, 64)
+    tiles = parts((before + 1 + after) * chunk_length, keys)
+    core = attention_core(size, blocks * parts(value_dim, 64), tiles, head_dim)
+    factors, contexts = 4.0 * tokens, float(tokens * rounds * (value_dim * size + 4))
+    again = (tokens * head_dim * size + factors, contexts)
+    return core + Work(scratch=factors + contexts, again=again)
 
 
 def timed(dtype: str, seq: int, *goals: AtMost | FasterThan) -> Timed:
@@ -189,7 +172,6 @@ CHECK = GpuCheck(
     outputs=outputs,
     reference=reference,
     limit=limit,
-    flops=flops,
     baselines=baselines,
     work=work,
     small=in_all_types(
@@ -214,12 +196,10 @@ CHECK = GpuCheck(
         timed(
             "float16",
             8192,
-            AtMost(
-                70, "40 µs for the instructions of its warps, by their number, 12 µs for the contexts, and launches"
-            ),
+            AtMost(2.7, "two dependent loads before the first key of a block, and three launches"),
             DENSE,
         ),
-        timed("float16", 32768, AtMost(280, "four times that of 8192 tokens"), SIX_TIMES),
+        timed("float16", 32768, AtMost(2.7, "as for 8192 tokens"), SIX_TIMES),
         timed("float32", 8192, FasterThan("formula", "what the kernel replaces")),
     ),
     # qk, v and out: 64 · 8 · 65,600 · 64 elements each

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
-    LOADED,
     PEAK_LOGIT,
     PEAKS,
-    PRODUCTS,
     ROUNDING,
     Case,
     FasterThan,
@@ -19,7 +17,6 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
-    Work,
     generator,
     in_all_types,
     normal,
@@ -28,6 +25,7 @@ from effexport.plugins.gpu_check import (
     sdpa_baselines,
     with_peaks,
 )
+from effexport.plugins.gpu_work import Work, attention_core, parts
 from effexport.plugins.masked_attention import op
 
 
@@ -74,11 +72,6 @@ def limit(case: Case) -> Limit:
     return Limit(2e-5 + 2 * ROUNDING[case.dtype], reason)
 
 
-def flops(case: Case) -> float:
-    batch, heads, n, m, d, e = case.sizes
-    return 2.0 * batch * heads * n * m * (d + e)
-
-
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     """The body's standard operators and, if no key is hidden, PyTorch's own attention."""
     q, k, v, keep = inputs.values()
@@ -92,28 +85,19 @@ def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], o
     return {"standard operators": standard_operators, **fused}
 
 
-def work(case: Case) -> dict[str, Work]:
-    """As kernel_cuda.cu and native/attention.h cut it: 64 queries, 64 columns and a tile of keys at a time."""
-    batch, heads, n, m, _, e = case.sizes
-    keys = 32 if case.dtype == "float32" else 64
-    queries = -(-n // 64) * 64
-    slices = -(-m // (4 * queries))
-    tiles = -(-min(m, 4 * queries) // keys)
-    blocks = batch * heads * slices * (queries // 64) * -(-e // 64)
-    size = case.torch_dtype.itemsize
-    found = {
-        "effexport_masked_attention": Work(
-            {PRODUCTS: blocks * 64 * tiles * keys * 128},
-            trips=(1, tiles),
-            loaded=blocks * (64 * 64 * size + tiles * keys * (128 * size + 1)),
-        )
-    }
-    if slices > 1:  # a warp for 32 columns of a row: one number of each slice for the highest logit, three to sum up
-        warps = batch * heads * n * -(-e // 32)
-        found["effexport_masked_attention_merge"] = Work(
-            {LOADED: warps * 32 * (-(-slices // 32) * 4 + slices * 12)}, (1,)
-        )
-    return found
+def work(case: Case) -> Work:
+    """The core over slices of the keys; what slices give, highest, total and context of a query, is merged."""
+    batch, heads, n, m, d, e = case.sizes
+    size, keys = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64
+    query_tiles = parts(n, 64)
+    slice_length = 4 * 64 * query_tiles
+    slices = parts(m, slice_length)
+    blocks = batch * heads * slices * query_tiles * parts(e, 64)
+    core = attention_core(size, blocks, parts(min(m, slice_length), keys), d)
+    if slices == 1:
+        return core
+    partials = 4.0 * batch * heads * slices * n * (2 + e)
+    return core + Work(scratch=partials, again=(partials,))
 
 
 def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
@@ -132,7 +116,6 @@ CHECK = GpuCheck(
     outputs=outputs,
     reference=reference,
     limit=limit,
-    flops=flops,
     baselines=baselines,
     work=work,
     small=in_all_types(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/gpu_budget.md: what the CUDA kernels need, and how long they should take on an H200. Needs no GPU.
+"""Write docs/gpu_budget.md: what the CUDA kernels need, and lower bounds of their times. Needs no GPU.
 
     python3 scripts/gpu/budget.py                 # compiles all kernels; needs nvcc, nvdisasm, a C++ compiler, PyTorch
     python3 scripts/gpu/budget.py -r results      # with the times of `python3 scripts/gpu -o results`, from a GPU
@@ -24,80 +24,76 @@ if not __package__:
 from gpu import ROOT
 
 # isort: split
-from effexport.plugins.gpu_check import PRODUCTS, Work, load_gpu_check
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
+from gpu.bounds import Rates, bound_of
 from gpu.building import call
-from gpu.compiled import MULTIPROCESSOR, Compiled, Launch, Usage, compile_kernels
+from gpu.compiled import MULTIPROCESSOR, Launch, Recorder, Usage, compile_kernels
 from gpu.device import SetupError, find_nvcc, require_torch
-from gpu.estimates import ESTIMATES, LAYERS
 from gpu.goals import text_of
-from gpu.prediction import Recorder, row_of
-from gpu.sass import INSTRUCTIONS, Cost
 from gpu.timing import KERNEL, goal_json
 
 PAGE = ROOT / "docs" / "gpu_budget.md"
-ARCHITECTURES = (75, 80, 90, 120)
-PREDICTED = 90  # that of the H200
+# those of other GPUs have the code of one of these
+ARCHITECTURES = (75, 90, 120)
+# Copies and products of halves were measured; multiprocessors, their highest clock and the cache are the data sheet's.
+GPUS = {
+    "H100": Rates.of(copied=3.0e12, tensor=395e12, multiprocessors=132, clock_hz=1.98e9, cache_bytes=50e6),
+    "H200": Rates.of(copied=4.3e12, tensor=395e12, multiprocessors=132, clock_hz=1.98e9, cache_bytes=60e6),
+}
 TEMPLATE = """\
-# What the CUDA kernels need, and how long they should take
+# What the CUDA kernels need, and what bounds them
 
-Written by `python3 scripts/gpu/budget.py`, which needs no GPU, from what nvcc {cuda} and nvdisasm say of the kernels.
+Written by `python3 scripts/gpu/budget.py`, which needs no GPU: from what nvcc {cuda} and nvdisasm say of the kernels,
+and from what operators declare of them (`work` in `plugins/OPERATOR/gpu_check.py`).
 
-**Predicted times are predictions.** The multiprocessor with most blocks issues four instructions per clock, at 1.75 to
-1.98 GHz; an HMMA, the tensor cores' product of 16 × 8 × 16, takes one of its four parts 8 clocks. All inputs and
-outputs move once at 4.3 TB/s, and scratch memory beyond the L2 cache twice. The slower of the two counts, and 2 µs for
-every launch. How often loops are repeated follows from the sizes (`work` in `plugins/OPERATOR/gpu_check.py`); blocks
-and threads are those of the real launches. Waiting is not predicted: for memory, at barriers, or because a
-multiprocessor has few warps. Such kernels take longer, small ones above all; expect ± 40 % otherwise.
+## Operators
 
-Roofline: inputs and outputs at 4.3 TB/s, or the definition's floating-point operations at 790 TFLOP/s in half types and
-67 TFLOP/s in float32, whichever takes longer. IterativePinv up to m = 64 may take less: it multiplies float32 numbers
-as halves on tensor cores. A block of it waits for chains of products, which the prediction leaves out. The columns of
-dense attention (PyTorch's flash or cuDNN kernels) and of PyTorch are estimates too.
+A bound is the least time that a call can take as its kernels are written: the longest of four. It is no prediction:
+kernels also issue instructions, and wait for memory, for barriers and for each other.
 
-## Operators on one H200
+* **memory**: inputs and outputs once, scratch memory when it is written, and what a launch reads of what an earlier one
+  has read or written, beyond what the L2 cache holds. "Moved" is all of it, with nothing in the cache.
+* **tensor cores** and **multiply-adds** of float32, padding of tiles included.
+* **shared memory**: 128 bytes for an access of a warp, and as many more as its lanes reach other words. Each
+  multiprocessor moves 128 bytes a clock. Conflicts of banks do not count.
 
-Times in µs; {measured}.
+An H100 copies 3.0 TB/s and an H200 4.3 TB/s. Both do 395 · 10¹² multiply-adds of halves a second in a large product
+(these three were measured) and have 132 multiprocessors at 1.98 GHz at most. `scripts/gpu` measures the rates of the
+GPU it runs on, and goals are multiples of the bound that follows from them. Times in µs; {measured}.
 
-{predictions}
-
-## Attention layers on one H200
-
-Between the projections, 8 heads × 64, batch 1, float16; every fused operator and every other launch, one after another.
-
-{layers}
+{operators}
 
 ## Kernels
 
-Four numbers are for SM 75 / 80 / 90 / 120, one number for all of them. Blocks and warps are those that fit on a
-multiprocessor at a time. The main loop is the innermost one with at least half of all products, or of all loads from
-global memory; its instructions are those of one time through it, without rare cases.
+Three numbers are for SM 75 / 90 / 120, one number for all of them. Blocks and warps are those that fit on a
+multiprocessor at a time. HMMA: products on tensor cores in the machine code, each counted once.
 
 {resources}
 """
 
 
-def predictions(recorder: Recorder, compiled: Compiled, measured: dict[tuple[str, str], float]) -> list[str]:
+def operators(recorder: Recorder, measured: dict[tuple[str, str], float]) -> list[str]:
     lines = [
-        "| operator and case | launches | MB | GFLOP | instructions of warps, million | HMMA, million | roofline "
-        "| predicted | goal | dense attention | PyTorch | measured |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| operator and case | launches | in and out, MB | moved, MB | tensor cores, 10⁹ | multiply-adds, 10⁹ "
+        f"| shared memory, GB | {' | '.join(f'bound, {name}' for name in GPUS)} | goal | measured |",
+        f"|{'---|' * (9 + len(GPUS))}",
     ]
     for op in OPS.values():
-        for timed in load_gpu_check(op).timed:
-            row = row_of(recorder, compiled.at(PREDICTED), op, timed.case)
-            total = sum(row.costs or [], Cost())
+        check = load_gpu_check(op)
+        for timed in check.timed:
+            work = check.work(timed.case)
+            in_and_out = sum(tensor.nbytes for tensor in recorder.arrays(op, timed.case))
+            bounds = [bound_of(work, in_and_out, rates) for rates in GPUS.values()]
             us = measured.get((op.torch_name, timed.case.name))
             cells = [
                 f"`{op.torch_name}` {timed.case.name}",
-                str(len(row.launches)),
-                number(row.bytes / 1e6),
-                number(row.flops / 1e9),
-                *(number(total[name] / 1e6) if row.costs else "–" for name in (INSTRUCTIONS, "HMMA")),
-                number(row.roofline_us),
-                span(row.predicted_us),
+                str(len(recorder.launches(op, timed.case))),
+                number(in_and_out / 1e6),
+                number(bounds[0].moved / 1e6),
+                *(number(amount / 1e9) for amount in (work.tensor, work.fused, work.shared)),
+                *(f"{number(bound.us)}, {bound.resource}" for bound in bounds),
                 "; ".join(text_of(goal_json(goal)) for goal in timed.goals),
-                *ESTIMATES.get((op.torch_name, timed.case.sizes, timed.case.dtype), ("–", "–")),
                 "" if us is None else number(us),
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -106,76 +102,46 @@ def predictions(recorder: Recorder, compiled: Compiled, measured: dict[tuple[str
 
 def number(value: float) -> str:
     """Three digits, without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-3 else "0"
 
 
-def span(us: tuple[float, float] | None) -> str:
-    return "–" if us is None else "–".join(dict.fromkeys(number(one) for one in us))
-
-
-def layers(recorder: Recorder, compiled: Compiled) -> list[str]:
+def resources(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> list[str]:
     lines = [
-        "| layer | launches | predicted | goal | dense attention | `torch.compile` |",
-        "|---|---|---|---|---|---|",
-    ]
-    for layer in LAYERS:
-        rows = [(row_of(recorder, compiled.at(PREDICTED), OPS[name], case), times) for name, case, times in layer.parts]
-        launches = layer.others + sum(len(row.launches) * times for row, times in rows)
-        known = [(row.predicted_us, times) for row, times in rows if row.predicted_us is not None]
-        fast, slow = (layer.others_us + sum(us[end] * times for us, times in known) for end in (0, 1))
-        predicted = span((fast, slow) if len(known) == len(rows) else None)
-        cells = (layer.name, str(launches), predicted, f"at most {layer.at_most_us} µs", layer.dense, layer.compiled)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def resources(recorder: Recorder, compiled: Compiled) -> list[str]:
-    lines = [
-        "| kernel | threads | shared memory | registers | spilled bytes | blocks (warps) | instructions "
-        "| of the main loop | HMMA | of the main loop |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| kernel | threads | shared memory | registers | spilled bytes | blocks (warps) | HMMA |",
+        "|---|---|---|---|---|---|---|",
     ]
     launches = first_launches(recorder)
-    for entry in sorted({entry for entry, _ in compiled.usages}):
-        launch, work = launches.get(entry, (None, None))
-        products = work is not None and PRODUCTS in work.amounts
-        usages = [compiled.usages[entry, architecture] for architecture in ARCHITECTURES]
-        codes = [compiled.codes[entry, architecture] for architecture in ARCHITECTURES]
+    for entry in sorted({entry for entry, _ in usages}):
+        launch = launches[entry]
+        each_usage = [usages[entry, architecture] for architecture in ARCHITECTURES]
         cells = [
             f"`{entry.removeprefix('effexport_')}`",
-            str(launch.threads) if launch else "–",
-            str(launch.shared_bytes) if launch else "–",
-            each(usage.registers for usage in usages),
-            each(usage.spilled_bytes for usage in usages),
-            each(map(occupancy, ARCHITECTURES, usages, [launch] * len(usages))),
-            *(
-                each(f"{cost[name]:.0f}" for cost in costs)
-                for name in (INSTRUCTIONS, "HMMA")
-                for costs in ([code.total for code in codes], [code.main_loop(products) for code in codes])
-            ),
+            str(launch.threads),
+            str(launch.shared_bytes),
+            each(usage.registers for usage in each_usage),
+            each(usage.spilled_bytes for usage in each_usage),
+            each(map(occupancy, ARCHITECTURES, each_usage, [launch] * len(each_usage))),
+            each(usage.tensor_products for usage in each_usage),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def first_launches(recorder: Recorder) -> dict[str, tuple[Launch, Work | None]]:
+def first_launches(recorder: Recorder) -> dict[str, Launch]:
     """One launch of every kernel, in the first of its operator's cases that has one, in each type."""
-    found: dict[str, tuple[Launch, Work | None]] = {}
+    found: dict[str, Launch] = {}
     for op in OPS.values():
         check = load_gpu_check(op)
         cases = [timed.case for timed in check.timed] + [*check.checked]
         for case in (replace(case, dtype=dtype) for case in cases for dtype in op.element_types):
-            work = check.work(case)
             for launch in recorder.launches(op, case):
-                found.setdefault(launch.entry, (launch, work.get(launch.name)))
+                found.setdefault(launch.entry, launch)
     return found
 
 
-def occupancy(architecture: int, usage: Usage, launch: Launch | None) -> str:
-    if launch is None:
-        return "–"
+def occupancy(architecture: int, usage: Usage, launch: Launch) -> str:
     blocks = MULTIPROCESSOR[architecture].resident_blocks(usage, launch.threads, launch.shared_bytes)
-    return f"{blocks} ({blocks * launch.warps // launch.blocks})"
+    return f"{blocks} ({blocks * launch.warps})"
 
 
 def each(values: Iterable[object]) -> str:
@@ -206,15 +172,14 @@ def page(results: Path | None) -> str:
     require_torch()
     hardware, measured = measurements(results)
     with tempfile.TemporaryDirectory() as folder:
-        compiled = compile_kernels(list(OPS.values()), ARCHITECTURES, Path(folder))
+        usages = compile_kernels(list(OPS.values()), ARCHITECTURES, Path(folder))
         recorder = Recorder(Path(folder))
         cuda = re.search(r"release ([\d.]+)", call([find_nvcc() or "", "--version"]))
         return TEMPLATE.format(
             cuda=cuda[1] if cuda else "unknown",
             measured=f"measured on one {hardware}" if hardware else "no GPU has measured them yet",
-            predictions="\n".join(predictions(recorder, compiled, measured)),
-            layers="\n".join(layers(recorder, compiled)),
-            resources="\n".join(resources(recorder, compiled)),
+            operators="\n".join(operators(recorder, measured)),
+            resources="\n".join(resources(recorder, usages)),
         )
 
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for some architectures: their resources, their machine code, and how many blocks fit on a GPU."""
+"""Kernels compiled for some architectures: what each needs, how many blocks fit on a GPU, and how it is launched."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from effexport.environment import usable_cores
-from effexport.plugins.ops import FLOAT_TYPES, Op
-from gpu.building import PLUGINS, call
-from gpu.device import SetupError, find_nvcc
-from gpu.sass import LANES, Code, parse_graphs
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from effexport.environment import usable_cores
+from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.ops import Op
+from gpu.building import PLUGINS, call, emulating_toolchain, make_library
+from gpu.device import Device, Kernels, SetupError, find_nvcc
+from gpu.stages import Run
+
+LANES = 32
 REGISTERS = 65536
 # ptxas leaves shared memory out if there is none
 USAGE = {
@@ -28,11 +33,12 @@ USAGE = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says about one kernel."""
+    """What ptxas says about one kernel; and how many products its machine code has on tensor cores, HMMA."""
 
     registers: int
     shared_bytes: int
     spilled_bytes: int
+    tensor_products: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,49 +77,30 @@ class Launch:
     shared_bytes: int
 
     @property
-    def name(self) -> str:
-        """Of the kernel, without its element type."""
-        return re.sub(rf"_({'|'.join(FLOAT_TYPES)})$", "", self.entry)
-
-    @property
     def warps(self) -> int:
-        """Of all blocks."""
-        return self.blocks * math.ceil(self.threads / LANES)
+        """Of a block."""
+        return math.ceil(self.threads / LANES)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """All kernels of some operators: resources by kernel and architecture, and their machine code."""
-
-    usages: dict[tuple[str, int], Usage]
-    codes: dict[tuple[str, int], Code]
-
-    def at(self, architecture: int) -> dict[str, Code]:
-        return {entry: code for (entry, compiled), code in self.codes.items() if compiled == architecture}
-
-
-def compile_kernels(ops: Sequence[Op], architectures: Sequence[int], folder: Path) -> Compiled:
-    """Raises SetupError if nvcc or nvdisasm is missing."""
+def compile_kernels(ops: Sequence[Op], architectures: Sequence[int], folder: Path) -> dict[tuple[str, int], Usage]:
+    """(kernel, architecture) → Usage. Raises SetupError if nvcc or nvdisasm is missing."""
     nvcc, nvdisasm = find_nvcc(), find_nvdisasm()
     known = call([nvcc, "--list-gpu-code"]).split() if nvcc else []
     if nvcc is None or not {f"sm_{architecture}" for architecture in architectures} <= {*known}:
         found = f"{nvcc} does not compile for all of SM {architectures}" if nvcc else "nvcc is missing"
         raise SetupError(f"{found}; expected CUDA 12.8 or later. Put its nvcc on PATH")
 
-    def compile_one(op: Op, architecture: int) -> tuple[str, str]:
+    def compile_one(op: Op, architecture: int) -> dict[tuple[str, int], Usage]:
         cubin = str(folder / f"{op.torch_name}_{architecture}.cubin")
         options = ("-std=c++17", "-O3", f"-I{PLUGINS}", f"-arch=sm_{architecture}", "--resource-usage", "-cubin")
-        return call([nvcc, *options, str(PLUGINS / op.cuda_source), "-o", cubin]), call([nvdisasm, "-bbcfg", cubin])
+        usages = parse_usage(call([nvcc, *options, str(PLUGINS / op.cuda_source), "-o", cubin]))
+        products = tensor_products(call([nvdisasm, "-c", cubin]))
+        return {key: replace(usage, tensor_products=products[key[0]]) for key, usage in usages.items()}
 
     works = [(op, architecture) for op in ops for architecture in architectures]
     with ThreadPoolExecutor(usable_cores()) as pool:
-        texts = list(pool.map(lambda work: compile_one(*work), works))
-    usages: dict[tuple[str, int], Usage] = {}
-    codes: dict[tuple[str, int], Code] = {}
-    for (_, architecture), (resources, graphs) in zip(works, texts, strict=True):
-        usages.update(parse_usage(resources))
-        codes.update({(entry, architecture): code for entry, code in parse_graphs(graphs).items()})
-    return Compiled(usages, codes)
+        found = pool.map(lambda work: compile_one(*work), works)
+        return {key: usage for usages in found for key, usage in usages.items()}
 
 
 def parse_usage(text: str) -> dict[tuple[str, int], Usage]:
@@ -127,6 +114,12 @@ def parse_usage(text: str) -> dict[tuple[str, int], Usage]:
     return usages
 
 
+def tensor_products(text: str) -> dict[str, int]:
+    """Kernel → HMMA instructions in its code, each once, from the output of `nvdisasm -c`."""
+    parts = text.split(".section\t.text.")[1:]
+    return {part[: part.index(",")]: len(re.findall(r"\bHMMA\.", part)) for part in parts}
+
+
 def find_nvdisasm() -> str:
     """The toolkit's, or the one of a package. Raises SetupError if there is none."""
     beside = [Path(nvcc).resolve().parent] if (nvcc := find_nvcc()) else []
@@ -138,3 +131,29 @@ def find_nvdisasm() -> str:
     if found := shutil.which("nvdisasm"):
         return found
     raise SetupError("nvdisasm is missing; expected it in the CUDA toolkit. Or: pip install nvidia-cuda-nvdisasm")
+
+
+class Recorder:
+    """Launches of the real launch_cuda, taken down in the emulation, where no block of them runs."""
+
+    def __init__(self, folder: Path) -> None:
+        run = Run(Device(emulated=True), folder, folder, (), "")
+        make_library(run, emulating_toolchain("-O0"), folder / "kernels.so")
+        self.kernels = Kernels(folder / "kernels.so", run.device)
+        self.kernels.set_schedule(0, most_blocks=0)
+        self.known = 0
+
+    def arrays(self, op: Op, case: Case) -> list[torch.Tensor]:
+        """Inputs and outputs, of memory that is never touched."""
+        check = load_gpu_check(op)
+        with FakeTensorMode():
+            shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in check.inputs(case, "cpu").values()]
+        shapes += [(output.shape, output.dtype) for output in check.outputs(case).values()]
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+    def launches(self, op: Op, case: Case) -> list[Launch]:
+        scratch = torch.empty(self.kernels.scratch_bytes(op.torch_name, case), dtype=torch.uint8)
+        self.kernels.launch(op.torch_name, case, self.arrays(op, case), scratch)
+        found = self.kernels.recorded(self.known)
+        self.known += len(found)
+        return [Launch(entry, *sizes) for entry, sizes in found]

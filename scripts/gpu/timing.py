@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import AtMost, Case, FasterThan, GpuCheck, Timed, load_gpu_check
-from effexport.plugins.ops import FLOAT_TYPES, OPS
+from effexport.plugins.ops import OPS
+from gpu.bounds import Rates, bound_of
 from gpu.building import load_kernels
 from gpu.device import Device, Kernels
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 from gpu.stopwatch import copies_of, forbid_tf32, nbytes, number_of_copies, readings
 
 KERNEL = "kernel"
-COPY_BYTES, MATRIX_SIDE = 1 << 30, 8192
+HALF_TYPES = ("float16", "bfloat16")
+COPY_BYTES, MATRIX_SIDE, CLOCKS = 1 << 30, 8192, 10**7
 REHEARSED_COPY_BYTES, REHEARSED_MATRIX_SIDE = 1 << 20, 64
 
 
@@ -53,7 +55,8 @@ def result_of(found: list[dict[str, Any]], details: dict[str, Any]) -> Result:
 
 
 def measured_ceilings(device: Device) -> dict[str, float | None]:
-    """Bytes per second of a copy, read and written, and operations per second of a matrix product in each type.
+    """Bytes per second of a copy, read and written; operations per second of matrix products in half types; and clocks
+    per second, of a kernel that counts them.
 
     Of random numbers, because zeros are faster. None in an emulation.
     """
@@ -62,14 +65,31 @@ def measured_ceilings(device: Device) -> dict[str, float | None]:
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device.name)
     target = torch.empty_like(source)
     calls: dict[str, list[Callable[[], object]]] = {"copy": [partial(target.copy_, source)]}
-    for name in FLOAT_TYPES:
+    for name in HALF_TYPES:
         left, right = (torch.randn(side, side, device=device.name).to(getattr(torch, name)) for _ in range(2))
         calls[name] = [partial(torch.matmul, left, right)]
-    work = {"copy": 2.0 * size, **dict.fromkeys(FLOAT_TYPES, 2.0 * side**3)}
+    calls["clock"] = [partial(count_clocks, device)]
+    work = {"copy": 2.0 * size, **dict.fromkeys(HALF_TYPES, 2.0 * side**3), "clock": float(CLOCKS)}
     found = readings(device, calls)
     if problems := [f"{name}: {one['problem']}" for name, one in found.items() if one["problem"]]:
         raise RuntimeError("; ".join(problems))
     return {name: one["us"] and work[name] / (one["us"] * 1e-6) for name, one in found.items()}
+
+
+def count_clocks(device: Device) -> None:
+    """Keep one thread of the GPU busy for CLOCKS clocks. PyTorch has the kernel for tests of its own."""
+    if not device.emulated:
+        torch.cuda._sleep(CLOCKS)
+
+
+def rates_of(ceilings: dict[str, float | None], dtype: str) -> Rates | None:
+    """What this GPU can do at best, for bounds of a case. None in an emulation."""
+    copied, clock_hz = ceilings["copy"], ceilings["clock"]
+    products = ceilings[dtype if dtype in HALF_TYPES else HALF_TYPES[0]]
+    if copied is None or clock_hz is None or products is None:
+        return None
+    gpu = torch.cuda.get_device_properties(0)
+    return Rates.of(copied, products / 2, gpu.multi_processor_count, clock_hz, gpu.L2_cache_size)
 
 
 def time_case(
@@ -91,7 +111,7 @@ def time_case(
         "case": timed.case.name,
         "copies": len(copies),
         "readings": readings(kernels.device, calls),
-        **lower_bound(ceilings, moved, check.flops(case), case.dtype),
+        **lower_bound(check, case, moved, ceilings),
         "goals": [goal_json(goal) for goal in timed.goals],
     }
 
@@ -110,16 +130,16 @@ def kernel_call(
     return lambda: kernels.launch(name, case, arrays, scratch)
 
 
-def lower_bound(ceilings: dict[str, float | None], moved: int, flops: float, dtype: str) -> dict[str, Any]:
-    """No kernel can be faster: the time to read all inputs and write all outputs once, or that of its arithmetic."""
-    copy, products = ceilings["copy"], ceilings.get(dtype)
-    if copy is None:
+def lower_bound(check: GpuCheck, case: Case, moved: int, ceilings: dict[str, float | None]) -> dict[str, Any]:
+    """What the kernels take at least, as they are written, and what bounds them."""
+    rates = rates_of(ceilings, case.dtype)
+    if rates is None:
         return {"bound_us": None, "bound_by": "not measured"}
-    memory, arithmetic = 1e6 * moved / copy, 1e6 * flops / products if products else 0.0
-    return {"bound_us": max(memory, arithmetic), "bound_by": "memory" if memory >= arithmetic else "arithmetic"}
+    bound = bound_of(check.work(case), moved, rates)
+    return {"bound_us": bound.us, "bound_by": bound.resource}
 
 
 def goal_json(goal: AtMost | FasterThan) -> dict[str, Any]:
     if isinstance(goal, AtMost):
-        return {"at_most_us": goal.us, "reason": goal.reason}
+        return {"at_most": goal.times, "reason": goal.reason}
     return {"baseline": goal.baseline, "times": goal.times, "reason": goal.reason}

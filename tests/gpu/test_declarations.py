@@ -55,7 +55,6 @@ def test_goals_name_baselines_that_exist_and_run(op: Op) -> None:
         for call in baselines.values():
             call()
         assert {goal.baseline for goal in timed.goals if isinstance(goal, FasterThan)} <= baselines.keys()
-        assert check.flops(timed.case) >= 0
         assert timed.goals
 
 

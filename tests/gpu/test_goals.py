@@ -17,8 +17,8 @@ TIMING: dict[str, Any] = {
     "bound_us": 180.0,
     "readings": {"kernel": {"us": 250.0}, "formula": {"us": 1000.0}},
     "goals": [
-        {"at_most_us": 300, "reason": "…"},
-        {"at_most_us": 200, "reason": "…"},
+        {"at_most": 1.4, "reason": "…"},
+        {"at_most": 1.3, "reason": "…"},
         {"baseline": "formula", "times": 4.0, "reason": "…"},
         {"baseline": "formula", "times": 4.1, "reason": "…"},
     ],
@@ -33,6 +33,7 @@ def test_goals_are_met_or_missed() -> None:
     assert verdicts(TIMING) == ["met", "missed", "met", "missed"]
     unmeasured = {"kernel": {"us": None}, "formula": {"us": None}}
     assert verdicts({**TIMING, "readings": unmeasured}) == 4 * ["not measured"]
+    assert verdicts({**TIMING, "bound_us": None}) == ["not measured", "not measured", "met", "missed"]
 
 
 @pytest.mark.parametrize(
