@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/gpu_budget.md: what the CUDA kernels need, and lower bounds of their times. Needs no GPU.
 
-    python3 scripts/gpu/budget.py                 # compiles all kernels; needs nvcc, nvdisasm, a C++ compiler, PyTorch
-    python3 scripts/gpu/budget.py -r results      # with the times of `python3 scripts/gpu -o results`, from a GPU
+Compiles all kernels, with nvcc, nvdisasm, a C++ compiler and PyTorch. Times are those of the last run in
+docs/gpu_results, see scripts/gpu/runs.py.
 
 nvdisasm is part of the CUDA toolkit, and of the package nvidia-cuda-nvdisasm. Exit status: 0, or 2 without a tool.
 """
@@ -31,6 +31,7 @@ from gpu.building import call
 from gpu.compiled import MULTIPROCESSOR, Launch, Recorder, Usage, compile_kernels
 from gpu.device import SetupError, find_nvcc, require_torch
 from gpu.goals import text_of
+from gpu.runs import folders
 from gpu.timing import KERNEL, goal_json
 
 PAGE = ROOT / "docs" / "gpu_budget.md"
@@ -150,34 +151,31 @@ def each(values: Iterable[object]) -> str:
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
-def measurements(results: Path | None) -> tuple[str, dict[tuple[str, str], float]]:
-    """The GPU, and µs by operator and case, of the timing stage. Raises SetupError if it has left no result."""
-    if results is None:
+def measurements() -> tuple[str, dict[tuple[str, str], float]]:
+    """Where the last run was, and µs by operator and case. Both empty without a run."""
+    paths = [folder / "timing.json" for folder in folders() if (folder / "timing.json").is_file()]
+    if not paths:
         return "", {}
-    path = results / "timing.json"
-    try:
-        stage = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SetupError(f"{path} cannot be read ({error}); expected what scripts/gpu -o {results} writes") from error
+    stage = json.loads(paths[-1].read_text(encoding="utf-8"))
     found = {
         (timing["op"], timing["case"]): timing["readings"][KERNEL]["us"]
         for timing in stage["details"].get("timings", [])
         if timing.get("readings", {}).get(KERNEL, {}).get("us")
     }
-    return stage["hardware"], found
+    return f"{stage['hardware']} on {stage['date']}", found
 
 
-def page(results: Path | None) -> str:
+def page() -> str:
     """Raises SetupError if a tool is missing."""
     require_torch()
-    hardware, measured = measurements(results)
+    where, measured = measurements()
     with tempfile.TemporaryDirectory() as folder:
         usages = compile_kernels(list(OPS.values()), ARCHITECTURES, Path(folder))
         recorder = Recorder(Path(folder))
         cuda = re.search(r"release ([\d.]+)", call([find_nvcc() or "", "--version"]))
         return TEMPLATE.format(
             cuda=cuda[1] if cuda else "unknown",
-            measured=f"measured on one {hardware}" if hardware else "no GPU has measured them yet",
+            measured=f"measured on one {where}" if where else "no GPU has measured any yet",
             operators="\n".join(operators(recorder, measured)),
             resources="\n".join(resources(recorder, usages)),
         )
@@ -185,11 +183,10 @@ def page(results: Path | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-r", "--results", type=Path, metavar="FOLDER", help="results of scripts/gpu, from a GPU")
     parser.add_argument("-o", "--output", type=Path, default=PAGE, metavar="FILE", help="default: docs/gpu_budget.md")
     options = parser.parse_args()
     try:
-        text = page(options.results)
+        text = page()
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

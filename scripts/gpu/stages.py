@@ -72,7 +72,8 @@ class Run:
 
     def write(self, stage: str, result: Result, seconds: float) -> None:
         known = {"stage": stage, "sources": self.sources, "hardware": self.hardware, "ops": self.ops}
-        value = {**known, "seconds": round(seconds, 1), **asdict(result)}
+        date = time.strftime("%Y-%m-%d", time.gmtime())
+        value = {**known, "date": date, "seconds": round(seconds, 1), **asdict(result)}
         path = self.results / f"{stage}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,7 +48,8 @@ def counts(results: Sequence[Outcome]) -> Iterator[str]:
 
 
 def page_of_outcomes(results: Sequence[Outcome]) -> str:
-    machine = f"Measured on {platform.system()} {platform.machine()}, {Processor.here().name}."
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    machine = f"Measured on {date}, on {platform.system()} {platform.machine()}, {Processor.here().name}."
     parts = [INTRODUCTION, f"{machine}\n", "\n".join(summary_table(results)), LEGEND]
     parts += [f"## {FIELD[precision]}\n\n" + "\n".join(precision_table(results, precision)) for precision in PRECISIONS]
     parts.append("## Failures\n\n" + "\n".join(failure_table(results)))

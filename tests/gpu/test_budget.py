@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cuda_kernels import ENTRIES
-from gpu import budget
+from gpu import budget, runs
 from gpu.compiled import MULTIPROCESSOR, Usage, find_nvdisasm, parse_usage, tensor_products
 from gpu.device import SetupError
 
@@ -66,14 +66,16 @@ def test_a_missing_nvdisasm_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_times_of_a_gpu_are_taken_from_its_results(tmp_path: Path) -> None:
-    timing = {"op": "lsh_sort", "case": "a case", "readings": {"kernel": {"us": 12.5}}}
+def test_times_are_those_of_the_last_run_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    assert budget.measurements() == ("", {})
     late = {"op": "lsh_sort", "case": "another", "problem": "no time was left"}
-    stage = {"hardware": "NVIDIA H200", "details": {"timings": [timing, late]}}
-    (tmp_path / "timing.json").write_text(json.dumps(stage), encoding="utf-8")
-    assert budget.measurements(tmp_path) == ("NVIDIA H200", {("lsh_sort", "a case"): 12.5})
-    with pytest.raises(SetupError, match="cannot be read"):
-        budget.measurements(tmp_path / "nowhere")
+    for date, us in (("2026-01-02", 12.5), ("2025-12-31", 99.0)):
+        timing = {"op": "lsh_sort", "case": "a case", "readings": {"kernel": {"us": us}}}
+        stage = {"hardware": "NVIDIA H200", "date": date, "details": {"timings": [timing, late]}}
+        (tmp_path / f"{date}-h200").mkdir()
+        (tmp_path / f"{date}-h200" / "timing.json").write_text(json.dumps(stage), encoding="utf-8")
+    assert budget.measurements() == ("NVIDIA H200 on 2026-01-02", {("lsh_sort", "a case"): 12.5})
 
 
 def test_the_page_has_a_row_for_every_kernel_and_every_timed_case() -> None:
@@ -87,6 +89,4 @@ def test_the_page_has_a_row_for_every_kernel_and_every_timed_case() -> None:
 @pytest.mark.slow
 @pytest.mark.requires("nvcc")
 def test_the_page_is_what_its_sources_give() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert "no GPU has measured them yet" in text, "with measurements, the page needs their results to be made again"
-    assert text == budget.page(None), "docs/gpu_budget.md is stale: run python3 scripts/gpu/budget.py"
+    assert PAGE.read_text(encoding="utf-8") == budget.page(), "stale; run python3 scripts/gpu/budget.py"

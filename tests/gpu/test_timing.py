@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,3 +199,29 @@ def test_what_cannot_be_captured_is_timed_without_a_graph(monkeypatch: pytest.Mo
     found = readings(Device(emulated=False), {"waits": [waits_for_the_gpu] * 2})
     assert found["waits"]["us"] == pytest.approx(2000)
     assert not found["waits"]["graph"]
+
+
+def test_bounds_come_from_the_rates_that_were_measured_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=100, L2_cache_size=40_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    ceilings = {"copy": 2e12, "float16": 6e14, "bfloat16": 7e14, "clock": 1.5e9}
+    rates = timing.rates_of(ceilings, "bfloat16")
+    assert rates is not None
+    assert (rates.copied, rates.tensor, rates.cache_bytes) == (2e12, 3.5e14, 4e7)
+    assert rates.fused == rates.shared == 100 * 128 * 1.5e9
+    check = load_gpu_check(OPERATORS["segment_means"])
+    found = timing.lower_bound(check, check.timed[0].case, 67_700_000, ceilings)
+    assert found == {"bound_us": pytest.approx(33.85), "bound_by": "memory"}
+    assert timing.rates_of(dict.fromkeys(ceilings), "float32") is None
+
+
+def test_ceilings_are_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    took_us = {"copy": 700.0, "float16": 1400.0, "bfloat16": 1300.0, "clock": 5000.0}
+    found = {name: {"us": us, "problem": ""} for name, us in took_us.items()}
+    monkeypatch.setattr(timing, "readings", lambda device, calls: {name: found[name] for name in calls})
+    assert timing.measured_ceilings(EMULATION) == {
+        "copy": pytest.approx(2 * timing.REHEARSED_COPY_BYTES / 700e-6),
+        "float16": pytest.approx(2 * timing.REHEARSED_MATRIX_SIDE**3 / 1400e-6),
+        "bfloat16": pytest.approx(2 * timing.REHEARSED_MATRIX_SIDE**3 / 1300e-6),
+        "clock": pytest.approx(timing.CLOCKS / 5000e-6),
+    }
