@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from effexport.plugins.ops import OPS
 from gpu import ROOT
-from gpu.carrying import print_parts
+from gpu.carrying import MEGABYTE, print_parts, tree_bytes
 from gpu.device import require_torch
 from gpu.stages import Stage
-
-MEGABYTE = 10**6
 
 STAGES = (
     Stage("build", "all kernels and their shims in one shared object", 45, 80, "gpu.building:build"),
@@ -53,13 +50,6 @@ def remove_outdated(work: Path, kind: str) -> None:
             shutil.rmtree(outdated)
 
 
-def carried_bytes() -> int:
-    """The size of the tree without what git ignores, which is all that has to be copied to the machine with a GPU."""
-    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
-    return sum((ROOT / name).stat().st_size for name in names if name and (ROOT / name).is_file())
-
-
 def print_plan(stages: Sequence[Stage]) -> None:
     """Print what would run, for how long at most, and how much has to be copied to the machine with a GPU."""
     if stages[0] in STAGES:
@@ -67,7 +57,9 @@ def print_plan(stages: Sequence[Stage]) -> None:
     for stage in stages:
         print(f"{stage.name:12} {stage.seconds:4} s   {stage.about}")
     total = sum(stage.seconds for stage in stages)
-    print(f"\nat most {total} s = {total / 60:.1f} minutes; {carried_bytes() / MEGABYTE:.1f} MB to copy")
+    tree = tree_bytes()
+    size = "of unknown size, as git cannot list it here" if tree is None else f"{tree / MEGABYTE:.1f} MB"
+    print(f"\nat most {total} s = {total / 60:.1f} minutes; to copy: the tree, {size}")
     if stages[0] in ARTIFACT_STAGES:
         print_parts()
 
