@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from effexport.environment import usable_cores
 from effexport.plugins.ops import OPS
 from gpu import ROOT
 from gpu.device import Kernels, SetupError, find_compiler, find_nvcc
+from gpu.programs import run_program
 from gpu.stages import PASSED, Result, Run
 
 PLUGINS = ROOT / "plugins"
@@ -53,7 +55,7 @@ def build(run: Run) -> Result:
     run.work.mkdir(parents=True, exist_ok=True)
     toolchain = emulating_toolchain("-O1") if run.device.emulated else nvcc_toolchain()
     seconds, messages = make_library(run, toolchain, library_path(run))
-    make_driver(driver_path(run))
+    make_driver(run, driver_path(run))
     load_kernels(run)
     details = {"machine": run.device.description(), "seconds": seconds, "resources": resources(messages)}
     return Result(PASSED, f"{len(seconds)} files, the slowest in {max(seconds.values()):.0f} s", details)
@@ -101,24 +103,28 @@ def make_library(
     def compile_one(source: Path, target: Path) -> tuple[float, str]:
         begin = time.monotonic()
         options = toolchain.device if source.suffix == ".cu" else ()
-        messages = call([*toolchain.compile, *options, str(source), "-o", str(target)])
+        messages = call([*toolchain.compile, *options, str(source), "-o", str(target)], run.seconds_left)
         return round(time.monotonic() - begin, 1), messages
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         made = list(pool.map(compile_one, sources, objects))
-    call([*toolchain.link, *map(str, objects), "-o", str(library)])
+    call([*toolchain.link, *map(str, objects), "-o", str(library)], run.seconds_left)
     names = [source.relative_to(ROOT).as_posix() for source in sources]
     return {name: one[0] for name, one in zip(names, made, strict=True)}, "".join(messages for _, messages in made)
 
 
-def make_driver(driver: Path, *options: str) -> None:
+def make_driver(run: Run, driver: Path, *options: str) -> None:
     """The program that runs calls from a file, see native/driver.cc."""
-    call([find_compiler(), "-std=c++17", "-O1", *options, str(NATIVE / "driver.cc"), "-o", str(driver), "-ldl"])
+    command = [find_compiler(), "-std=c++17", "-O1", *options, str(NATIVE / "driver.cc"), "-o", str(driver), "-ldl"]
+    call(command, run.seconds_left)
 
 
-def call(command: Sequence[str]) -> str:
-    """Run a command; returns what it prints. Raises RuntimeError with its messages if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def call(command: Sequence[str], seconds: float = math.inf) -> str:
+    """Run a command; returns what it prints. Raises RuntimeError with its messages if it fails or takes longer."""
+    try:
+        done = run_program(command, seconds)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(command)} was not done after {seconds:.0f} s") from error
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
     return done.stdout + done.stderr

@@ -47,19 +47,21 @@ class Guarded:
 def check(run: Run) -> Result:
     kernels = load_kernels(run)
     found: list[dict[str, Any]] = []
-    for op in OPS.values():
-        if op.torch_name not in run.ops:
+    checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
+    cases = [
+        (name, check, case)
+        for name, check in checks
+        for case in (check.small if run.device.emulated else (*check.small, *check.checked, *check.huge))
+    ]
+    for (name, check, case), in_time in run.in_time(cases):
+        if not in_time:
+            found.append({"op": name, "case": case.name, "problem": LATE})
             continue
-        check = load_gpu_check(op)
-        for case in check.small if run.device.emulated else (*check.small, *check.checked, *check.huge):
-            if run.late:
-                found.append({"op": op.torch_name, "case": case.name, "problem": LATE})
-                continue
-            # arrays of two huge cases, with their references, may be too much for the GPU's memory
-            with one_at_a_time(run.work / "huge") if case in check.huge else nullcontext():
-                found.append(check_case(kernels, op.torch_name, check, case))
-                kernels.device.free_memory()
-            run.keep("correctness", {"cases": found})
+        # arrays of two huge cases, with their references, may be too much for the GPU's memory
+        with one_at_a_time(run.work / "huge") if case in check.huge else nullcontext():
+            found.append(check_case(kernels, name, check, case))
+            kernels.device.free_memory()
+        run.keep("correctness", {"cases": found})
     return result_of(found)
 
 

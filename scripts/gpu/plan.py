@@ -14,21 +14,21 @@ from gpu.device import require_torch
 from gpu.stages import Stage
 
 STAGES = (
-    Stage("build", "all kernels and their shims in one shared object", 45, 80, "gpu.building:build"),
-    Stage("correctness", "float64, tiny to huge sizes, same bits", 120, 45, "gpu.correctness:check", processes=4),
-    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, 90, "gpu.sanitizing:sanitize"),
-    Stage("timing", "ceilings, then kernels and baselines in turns", 110, 30, "gpu.timing:time_operators"),
-    Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, 85, "gpu.layers:time_layers"),
-    Stage("profiling", "ncu, one call of each operator", 70, 15, "gpu.profiling:profile"),
-    Stage("goals", "all goals, met or missed", 10, 15, "gpu.goals:compare"),
+    Stage("build", "all kernels and their shims in one shared object", 45, "gpu.building:build"),
+    Stage("correctness", "float64, tiny to huge sizes, same bits", 120, "gpu.correctness:check", processes=4),
+    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, "gpu.sanitizing:sanitize"),
+    Stage("timing", "ceilings, then kernels and baselines in turns", 110, "gpu.timing:time_operators"),
+    Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, "gpu.layers:time_layers"),
+    Stage("profiling", "ncu, one call of each operator", 70, "gpu.profiling:profile"),
+    Stage("goals", "all goals, met or missed", 10, "gpu.goals:compare"),
 )
 
 # The second call, with what scripts/gpu --carry has prepared.
 ARTIFACT_STAGES = (
-    Stage("install", "the packages that were carried", 90, 90, "gpu.artifacts:install"),
-    Stage("verify", "effexport verify of all artifacts, with kernels and bodies", 150, 120, "gpu.artifacts:verify"),
-    Stage("bound", "all artifacts: CUDA graphs, IOBinding, threads, device numbers", 60, 60, "gpu.artifacts:bound"),
-    Stage("bench", "ONNX Runtime beside PyTorch and torch.compile", 240, 180, "gpu.artifacts:bench"),
+    Stage("install", "the packages that were carried", 90, "gpu.artifacts:install"),
+    Stage("verify", "effexport verify of all artifacts, with kernels and bodies", 150, "gpu.artifacts:verify"),
+    Stage("bound", "all artifacts: CUDA graphs, IOBinding, threads, device numbers", 60, "gpu.artifacts:bound"),
+    Stage("bench", "ONNX Runtime beside PyTorch and torch.compile", 240, "gpu.artifacts:bench"),
 )
 
 

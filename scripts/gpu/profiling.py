@@ -10,7 +10,6 @@ import csv
 import io
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import driver_path, library_path
 from gpu.calls import write_calls
+from gpu.programs import run_program
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # --clock-control none: ncu must not change the clocks of a card that is shared
@@ -33,9 +33,13 @@ def profile(run: Run) -> Result:
     write_calls(calls, ((name, check, one.small if run.device.emulated else one.case) for name, check, one in first))
     program = [str(driver_path(run)), str(library_path(run)), str(calls)]
     have_ncu = not run.device.emulated and shutil.which("ncu") is not None
-    seconds = run.begin_before - time.time()
     command = [*NCU, *program] if have_ncu else program
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    try:
+        done = run_program(command, run.seconds_left)
+    except subprocess.TimeoutExpired as error:
+        ran = str(error.stdout).count("call: ")
+        details = {"kernels": kernels_from_csv(str(error.stdout)), "log": str(error.stdout)[-LOG_CHARACTERS:]}
+        return Result(NOT_RUN, f"{Path(command[0]).name} had no time left in call {ran} of {len(first)}", details)
     if done.returncode != 0:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         details = {"log": (done.stdout + done.stderr)[-LOG_CHARACTERS:]}

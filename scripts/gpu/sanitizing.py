@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ from effexport.plugins.ops import OPS
 from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library
 from gpu.calls import write_calls
 from gpu.device import FEW_BLOCKS
+from gpu.programs import run_program
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # by name, with their options
@@ -46,7 +46,7 @@ def sanitize(run: Run) -> Result:
     commands = emulated_commands(run, programs) if run.device.emulated else sanitizer_commands(programs)
     # each of the processes leaves most of a GPU idle
     with ThreadPoolExecutor(usable_cores()) as pool:
-        found = pool.map(lambda command: checked(command, run.begin_before - time.time()), commands.values())
+        found = pool.map(lambda command: checked(command, run.seconds_left), commands.values())
         return result_of(dict(zip(commands, found, strict=True)))
 
 
@@ -65,7 +65,7 @@ def emulated_commands(run: Run, programs: dict[str, list[str]]) -> dict[tuple[st
     folder = run.work / "sanitized"
     folder.mkdir(exist_ok=True)
     make_library(run, emulating_toolchain(*SANITIZER), folder / "kernels.so", run.ops)
-    make_driver(folder / "driver", *SANITIZER)
+    make_driver(run, folder / "driver", *SANITIZER)
     # arrays that are freed after a failure only are not leaks
     start = ["env", "ASAN_OPTIONS=detect_leaks=0", str(folder / "driver"), str(folder / "kernels.so")]
     return {(EMULATED_TOOL, op): [*start, *rest] for op, (_, _, *rest) in programs.items()}
@@ -76,9 +76,9 @@ def checked(command: Sequence[str], seconds: float) -> dict[str, Any]:
     if seconds <= 0:
         return {"problem": "not begun: no time was left", "status": NOT_RUN, "log": ""}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        done = run_program(command, seconds)
     except subprocess.TimeoutExpired as error:
-        output = (error.stdout or b"").decode(errors="replace")
+        output = str(error.stdout)
         problem = f"{place(output)}not finished after {seconds:.0f} s"
         return {"problem": problem, "status": NOT_RUN, "log": output[-LOG_CHARACTERS:]}
     log = (done.stdout + done.stderr)[-LOG_CHARACTERS:]

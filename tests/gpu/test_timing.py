@@ -75,7 +75,7 @@ def test_a_kernel_that_fails_is_reported_and_the_others_are_timed(run: Run, monk
 
 def test_what_a_stage_had_no_time_for_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "load_kernels", lambda run: ReferenceKernels())
-    late = Run(EMULATION, tmp_path, tmp_path, tuple(OPERATORS), "sources", begin_before=0.0)
+    late = Run(EMULATION, tmp_path, tmp_path, tuple(OPERATORS), "sources", end_before=0.0)
     result = timing.time_operators(late)
     assert result.status == NOT_RUN
     assert result.summary.startswith("0 of ")

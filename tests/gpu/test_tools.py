@@ -93,7 +93,7 @@ def test_without_compute_sanitizer_the_stage_is_not_run(tmp_path: Path, monkeypa
 def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run on a GPU whose tools are scripts in tmp_path."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    return Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "", begin_before=time.time() + 60)
+    return Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "", end_before=time.time() + 60)
 
 
 def install(tmp_path: Path, name: str, text: str) -> None:
