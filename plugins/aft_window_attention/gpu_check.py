@@ -32,8 +32,8 @@ from effexport.plugins.gpu_check import (
     with_peaks,
 )
 
-# Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels] has 2 GB at most.
-WEIGHTS = 1 << 28
+# Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels] stays below 2³¹ bytes.
+WEIGHTS = 268_000_000
 BLOCK = 64
 
 

@@ -53,20 +53,36 @@ def load_kernels(run: Run) -> Kernels:
 def build(run: Run) -> Result:
     shutil.rmtree(run.work, ignore_errors=True)
     run.work.mkdir(parents=True, exist_ok=True)
-    toolchain = emulating_toolchain("-O1") if run.device.emulated else nvcc_toolchain()
+    architecture = run.device.architecture()
+    toolchain = emulating_toolchain("-O1") if run.device.emulated else nvcc_toolchain(architecture)
     seconds, messages = make_library(run, toolchain, library_path(run))
     make_driver(run, driver_path(run))
     load_kernels(run)
-    details = {"machine": run.device.description(), "seconds": seconds, "resources": resources(messages)}
+    machine_code = "of the CPU" if run.device.emulated else machine_code_of(library_path(run), architecture)
+    found = {"seconds": seconds, "machine code": machine_code, "resources": resources(messages)}
+    details = {"machine": run.device.description(), **found}
     return Result(PASSED, f"{len(seconds)} files, the slowest in {max(seconds.values()):.0f} s", details)
 
 
-def nvcc_toolchain(architecture: str = "native") -> Toolchain:
-    """For this machine's GPU, with the numbers of source lines for compute-sanitizer and ncu."""
+def nvcc_toolchain(architecture: int) -> Toolchain:
+    """For one kind of GPU, with the numbers of source lines for compute-sanitizer and ncu."""
     nvcc = find_nvcc()
     assert nvcc is not None, "Device.check_setup has found it"
-    options = (nvcc, "-std=c++17", "-O3", f"-arch={architecture}", "-Xcompiler=-fPIC", f"-I{PLUGINS}")
+    code = (f"-gencode=arch=compute_{architecture},code=sm_{architecture}", f"-DEFFEXPORT_ARCHITECTURE={architecture}")
+    options = (nvcc, "-std=c++17", "-O3", *code, "-Xcompiler=-fPIC", f"-I{PLUGINS}")
     return Toolchain((*options, "-c"), (*options, "-shared"), ("-lineinfo", "-Xptxas=-v"))
+
+
+def machine_code_of(library: Path, architecture: int) -> str:
+    """What cuobjdump finds in the library. Raises RuntimeError if there is code for another GPU, or none."""
+    beside = str(Path(find_nvcc() or "").resolve().parent)
+    cuobjdump = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=beside)
+    if cuobjdump is None:
+        return "unknown: cuobjdump is missing"
+    found = re.findall(r"\.(sm_\w+)\.cubin", call([cuobjdump, "--list-elf", str(library)]))
+    if set(found) != {f"sm_{architecture}"}:
+        raise RuntimeError(f"{library} has machine code for {sorted(set(found))}; expected sm_{architecture} alone")
+    return f"{len(found)} files for sm_{architecture}"
 
 
 def emulating_toolchain(*options: str) -> Toolchain:

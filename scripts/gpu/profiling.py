@@ -13,6 +13,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import driver_path, library_path
@@ -30,7 +32,9 @@ def profile(run: Run) -> Result:
     calls = run.work / "timed.calls"
     checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
     first = [(name, check, check.timed[0]) for name, check in checks]
-    write_calls(calls, ((name, check, one.small if run.device.emulated else one.case) for name, check, one in first))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [(name, check, one.small if run.device.emulated else one.case) for name, check, one in first]
+    write_calls(calls, cases, device)
     program = [str(driver_path(run)), str(library_path(run)), str(calls)]
     have_ncu = not run.device.emulated and shutil.which("ncu") is not None
     command = [*NCU, *program] if have_ncu else program

@@ -17,6 +17,8 @@ from effexport.plugins.gpu_check import Case, GpuCheck
 PART_BYTES = 8 << 30
 # Arrays in float64 that a reference has at the same time, in sizes of its inputs, outputs and largest intermediate one.
 ARRAYS_AT_ONCE = 2
+# Elements of an array of which all bytes can be counted with 32 bits, as PyTorch's own kernels do it most often.
+PIECE = 1 << 28
 # Numbers of elements at which an index or an offset in bytes may overflow.
 OVERFLOWS = (2**30, 2**31, 2**32)
 
@@ -59,8 +61,13 @@ def differences(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 def is_written(output: Tensor) -> Tensor:
     """Whether no element is what memory holds before a call, or infinite."""
-    smallest, largest = output.aminmax()  # NaN stays
-    return (smallest.isfinite() & largest.isfinite()) if output.is_floating_point() else smallest >= 0
+    extremes = torch.stack([value for piece in pieces(output) for value in piece.aminmax()])  # NaN stays
+    return (extremes.isfinite() if output.is_floating_point() else extremes >= 0).all()
+
+
+def pieces(array: Tensor) -> tuple[Tensor, ...]:
+    """The elements of a huge array, some at a time."""
+    return array.reshape(-1).split(PIECE)
 
 
 def rows_of(array: Tensor, case: Case, samples: range) -> Tensor:
