@@ -24,6 +24,8 @@ from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # --clock-control none: ncu must not change the clocks of a card that is shared
 NCU = ("ncu", "--clock-control", "none", "--set", "detailed", "--csv", "--page", "details")
+# what it says without permission, or where the machine's virtualisation keeps it from the GPU
+REFUSALS = ("ERR_NVGPUCTRPERM", "Failed to initialize the profiler")
 LOG_CHARACTERS = 20_000
 
 
@@ -44,9 +46,13 @@ def profile(run: Run) -> Result:
         ran = str(error.stdout).count("call: ")
         details = {"kernels": kernels_from_csv(str(error.stdout)), "log": str(error.stdout)[-LOG_CHARACTERS:]}
         return Result(NOT_RUN, f"{Path(command[0]).name} had no time left in call {ran} of {len(first)}", details)
+    printed = done.stdout + done.stderr
+    if refused := [text for text in REFUSALS if have_ncu and text in printed]:
+        details = {"log": printed[-LOG_CHARACTERS:]}
+        return Result(NOT_RUN, f"ncu cannot read this GPU's counters: {refused[0]}", details)
     if done.returncode != 0:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        details = {"log": (done.stdout + done.stderr)[-LOG_CHARACTERS:]}
+        last = printed.strip().splitlines()[-1:]
+        details = {"log": printed[-LOG_CHARACTERS:]}
         return Result(FAILED, f"{Path(command[0]).name} ended with {done.returncode}: {''.join(last)}", details)
     if run.device.emulated:
         return Result(PASSED, f"{len(first)} calls ran, without ncu", {})

@@ -27,6 +27,8 @@ from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 TOOLS = {"memcheck": ("--leak-check", "full"), "racecheck": ("--racecheck-report", "all"), "initcheck": ()}
 EMULATED_TOOL = "AddressSanitizer"
 ERROR_EXIT = 9
+# what compute-sanitizer says where the machine's virtualisation keeps it from the GPU
+UNSUPPORTED = "Device not supported"
 LOG_CHARACTERS = 20_000
 
 
@@ -88,9 +90,11 @@ def checked(command: Sequence[str], seconds: float) -> dict[str, Any]:
     last = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line] or log.strip().splitlines()[-1:]
     clean = done.returncode == 0 and ran
     problem = "" if clean else f"{place(done.stdout)}exit status {done.returncode}: {''.join(last[-1:])}"
+    if UNSUPPORTED in log:
+        problem = f"{command[0]} does not work on this machine: {UNSUPPORTED}"
     return {
         "problem": problem,
-        "status": FAILED if problem else PASSED,
+        "status": NOT_RUN if UNSUPPORTED in log else FAILED if problem else PASSED,
         "summary": ["".join(parts) for parts in summary],
         "log": log if problem else "",
     }
