@@ -97,12 +97,19 @@ class GpuCheck:
     inputs(case, device): the input tensors by name, in the order of the shim's arrays, the same ones on every call.
     outputs(case): the outputs, which follow the inputs in the shim's arrays.
     reference(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow
-    and obvious, in plain PyTorch, on the device of the inputs; memory for the `huge` cases must suffice.
+    and obvious, in plain PyTorch, on the device of the inputs; all samples at once, because it is called for some
+    samples at a time (scripts/gpu/samples.py).
+    intermediate(case): how many elements the reference's largest array has for one sample, if inputs and outputs are
+    smaller. It decides how many samples are computed at once.
+    shared: inputs that all samples share. All other inputs and outputs begin with an axis of sizes[0] samples, or of as
+    many rows for each sample.
     limit(case): the largest error that passes.
     work(case): what the kernels of a call do, of which scripts/gpu/bounds.py makes a lower bound of the time.
     baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
     small: for the emulation on a CPU and for compute-sanitizer, both of which are slow. checked: more sizes for the
     GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
+    compared: how many samples of a huge case are compared with the reference, if that is too slow for all of them. All
+    elements of the others must be finite, so that none is left unwritten.
     """
 
     inputs: Callable[[Case, str], dict[str, Tensor]]
@@ -115,6 +122,9 @@ class GpuCheck:
     checked: tuple[Case, ...]
     timed: tuple[Timed, ...]
     huge: tuple[Case, ...] = ()
+    intermediate: Callable[[Case], int] = lambda case: 0
+    shared: tuple[str, ...] = ()
+    compared: int | None = None
 
 
 def load_gpu_check(op: Op) -> GpuCheck:

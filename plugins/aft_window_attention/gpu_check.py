@@ -30,8 +30,8 @@ from effexport.plugins.gpu_check import (
 )
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
 
-# Queries whose weights are made at a time: [heads, queries, seq, channels] stays below 300 MB.
-CHUNK = 8
+# Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels] stays below 2³¹ bytes.
+WEIGHTS = 268_000_000
 BLOCK = 64
 
 
@@ -69,29 +69,33 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """σ(q_t) Σ e^(k + w_t) v / Σ e^(k + w_t) over the visible tokens, in float64, a few queries at a time."""
-    causal, bias = bool(case.sizes[8]), inputs["bias"].double()
-    samples = zip(inputs["q"], inputs["k"], inputs["v"], inputs["keep"], strict=True)
-    return {"out": torch.stack([of_sample(*sample, bias, causal) for sample in samples])}
-
-
-def of_sample(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor, causal: bool) -> Tensor:
-    seq = q.shape[1]
-    key = torch.where(keep[:, None], k.double(), -torch.inf)
-    value = torch.where(keep[:, None], v.double(), 0)
+    """σ(q_t) Σ e^(k + w_t) v / Σ e^(k + w_t) over the visible tokens, in float64, some queries at a time."""
+    q, k, v, keep, bias = inputs.values()
+    seq, taps, causal = case.sizes[2], case.sizes[7], bool(case.sizes[8])
     place = torch.arange(seq, device=q.device)
+    tap = place - place[:, None] + (taps - 1 if causal else taps // 2)
+    own = bias[:, :seq].double().expand(-1, seq, -1)
+    w = own.gather(2, tap.clamp(0, taps - 1).expand(len(bias), -1, -1))
+    w = w.masked_fill((tap < 0) | (tap >= taps), 0)
+    if causal:
+        w = w.masked_fill(place > place[:, None], -torch.inf)
+    hidden = ~keep[:, None, None, :, None]
+    key, value = (x.double()[:, :, None].masked_fill(hidden, filled) for x, filled in ((k, -torch.inf), (v, 0)))
     rows = []
-    for first in range(0, seq, CHUNK):
-        query = place[first : first + CHUNK, None]
-        tap = place - query + (bias.shape[2] - 1 if causal else bias.shape[2] // 2)
-        near = (tap >= 0) & (tap < bias.shape[2])
-        own = bias.expand(-1, seq, -1)[:, first : first + CHUNK] if bias.shape[1] == 1 else bias[:, query[:, 0]]
-        w = torch.where(near, own.gather(2, tap.clamp(0, bias.shape[2] - 1).expand(len(bias), -1, -1)), 0)
-        if causal:
-            w = torch.where(place <= query, w, -torch.inf)
-        weights = torch.softmax(key[:, None] + w[..., None], dim=2).nan_to_num(0)
-        rows.append((weights * value[:, None]).sum(dim=2))
-    return torch.sigmoid(q.double()) * torch.cat(rows, dim=1)
+    for some in w[..., None].split(queries_at_once(case), dim=1):
+        weights = torch.softmax(key + some, dim=3).nan_to_num_(0)
+        rows.append((weights * value).sum(dim=3))
+    return {"out": torch.sigmoid(q.double()) * torch.cat(rows, dim=2)}
+
+
+def queries_at_once(case: Case) -> int:
+    _, heads, seq, channels, *_ = case.sizes
+    return min(seq, max(1, WEIGHTS // (heads * seq * channels)))
+
+
+def intermediate(case: Case) -> int:
+    _, heads, seq, channels, *_ = case.sizes
+    return heads * queries_at_once(case) * seq * channels
 
 
 def limit(case: Case) -> Limit:
@@ -200,4 +204,8 @@ CHECK = GpuCheck(
     ),
     # q, k, v and out: 4200 · 1000 · 512 elements each
     huge=(Case((4200, 1, 1000, 512, 512, 1, 1, 5, 0), dtype="float16"),),
+    intermediate=intermediate,
+    shared=("bias",),
+    # 10⁶ weights for every channel of each
+    compared=20,
 )

@@ -70,20 +70,22 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """φ(q_i)ᵀ S / (φ(q_i)·z + eps) with S = Σ m_j φ(k_j) v_jᵀ and z = Σ m_j φ(k_j), in float64, sample by sample.
+    """φ(q_i)ᵀ S / (φ(q_i)·z + eps) with S = Σ m_j φ(k_j) v_jᵀ and z = Σ m_j φ(k_j), in float64.
 
     Where causal, the sums over j ≤ i are taken by way of all weights φ(q_i)·φ(k_j): O(seq²).
     """
     (eps,), causal = case.numbers, case.sizes[-1]
-    results = []
-    for q, k, v, keep in zip(*inputs.values(), strict=True):
-        q, k, v = features(q.double()), features(k.double()) * keep[:, None], v.double()
-        if causal:
-            weights = (q @ k.mT).tril()
-            results.append(weights @ v / (weights.sum(dim=-1, keepdim=True) + eps))
-        else:
-            results.append(q @ (k.mT @ v) / (q @ k.sum(dim=1)[..., None] + eps))
-    return {"out": torch.stack(results)}
+    q, k, v, keep = inputs.values()
+    q, k, v = features(q.double()), features(k.double()) * keep[:, None, :, None], v.double()
+    if causal:
+        weights = (q @ k.mT).tril()
+        return {"out": weights @ v / (weights.sum(dim=-1, keepdim=True) + eps)}
+    return {"out": q @ (k.mT @ v) / (q @ k.sum(dim=2)[..., None] + eps)}
+
+
+def intermediate(case: Case) -> int:
+    _, heads, seq, _, _, causal = case.sizes
+    return heads * seq**2 if causal else 0
 
 
 def features(x: Tensor) -> Tensor:
@@ -187,4 +189,5 @@ CHECK = GpuCheck(
     ),
     # q, k, v and out: 4200 · 8 · 1000 · 64 elements each
     huge=(Case((4200, 8, 1000, 64, 64, 0), EPS, dtype="float16"),),
+    intermediate=intermediate,
 )

@@ -66,12 +66,16 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The formula in float64, sample by sample; but `rounded` defines its logarithms in float32."""
+    """The formula in float64; but `rounded` defines its logarithms in float32."""
     qk, v, order, keep = inputs.values()
-    samples = zip(
-        *(x.split(1) for x in (qk, v)), order.split(case.sizes[1] * case.sizes[5]), keep.split(1), strict=True
-    )
-    return {"out": torch.cat([formula(case, qk.double(), v.double(), *others) for qk, v, *others in samples])}
+    return {"out": formula(case, qk.double(), v.double(), order, keep)}
+
+
+def intermediate(case: Case) -> int:
+    """The windows' keys or values, or their logits."""
+    _, heads, _, head_dim, value_dim, rounds, chunk_length, before, after = case.sizes[:9]
+    window = (before + 1 + after) * chunk_length
+    return heads * rounds * padded_length(case) // chunk_length * window * max(head_dim, value_dim, chunk_length)
 
 
 def formula(case: Case, qk: Tensor, v: Tensor, order: Tensor, keep: Tensor) -> Tensor:
@@ -204,4 +208,7 @@ CHECK = GpuCheck(
     ),
     # qk, v and out: 64 · 8 · 65,600 · 64 elements each
     huge=(replace(case_of(64, 8, 65_600, 64, 64, 1, 64, 1), dtype="float16"),),
+    intermediate=intermediate,
+    # of 64, each with 525,000 windows
+    compared=9,
 )

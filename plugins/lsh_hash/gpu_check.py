@@ -55,20 +55,15 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The operator's definition in float64, head by head and 4096 chunks of tokens at a time."""
-    batch, heads, seq, _, rounds, chunk_length, *_ = case.sizes
-    (output,) = outputs(case).values()
-    buckets = torch.empty(batch, heads, rounds, output.shape[1], dtype=torch.int32, device=inputs["qk"].device)
-    step = 4096 * chunk_length
-    for sample in range(batch):
-        for head in range(heads):
-            for first in range(0, seq, step):
-                part = slice(first, first + step)
-                qk = inputs["qk"][sample, head, part].double().nan_to_num()[None, None]
-                rotations, keep = inputs["rotations"][head][None].double(), inputs["keep"][sample, part][None]
-                found = op.reference(qk, rotations, keep, factors(case), chunk_length)
-                buckets[sample, head, :, first : first + found.shape[1]] = found
-    return {"buckets": buckets.reshape(output.shape)}
+    """The operator's definition in float64."""
+    qk, rotations, keep = inputs.values()
+    return {"buckets": op.reference(qk.double().nan_to_num(), rotations.double(), keep, factors(case), case.sizes[5])}
+
+
+def intermediate(case: Case) -> int:
+    """The projections on all directions."""
+    _, heads, seq, _, rounds, *_ = case.sizes
+    return heads * seq * rounds * sum(factors(case))
 
 
 def limit(case: Case) -> Limit:
@@ -129,4 +124,6 @@ CHECK = GpuCheck(
     ),
     # buckets: 64 · 8 · 64 · 65600 elements
     huge=(case(64, 8, 65600, 8, 64, 64, factors=(2,), dtype="float16"),),
+    intermediate=intermediate,
+    shared=("rotations",),
 )

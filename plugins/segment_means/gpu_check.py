@@ -43,19 +43,17 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every token is added to its segment, sample by sample, in float64; 0 where a segment has no token."""
-    _, heads, seq, channels, segments = case.sizes
-    results = []
-    for x, keep in zip(*inputs.values(), strict=True):
-        position = torch.arange(seq, device=x.device)
-        length = ((position + 1) * keep).amax()
-        owner = position // (-(-length // segments)).clamp(min=1)
-        owner = torch.where(keep, owner, segments)  # one more segment, for hidden tokens
-        kept = torch.where(keep[:, None], x.double(), 0)
-        sums = x.new_zeros(heads, segments + 1, channels, dtype=torch.float64).index_add_(1, owner, kept)
-        counts = x.new_zeros(segments + 1, dtype=torch.float64).index_add_(0, owner, keep.double())
-        results.append((sums / counts.clamp(min=1)[:, None])[:, :segments])
-    return {"means": torch.stack(results)}
+    """Every token is added to its segment, in float64; 0 where a segment has no token."""
+    batch, heads, seq, channels, segments = case.sizes
+    x, keep = inputs.values()
+    position = torch.arange(seq, device=x.device)
+    length = ((position + 1) * keep).amax(dim=1, keepdim=True)
+    owner = position // (-(-length // segments)).clamp(min=1)
+    owner = torch.where(keep, owner, segments)[:, None, :, None]  # one more segment, for hidden tokens
+    kept = torch.where(keep[:, None, :, None], x.double(), 0)
+    sums = kept.new_zeros(batch, heads, segments + 1, channels).scatter_add_(2, owner.expand_as(kept), kept)
+    counts = kept.new_zeros(batch, 1, segments + 1, 1).scatter_add_(2, owner, torch.ones_like(owner).double())
+    return {"means": (sums / counts.clamp(min=1))[:, :, :segments]}
 
 
 def limit(case: Case) -> Limit:

@@ -41,17 +41,14 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """residual[t] + Σ_j weight[j] x[t + j − (taps − 1) / 2] over kept tokens, sample by sample, in float64."""
+    """residual[t] + Σ_j weight[j] x[t + j − (taps − 1) / 2] over kept tokens, in float64."""
     seq, taps = case.sizes[2], case.sizes[4]
-    weight = inputs["weight"].double()
-    results = []
-    for x, keep, residual in zip(inputs["x"], inputs["keep"], inputs["residual"], strict=True):
-        padded = F.pad(torch.where(keep[:, None], x.double(), 0), (0, 0, taps // 2, taps // 2))
-        total = residual.double()
-        for j in range(taps):
-            total = total + weight[:, :, j] * padded[:, j : j + seq]
-        results.append(total)
-    return {"out": torch.stack(results)}
+    x, weight, keep, residual = inputs.values()
+    padded = F.pad(torch.where(keep[:, None, :, None], x.double(), 0), (0, 0, taps // 2, taps // 2))
+    total = residual.double()
+    for j in range(taps):
+        total = total + weight[:, :, j].double() * padded[:, :, j : j + seq]
+    return {"out": total}
 
 
 def limit(case: Case) -> Limit:
@@ -115,4 +112,5 @@ CHECK = GpuCheck(
     ),
     # x, residual and out: 4200 · 8 · 1000 · 64 elements each
     huge=(Case((4200, 8, 1000, 64, 3), dtype="float16"),),
+    shared=("weight",),
 )

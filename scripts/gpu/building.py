@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from effexport.environment import usable_cores
 from effexport.plugins.ops import OPS
 from gpu import ROOT
 from gpu.device import Kernels, SetupError, find_compiler, find_nvcc
+from gpu.programs import run_program
 from gpu.stages import PASSED, Result, Run
 
 PLUGINS = ROOT / "plugins"
@@ -51,20 +53,36 @@ def load_kernels(run: Run) -> Kernels:
 def build(run: Run) -> Result:
     shutil.rmtree(run.work, ignore_errors=True)
     run.work.mkdir(parents=True, exist_ok=True)
-    toolchain = emulating_toolchain("-O1") if run.device.emulated else nvcc_toolchain()
+    architecture = run.device.architecture()
+    toolchain = emulating_toolchain("-O1") if run.device.emulated else nvcc_toolchain(architecture)
     seconds, messages = make_library(run, toolchain, library_path(run))
-    make_driver(driver_path(run))
+    make_driver(run, driver_path(run))
     load_kernels(run)
-    details = {"machine": run.device.description(), "seconds": seconds, "resources": resources(messages)}
+    machine_code = "of the CPU" if run.device.emulated else machine_code_of(library_path(run), architecture)
+    found = {"seconds": seconds, "machine code": machine_code, "resources": resources(messages)}
+    details = {"machine": run.device.description(), **found}
     return Result(PASSED, f"{len(seconds)} files, the slowest in {max(seconds.values()):.0f} s", details)
 
 
-def nvcc_toolchain(architecture: str = "native") -> Toolchain:
-    """For this machine's GPU, with the numbers of source lines for compute-sanitizer and ncu."""
+def nvcc_toolchain(architecture: int) -> Toolchain:
+    """For one kind of GPU, with the numbers of source lines for compute-sanitizer and ncu."""
     nvcc = find_nvcc()
     assert nvcc is not None, "Device.check_setup has found it"
-    options = (nvcc, "-std=c++17", "-O3", f"-arch={architecture}", "-Xcompiler=-fPIC", f"-I{PLUGINS}")
+    code = (f"-gencode=arch=compute_{architecture},code=sm_{architecture}", f"-DEFFEXPORT_ARCHITECTURE={architecture}")
+    options = (nvcc, "-std=c++17", "-O3", *code, "-Xcompiler=-fPIC", f"-I{PLUGINS}")
     return Toolchain((*options, "-c"), (*options, "-shared"), ("-lineinfo", "-Xptxas=-v"))
+
+
+def machine_code_of(library: Path, architecture: int) -> str:
+    """What cuobjdump finds in the library. Raises RuntimeError if there is code for another GPU, or none."""
+    beside = str(Path(find_nvcc() or "").resolve().parent)
+    cuobjdump = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=beside)
+    if cuobjdump is None:
+        return "unknown: cuobjdump is missing"
+    found = re.findall(r"\.(sm_\w+)\.cubin", call([cuobjdump, "--list-elf", str(library)]))
+    if set(found) != {f"sm_{architecture}"}:
+        raise RuntimeError(f"{library} has machine code for {sorted(set(found))}; expected sm_{architecture} alone")
+    return f"{len(found)} files for sm_{architecture}"
 
 
 def emulating_toolchain(*options: str) -> Toolchain:
@@ -101,24 +119,28 @@ def make_library(
     def compile_one(source: Path, target: Path) -> tuple[float, str]:
         begin = time.monotonic()
         options = toolchain.device if source.suffix == ".cu" else ()
-        messages = call([*toolchain.compile, *options, str(source), "-o", str(target)])
+        messages = call([*toolchain.compile, *options, str(source), "-o", str(target)], run.seconds_left)
         return round(time.monotonic() - begin, 1), messages
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         made = list(pool.map(compile_one, sources, objects))
-    call([*toolchain.link, *map(str, objects), "-o", str(library)])
+    call([*toolchain.link, *map(str, objects), "-o", str(library)], run.seconds_left)
     names = [source.relative_to(ROOT).as_posix() for source in sources]
     return {name: one[0] for name, one in zip(names, made, strict=True)}, "".join(messages for _, messages in made)
 
 
-def make_driver(driver: Path, *options: str) -> None:
+def make_driver(run: Run, driver: Path, *options: str) -> None:
     """The program that runs calls from a file, see native/driver.cc."""
-    call([find_compiler(), "-std=c++17", "-O1", *options, str(NATIVE / "driver.cc"), "-o", str(driver), "-ldl"])
+    command = [find_compiler(), "-std=c++17", "-O1", *options, str(NATIVE / "driver.cc"), "-o", str(driver), "-ldl"]
+    call(command, run.seconds_left)
 
 
-def call(command: Sequence[str]) -> str:
-    """Run a command; returns what it prints. Raises RuntimeError with its messages if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def call(command: Sequence[str], seconds: float = math.inf) -> str:
+    """Run a command; returns what it prints. Raises RuntimeError with its messages if it fails or takes longer."""
+    try:
+        done = run_program(command, seconds)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(command)} was not done after {seconds:.0f} s") from error
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
     return done.stdout + done.stderr

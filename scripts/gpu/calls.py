@@ -14,21 +14,24 @@ from effexport.plugins.gpu_check import Case, GpuCheck
 from gpu.device import DTYPE_NUMBERS
 
 
-def write_calls(path: Path, calls: Iterable[tuple[str, GpuCheck, Case]]) -> None:
-    """Write calls in the format that driver.cc describes. Each is an operator's name, its declaration and a case."""
+def write_calls(path: Path, calls: Iterable[tuple[str, GpuCheck, Case]], device: str = "cpu") -> None:
+    """Write calls in the format that driver.cc describes. Each is an operator's name, its declaration and a case.
+
+    device: where inputs are made, which takes a CPU seconds for hundreds of megabytes.
+    """
     with path.open("wb") as stream:
         for name, check, case in calls:
-            for piece in call_bytes(name, check, case):
+            for piece in call_bytes(name, check, case, device):
                 stream.write(piece)
 
 
-def call_bytes(name: str, check: GpuCheck, case: Case) -> Iterator[bytes]:
+def call_bytes(name: str, check: GpuCheck, case: Case, device: str = "cpu") -> Iterator[bytes]:
     for text in (name, case.name):
         yield integers(len(text.encode()))
         yield text.encode()
     yield integers(DTYPE_NUMBERS[case.dtype], len(case.sizes), *case.sizes, len(case.numbers))
     yield struct.pack(f"={len(case.numbers)}d", *case.numbers)
-    inputs = check.inputs(case, "cpu")
+    inputs = check.inputs(case, device)
     yield integers(len(inputs))
     for tensor in inputs.values():
         content = tensor_bytes(tensor)
@@ -43,4 +46,4 @@ def integers(*values: int) -> bytes:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -20,7 +20,10 @@ from gpu.device import SetupError
 
 CARRIED = ROOT / "build" / "gpu" / "carried"
 ARTIFACTS = CARRIED / "1" / "artifacts"
-PART_BYTES = 55 * 10**6
+# What one copy to that machine may have: the tree and one part. RESERVED_BYTES are for names and for later changes.
+COPY_BYTES = 64 << 20
+RESERVED_BYTES = 2 << 20
+SMALLEST_PART_BYTES = 8 << 20
 MEGABYTE = 10**6
 # real head sizes and several chunks and landmarks, but small enough for one part with all variants
 SIZE = {"dim": 128, "heads": 2, "layers": 2, "seq_len": 512}
@@ -37,8 +40,9 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x
 def carry(python: str) -> None:
     """Fill CARRIED, and print what is in each part. python: the version on the machine, such as "3.12".
 
-    Raises SetupError if something cannot be built or downloaded.
+    Raises SetupError if something cannot be built or downloaded, or if there is no room for it beside the tree.
     """
+    part_bytes()  # before minutes of work
     with tempfile.TemporaryDirectory() as folder:
         download_wheels(Path(folder), python)
         # before the artifacts, because their own checks then run with these kernels
@@ -96,31 +100,57 @@ def download_wheels(folder: Path, python: str) -> None:
         raise SetupError(f"pip cannot download the wheels: {done.stderr.strip()}")
 
 
+def tree_bytes() -> int | None:
+    """The size of the tree without what git ignores, but with shared/: what every copy has. None if git cannot tell."""
+    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):  # no git, or a copy of the tree without its repository
+        return None
+    files = {ROOT / name for name in names if name} | set((ROOT / "shared").rglob("*"))
+    return sum(path.lstat().st_size for path in files if path.is_symlink() or path.is_file())
+
+
+def part_bytes() -> int:
+    """How large a part may be beside the tree. Raises SetupError if the tree is too large, or if git cannot tell."""
+    tree = tree_bytes()
+    if tree is None:
+        raise SetupError(f"git cannot list the files of {ROOT}; expected a git repository. Run this in one")
+    room = COPY_BYTES - tree - RESERVED_BYTES
+    if room < SMALLEST_PART_BYTES:
+        most = COPY_BYTES - RESERVED_BYTES - SMALLEST_PART_BYTES
+        raise SetupError(
+            f"the tree has {tree / MEGABYTE:.1f} MB without what git ignores; expected at most {most / MEGABYTE:.1f}, "
+            f"so that something can be carried beside it. Remove large files, or have git ignore them"
+        )
+    return room
+
+
 def pack(files: Sequence[Path], folder: Path) -> None:
-    """Put files into FOLDER/1, FOLDER/2, …, none larger than PART_BYTES; larger files are split as `split` does it.
+    """Put files into FOLDER/1, FOLDER/2, …, none larger than part_bytes(); larger files are split as `split` does it.
 
     Raises SetupError if what lies in FOLDER/1 already leaves no room.
     """
-    number, used = 1, size_of(folder / "1")
-    if used > PART_BYTES:
-        raise SetupError(f"{folder / '1'} has {used / MEGABYTE:.0f} MB; expected at most {PART_BYTES / MEGABYTE:.0f}")
+    room, number, used = part_bytes(), 1, size_of(folder / "1")
+    if used > room:
+        raise SetupError(f"{folder / '1'} has {used / MEGABYTE:.0f} MB; expected at most {room / MEGABYTE:.0f}")
     for path in sorted(files, key=lambda path: path.stat().st_size):
-        for name, contents in pieces(path):
-            if used + len(contents) > PART_BYTES:
+        for name, contents in pieces(path, room):
+            if used + len(contents) > room:
                 number, used = number + 1, 0
             used += len(contents)
             (folder / str(number)).mkdir(parents=True, exist_ok=True)
             (folder / str(number) / name).write_bytes(contents)
 
 
-def pieces(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the pieces of a file: itself, or NAME.partaa, NAME.partab, …, if it is too large."""
-    if path.stat().st_size <= PART_BYTES:
+def pieces(path: Path, room: int) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the pieces of a file: itself, or NAME.partaa, NAME.partab, …, if it is larger than room."""
+    if path.stat().st_size <= room:
         yield path.name, path.read_bytes()
         return
     suffixes = map("".join, itertools.product(string.ascii_lowercase, repeat=2))
     with path.open("rb") as stream:
-        while contents := stream.read(PART_BYTES):
+        while contents := stream.read(room):
             yield f"{path.name}.part{next(suffixes)}", contents
 
 
@@ -133,8 +163,16 @@ def print_parts() -> None:
     if not CARRIED.is_dir():
         print(f"{CARRIED.relative_to(ROOT)} is empty; fill it with scripts/gpu --carry PYTHON")
         return
-    parts = sorted(CARRIED.iterdir(), key=lambda part: int(part.name))
+    parts, tree = sorted(CARRIED.iterdir(), key=lambda part: int(part.name)), tree_bytes()
     for part in parts:
-        names = ", ".join(sorted(path.name for path in part.iterdir())[:4])
-        print(f"{part.relative_to(ROOT)}  {size_of(part) / MEGABYTE:5.1f} MB  {names}, …")
+        names, size = ", ".join(sorted(path.name for path in part.iterdir())[:4]), size_of(part)
+        print(f"{part.relative_to(ROOT)}  {size / MEGABYTE:5.1f} MB{with_tree(size, tree)}  {names}, …")
     print(f"{len(parts)} parts, {sum(map(size_of, parts)) / MEGABYTE:.0f} MB in all, to copy one by one")
+
+
+def with_tree(size: int, tree: int | None) -> str:
+    """How much a part is together with the tree, if that is known."""
+    if tree is None:
+        return ""
+    excess = "" if size + tree <= COPY_BYTES else ", which is too much: run --carry again"
+    return f" + tree {tree / MEGABYTE:.1f} = {(size + tree) / MEGABYTE:.1f} of {COPY_BYTES / MEGABYTE:.1f} MB{excess}"

@@ -22,13 +22,12 @@ from effexport.plugins.gpu_check import Case, GpuCheck, Output, load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
 from gpu.device import ALL_BLOCKS, FEW_BLOCKS, KernelError, Kernels
+from gpu.samples import pieces, relative_error
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # Arrays stay aligned as cudaMalloc aligns them.
 GUARD_BYTES = 256
 POISON = 0xFF
-# Elements that are compared at once: float64 copies of huge arrays would not fit into memory.
-AT_ONCE = 1 << 26
 LATE = "not run: no time was left"
 
 
@@ -48,19 +47,21 @@ class Guarded:
 def check(run: Run) -> Result:
     kernels = load_kernels(run)
     found: list[dict[str, Any]] = []
-    for op in OPS.values():
-        if op.torch_name not in run.ops:
+    checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
+    cases = [
+        (name, check, case)
+        for name, check in checks
+        for case in (check.small if run.device.emulated else (*check.small, *check.checked, *check.huge))
+    ]
+    for (name, check, case), in_time in run.in_time(cases):
+        if not in_time:
+            found.append({"op": name, "case": case.name, "problem": LATE})
             continue
-        check = load_gpu_check(op)
-        for case in check.small if run.device.emulated else (*check.small, *check.checked, *check.huge):
-            if run.late:
-                found.append({"op": op.torch_name, "case": case.name, "problem": LATE})
-                continue
-            # arrays of two huge cases, with their references, may be too much for the GPU's memory
-            with one_at_a_time(run.work / "huge") if case in check.huge else nullcontext():
-                found.append(check_case(kernels, op.torch_name, check, case))
-                kernels.device.free_memory()
-            run.keep("correctness", {"cases": found})
+        # arrays of two huge cases, with their references, may be too much for the GPU's memory
+        with one_at_a_time(run.work / "huge") if case in check.huge else nullcontext():
+            found.append(check_case(kernels, name, check, case))
+            kernels.device.free_memory()
+        run.keep("correctness", {"cases": found})
     return result_of(found)
 
 
@@ -84,7 +85,6 @@ def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict
     """One case as JSON. problem: what is wrong, or an empty text."""
     begin = time.monotonic()
     inputs = check.inputs(case, kernels.device.name)
-    given = {key: value.clone() for key, value in inputs.items()}
     try:
         first, problem = call_guarded(kernels, name, check, case, inputs)
         schedule = (1, FEW_BLOCKS if case in check.small else ALL_BLOCKS)
@@ -92,13 +92,14 @@ def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict
     except KernelError as error:
         return {"op": name, "case": case.name, "problem": str(error)}
     problem = problem or other_problem
-    if not all(same_bits(given[key], value) for key, value in inputs.items()):
+    repeatable = all(same_bits(first[key], again[key]) for key in first)
+    del again  # huge arrays leave little memory for others
+    if not all(same_bits(value, inputs[key]) for key, value in check.inputs(case, kernels.device.name).items()):
         problem = problem or "the kernel changed its inputs"
-    if not all(same_bits(first[key], again[key]) for key in first):
+    if not repeatable:
         problem = problem or "two calls gave different bits"
-    del again, given
     limit = check.limit(case)
-    difference = relative_error(first, check.reference(case, inputs))
+    difference = float(relative_error(check, case, inputs, first))
     if not difference <= limit.value:  # NaN does not pass
         problem = problem or f"error {difference:.3g}; expected at most {limit.value:.3g}"
     return {
@@ -133,27 +134,5 @@ def call_guarded(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def relative_error(outputs: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of an output, over the largest value of its reference, or over 1 if that is zero.
-
-    NaN if any output has one, or another shape than the reference; of integers, the share that differs.
-    """
-    assert outputs.keys() == expected.keys(), f"outputs {[*outputs]} and references {[*expected]} differ"
-    errors = torch.tensor([one_error(outputs[key], expected[key]) for key in outputs], dtype=torch.float64)
-    return float(errors.amax())  # not the built-in max, which may drop NaN
-
-
-def one_error(actual: Tensor, expected: Tensor) -> float:
-    if actual.shape != expected.shape:
-        raise ValueError(f"an output has shape {tuple(actual.shape)}, its reference {tuple(expected.shape)}")
-    if actual.numel() == 0:
-        return 0.0
-    pieces = list(zip(actual.reshape(-1).split(AT_ONCE), expected.reshape(-1).split(AT_ONCE), strict=True))
-    if not actual.is_floating_point():
-        return sum(int((a != e).sum()) for a, e in pieces) / actual.numel()
-    worst = torch.stack([(a.double() - e.double()).abs().amax() for a, e in pieces]).amax()  # NaN stays
-    largest = torch.stack([e.double().abs().amax() for _, e in pieces]).amax()
-    return float(worst / largest) if largest > 0 else float(worst)
+    one, other = (pieces(x.reshape(-1).view(torch.uint8)) for x in (a, b))
+    return all(map(torch.equal, one, other))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -49,6 +50,33 @@ def require_torch() -> None:
         raise SetupError("PyTorch is missing; expected the module torch. Run this with a Python that has it")
 
 
+def output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def asked_of_driver(fields: str) -> str:
+    """What nvidia-smi says of the first GPU."""
+    return output_of("nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+def check_nvcc(nvcc: str, architecture: int) -> None:
+    """Raise SetupError if nvcc does not compile for the GPU, or if its CUDA is too new for the driver."""
+    known = re.findall(r"^sm_(\d+)$", output_of(nvcc, "--list-gpu-code"), re.MULTILINE)
+    if str(architecture) not in known:
+        raise SetupError(
+            f"{nvcc} compiles for sm_{', sm_'.join(known) or '?'}; expected sm_{architecture}, which this GPU has. "
+            f"Put another CUDA's nvcc on PATH"
+        )
+    release = re.search(r"release (\d+)\.", output_of(nvcc, "--version"))
+    driver = re.search(r"CUDA (?:\w+ )?Version *: *(\d+)\.", output_of("nvidia-smi"))
+    # the driver runs all minor releases of its own CUDA; without an answer, launches will tell
+    if release and driver and int(driver[1]) < int(release[1]):
+        raise SetupError(
+            f"the driver runs programs of CUDA {driver[1]}, {nvcc} makes those of CUDA {release[1]}; expected the same "
+            f"or a newer driver. Put the nvcc of CUDA {driver[1]} on PATH, or update the driver"
+        )
+
+
 @dataclass(frozen=True)
 class Device:
     """The device of all tensors of a run. emulated: it is the CPU, and times mean nothing."""
@@ -83,10 +111,27 @@ class Device:
 
     def hardware(self) -> str:
         """The GPU's name, or that it is emulated. Loads no framework."""
+        return "emulation" if self.emulated else asked_of_driver("name")
+
+    def architecture(self) -> int:
+        """The GPU's compute capability, such as 90; 0 if it is emulated. Loads no framework. Raises SetupError."""
         if self.emulated:
-            return "emulation"
-        query = ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+            return 0
+        answer = asked_of_driver("compute_cap")
+        if not re.fullmatch(r"\d+\.\d", answer):
+            raise SetupError(
+                f"nvidia-smi says {answer!r}; expected the compute capability, such as 9.0. Install a newer driver"
+            )
+        return int(answer.replace(".", ""))
+
+    def loaded_architecture(self) -> int:
+        """The same, of the GPU that PyTorch uses."""
+        if self.emulated:
+            return 0
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        return 10 * major + minor
 
     def check_setup(self, otherwise: str = "") -> None:
         """Check that PyTorch, a GPU and nvcc are present. Raises SetupError. Loads no framework.
@@ -101,8 +146,10 @@ class Device:
                 "nvidia-smi finds no GPU; expected an NVIDIA GPU with its driver. "
                 f"Run this on a machine with a GPU{otherwise}"
             )
-        if find_nvcc() is None:
+        nvcc = find_nvcc()
+        if nvcc is None:
             raise SetupError("nvcc is missing; expected CUDA 12 or later. Put nvcc on PATH")
+        check_nvcc(nvcc, self.architecture())
         require_torch()
 
     def description(self) -> dict[str, str]:
@@ -112,9 +159,7 @@ class Device:
         described = {"Python": platform.python_version(), "torch": torch.__version__}
         if self.emulated:
             return {"device": "emulation on the CPU; times are not measured", **described}
-        fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        query = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        fields = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
         properties = torch.cuda.get_device_properties(0)
         described |= {
             "device": properties.name,
@@ -124,7 +169,7 @@ class Device:
             "memory bytes": str(properties.total_memory),
             "CUDA of PyTorch": str(torch.version.cuda),
             "cuDNN": str(torch.backends.cudnn.version()),
-            ", ".join(fields): answer,
+            fields: asked_of_driver(fields),
         }
         for package in ("triton", "onnxruntime-gpu", "onnxruntime"):
             try:
@@ -139,12 +184,21 @@ ALL_BLOCKS, FEW_BLOCKS = 2**32 - 1, 2
 
 
 class Kernels:
-    """The library of all operators' kernels. Calls their shims with tensors, on PyTorch's current stream."""
+    """The library of all operators' kernels. Calls their shims with tensors, on PyTorch's current stream.
+
+    Raises SetupError if it is compiled for another GPU.
+    """
 
     def __init__(self, library: Path, device: Device) -> None:
         self.device = device
         self._library = ctypes.CDLL(str(library))
         self._library.effexport_error_name.restype = ctypes.c_char_p
+        compiled, loaded = self._library.effexport_architecture(), device.loaded_architecture()
+        if compiled != loaded:
+            raise SetupError(
+                f"{library} is compiled for sm_{compiled}; expected sm_{loaded}, which PyTorch's GPU has. Set "
+                f"CUDA_VISIBLE_DEVICES to GPUs of one kind, and run the build stage again"
+            )
         self.set_schedule(0)
 
     def set_schedule(self, seed: int, most_blocks: int = ALL_BLOCKS) -> None:

@@ -89,8 +89,8 @@ def time_layers(run: Run) -> Result:
     register(kernels)
     forbid_tf32()
     found: list[dict[str, Any]] = []
-    for name, spec in specs(small=run.device.emulated).items():
-        if run.late:
+    for (name, spec), in_time in run.in_time(specs(small=run.device.emulated).items()):
+        if not in_time:
             found.append({"op": "layer", "case": name, "problem": "no time was left"})
             continue
         found.append(time_layer(kernels, name, spec))

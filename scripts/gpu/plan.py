@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from effexport.plugins.ops import OPS
 from gpu import ROOT
-from gpu.carrying import print_parts
+from gpu.carrying import MEGABYTE, print_parts, tree_bytes
 from gpu.device import require_torch
 from gpu.stages import Stage
 
-MEGABYTE = 10**6
-
 STAGES = (
-    Stage("build", "all kernels and their shims in one shared object", 45, 80, "gpu.building:build"),
-    Stage("correctness", "float64, tiny to huge sizes, same bits", 120, 45, "gpu.correctness:check", processes=4),
-    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, 90, "gpu.sanitizing:sanitize"),
-    Stage("timing", "ceilings, then kernels and baselines in turns", 110, 30, "gpu.timing:time_operators"),
-    Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, 85, "gpu.layers:time_layers"),
-    Stage("profiling", "ncu, one call of each operator", 70, 15, "gpu.profiling:profile"),
-    Stage("goals", "all goals, met or missed", 10, 15, "gpu.goals:compare"),
+    Stage("build", "all kernels and their shims in one shared object", 45, "gpu.building:build"),
+    Stage("correctness", "float64, tiny to huge sizes, same bits", 120, "gpu.correctness:check", processes=4),
+    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, "gpu.sanitizing:sanitize"),
+    Stage("timing", "ceilings, then kernels and baselines in turns", 110, "gpu.timing:time_operators"),
+    Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, "gpu.layers:time_layers"),
+    Stage("profiling", "ncu, one call of each operator", 70, "gpu.profiling:profile"),
+    Stage("goals", "all goals, met or missed", 10, "gpu.goals:compare"),
 )
 
 # The second call, with what scripts/gpu --carry has prepared.
 ARTIFACT_STAGES = (
-    Stage("install", "the packages that were carried", 90, 90, "gpu.artifacts:install"),
-    Stage("verify", "effexport verify of all artifacts, with kernels and bodies", 150, 120, "gpu.artifacts:verify"),
-    Stage("bound", "all artifacts: CUDA graphs, IOBinding, threads, device numbers", 60, 60, "gpu.artifacts:bound"),
-    Stage("bench", "ONNX Runtime beside PyTorch and torch.compile", 240, 180, "gpu.artifacts:bench"),
+    Stage("install", "the packages that were carried", 90, "gpu.artifacts:install"),
+    Stage("verify", "effexport verify of all artifacts, with kernels and bodies", 150, "gpu.artifacts:verify"),
+    Stage("bound", "all artifacts: CUDA graphs, IOBinding, threads, device numbers", 60, "gpu.artifacts:bound"),
+    Stage("bench", "ONNX Runtime beside PyTorch and torch.compile", 240, "gpu.artifacts:bench"),
 )
 
 
@@ -53,13 +50,6 @@ def remove_outdated(work: Path, kind: str) -> None:
             shutil.rmtree(outdated)
 
 
-def carried_bytes() -> int:
-    """The size of the tree without what git ignores, which is all that has to be copied to the machine with a GPU."""
-    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
-    return sum((ROOT / name).stat().st_size for name in names if name and (ROOT / name).is_file())
-
-
 def print_plan(stages: Sequence[Stage]) -> None:
     """Print what would run, for how long at most, and how much has to be copied to the machine with a GPU."""
     if stages[0] in STAGES:
@@ -67,7 +57,9 @@ def print_plan(stages: Sequence[Stage]) -> None:
     for stage in stages:
         print(f"{stage.name:12} {stage.seconds:4} s   {stage.about}")
     total = sum(stage.seconds for stage in stages)
-    print(f"\nat most {total} s = {total / 60:.1f} minutes; {carried_bytes() / MEGABYTE:.1f} MB to copy")
+    tree = tree_bytes()
+    size = "of unknown size, as git cannot list it here" if tree is None else f"{tree / MEGABYTE:.1f} MB"
+    print(f"\nat most {total} s = {total / 60:.1f} minutes; to copy: the tree, {size}")
     if stages[0] in ARTIFACT_STAGES:
         print_parts()
 

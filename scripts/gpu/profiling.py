@@ -10,18 +10,22 @@ import csv
 import io
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import driver_path, library_path
 from gpu.calls import write_calls
+from gpu.programs import run_program
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # --clock-control none: ncu must not change the clocks of a card that is shared
 NCU = ("ncu", "--clock-control", "none", "--set", "detailed", "--csv", "--page", "details")
+# what it says without permission, or where the machine's virtualisation keeps it from the GPU
+REFUSALS = ("ERR_NVGPUCTRPERM", "Failed to initialize the profiler")
 LOG_CHARACTERS = 20_000
 
 
@@ -30,15 +34,25 @@ def profile(run: Run) -> Result:
     calls = run.work / "timed.calls"
     checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
     first = [(name, check, check.timed[0]) for name, check in checks]
-    write_calls(calls, ((name, check, one.small if run.device.emulated else one.case) for name, check, one in first))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [(name, check, one.small if run.device.emulated else one.case) for name, check, one in first]
+    write_calls(calls, cases, device)
     program = [str(driver_path(run)), str(library_path(run)), str(calls)]
     have_ncu = not run.device.emulated and shutil.which("ncu") is not None
-    seconds = run.begin_before - time.time()
     command = [*NCU, *program] if have_ncu else program
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    try:
+        done = run_program(command, run.seconds_left)
+    except subprocess.TimeoutExpired as error:
+        ran = str(error.stdout).count("call: ")
+        details = {"kernels": kernels_from_csv(str(error.stdout)), "log": str(error.stdout)[-LOG_CHARACTERS:]}
+        return Result(NOT_RUN, f"{Path(command[0]).name} had no time left in call {ran} of {len(first)}", details)
+    printed = done.stdout + done.stderr
+    if refused := [text for text in REFUSALS if have_ncu and text in printed]:
+        details = {"log": printed[-LOG_CHARACTERS:]}
+        return Result(NOT_RUN, f"ncu cannot read this GPU's counters: {refused[0]}", details)
     if done.returncode != 0:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        details = {"log": (done.stdout + done.stderr)[-LOG_CHARACTERS:]}
+        last = printed.strip().splitlines()[-1:]
+        details = {"log": printed[-LOG_CHARACTERS:]}
         return Result(FAILED, f"{Path(command[0]).name} ended with {done.returncode}: {''.join(last)}", details)
     if run.device.emulated:
         return Result(PASSED, f"{len(first)} calls ran, without ncu", {})

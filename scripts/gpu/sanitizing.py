@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,12 +20,15 @@ from effexport.plugins.ops import OPS
 from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library
 from gpu.calls import write_calls
 from gpu.device import FEW_BLOCKS
+from gpu.programs import run_program
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # by name, with their options
 TOOLS = {"memcheck": ("--leak-check", "full"), "racecheck": ("--racecheck-report", "all"), "initcheck": ()}
 EMULATED_TOOL = "AddressSanitizer"
 ERROR_EXIT = 9
+# what compute-sanitizer says where the machine's virtualisation keeps it from the GPU
+UNSUPPORTED = "Device not supported"
 LOG_CHARACTERS = 20_000
 
 
@@ -46,7 +48,7 @@ def sanitize(run: Run) -> Result:
     commands = emulated_commands(run, programs) if run.device.emulated else sanitizer_commands(programs)
     # each of the processes leaves most of a GPU idle
     with ThreadPoolExecutor(usable_cores()) as pool:
-        found = pool.map(lambda command: checked(command, run.begin_before - time.time()), commands.values())
+        found = pool.map(lambda command: checked(command, run.seconds_left), commands.values())
         return result_of(dict(zip(commands, found, strict=True)))
 
 
@@ -65,7 +67,7 @@ def emulated_commands(run: Run, programs: dict[str, list[str]]) -> dict[tuple[st
     folder = run.work / "sanitized"
     folder.mkdir(exist_ok=True)
     make_library(run, emulating_toolchain(*SANITIZER), folder / "kernels.so", run.ops)
-    make_driver(folder / "driver", *SANITIZER)
+    make_driver(run, folder / "driver", *SANITIZER)
     # arrays that are freed after a failure only are not leaks
     start = ["env", "ASAN_OPTIONS=detect_leaks=0", str(folder / "driver"), str(folder / "kernels.so")]
     return {(EMULATED_TOOL, op): [*start, *rest] for op, (_, _, *rest) in programs.items()}
@@ -76,9 +78,9 @@ def checked(command: Sequence[str], seconds: float) -> dict[str, Any]:
     if seconds <= 0:
         return {"problem": "not begun: no time was left", "status": NOT_RUN, "log": ""}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        done = run_program(command, seconds)
     except subprocess.TimeoutExpired as error:
-        output = (error.stdout or b"").decode(errors="replace")
+        output = str(error.stdout)
         problem = f"{place(output)}not finished after {seconds:.0f} s"
         return {"problem": problem, "status": NOT_RUN, "log": output[-LOG_CHARACTERS:]}
     log = (done.stdout + done.stderr)[-LOG_CHARACTERS:]
@@ -88,9 +90,11 @@ def checked(command: Sequence[str], seconds: float) -> dict[str, Any]:
     last = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line] or log.strip().splitlines()[-1:]
     clean = done.returncode == 0 and ran
     problem = "" if clean else f"{place(done.stdout)}exit status {done.returncode}: {''.join(last[-1:])}"
+    if UNSUPPORTED in log:
+        problem = f"{command[0]} does not work on this machine: {UNSUPPORTED}"
     return {
         "problem": problem,
-        "status": FAILED if problem else PASSED,
+        "status": NOT_RUN if UNSUPPORTED in log else FAILED if problem else PASSED,
         "summary": ["".join(parts) for parts in summary],
         "log": log if problem else "",
     }

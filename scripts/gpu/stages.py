@@ -22,18 +22,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gpu.device import Device
+from gpu.programs import kill_session
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-# Work that a stage has not begun after this share of its time limit is reported as not run.
-SHARE_TO_BEGIN = 0.85
+# Work that a stage cannot finish within this share of its time limit, by its pace, is reported as not run.
+SHARE_TO_USE = 0.85
+# The limit of every stage in the emulation only ends what hangs: other programs may slow a machine down tenfold.
+REHEARSAL_SECONDS = 1200
 RUNNING = "stopped before its end"
 INTERRUPTED = "interrupted"
 # How often a stage's process is looked at, in seconds: a signal ends a stage within that time.
 POLL_SECONDS = 0.2
 _interrupted = threading.Event()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class Run:
     """What a stage is given.
 
     results: the folder of the stages' JSON files. work: a folder for programs and large files, which may be lost.
-    ops: names of operators. sources: the hash of everything that decides the results. begin_before: the time, by
-    time.time(), after which the stage begins nothing new. hardware: the name of the GPU, or of the emulation.
+    ops: names of operators. sources: the hash of everything that decides the results. end_before: the time, by
+    time.time(), at which the stage should be done. hardware: the name of the GPU, or of the emulation.
     """
 
     device: Device
@@ -50,12 +54,20 @@ class Run:
     work: Path
     ops: tuple[str, ...]
     sources: str
-    begin_before: float = float("inf")
+    end_before: float = float("inf")
     hardware: str = ""
 
     @property
-    def late(self) -> bool:
-        return time.time() > self.begin_before
+    def seconds_left(self) -> float:
+        return max(self.end_before - time.time(), 0.0)
+
+    def in_time(self, pieces: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """Pieces of work, each with whether there is time for it: as much as the longest one before it took."""
+        longest = 0.0
+        for piece in pieces:
+            begin = time.time()
+            yield piece, self.seconds_left > longest
+            longest = max(longest, time.time() - begin)
 
     def result_of(self, stage: str) -> Result | None:
         """The result in the folder, if it has these sources, this device and all of these operators."""
@@ -97,7 +109,7 @@ class Result:
 class Stage:
     """One part of a run.
 
-    name: also that of its JSON file. seconds, rehearsal_seconds: its time limits on a GPU and in the emulation.
+    name: also that of its JSON file. seconds: its time limit on a GPU.
     work: "module:function", which takes a Run and returns a Result; only its process imports it, and PyTorch with it.
     processes: 0 for one process that takes all operators; otherwise every operator has one, so many at a time.
     """
@@ -105,12 +117,11 @@ class Stage:
     name: str
     about: str
     seconds: int
-    rehearsal_seconds: int
     work: str
     processes: int = 0
 
     def limit(self, device: Device) -> int:
-        return self.rehearsal_seconds if device.emulated else self.seconds
+        return REHEARSAL_SECONDS if device.emulated else self.seconds
 
 
 def finite(value: Any) -> Any:
@@ -164,7 +175,7 @@ def earlier_result(run: Run, stage: Stage) -> Result | None:
 def run_stage(run: Run, stage: Stage) -> Result:
     limit = stage.limit(run.device)
     deadline = time.time() + limit
-    run = replace(run, begin_before=time.time() + SHARE_TO_BEGIN * limit)
+    run = replace(run, end_before=time.time() + SHARE_TO_USE * limit)
     if not stage.processes:
         return run_process(run, stage, deadline)
     # the parts write into a folder of their own, because the results are few files
@@ -219,9 +230,8 @@ def run_process(run: Run, stage: Stage, deadline: float) -> Result:
 def stop(process: SpawnProcess) -> None:
     """Stop the process if it still runs, and whatever it has started in any case."""
     assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
+    kill_session(process.pid)
+    process.kill()  # which has no session of its own at first
     process.join()
 
 
@@ -240,6 +250,8 @@ def _details(path: Path) -> dict[str, Any]:
 
 def _work(run: Run, stage: Stage) -> None:
     os.setsid()
+    if run.device.emulated:  # threads that wait for each other are slow where others need the cores too
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     begin = time.time()
     try:
         result = pkgutil.resolve_name(stage.work)(run)

@@ -1,11 +1,13 @@
 """Median times of candidates that take turns: replays of CUDA graphs, between events, with inputs beyond the L2 cache.
 
-A graph holds one call for each copy of the inputs. The copies and what the calls write exceed the L2 cache together, so
-that no call finds its data there. In an emulation every call runs once, and no time is measured.
+A graph holds one call for each copy of the inputs, again and again until it takes a millisecond. The copies and what
+the calls write exceed the L2 cache together, so that no call finds its data there. The GPU is kept busy until a graph
+is enqueued, so the CPU's time for that is not measured. In an emulation every call runs once, without a clock.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,10 @@ FEWEST_COPIES, MOST_COPIES = 2, 128
 FEWEST_TURNS, MOST_TURNS = 5, 21
 SECONDS_PER_CANDIDATE = 0.4
 WARM_UP_CALLS = 3
+SHORTEST_GRAPH_MS = 1.0
+MOST_CALLS = 2000
+# About a millisecond of any GPU's clock, longer than it takes to enqueue a graph.
+DELAY_CYCLES = 2_000_000
 
 Call = Callable[[], object]
 
@@ -82,16 +88,25 @@ def prepared(device: Device, calls: Sequence[Call]) -> Candidate:
         device.synchronize()
         if device.emulated:
             return Candidate(plain, len(calls), graph=False)
-        candidate = captured(calls, plain)
-        milliseconds = timed(candidate.replay)
+        candidate = captured(calls, plain, 1)
+        repeats = repeats_for(timed(candidate), len(calls)) if candidate.graph else 1
+        if repeats > 1:
+            del candidate  # and the memory of its graph
+            candidate = captured(calls, plain, repeats)
+        milliseconds = timed(candidate)
         candidate.turns = int(min(max(SECONDS_PER_CANDIDATE * 1e3 / milliseconds, FEWEST_TURNS), MOST_TURNS))
         return candidate
     except Exception as error:
         return Candidate(plain, len(calls), graph=False, problem=one_line(error))
 
 
-def captured(calls: Sequence[Call], plain: Call) -> Candidate:
-    """A graph of the calls, whose results all stay allocated, so that they are written to different memory."""
+def repeats_for(milliseconds: float, calls: int) -> int:
+    """How often calls that take so long together are repeated in a graph."""
+    return max(1, min(math.ceil(SHORTEST_GRAPH_MS / max(milliseconds, 1e-6)), MOST_CALLS // calls))
+
+
+def captured(calls: Sequence[Call], plain: Call, repeats: int) -> Candidate:
+    """A graph of the calls. Results stay allocated until their call's next turn, so that all memory takes turns."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -100,9 +115,13 @@ def captured(calls: Sequence[Call], plain: Call) -> Candidate:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    results: list[object] = [None] * len(calls)
     try:
-        with torch.cuda.graph(graph):
-            results = [call() for call in calls]
+        # after a failure, torch.cuda.graph leaves its own stream as the current one
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            for _ in range(repeats):
+                for index, call in enumerate(calls):
+                    results[index] = call()
     except RuntimeError:  # some work cannot be captured, for example what waits for the GPU
         torch.cuda.synchronize()
         return Candidate(plain, len(calls), graph=False)
@@ -112,7 +131,7 @@ def captured(calls: Sequence[Call], plain: Call) -> Candidate:
 
     replay()
     torch.cuda.synchronize()
-    return Candidate(replay, len(calls), graph=True)
+    return Candidate(replay, len(calls) * repeats, graph=True)
 
 
 def take_turns(candidates: Sequence[Candidate]) -> None:
@@ -122,14 +141,16 @@ def take_turns(candidates: Sequence[Candidate]) -> None:
     for turn in range(MOST_TURNS):
         for candidate in candidates:
             if turn < candidate.turns and candidate.times_us is not None:
-                candidate.times_us.append(1e3 * timed(candidate.replay) / candidate.calls)
+                candidate.times_us.append(1e3 * timed(candidate) / candidate.calls)
 
 
-def timed(replay: Call) -> float:
-    """Milliseconds between an event before and one after."""
+def timed(candidate: Candidate) -> float:
+    """Milliseconds between an event before all calls of a candidate and one after."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if candidate.graph:  # otherwise the CPU's launches belong to the time
+        torch.cuda._sleep(DELAY_CYCLES)
     begin.record()
-    replay()
+    candidate.replay()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))

@@ -28,15 +28,15 @@ def time_operators(run: Run) -> Result:
     forbid_tf32()
     ceilings = measured_ceilings(run.device)
     found: list[dict[str, Any]] = []
-    for op in (op for op in OPS.values() if op.torch_name in run.ops):
-        check = load_gpu_check(op)
-        for timed in check.timed:
-            if run.late:
-                found.append({"op": op.torch_name, "case": timed.case.name, "problem": "no time was left"})
-                continue
-            found.append(time_case(kernels, op.torch_name, check, timed, ceilings))
-            run.keep("timing", {"ceilings": ceilings, "timings": found})
-            run.device.free_memory()
+    checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
+    cases = [(name, check, timed) for name, check in checks for timed in check.timed]
+    for (name, check, timed), in_time in run.in_time(cases):
+        if not in_time:
+            found.append({"op": name, "case": timed.case.name, "problem": "no time was left"})
+            continue
+        found.append(time_case(kernels, name, check, timed, ceilings))
+        run.keep("timing", {"ceilings": ceilings, "timings": found})
+        run.device.free_memory()
     return result_of(found, {"ceilings": ceilings, "timings": found})
 
 

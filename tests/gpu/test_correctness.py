@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from gpu.correctness import check_case, relative_error, result_of
+from gpu.correctness import check_case, result_of
 from gpu.device import ALL_BLOCKS, FEW_BLOCKS, Device, KernelError
+from gpu.samples import relative_error
 from gpu.stages import FAILED, NOT_RUN, PASSED
 from torch import Tensor
 
@@ -95,16 +97,26 @@ def test_blocks_take_several_items_in_the_second_call_of_a_small_case() -> None:
     assert kernels.most_blocks == [ALL_BLOCKS, FEW_BLOCKS, ALL_BLOCKS, ALL_BLOCKS]
 
 
+def error_of(outputs: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    check = replace(CHECK, reference=lambda case, inputs: expected, intermediate=lambda case: 0)
+    return float(relative_error(check, Case((1,)), {}, outputs))
+
+
 def test_integers_are_compared_exactly() -> None:
     right = torch.arange(4)
-    assert relative_error({"x": right}, {"x": right}) == 0
-    assert relative_error({"x": right}, {"x": torch.tensor([0, 1, 2, 4])}) == 0.25
+    assert error_of({"x": right}, {"x": right}) == 0
+    assert error_of({"x": right}, {"x": torch.tensor([0, 1, 2, 4])}) == 0.25
 
 
 def test_a_nan_in_any_output_is_the_error() -> None:
     right, wrong = torch.ones(3), torch.tensor([1.0, torch.nan, 1.0])
     for outputs in ({"x": wrong, "y": right}, {"x": right, "y": wrong}):
-        assert math.isnan(relative_error(outputs, {"x": right, "y": right}))
+        assert math.isnan(error_of(outputs, {"x": right, "y": right}))
+
+
+def test_a_reference_of_another_shape_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"an output has shape \(3,\), its reference \(1, 3\)"):
+        error_of({"x": torch.ones(3)}, {"x": torch.ones(1, 3)})
 
 
 def test_a_result_is_failed_only_if_something_is_wrong() -> None:

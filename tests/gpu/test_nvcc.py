@@ -26,12 +26,14 @@ SOME = ("lsh_sort", "segment_means")
 )
 def test_nvcc_makes_one_library_with_a_function_for_every_operator(names: tuple[str, ...], tmp_path: Path) -> None:
     run = Run(Device(emulated=False), tmp_path, tmp_path, names, "")
-    seconds, messages = building.make_library(run, building.nvcc_toolchain("sm_90"), tmp_path / "kernels.so", names)
+    seconds, messages = building.make_library(run, building.nvcc_toolchain(90), tmp_path / "kernels.so", names)
     assert len(seconds) == 2 * len(names) + 1
     library = ctypes.CDLL(str(tmp_path / "kernels.so"), mode=os.RTLD_NOW)
     for name in names:
         assert library[f"effexport_check_{name}"]
         assert library[f"effexport_check_{name}_scratch"]
+    assert library.effexport_architecture() == 90
+    assert building.machine_code_of(tmp_path / "kernels.so", 90).endswith(("files for sm_90", "cuobjdump is missing"))
     library.effexport_error_name.restype = ctypes.c_char_p
     assert library.effexport_error_name(1) == b"cudaErrorInvalidValue"
     used = building.resources(messages)

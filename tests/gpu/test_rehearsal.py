@@ -83,7 +83,7 @@ def test_every_stage_can_be_loaded_with_pytorch_alone(bare_environment: dict[str
 def test_the_plan_names_every_stage_and_the_size() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--plan"], capture_output=True, text=True, check=True)
     assert all(stage.name in done.stdout for stage in STAGES)
-    assert "MB to copy" in done.stdout
+    assert "to copy: the tree, " in done.stdout
 
 
 @pytest.mark.parametrize(

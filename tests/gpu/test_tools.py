@@ -6,6 +6,7 @@ import os
 import struct
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,13 @@ def test_a_problem_names_the_call_in_which_it_was_found_first() -> None:
     assert found["problem"] == "a, 2: exit status 9: 3 calls"
 
 
+def test_a_sanitizer_that_the_machine_does_not_allow_is_not_a_fault_of_a_kernel() -> None:
+    program = "print('call: a, 1'); print('========= Error: Device not supported'); raise SystemExit(9)"
+    found = sanitizing.checked([sys.executable, "-c", program], seconds=30)
+    assert found["status"] == NOT_RUN
+    assert found["problem"].endswith("does not work on this machine: Device not supported")
+
+
 def test_a_fault_of_one_operator_does_not_hide_those_of_others() -> None:
     good, bad = {"problem": "", "status": PASSED}, {"problem": "b, 2: exit status 9", "status": FAILED}
     result = sanitizing.result_of({("memcheck", "a"): good, ("memcheck", "b"): bad, ("racecheck", "b"): good})
@@ -93,7 +101,7 @@ def test_without_compute_sanitizer_the_stage_is_not_run(tmp_path: Path, monkeypa
 def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run on a GPU whose tools are scripts in tmp_path."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    return Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "", begin_before=time.time() + 60)
+    return Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "", end_before=time.time() + 60)
 
 
 def install(tmp_path: Path, name: str, text: str) -> None:
@@ -121,6 +129,15 @@ def test_ncu_profiles_the_timed_calls_and_leaves_the_clocks_alone(gpu_run: Run, 
     (line,) = (tmp_path / "ncu.arguments").read_text().splitlines()
     assert line.startswith("--clock-control none ")
     assert (tmp_path / "timed.calls").stat().st_size > 32 * 32768 * 4  # the size that is timed, not a small one
+
+
+def test_an_ncu_that_may_not_read_counters_or_takes_too_long_did_not_run(gpu_run: Run, tmp_path: Path) -> None:
+    install(tmp_path, "ncu", "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n")
+    result = profiling.profile(gpu_run)
+    assert (result.status, result.summary) == (NOT_RUN, "ncu cannot read this GPU's counters: ERR_NVGPUCTRPERM")
+    (tmp_path / "ncu").write_text("#!/bin/sh\necho call: lsh_sort, a case\nsleep 60\n", encoding="utf-8")
+    result = profiling.profile(replace(gpu_run, end_before=time.time() + 3))
+    assert (result.status, result.summary) == (NOT_RUN, "ncu had no time left in call 1 of 1")
 
 
 def test_without_ncu_the_calls_run_and_the_stage_does_not_count_as_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 
@@ -33,6 +34,12 @@ def hangs(run: Run) -> Result:
     pid.replace(run.results / "hanging.pid")
     time.sleep(600)
     raise AssertionError("unreachable")
+
+
+def leaves_a_child(run: Run) -> Result:
+    child = subprocess.Popen(["sleep", "600"], process_group=0)
+    (run.results / "child.pid").write_text(str(child.pid), encoding="utf-8")
+    return passes(run)
 
 
 def raises_for_lsh_sort(run: Run) -> Result:

@@ -5,6 +5,9 @@
 
 extern "C" {
 
+// The compute capability of the one GPU that this library is compiled for.
+int effexport_architecture() { return EFFEXPORT_ARCHITECTURE; }
+
 const char* effexport_error_name(int error) { return cudaGetErrorName(static_cast<cudaError_t>(error)); }
 
 // Null if there is not enough memory.

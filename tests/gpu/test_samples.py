@@ -1,0 +1,115 @@
+"""References of large cases: few PyTorch calls, parts that make up the whole, and no unwritten element unseen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpu import samples
+from gpu.samples import chosen_samples, parts, relative_error
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from effexport.plugins.gpu_check import Case, GpuCheck, load_gpu_check
+from effexport.plugins.ops import OPS, Op
+
+MOST_CALLS = 2000
+MASKED = load_gpu_check(OPS["MaskedAttention"])
+CASE = Case((7, 2, 3, 5, 4, 4), (0.5,))
+
+every_operator = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
+
+
+class CallCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@every_operator
+def test_no_case_makes_many_calls_of_pytorch(op: Op) -> None:
+    check = load_gpu_check(op)
+    # types and values of inputs make no difference
+    for case in {case.sizes: case for case in (*check.small, *check.checked, *check.huge)}.values():
+        with FakeTensorMode(), CallCounter() as counter:  # tensors without memory
+            outputs = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in check.outputs(case).items()}
+            relative_error(check, case, check.inputs(case, "cpu"), outputs)
+        assert counter.calls <= MOST_CALLS, case.name
+
+
+@every_operator
+def test_parts_are_as_large_as_memory_allows_and_make_up_the_whole(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = load_gpu_check(op)
+    case = max(check.small, key=lambda case: case.sizes[0])
+    inputs = check.inputs(case, "cpu")
+    expected = check.reference(case, inputs)
+    outputs = {name: expected[name].to(one.dtype) for name, one in check.outputs(case).items()}
+    assert parts(check, case, {**inputs, **outputs}) == [range(case.sizes[0])]
+    monkeypatch.setattr(samples, "PART_BYTES", 1)
+    assert len(parts(check, case, {**inputs, **outputs})) == case.sizes[0] > 1
+    assert relative_error(check, case, inputs, outputs) <= check.limit(case).value
+    last = next(iter(outputs.values()))
+    last[-1] += 1
+    assert relative_error(check, case, inputs, outputs) > check.limit(case).value
+
+
+def in_some_samples(count: int) -> GpuCheck:
+    return replace(MASKED, huge=(CASE,), compared=count)
+
+
+def error_with(change: Callable[[Tensor], object], check: GpuCheck) -> Tensor:
+    inputs = check.inputs(CASE, "cpu")
+    out = check.reference(CASE, inputs)["out"].float()
+    change(out)
+    return relative_error(check, CASE, inputs, {"out": out})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_unwritten_element_is_found_in_a_sample_that_is_not_compared(value: float) -> None:
+    check = in_some_samples(3)
+    assert parts(check, CASE, {}) == [range(1), range(3, 4), range(6, 7)]
+    assert error_with(lambda out: None, check) < 1e-6
+    assert error_with(lambda out: out[1, 1, 1].fill_(value), check).isnan()
+    assert error_with(lambda out: out[3].mul_(1.5), check) > 0.1
+    assert error_with(lambda out: out[1].mul_(1.5), MASKED) > 0.1
+
+
+def test_an_unwritten_integer_is_found_in_a_sample_that_is_not_compared() -> None:
+    check = load_gpu_check(OPS["LSHSort"])
+    case = Case((6, 20, 3), dtype="int32")
+    check = replace(check, huge=(case,), compared=2)
+    inputs = check.inputs(case, "cpu")
+    outputs = check.reference(case, inputs)
+    assert relative_error(check, case, inputs, outputs) == 0
+    outputs["rank"][2, 5] = -1
+    assert relative_error(check, case, inputs, outputs).isnan()
+
+
+def test_samples_lie_on_both_sides_of_every_overflow_and_at_equal_distances() -> None:
+    chosen = chosen_samples(4200, 20, [512_000, 1000])
+    assert {0, 2096, 2097, 2098, 4193, 4194, 4195, 4199} <= set(chosen)
+    assert 4194 * 512_000 < 2**31 < 4195 * 512_000
+    assert len(chosen) == 20
+    assert max(after - before for before, after in itertools.pairwise(chosen)) <= 4200 // 12
+    assert chosen_samples(3, 20, [10]) == [0, 1, 2]
+
+
+def test_samples_that_are_compared_lie_beyond_what_32_bits_count() -> None:
+    for op in OPS.values():
+        check = load_gpu_check(op)
+        for case in check.huge:
+            if check.compared is not None:
+                size = torch.Size(next(iter(check.outputs(case).values())).shape).numel() // case.sizes[0]
+                last = parts(check, case, {"out": torch.empty(case.sizes[0], size, device="meta")})[-1]
+                assert last.start * size < 2**31 < last.stop * size or last.start * size > 2**31
