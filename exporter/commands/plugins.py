@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from effexport.plugins.ops import Op
 
 BUILD_COMMAND = "effexport plugins build"
+CUDA_HELP = "With CUDA kernels for all GPUs, or without any; default: for the GPUs of this machine, if it has nvcc too."
 FOLDER_HELP = "Folder of an operator of your own to compile too; repeatable. Installed operators need no --with."
 
 
@@ -31,7 +32,7 @@ def command() -> None:
 
 
 @command.command("build", short_help="Compile the library, unless it is in the cache.")
-@click.option("--cuda/--no-cuda", default=None, help="With or without CUDA kernels; default: with, if nvcc is found.")
+@click.option("--cuda/--no-cuda", default=None, help=CUDA_HELP)
 @click.option("--force", is_flag=True, help="Compile even if the library is in the cache.")
 @click.option("--with", "folders", type=click.Path(path_type=Path), multiple=True, help=FOLDER_HELP)
 @common_options
@@ -40,7 +41,8 @@ def build_command(cuda: bool | None, force: bool, folders: tuple[Path, ...], as_
 
     It has our operators, those of installed packages (entry points effexport.operators), and those of --with.
     Needs cmake, a C++17 compiler and ONNX Runtime's headers (from EFFEXPORT_ORT_INCLUDE_DIR, the system, or the Debian
-    archive); CUDA kernels also need nvcc. Exit status 1 if compiling fails, 2 if a tool is missing.
+    archive); CUDA kernels also need nvcc. Without a GPU, they are compiled only if --cuda is given. Exit status 1 if
+    compiling fails, 2 if a tool is missing.
     """
     from effexport.cli import print_json
     from effexport.plugins.building.build import build_library
