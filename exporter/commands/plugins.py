@@ -145,14 +145,17 @@ def operators(library: Library | None) -> list[dict[str, Any]]:
 def devices(library: Library) -> str:
     """The devices that the library has kernels for, and how to add CUDA kernels."""
     from effexport.plugins.building.build import NO_NVCC
-    from effexport.plugins.building.toolchain import find_nvcc
+    from effexport.plugins.building.toolchain import find_nvcc, kernel_gpus
 
     assert library.info is not None
     if library.info.has_cuda:
         return f"CPU and CUDA (sm_{', sm_'.join(map(str, library.info.cuda_architectures))}, PTX for later GPUs)"
+    gpus = kernel_gpus()
+    command = library.rebuild_command + ("" if gpus else " --cuda")
     if nvcc := find_nvcc():
-        return f"CPU only, although nvcc is installed ({nvcc}); add the CUDA kernels with: {library.rebuild_command}"
-    return f"CPU only: {NO_NVCC}, then run {library.rebuild_command} again to add the CUDA kernels"
+        why = "" if gpus else ", because there is no GPU"
+        return f"CPU only, although nvcc is installed ({nvcc}){why}; add the CUDA kernels with: {command}"
+    return f"CPU only: {NO_NVCC}, then add the CUDA kernels with: {command}"
 
 
 def is_intact(library: Library) -> bool | None:
@@ -170,6 +173,9 @@ def library_warnings(library: Library) -> list[str]:
     warnings = []
     if library.outdated:
         warnings.append(f"the library was built from different sources; rebuild it with: {library.rebuild_command}")
+    # a damaged library is not loaded; `info` reports it
+    if library.info and library.info.has_cuda and is_intact(library) and (problem := library.cuda_problem()):
+        warnings.append(f"on this machine, the library has kernels for the CPU only, because {problem}")
     if library.info and (about_runtime := runtime_warning(library.info.header_version)):
         warnings.append(about_runtime)
     if library.info and (explicit := os.environ.get(LIBRARY_VARIABLE)):
