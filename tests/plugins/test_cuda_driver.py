@@ -30,7 +30,8 @@ template int launch_cuda(const Problem<BFloat16>&, void*);
 """
 OLD = (
     "its CUDA kernels were compiled by CUDA 13.0, and the NVIDIA driver here is for CUDA 12.4; update the driver to "
-    "one for CUDA 13 (580 or later), or set EFFEXPORT_NVCC to the nvcc of CUDA 12 and run: effexport plugins build --cuda"
+    "one for CUDA 13 (580 or later), or set EFFEXPORT_NVCC to the nvcc of CUDA 12 and run: effexport plugins build "
+    "--cuda"
 )
 CHOOSE = """
 import sys, warnings
