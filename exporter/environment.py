@@ -46,12 +46,13 @@ _BESIDE_RUNTIMES = (
 )
 
 
-_ALL = (*_CORE, *(runtime.package for runtime in RUNTIMES.values()), *_BESIDE_RUNTIMES)
+_OF_RUNTIMES = tuple(package for runtime in RUNTIMES.values() for package in (runtime.package, *runtime.plugins))
+_ALL = tuple(dict.fromkeys((*_CORE, *_OF_RUNTIMES, *_BESIDE_RUNTIMES)))
 # What a result may depend on, one package for each module; later ones are other builds of the same module.
 PACKAGES = tuple({package.module: package for package in reversed(_ALL)}.values())[::-1]
 # What `doctor` lists: every extra of effexport is in it, other than those for developers.
 PARTS = (
-    *dict.fromkeys(_ALL),
+    *_ALL,
     Package(("tokenizers",), "tokenizers", "read text", "text", optional=True),
     Package(("transformers",), "transformers", "run inside transformers", "hf", optional=True),
     Package(("uvicorn",), "uvicorn", "serve over HTTP", "serve", optional=True),
@@ -61,7 +62,9 @@ PARTS = (
 
 def versions() -> dict[str, str | None]:
     """What a result depends on: versions, None for what is not installed, and the processor."""
-    found = {package.module: package.version for package in PACKAGES}
+    found: dict[str, str | None] = {}
+    for package in _ALL:  # of one module, any may be installed
+        found[package.module] = found.get(package.module) or package.version
     return {
         "effexport": __version__,
         "python": platform.python_version(),

@@ -114,7 +114,7 @@ def examine_tensorrt() -> list[dict[str, str | None]]:
 
     Packages are looked up, not imported.
     """
-    from effexport.runners.ort.rtx_provider import linked_release
+    from effexport.runners.ort.plugin_provider import linked_release
     from effexport.runners.ort.tensorrt_provider import linked_libraries_here
     from effexport.runtimes import RUNTIMES
 

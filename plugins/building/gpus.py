@@ -54,7 +54,7 @@ def gpus_here() -> tuple[Gpu, ...]:
     if driver_cuda() is None:
         return ()
     # the driver itself heeds CUDA_VISIBLE_DEVICES
-    return parse_gpus(run_program(sys.executable, "-ISc", _ASK_DRIVER, DRIVER, timeout_s=_TIMEOUT_S).output, None)
+    return parse_gpus(run_program(sys.executable, "-P", "-c", _ASK_DRIVER, DRIVER, timeout_s=_TIMEOUT_S).output, None)
 
 
 def parse_gpus(text: str, visible: str | None) -> tuple[Gpu, ...]:

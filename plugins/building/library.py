@@ -72,7 +72,6 @@ class Library:
                 f"says {self.info.sha256[:16]}…. Build it again: {self.rebuild_command}"
             )
 
-
     def cuda_problem(self) -> str | None:
         """Why its CUDA kernels cannot run with the driver of this machine, and what to do; None if they can, or if
         there is no driver. Loads the library. Raises LibraryError as `check_contents` does."""
