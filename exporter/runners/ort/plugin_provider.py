@@ -177,7 +177,8 @@ def _register(ort: Any, provider: PluginProvider, library: str, folder: Path) ->
     """Register a library, and load what it is linked with and pip has installed outside all search paths."""
     for _ in range(_MOST_LIBRARIES):
         try:
-            return ort.register_execution_provider_library(provider.name, library)
+            ort.register_execution_provider_library(provider.name, library)
+            return
         except Exception as error:
             missing = _NOT_FOUND.search(str(error))
             found = library_of_pip(missing[1], folder) if missing else None
