@@ -10,21 +10,22 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from effexport.errors import MissingExtraError, UserError
+from effexport.plugins.building.gpus import Gpu as Gpu
+from effexport.plugins.building.gpus import driver_cuda as driver_cuda
+from effexport.plugins.building.gpus import gpus_here as gpus_here
+from effexport.plugins.building.gpus import parse_gpus as parse_gpus
 from effexport.processor import Processor
 from effexport.runtimes import RUNTIMES, TORCH, Package
 from effexport.version import __version__
 
 # The problem of a package that is not installed.
 MISSING = "missing"
-_NVIDIA_SMI_SECONDS = 20
 MEMORY_INFO = Path("/proc/meminfo")
 # Limit and use of a container's memory, in versions 2 and 1 of control groups.
 CONTAINER_LIMITS = (
@@ -45,12 +46,13 @@ _BESIDE_RUNTIMES = (
 )
 
 
-_ALL = (*_CORE, *(runtime.package for runtime in RUNTIMES.values()), *_BESIDE_RUNTIMES)
+_OF_RUNTIMES = tuple(package for runtime in RUNTIMES.values() for package in (runtime.package, *runtime.plugins))
+_ALL = tuple(dict.fromkeys((*_CORE, *_OF_RUNTIMES, *_BESIDE_RUNTIMES)))
 # What a result may depend on, one package for each module; later ones are other builds of the same module.
 PACKAGES = tuple({package.module: package for package in reversed(_ALL)}.values())[::-1]
 # What `doctor` lists: every extra of effexport is in it, other than those for developers.
 PARTS = (
-    *dict.fromkeys(_ALL),
+    *_ALL,
     Package(("tokenizers",), "tokenizers", "read text", "text", optional=True),
     Package(("transformers",), "transformers", "run inside transformers", "hf", optional=True),
     Package(("uvicorn",), "uvicorn", "serve over HTTP", "serve", optional=True),
@@ -60,7 +62,9 @@ PARTS = (
 
 def versions() -> dict[str, str | None]:
     """What a result depends on: versions, None for what is not installed, and the processor."""
-    found = {package.module: package.version for package in PACKAGES}
+    found: dict[str, str | None] = {}
+    for package in _ALL:  # of one module, any may be installed
+        found[package.module] = found.get(package.module) or package.version
     return {
         "effexport": __version__,
         "python": platform.python_version(),
@@ -266,51 +270,3 @@ def gpu_name() -> str | None:
 def has_compiler() -> bool:
     """Whether a C++ compiler is installed, which torch.compile needs."""
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU. identifier: for CUDA_VISIBLE_DEVICES. architecture: such as "sm_90"."""
-
-    identifier: str
-    architecture: str
-
-
-def gpus_here() -> tuple[Gpu, ...]:
-    """The GPUs that this process may use, from nvidia-smi; none without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    command = [program, "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def driver_cuda() -> tuple[int, int] | None:
-    """The CUDA release that the NVIDIA driver of this machine is made for, such as (13, 0); None without a driver."""
-    import ctypes
-
-    version = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        failed = driver.cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else (version.value // 1000, version.value % 1000 // 10)
-
-
-def parse_gpus(text: str, visible: str | None) -> tuple[Gpu, ...]:
-    """text: lines of index, uuid, compute capability. visible: CUDA_VISIBLE_DEVICES, None if not set."""
-    found = []
-    chosen = None if visible is None else [word.strip() for word in visible.split(",")]
-    for line in text.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) != 3 or not parts[2].replace(".", "").isdecimal():
-            continue
-        index, identifier, capability = parts
-        if chosen is None or index in chosen or any(word and identifier.startswith(word) for word in chosen):
-            found.append(Gpu(identifier, f"sm_{capability.replace('.', '')}"))
-    return tuple(found)

@@ -50,6 +50,7 @@ class Runtime:
     """A row of the table.
 
     label: its name for people. device: where tensors and kernels are. package: what it needs first of all.
+    plugins: packages of which any one adds it to a plain onnxruntime, in place of `package`.
     folder: the folder in runners/ whose module `runner` opens artifacts with it; "" for those of `bench` alone.
     platform: its name in the V2 inference protocol.
     provider: the execution provider of ONNX Runtime, as in OrtSettings.
@@ -64,6 +65,7 @@ class Runtime:
     label: str
     device: Literal["cpu", "cuda"]
     package: Package
+    plugins: tuple[Package, ...] = ()
     folder: str = ""
     platform: str = ""
     provider: str = ""
@@ -93,6 +95,12 @@ _ORT_GPU = partial(
     folder="ort",
     platform="onnxruntime_onnx",
 )
+_CUDA_PLUGINS = tuple(
+    Package(
+        (f"onnxruntime-ep-cuda{major}",), "onnxruntime_ep_cuda", "run and verify on a GPU", f"ort-cuda{major}", True
+    )
+    for major in (13, 12)
+)
 _TENSORRT = partial(Runtime, device="cuda", folder="trt", platform="tensorrt_plan", engine=True)
 
 RUNTIMES: dict[str, Runtime] = {
@@ -105,7 +113,7 @@ RUNTIMES: dict[str, Runtime] = {
         _ORT_CPU(name="ort", label="ONNX Runtime on the CPU", folder="ort"),
         _TORCH(name="torch-cuda", label="PyTorch on an NVIDIA GPU", device="cuda"),
         _TORCH(name="compile-cuda", label="torch.compile on an NVIDIA GPU", device="cuda", compiled=True),
-        _ORT_GPU(name="ort-cuda", label="ONNX Runtime on an NVIDIA GPU", provider="cuda"),
+        _ORT_GPU(name="ort-cuda", label="ONNX Runtime on an NVIDIA GPU", provider="cuda", plugins=_CUDA_PLUGINS),
         _ORT_GPU(name="ort-trt", label="ONNX Runtime with its TensorRT provider", provider="tensorrt", bench=False),
         _TENSORRT(
             name="trt",

@@ -8,7 +8,9 @@ support stay function bodies, which TensorRT builds from its own layers.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import json
 import re
 import threading
 import types
@@ -36,6 +38,8 @@ DATA_TYPES = {
 }
 # by entry, for the functions that TensorRT calls within a build
 _PTX: dict[str, str] = {}
+# TensorRT's registry refers to them
+_CREATORS: list[Any] = []
 
 
 def choose(
@@ -169,6 +173,42 @@ def _register(plugin: Plugin) -> None:
     trtp.aot_impl(plugin_id)(
         _with_signature(kernel, tensors | attributes | {"outputs": described, "tactic": int}, found)
     )
+    _tell_apart(plugin)
+
+
+def _tell_apart(plugin: Plugin) -> None:
+    """Give nodes of a plugin that differ in attributes, or were made from other PTX, an id each in a timing cache.
+
+    TensorRT's own class answers with the same id for all. The creator that TensorRT has registered makes the plugins
+    all the same, and another one takes its place in the registry.
+    """
+    import tensorrt as trt
+
+    class Creator(trt.IPluginCreatorV3Quick):  # type: ignore[misc]
+        def __init__(self, registered: Any) -> None:
+            super().__init__()
+            self.registered = registered
+            self.name, self.plugin_namespace = registered.name, registered.plugin_namespace
+            self.plugin_version, self.field_names = registered.plugin_version, registered.field_names
+
+        def create_plugin(self, name: str, namespace: str, fields: Any, phase: Any, request: Any = None) -> Any:
+            made = self.registered.create_plugin(name, namespace, fields, phase, request)
+            timing_cache_id = timing_cache_id_of(plugin, {field.name: field.data.tolist() for field in fields})
+            # on the object, because its clones copy its attributes and not its class
+            made.get_timing_cache_id = lambda: timing_cache_id
+            return made
+
+    registry = trt.get_plugin_registry()
+    registered = registry.get_creator(plugin.name, "1", DOMAIN)
+    registry.deregister_creator(registered)
+    _CREATORS.append(Creator(registered))
+    registry.register_creator(_CREATORS[-1], DOMAIN)
+
+
+def timing_cache_id_of(plugin: Plugin, attributes: Mapping[str, Any]) -> str:
+    """Two nodes with one id, and inputs and outputs of the same types and shapes, do the same work on a GPU."""
+    ptx = hashlib.sha256("\0".join(_PTX[entry] for entry in plugin.entries).encode()).hexdigest()[:32]
+    return json.dumps([plugin.name, sorted(attributes.items()), ptx])
 
 
 def _with_signature(function: Any, parameters: Mapping[str, Any], returns: Any) -> Any:

@@ -80,6 +80,7 @@ missing_part() {
 
 # ensure_tests fast|all: everything that tests need and that can be had here.
 ensure_tests() {
+  local cuda=--no-cuda
   ensure_environment "$(tested_extras "$1")"
   ensure_foreign || missing_part "$1" foreign "the packages of other people's layers"
   if [[ "$1" == fast ]]; then
@@ -87,8 +88,9 @@ ensure_tests() {
     has_kernels || ensure_kernels --no-cuda || missing_part fast native "the kernel library"
     return
   fi
+  if has_tool nvcc; then cuda=--cuda; fi
   # one GPU is enough for tests of the library; others compile the CUDA kernels for all of them
-  has_kernels cuda || EFFEXPORT_CUDA_ARCHITECTURES="${EFFEXPORT_CUDA_ARCHITECTURES:-90}" ensure_kernels ||
+  has_kernels cuda || EFFEXPORT_CUDA_ARCHITECTURES="${EFFEXPORT_CUDA_ARCHITECTURES:-90}" ensure_kernels "$cuda" ||
     missing_part all native "the kernel library"
   ensure_conformance || missing_part all tensorrt "the environment with TensorRT's Python packages"
   ensure_triton || missing_part all triton "the environment with tritonserver"

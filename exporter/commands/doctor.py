@@ -114,7 +114,7 @@ def examine_tensorrt() -> list[dict[str, str | None]]:
 
     Packages are looked up, not imported.
     """
-    from effexport.runners.ort.rtx_provider import linked_release
+    from effexport.runners.ort.plugin_provider import linked_release
     from effexport.runners.ort.tensorrt_provider import linked_libraries_here
     from effexport.runtimes import RUNTIMES
 
@@ -195,6 +195,8 @@ def examine_library(*, load: bool) -> dict[str, Any]:
             library.check_contents()
             if problem := problem_of_library(library):
                 remedy = remedy or "update onnxruntime, or run the function bodies: --implementation body"
+            elif problem := library.cuda_problem():
+                problem = f"on this machine, it has kernels for the CPU only, because {problem}"
     except LibraryError as error:
         problem, remedy = str(error), None  # which it names itself
     return {

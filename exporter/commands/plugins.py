@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from effexport.plugins.ops import Op
 
 BUILD_COMMAND = "effexport plugins build"
+CUDA_HELP = "With CUDA kernels for all GPUs, or without any; default: for the GPUs of this machine, if it has nvcc too."
 FOLDER_HELP = "Folder of an operator of your own to compile too; repeatable. Installed operators need no --with."
 
 
@@ -31,7 +32,7 @@ def command() -> None:
 
 
 @command.command("build", short_help="Compile the library, unless it is in the cache.")
-@click.option("--cuda/--no-cuda", default=None, help="With or without CUDA kernels; default: with, if nvcc is found.")
+@click.option("--cuda/--no-cuda", default=None, help=CUDA_HELP)
 @click.option("--force", is_flag=True, help="Compile even if the library is in the cache.")
 @click.option("--with", "folders", type=click.Path(path_type=Path), multiple=True, help=FOLDER_HELP)
 @common_options
@@ -40,7 +41,8 @@ def build_command(cuda: bool | None, force: bool, folders: tuple[Path, ...], as_
 
     It has our operators, those of installed packages (entry points effexport.operators), and those of --with.
     Needs cmake, a C++17 compiler and ONNX Runtime's headers (from EFFEXPORT_ORT_INCLUDE_DIR, the system, or the Debian
-    archive); CUDA kernels also need nvcc. Exit status 1 if compiling fails, 2 if a tool is missing.
+    archive); CUDA kernels also need nvcc. Without a GPU, they are compiled only if --cuda is given. Exit status 1 if
+    compiling fails, 2 if a tool is missing.
     """
     from effexport.cli import print_json
     from effexport.plugins.building.build import build_library
@@ -143,14 +145,17 @@ def operators(library: Library | None) -> list[dict[str, Any]]:
 def devices(library: Library) -> str:
     """The devices that the library has kernels for, and how to add CUDA kernels."""
     from effexport.plugins.building.build import NO_NVCC
-    from effexport.plugins.building.toolchain import find_nvcc
+    from effexport.plugins.building.toolchain import find_nvcc, kernel_gpus
 
     assert library.info is not None
     if library.info.has_cuda:
         return f"CPU and CUDA (sm_{', sm_'.join(map(str, library.info.cuda_architectures))}, PTX for later GPUs)"
+    gpus = kernel_gpus()
+    command = library.rebuild_command + ("" if gpus else " --cuda")
     if nvcc := find_nvcc():
-        return f"CPU only, although nvcc is installed ({nvcc}); add the CUDA kernels with: {library.rebuild_command}"
-    return f"CPU only: {NO_NVCC}, then run {library.rebuild_command} again to add the CUDA kernels"
+        why = "" if gpus else ", because there is no GPU"
+        return f"CPU only, although nvcc is installed ({nvcc}){why}; add the CUDA kernels with: {command}"
+    return f"CPU only: {NO_NVCC}, then add the CUDA kernels with: {command}"
 
 
 def is_intact(library: Library) -> bool | None:
@@ -168,6 +173,9 @@ def library_warnings(library: Library) -> list[str]:
     warnings = []
     if library.outdated:
         warnings.append(f"the library was built from different sources; rebuild it with: {library.rebuild_command}")
+    # a damaged library is not loaded; `info` reports it
+    if library.info and library.info.has_cuda and is_intact(library) and (problem := library.cuda_problem()):
+        warnings.append(f"on this machine, the library has kernels for the CPU only, because {problem}")
     if library.info and (about_runtime := runtime_warning(library.info.header_version)):
         warnings.append(about_runtime)
     if library.info and (explicit := os.environ.get(LIBRARY_VARIABLE)):

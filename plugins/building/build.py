@@ -40,8 +40,10 @@ from effexport.plugins.building.records import BuildInfo, BuiltOperator
 from effexport.plugins.building.toolchain import (
     Compiler,
     Nvcc,
+    choose_nvcc,
     examine_compiler,
     examine_nvcc,
+    kernel_gpus,
     require_cmake,
     require_generator,
 )
@@ -108,7 +110,8 @@ def build_library(
 ) -> Library:
     """Build the library for the present sources, or take it from the cache; this installation uses it from now on.
 
-    cuda: with the CUDA kernels or without; None means with them if nvcc is found. force: build even if cached.
+    cuda: with the CUDA kernels, for all architectures, or without; None means with them if nvcc and a GPU are found,
+    for the GPUs of this machine. force: build even if cached.
     folders: of the user's operators that are not installed; those of installed packages are always compiled too.
     Raises LibraryError for what is missing and BuildFailedError when the build fails; the library built before stays.
     """
@@ -158,16 +161,32 @@ def make_plan(cuda: bool | None, on_stage: OnStage, operators: tuple[Op, ...] = 
             f"this installation lacks {', '.join(missing)} in {sources.FOLDER}; expected all native sources. "
             f"Install effexport again"
         )
-    nvcc = None if cuda is False else examine_nvcc()
-    if cuda and nvcc is None:
-        raise LibraryError(f"--cuda was given, but {NO_NVCC}, or leave --cuda out")
-    if cuda is None and nvcc is None:
-        on_stage(f"building for the CPU only: {NO_NVCC}")
+    nvcc = _nvcc_for(cuda, on_stage)
     compiler = examine_compiler()
     on_stage("looking for the headers of ONNX Runtime")
     headers = find_headers(on_stage)
     flags = {name: os.environ[name] for name in FLAG_VARIABLES if os.environ.get(name)}
     return Plan(operators, sources.source_hash(operators), headers, compiler, nvcc, flags)
+
+
+def _nvcc_for(cuda: bool | None, on_stage: OnStage) -> Nvcc | None:
+    """The nvcc of a build, with the architectures to compile for; None for the CPU alone."""
+    if cuda is False:
+        return None
+    if cuda:
+        nvcc = examine_nvcc()
+        if nvcc is None:
+            raise LibraryError(f"--cuda was given, but {NO_NVCC}, or leave --cuda out")
+        return nvcc
+    path = choose_nvcc()
+    if path is None:
+        on_stage(f"building for the CPU only: {NO_NVCC}")
+        return None
+    gpus = kernel_gpus()
+    if not gpus:
+        on_stage(f"building for the CPU only: nvcc is installed ({path}), but there is no GPU; --cuda compiles for one")
+        return None
+    return examine_nvcc(gpus)
 
 
 def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:

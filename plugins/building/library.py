@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -70,6 +71,17 @@ class Library:
                 f"{self.path} is not the library that was built: its SHA-256 is {found[:16]}…, {RECORD_NAME} beside it "
                 f"says {self.info.sha256[:16]}…. Build it again: {self.rebuild_command}"
             )
+
+    def cuda_problem(self) -> str | None:
+        """Why its CUDA kernels cannot run with the driver of this machine, and what to do; None if they can, or if
+        there is no driver. Loads the library. Raises LibraryError as `check_contents` does."""
+        self.check_contents()
+        try:
+            ask = ctypes.CDLL(str(self.path)).effexport_cuda_problem
+        except (OSError, AttributeError):  # it does not load, which ONNX Runtime reports, or is older than the question
+            return None
+        ask.restype = ctypes.c_char_p
+        return str(ask().decode()) or None
 
 
 def get_library_path() -> Path | None:

@@ -7,10 +7,11 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from effexport.plugins.building.gpus import gpus_here
 from effexport.plugins.building.programs import first_line, run_program
 from effexport.plugins.errors import LibraryError
 
@@ -114,8 +115,12 @@ def choose_nvcc() -> Path | None:
     return path
 
 
-def examine_nvcc() -> Nvcc | None:
-    """The nvcc with its version and architectures, or None without one. Raises LibraryError if it does not run."""
+def examine_nvcc(gpus: Sequence[int] = ()) -> Nvcc | None:
+    """The nvcc with its version and architectures, or None without one. Raises LibraryError if it does not run.
+
+    gpus: the architectures of the GPUs to compile for, such as 90; empty for all. EFFEXPORT_CUDA_ARCHITECTURES decides
+    in place of either.
+    """
     path = choose_nvcc()
     if path is None:
         return None
@@ -131,8 +136,17 @@ def examine_nvcc() -> Nvcc | None:
             f"{path} does not compile for any of sm_{', sm_'.join(map(str, wanted))}; expected CUDA 11 "
             f"or later. Name another with EFFEXPORT_NVCC, or build for the CPU alone: effexport plugins build --no-cuda"
         )
+    if gpus and not os.environ.get(ARCHITECTURES_VARIABLE):
+        # a GPU runs the machine code of the last architecture before its own, or else its PTX
+        nearest = {max((sm for sm in architectures if sm <= gpu), default=architectures[0]) for gpu in gpus}
+        architectures = tuple(sorted(nearest))
     release = re.search(r"^.*release.*$", version, re.MULTILINE)
     return Nvcc(path, release[0].strip() if release else first_line(version, UNKNOWN_VERSION), architectures)
+
+
+def kernel_gpus() -> list[int]:
+    """The architectures of this machine's GPUs that the kernels can run on, such as 90."""
+    return [gpu.sm for gpu in gpus_here() if gpu.sm >= CUDA_ARCHITECTURES[0]]
 
 
 def wanted_architectures() -> tuple[int, ...]:

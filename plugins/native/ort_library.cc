@@ -1,10 +1,15 @@
 // Entry point of the library for ONNX Runtime: registers the operators, without those that the session leaves out.
 
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <string>
 
 #include "native/ort_op.h"
+
+#ifdef EFFEXPORT_CUDA
+#include <dlfcn.h>
+#endif
 
 // ort_ops.inc, which CMakeLists.txt writes, has EFFEXPORT_OP(folder) for every row of OPS in ops.py, and for every
 // operator of the user's.
@@ -16,6 +21,33 @@
 #undef EFFEXPORT_OP
 
 namespace {
+
+#ifdef EFFEXPORT_CUDA
+// The release of CUDA that the driver is made for, such as 13000; 0 without a driver. CUDA is not initialised.
+int driver_version() {
+  void* const driver = dlopen("libcuda.so.1", RTLD_LAZY);
+  if (driver == nullptr) return 0;
+  const auto ask = reinterpret_cast<int (*)(int*)>(dlsym(driver, "cuDriverGetVersion"));
+  int version = 0;
+  return ask != nullptr && ask(&version) == 0 ? version : 0;
+}
+
+std::string release(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// Releases of one major version run on each other's drivers; with an older driver, every launch fails.
+std::string find_cuda_problem() {
+  constexpr int kMajor = CUDART_VERSION / 1000;
+  const int driver = driver_version();
+  if (driver == 0 || driver / 1000 >= kMajor) return "";
+  const std::string oldest = kMajor == 13 ? " (580 or later)" : kMajor == 12 ? " (525 or later)" : "";
+  return "its CUDA kernels were compiled by CUDA " + release(CUDART_VERSION) +
+         ", and the NVIDIA driver here is for CUDA " + release(driver) + "; update the driver to one for CUDA " +
+         std::to_string(kMajor) + oldest + ", or set EFFEXPORT_NVCC to the nvcc of CUDA " +
+         std::to_string(driver / 1000) + " and run: effexport plugins build --cuda";
+}
+#endif
 
 // An entry of a session's options: the folders of operators that this session runs as function bodies, with commas.
 constexpr const char* kLeftOutKey = "effexport.kernels_left_out";
@@ -39,7 +71,26 @@ const Ort::CustomOpDomain& domain_without(const std::string& folders) {
   return domains->emplace(folders, std::move(made)).first->second;
 }
 
+// Says on stderr, once in a process, why the CUDA kernels are left out.
+void say_cuda_problem() {
+  static std::once_flag said;
+  if (*effexport_cuda_problem() == '\0') return;
+  std::call_once(said, [] {
+    std::fprintf(stderr, "effexport: the kernel library has kernels for the CPU only here, because %s\n",
+                 effexport_cuda_problem());
+  });
+}
+
 }  // namespace
+
+const char* effexport_cuda_problem() {
+#ifdef EFFEXPORT_CUDA
+  static const std::string problem = find_cuda_problem();
+  return problem.c_str();
+#else
+  return "";
+#endif
+}
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                                              const OrtApiBase* base) {
@@ -57,6 +108,8 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   try {
     Ort::UnownedSessionOptions session(options);
     session.Add(domain_without(session.GetConfigEntryOrDefault(kLeftOutKey, "")));
+    // the Python package, which sets this entry, asks for the problem itself
+    if (!session.HasConfigEntry(kLeftOutKey)) say_cuda_problem();
   } catch (const std::exception& error) {
     return api->CreateStatus(ORT_RUNTIME_EXCEPTION, error.what());
   }

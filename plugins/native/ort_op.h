@@ -29,6 +29,10 @@
 
 #include "native/element_types.h"
 
+// In ort_library.cc: why the CUDA kernels of this library cannot run here, and what to do, in one sentence; "" if they
+// can, or if it has none. Programs may ask, too.
+extern "C" __attribute__((visibility("default"))) const char* effexport_cuda_problem();
+
 namespace effexport {
 
 enum class Device { kCpu, kCuda };
@@ -462,12 +466,13 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   }
 };
 
-// Adds a kernel for the CPU, and for CUDA where the library is compiled with it.
+// Adds a kernel for the CPU, and for CUDA where the library is compiled with it and the driver can run it.
 template <template <Device> class Kernel>
 void add_kernel(Ort::CustomOpDomain& domain) {
   static const CustomOp<Kernel<Device::kCpu>> cpu;
   domain.Add(&cpu);
 #ifdef EFFEXPORT_CUDA
+  if (*effexport_cuda_problem() != '\0') return;
   static const CustomOp<Kernel<Device::kCuda>> cuda;
   domain.Add(&cuda);
 #endif

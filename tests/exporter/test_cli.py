@@ -681,7 +681,8 @@ def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, m
     result = cli("doctor", "--json")
     assert result.code == 0, result.err
     optional = {part["name"]: part for part in result.json["parts"] if part["optional"]}
-    assert optional.keys() == left_out | {"onnxruntime", "uvicorn"}  # onnxruntime for GPUs, for OpenVINO
+    # onnxruntime for GPUs, for OpenVINO, and its plugins with CUDA, which are one module
+    assert optional.keys() == left_out | {"onnxruntime", "onnxruntime_ep_cuda", "uvicorn"}
     assert all(part["problem"] == "missing" for part in optional.values())
     assert optional["tensorrt_rtx"]["remedy"] == "pip install 'effexport[rtx]'"
 

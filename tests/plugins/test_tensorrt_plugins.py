@@ -22,7 +22,7 @@ from effexport.plugins import tensorrt_plugins
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
 from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS
-from effexport.plugins.tensorrt_plugins import DATA_TYPES, plugins_of
+from effexport.plugins.tensorrt_plugins import DATA_TYPES, plugins_of, timing_cache_id_of
 from effexport.plugins.trt_plugin import Plugin, int32_bits
 
 ROOT = Path(__file__).parents[2]
@@ -232,6 +232,34 @@ def test_a_node_becomes_a_plugin_that_is_compiled_ahead_of_time(answers: dict[st
         assert case["interface"] == "_TemplateAOTPlugin"
         # no choice of tactics: TensorRT takes its default
         assert case["tactics"] == []
+
+
+@real_tensorrt
+def test_nodes_have_one_timing_cache_id_exactly_if_they_are_the_same_work(answers: dict[str, Any], major: str) -> None:
+    of_node: dict[tuple[str, str], set[str]] = {}
+    for name, given in CASES.items():
+        own, of_clone = case_of(answers, major, name)["timing_cache_ids"]
+        assert own == of_clone
+        # types and shapes of inputs and outputs are in TensorRT's key already
+        of_node.setdefault((given["op"], json.dumps(given["attributes"], sort_keys=True)), set()).add(own)
+    assert all(len(ids) == 1 for ids in of_node.values())
+    ids = [timing_id for ids in of_node.values() for timing_id in ids]
+    assert len(set(ids)) == len(ids)
+    # cases of one plugin that differ in nothing but attributes, or the test would prove little
+    assert len(ids) > len(ROWS)
+
+
+def test_another_attribute_or_other_ptx_is_another_timing_cache_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = ROWS["EluLinearAttentionStates"]
+    monkeypatch.setattr(tensorrt_plugins, "_PTX", dict.fromkeys(plugin.entries, "ptx"))
+    attributes = sample_attributes(plugin)
+    name, value = next(iter(attributes.items()))
+    ids = {timing_cache_id_of(plugin, given) for given in (attributes, dict(reversed(attributes.items())))}
+    assert len(ids) == 1
+    ids.add(timing_cache_id_of(plugin, attributes | {name: value + 1}))
+    tensorrt_plugins._PTX[plugin.entries[0]] = "other ptx"
+    ids.add(timing_cache_id_of(plugin, attributes))
+    assert len(ids) == 3
 
 
 def plain(name: str) -> list[tuple[Plugin, Any, list[list[int]]]]:

@@ -71,6 +71,11 @@ class Machine:
         path.chmod(0o755)
         return path
 
+    def has_gpus(self, *capabilities: str) -> None:
+        """From now on, nvidia-smi shows GPUs of these compute capabilities, such as "9.0"."""
+        lines = [f"{index}, GPU-{index}, {capability}" for index, capability in enumerate(capabilities)]
+        self.program("nvidia-smi", f"print({chr(10).join(lines)!r})")
+
     def cmake_calls(self) -> list[list[str]]:
         calls = self.bin / "cmake.calls"
         return [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
@@ -125,6 +130,8 @@ def machine(tmp_path: Path, tiny_library: Path, monkeypatch: pytest.MonkeyPatch)
         "effexport.plugins.building.toolchain.sys", type("", (), {"executable": str(machine.bin / "python")})
     )
     monkeypatch.setattr("effexport.plugins.building.toolchain.DEFAULT_NVCC", str(machine.folder / "absent"))
+    monkeypatch.setattr("effexport.plugins.building.gpus.DRIVER", str(machine.folder / "absent"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(machine.bin))
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(machine.cache))
     monkeypatch.setenv("EFFEXPORT_ORT_INCLUDE_DIR", str(machine.write_headers(machine.folder / "include", 21)))

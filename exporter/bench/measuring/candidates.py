@@ -212,9 +212,11 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
 
             import_api(runtime.name)
         else:
+            from effexport.runners.ort.plugin_provider import is_cuda_plugin
             from effexport.runners.ort.settings import PROVIDERS, import_onnxruntime
 
-            if PROVIDERS[runtime.provider] not in import_onnxruntime().get_available_providers():
+            ort = import_onnxruntime()
+            if PROVIDERS[runtime.provider] not in ort.get_available_providers() and not is_cuda_plugin(ort):
                 return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"
     except EffexportError as error:
         return short(error)

@@ -144,9 +144,20 @@ def library_for(ops: Sequence[str], settings: OrtSettings) -> Library | None:
             "effexport plugins build --cuda",
         )
         return None
+    elif settings.device == "cuda" and (problem := cuda_problem(library)):
+        fall_back(ops, settings, f"{library.path} has kernels for the CPU only here, because {problem}")
+        return None
     elif library.outdated:
         warn(f"{library.path} was built from other sources than these; rebuild it with: {library.rebuild_command}")
     return library
+
+
+def cuda_problem(library: Library) -> str | None:
+    """As Library.cuda_problem, but raises UserError for a library that is not as it was built."""
+    try:
+        return library.cuda_problem()
+    except LibraryError as error:
+        raise UserError(str(error)) from error
 
 
 def kernel_library() -> Library | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.errors import RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
 from effexport.processor import Processor
-from effexport.runners.ort import rtx_provider as ort_rtx
+from effexport.runners.ort import plugin_provider
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 from effexport.runners.ort.kernels import (
     Kernels,
@@ -71,7 +71,7 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
         external = external_files(model, external_folder)
         providers.insert(0, ort_tensorrt.provider_entry(ort, model, external, settings, kernels.ops))
     if settings.provider == "tensorrt-rtx":
-        ort_rtx.add_provider(ort, options, model, external_files(model, external_folder), settings)
+        plugin_provider.add_rtx(ort, options, model, external_files(model, external_folder), settings)
     try:
         inference = opened(ort, model, options, providers)
     except Exception as error:  # onnxruntime has no common base class for its errors
@@ -237,25 +237,33 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
         options.intra_op_num_threads = settings.threads
     if external_folder is not None:
         options.add_session_config_entry(EXTERNAL_FOLDER_KEY, str(external_folder))
+    if settings.provider == "cuda" and plugin_provider.is_cuda_plugin(ort):
+        plugin_provider.add_cuda(ort, options, settings)
     return options
 
 
 def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
     """The provider list of onnxruntime without TensorRT: CUDA or OpenVINO if wanted, and the CPU for what these do not
-    support. Empty for TensorRT-RTX, a plugin that the session's options name.
+    support. Empty for TensorRT-RTX, and for CUDA where it is a plugin: the session's options name these.
 
     Raises UserError if onnxruntime does not have the wanted provider.
     """
     if settings.provider == "cpu":
         return [PROVIDERS["cpu"]]
     if settings.provider == "tensorrt-rtx":
-        ort_rtx.usable_devices(ort)
+        plugin_provider.usable_devices(ort, plugin_provider.RTX)
+        return []
+    if settings.provider == "cuda" and plugin_provider.is_cuda_plugin(ort):
+        plugin_provider.usable_devices(ort, plugin_provider.CUDA)
         return []
     available = ort.get_available_providers()
     if PROVIDERS[settings.provider] not in available:
+        runtime = RUNTIMES[settings.runtime]
+        plugins = " or ".join(f"{plugin.remedy} ({plugin.distributions[0]})" for plugin in runtime.plugins)
         raise UserError(
             f"onnxruntime {ort.__version__} has no {PROVIDERS[settings.provider]}, only {', '.join(available)}; "
-            f"replace it: pip uninstall onnxruntime, then {RUNTIMES[settings.runtime].package.remedy}"
+            + f"add it: {plugins}, or " * bool(plugins)
+            + f"replace it: pip uninstall onnxruntime, then {runtime.package.remedy}"
         )
     if settings.provider == "openvino":
         return [(PROVIDERS["openvino"], openvino_options(settings)), PROVIDERS["cpu"]]

@@ -14,7 +14,7 @@ from effexport.engines.api import ICudaEngine, IExecutionContext, IRuntimeConfig
 from effexport.engines.sidecar import Shape
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory
-from effexport.runners.trt.context import Call, Context, EngineRefusalError, Graphs, Shapes
+from effexport.runners.trt.context import Call, Context, EngineRefusalError, Graphs, Shapes, shapes_of
 from effexport.runners.trt.loading import Loaded, Source, load_engine, said
 from effexport.runners.trt.memory import EAGER_BYTES, Buffers, largest_shapes, nbytes_of
 from effexport.runtimes import ENGINE_RUNTIMES
@@ -58,9 +58,18 @@ class Work:
         self._output_shapes: dict[str, Shape] = {}
 
     def prepare(self, profile: int, shapes: Shapes) -> None:
-        """Allocate for a run of these shapes. Raises EngineRefusalError, and EffexportError if memory runs out."""
-        self._output_shapes = dict(self._main.output_shapes(profile, shapes))
-        room = {**dict(shapes), **self._output_shapes}
+        """Allocate for a run of these shapes. Raises EngineRefusalError, UserError for a tensor without elements, which
+        would have no address, and EffexportError if memory runs out."""
+        output_shapes = dict(self._main.output_shapes(profile, shapes))
+        room = {**dict(shapes), **output_shapes}
+        for name, shape in room.items():
+            if 0 in shape:
+                raise UserError(
+                    f"{name!r} is {list(shape)}, which is empty, for inputs {listed(dict(shapes))}; engines need at "
+                    "least one element in every input and output: give larger inputs, or use --runtime ort-cuda, or "
+                    "ort on the CPU"
+                )
+        self._output_shapes = output_shapes
         self.buffers.reserve(room)
         self._call = Call(profile, shapes, tuple((name, self.buffers.address(name)) for name in room))
 
@@ -230,7 +239,7 @@ class Execution:
                         self._sweep()
                         raise
             except (EngineRefusalError, CudaError) as error:
-                shapes = "bound inputs" if feeds is None else listed(feeds)
+                shapes = "bound inputs" if feeds is None else listed(dict(shapes_of(feeds)))
                 log = self._loaded.log
                 reason = f"{error} (TensorRT reports: {said(log)})" if log.errors else str(error)
                 raise RuntimeFailedError(f"{self._title} failed on {shapes}: {reason}") from error
@@ -262,5 +271,5 @@ def engine_of(loaded: Loaded) -> ICudaEngine:
     return loaded.engine
 
 
-def listed(feeds: Mapping[str, Array]) -> str:
-    return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
+def listed(shapes: Mapping[str, Shape]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

@@ -58,8 +58,8 @@ class TrtRunner(Closeable):
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by input name → arrays by output name. An absent attention mask means no padding.
 
-        Raises UserError for a wrong name, dtype, rank, size or value and for a shape outside the profiles, and
-        RuntimeFailedError if TensorRT fails.
+        Raises UserError for a wrong name, dtype, rank, size or value, for a shape outside the profiles, and for inputs
+        whose outputs would have no elements, and RuntimeFailedError if TensorRT fails.
         """
         profile, complete = self._checked(feeds)
         execution = self._execution

@@ -60,11 +60,18 @@ def test_a_cpu_only_build_says_so_and_says_why(cli: Cli, machine: Machine) -> No
     assert "building for the CPU only: no nvcc was found" in built.err
     assert "CPU only: no nvcc was found; install the CUDA toolkit" in cli("plugins", "info").out
     machine.program("nvcc", "print('sm_90')")
-    assert f"CPU only, although nvcc is installed ({machine.bin / 'nvcc'})" in cli("plugins", "info").out
+    found = f"CPU only, although nvcc is installed ({machine.bin / 'nvcc'})"
+    add = "; add the CUDA kernels with: effexport plugins build"
+    assert f"{found}, because there is no GPU{add} --cuda\n" in cli("plugins", "info").out
+    built = cli("plugins", "build")
+    assert f"{found}, because there is no GPU{add} --cuda\n" in built.out
+    assert "but there is no GPU; --cuda compiles for one" in built.err
+    machine.has_gpus("9.0")
+    assert f"{found}{add}\n" in cli("plugins", "info").out
 
 
 def test_a_cuda_build_names_its_architectures(cli: Cli, machine: Machine, nvcc: Path) -> None:
-    assert "CPU and CUDA (sm_75, sm_80, sm_90, PTX for later GPUs)" in cli("plugins", "build").out
+    assert "CPU and CUDA (sm_75, sm_80, sm_90, PTX for later GPUs)" in cli("plugins", "build", "--cuda").out
     info = cli("plugins", "info", "--json").json
     assert info["cuda_architectures"] == [75, 80, 90]
     assert info["operators"][0]["providers"] == ["CPU", "CUDA"]
@@ -114,7 +121,7 @@ def test_damage_is_found_by_info(cli: Cli, machine: Machine) -> None:
 
 
 def test_builds_that_are_not_used_are_counted(cli: Cli, machine: Machine, nvcc: Path) -> None:
-    first = cli("plugins", "build", "--json").json["key"]
+    first = cli("plugins", "build", "--cuda", "--json").json["key"]
     cli("plugins", "build", "--no-cuda")
     assert cli("plugins", "info", "--json").json["other_builds"] == [first]
 

@@ -245,6 +245,24 @@ def test_a_run_that_fails_leaves_the_state_as_it_was(engines: Engines) -> None:
         np.testing.assert_array_equal(decoder.position, position)
 
 
+def test_an_answer_without_elements_is_an_error_of_the_user_and_leaves_the_state_as_it_was(engines: Engines) -> None:
+    session = Session(engines())
+    with session.decoder as decoder:
+        decoder.prefill({"input_ids": tokens(2, 3)})
+        before, position = decoder.state, decoder.position
+        usual = [(model, model.output_shapes) for model in session.api.models.values()]
+        for model, shapes in usual:
+            model.output_shapes = lambda given, shapes=shapes: {**shapes(given), decoder.outputs[0].name: (2, 0, 4)}
+        for call in (decoder.step, decoder.prefill):
+            with pytest.raises(UserError, match=r"is \[2, 0, 4\], which is empty, for inputs input_ids \[2, 1\]"):
+                call({"input_ids": [[1], [2]]})
+        for model, shapes in usual:
+            model.output_shapes = shapes
+        np.testing.assert_equal(decoder.state, before)
+        np.testing.assert_array_equal(decoder.position, position)
+        decoder.prefill({"input_ids": tokens(2, 2)})
+
+
 def test_a_prefill_that_does_not_load_leaves_the_decode_step_at_work(engines: Engines) -> None:
     session = Session(engines())
     with session.decoder as decoder:

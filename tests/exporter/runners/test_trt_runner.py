@@ -254,6 +254,42 @@ def test_an_output_of_unknown_size_gets_its_memory_at_the_first_run(make: Make) 
             assert_right(machine, feeds, runner.run(feeds))
 
 
+@pytest.mark.parametrize("settings", [TrtSettings(), GRAPHS], ids=["plain", "graphs"])
+@pytest.mark.parametrize("target", ["trt", "trt-rtx"])
+def test_an_output_without_elements_is_an_error_of_the_user_and_the_next_run_works(
+    make: Make, rtx: Callable[[], Machine], settings: TrtSettings, target: str
+) -> None:
+    machine = make() if target == "trt" else rtx()
+    usual, function = machine.model.output_shapes, machine.model.function
+    machine.model.output_shapes = lambda shapes: {
+        **usual(shapes),
+        "positive": (shapes["hidden_states"][0], shapes["hidden_states"][1] - 3),
+    }
+    machine.model.function = lambda feeds: {**function(feeds), "positive": function(feeds)["positive"][:, 3:]}
+    message = (
+        "'positive' is [2, 0], which is empty, for inputs hidden_states [2, 3, 3], attention_mask [2, 3]; engines need "
+        "at least one element in every input and output: give larger inputs, or use --runtime ort-cuda, or ort on the "
+        "CPU"
+    )
+    with machine.open(settings) as runner:
+        bound = runner.bind(feeds_for(2, 5))
+        for call in (runner.run, runner.bind, runner.run):
+            with pytest.raises(UserError) as failure:
+                call(feeds_for(2, 3))
+            assert str(failure.value) == message
+            for _ in range(2):
+                assert_right(machine, feeds_for(2, 4), runner.run(feeds_for(2, 4)))
+        bound.run()
+        assert_right(machine, feeds_for(2, 5), bound.outputs())
+        with pytest.raises(UserError, match=r"is float32 \[2, 0, 3\], but float32 \[2, 5, 3\] is bound"):
+            bound.update({"hidden_states": np.zeros((2, 0, WIDTH), np.float32)})
+        with pytest.raises(UserError, match=r"float32 \[0, 5, 3\], which is empty; expected at least one element"):
+            runner.run({"hidden_states": np.zeros((0, 5, WIDTH), np.float32)})
+    del bound
+    gc.collect()
+    machine.cuda.assert_nothing_left()
+
+
 def test_a_profile_is_switched_only_when_the_shape_asks_for_it(make: Make) -> None:
     machine = make()
     with machine.open() as runner:

@@ -87,7 +87,7 @@ def test_a_build_is_found_afterwards_and_says_what_it_was_made_from(machine: Mac
 
 
 def test_cmake_is_told_what_to_build(machine: Machine, nvcc: Path) -> None:
-    library = build_library()
+    library = build_library(cuda=True)
     configure, compile_ = machine.cmake_calls()
     assert f"-DEFFEXPORT_ORT_INCLUDE_DIR={machine.folder / 'include'}" in configure
     assert f"-DCMAKE_CXX_COMPILER={machine.bin / 'c++'}" in configure
@@ -105,12 +105,54 @@ def test_cuda_code_is_compiled_for_the_gpus_of_the_variable_only(
     machine: Machine, nvcc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EFFEXPORT_CUDA_ARCHITECTURES", "90, 75")
-    library = build_library()
-    assert library.info is not None
-    assert library.info.cuda_architectures == (75, 90)
+    machine.has_gpus("8.0")
+    for cuda in (None, True):
+        library = build_library(cuda=cuda)
+        assert library.info is not None
+        assert library.info.cuda_architectures == (75, 90)
     monkeypatch.setenv("EFFEXPORT_CUDA_ARCHITECTURES", "sm_90")
     with pytest.raises(LibraryError, match="is 'sm_90'; expected some of 75,80"):
         build_library()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "architectures"),
+    [
+        (("9.0",), (90,)),
+        (("8.0", "8.0", "9.0"), (80, 90)),
+        (("8.6",), (80,)),  # the nvcc does not know it, and machine code of 8.0 runs on it
+        (("12.0",), (90,)),  # which runs its PTX
+        (("7.0", "7.5"), (75,)),
+    ],
+)
+def test_cuda_code_is_compiled_for_the_gpus_of_the_machine(
+    machine: Machine, nvcc: Path, gpus: tuple[str, ...], architectures: tuple[int, ...]
+) -> None:
+    machine.has_gpus(*gpus)
+    library = build_library()
+    assert library.info is not None
+    assert library.info.cuda_architectures == architectures
+    every = build_library(cuda=True).info
+    assert every is not None
+    assert every.cuda_architectures == (75, 80, 90)
+
+
+@pytest.mark.parametrize("gpus", [(), ("7.0",), ("hidden",)])
+def test_without_a_gpu_an_nvcc_does_nothing_unless_it_is_asked_for(
+    machine: Machine, gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = machine.program("nvcc", "raise SystemExit('it ran')")
+    machine.has_gpus(*("9.0" if gpu == "hidden" else gpu for gpu in gpus))
+    if "hidden" in gpus:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    stages: list[str] = []
+    library = build_library(on_stage=stages.append)
+    assert library.info is not None
+    assert not library.info.has_cuda
+    found = f"nvcc is installed ({nvcc}), but there is no GPU; --cuda compiles for one"
+    assert stages[0] == f"building for the CPU only: {found}"
+    with pytest.raises(LibraryError, match="it ran"):
+        build_library(cuda=True)
 
 
 def test_a_compiler_behind_another_program_is_passed_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +194,7 @@ CHANGES: dict[str, Callable[[Machine, pytest.MonkeyPatch], object]] = {
     "the compiler": lambda machine, patch: (machine.bin / "c++").rename(machine.bin / "g++"),
     "a flag": lambda machine, patch: patch.setenv("CXXFLAGS", "-O0"),
     "the machine": lambda machine, patch: patch.setattr("platform.machine", lambda: "riscv64"),
-    "an nvcc": lambda machine, patch: machine.program("nvcc", "print('sm_90')"),
+    "an nvcc and a GPU": lambda machine, patch: (machine.program("nvcc", "print('sm_90')"), machine.has_gpus("9.0")),
 }
 
 
@@ -252,7 +294,7 @@ def test_a_forced_build_that_fails_keeps_the_library_of_the_same_sources(machine
 def test_a_failing_cuda_build_does_not_fall_back_and_names_the_way_out(machine: Machine, nvcc: Path) -> None:
     (machine.bin / "cmake.error").write_text("host_config.h: error: unsupported GNU version!")
     with pytest.raises(BuildFailedError, match="effexport plugins build --no-cuda") as failure:
-        build_library()
+        build_library(cuda=True)
     assert "unsupported GNU version" in str(failure.value)
     assert machine.builds() == []
 
@@ -298,9 +340,9 @@ def test_sources_that_change_meanwhile_are_noticed(machine: Machine) -> None:
 
 
 def test_the_last_selected_build_of_the_same_sources_is_used(machine: Machine, nvcc: Path) -> None:
-    with_cuda, without = build_library(), build_library(cuda=False)
+    with_cuda, without = build_library(cuda=True), build_library(cuda=False)
     assert with_cuda.path != without.path
-    for library, cuda in ((without, None), (with_cuda, False), (without, True)):
+    for library, cuda in ((without, True), (with_cuda, False), (without, True)):
         assert find_library().path == library.path  # type: ignore[union-attr]
         assert not build_library(cuda=cuda).built_now
 
@@ -347,6 +389,7 @@ def test_an_nvcc_that_cannot_serve_is_an_error_that_names_the_way_out(
     machine: Machine, code: str, message: str
 ) -> None:
     machine.program("nvcc", code)
+    machine.has_gpus("9.0")
     with pytest.raises(LibraryError, match=re.escape(message)) as failure:
         build_library()
     assert "effexport plugins build --no-cuda" in str(failure.value)

@@ -147,6 +147,7 @@ def try_case(case: dict[str, Any]) -> dict[str, Any]:
     PTX[entry] = ptx.decode()
     return {
         "interface": type(plugin).__name__,
+        "timing_cache_ids": [plugin.get_timing_cache_id(), plugin.clone().get_timing_cache_id()],
         "num_outputs": plugin.get_num_outputs(),
         "output_types": [x.name for x in output_types],
         "output_shapes": [[[d.evaluate(sizes) for d in shape] for shape in shapes] for sizes in case["sizes"]],
