@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,38 +15,55 @@ from gpu.samples import chosen_samples, parts, relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from effexport.plugins.gpu_check import Case, GpuCheck, load_gpu_check
 from effexport.plugins.ops import OPS, Op
 
 MOST_CALLS = 2000
+# Of 80 GB: a huge case is alone with those of three other processes, which are not huge.
+MOST_BYTES, MOST_BYTES_AT_ONCE = 35e9, 8e9
 MASKED = load_gpu_check(OPS["MaskedAttention"])
 CASE = Case((7, 2, 3, 5, 4, 4), (0.5,))
 
 every_operator = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
 
 
-class CallCounter(TorchDispatchMode):
+class Account(TorchDispatchMode):
+    """Counts calls of PyTorch, and the bytes of all tensors at a time, which need no memory for that."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls = self.bytes = self.most_bytes = 0
+        self.known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         self.calls += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)):
+            if storage not in self.known:
+                self.known.add(storage)
+                self.change(storage.nbytes())
+                weakref.finalize(storage, self.change, -storage.nbytes())
+        return result
+
+    def change(self, size: int) -> None:
+        self.bytes += size
+        self.most_bytes = max(self.most_bytes, self.bytes)
 
 
 @every_operator
-def test_no_case_makes_many_calls_of_pytorch(op: Op) -> None:
+def test_no_case_makes_many_calls_of_pytorch_or_fills_the_memory(op: Op) -> None:
     check = load_gpu_check(op)
     # types and values of inputs make no difference
     for case in {case.sizes: case for case in (*check.small, *check.checked, *check.huge)}.values():
-        with FakeTensorMode(), CallCounter() as counter:  # tensors without memory
+        with FakeTensorMode(), Account() as account:
             outputs = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in check.outputs(case).items()}
             relative_error(check, case, check.inputs(case, "cpu"), outputs)
-        assert counter.calls <= MOST_CALLS, case.name
+        assert account.calls <= MOST_CALLS, case.name
+        assert account.most_bytes <= (MOST_BYTES if case in check.huge else MOST_BYTES_AT_ONCE), case.name
 
 
 @every_operator

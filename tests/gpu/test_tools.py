@@ -40,6 +40,13 @@ def test_registers_and_spills_are_read_from_ptxas() -> None:
     }
 
 
+def test_a_compiler_that_fails_or_hangs_is_an_error_with_its_messages() -> None:
+    with pytest.raises(RuntimeError, match="failed: no such file"):
+        building.call(["sh", "-c", "echo no such file >&2; exit 1"])
+    with pytest.raises(RuntimeError, match="sleep 60 was not done after 1 s"):
+        building.call(["sleep", "60"], 1)
+
+
 def test_metrics_and_findings_of_each_launch_are_read_from_ncu() -> None:
     sort, attend = profiling.kernels_from_csv(NCU)
     assert sort["kernel"] == "sort"
