@@ -30,8 +30,8 @@ from effexport.plugins.gpu_check import (
 )
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
 
-# Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels] stays below 2³¹ bytes.
-WEIGHTS = 268_000_000
+# Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels].
+WEIGHTS = 1 << 25
 BLOCK = 64
 
 
@@ -207,5 +207,5 @@ CHECK = GpuCheck(
     intermediate=intermediate,
     shared=("bias",),
     # 10⁶ weights for every channel of each
-    compared=20,
+    compared=36,
 )

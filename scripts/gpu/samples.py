@@ -70,20 +70,23 @@ def pieces(array: Tensor) -> tuple[Tensor, ...]:
     return array.reshape(-1).split(PIECE)
 
 
-def rows_of(array: Tensor, case: Case, samples: range) -> Tensor:
-    """The rows of consecutive samples."""
+def rows_of(array: Tensor, case: Case, samples: Sequence[int]) -> Tensor:
+    """The rows of some samples."""
     rows = array.shape[0] // case.sizes[0]
-    return array[samples.start * rows : samples.stop * rows]
+    if isinstance(samples, range):
+        return array[samples.start * rows : samples.stop * rows]
+    return torch.cat([array[sample * rows : (sample + 1) * rows] for sample in samples])
 
 
-def parts(check: GpuCheck, case: Case, arrays: dict[str, Tensor]) -> list[range]:
+def parts(check: GpuCheck, case: Case, arrays: dict[str, Tensor]) -> list[Sequence[int]]:
     """The samples that are compared, in parts whose reference fits into PART_BYTES if one sample's does."""
     samples = case.sizes[0]
     sizes = [array.numel() // samples for name, array in arrays.items() if name not in check.shared]
-    if check.compared is not None and case in check.huge:
-        return [range(sample, sample + 1) for sample in chosen_samples(samples, check.compared, sizes)]
     at_once = max(1, PART_BYTES // (8 * ARRAYS_AT_ONCE * (sum(sizes) + check.intermediate(case))))
-    return [range(first, min(first + at_once, samples)) for first in range(0, samples, at_once)]
+    all_of_them: Sequence[int] = range(samples)
+    if check.compared is not None and case in check.huge:
+        all_of_them = chosen_samples(samples, check.compared, sizes)
+    return [all_of_them[first : first + at_once] for first in range(0, len(all_of_them), at_once)]
 
 
 def chosen_samples(samples: int, count: int, sizes: Sequence[int]) -> list[int]:
