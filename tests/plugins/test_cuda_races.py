@@ -168,7 +168,7 @@ def test_barriers_of_all_kinds_are_found() -> None:
 def test_what_orders_threads_is_missed_if_it_is_left_out(place: Place, tmp_path: Path) -> None:
     folder, calls = programs(NEWEST), tmp_path / "calls"
     if place.is_for_the_compiler:
-        cases = {op: [case for case in CASES[op] if case.dtype == "float32"] for op in users_of(place)}
+        cases = {op: CASES[op][:1] for op in users_of(place)}  # in float32
         assert race(folder, calls, cases, without=place.name) == ""
         return
     reports = (race(folder, calls, {op: CASES[op]}, without=place.name) for op in users_of(place))
