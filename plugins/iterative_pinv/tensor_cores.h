@@ -251,10 +251,10 @@ __device__ void iterate(const T* a, const T* scale, int count, int m, int iterat
     __syncthreads();  // the other factor has been read
     if (active) staged.for_own(z, [&](float element, int row, int column) { staged.at(row, column) = element; });
     __syncthreads();
+    // a thread reads what it will itself overwrite with the next matrix
     staged.for_each([&](int row, int column) {
       if (row < m && column < m) narrow(staged.at(row, column), to[row * m + column]);
     });
-    __syncthreads();  // the next matrix may take its place
   }
 }
 

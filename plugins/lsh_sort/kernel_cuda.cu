@@ -328,7 +328,6 @@ __device__ void sort_part(const std::int32_t* buckets, unsigned n, int num_bucke
   for (unsigned place = threadIdx.x; place < n; place += kThreads) {
     rank[order[place]] = static_cast<std::int32_t>(place);
   }
-  __syncthreads();
 }
 
 }  // namespace

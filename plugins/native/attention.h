@@ -147,7 +147,8 @@ __device__ void weigh(const Source& source, int tile, tile::Sums (&scores)[kTile
   }
 }
 
-// The attention of a block. All threads must call it; when it returns, shared memory may be reused.
+// The attention of a block. All threads must call it. When it returns, others may still read the values of the last
+// tile, and nothing else: the next call has two barriers before it writes values.
 template <class Source, class T = typename Source::Element>
 __device__ Softmax attend(const Source& source) {
   const Tiles<T> tiles;
@@ -175,7 +176,6 @@ __device__ Softmax attend(const Source& source) {
   }
 #pragma unroll
   for (float& total : softmax.total) total = tile::sum_of_row(total);
-  __syncthreads();
   return softmax;
 }
 

@@ -2,7 +2,7 @@
 
 memcheck finds accesses outside of arrays, racecheck two threads at the same shared memory without a barrier between
 them, initcheck reads of memory that nothing has written. In the rehearsal the same program and calls run under
-AddressSanitizer, which finds the first kind alone.
+AddressSanitizer, which finds the first kind alone; tests/plugins/test_cuda_races.py finds the second without a GPU.
 """
 
 from __future__ import annotations

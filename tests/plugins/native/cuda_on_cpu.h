@@ -10,10 +10,17 @@
 // EFFEXPORT_EMULATED is the architecture to emulate, as __CUDA_ARCH__ counts: 800 unless the compiler is told
 // otherwise.
 //
+// With ThreadSanitizer, every fiber counts as a thread of its own, and so do the asynchronous copies of each. Their
+// accesses are ordered by __syncthreads, by __syncwarp within a warp, by waiting for copies, and from one launch to the
+// next; by nothing else. Shuffles, votes and products of matrices order nothing, nor do two blocks of a launch that
+// follow each other. (Blocks 0 and 2 have the same fibers: what these do themselves is ordered. Two blocks suffice.)
+// What has no order is reported, whichever ran first in the schedule.
+//
 // What a passing test shows: the logic and the indexing; that all threads of a block reach the same barriers, and all
 // lanes the same warp operations; that the barriers suffice under the schedules that were tried, which change
-// threads only where one waits; with AddressSanitizer, that no access leaves an array or the shared memory asked for.
-// What it does not show: anything about speed; the memory model of a GPU, or races between two waits; what the
+// threads only where one waits; with ThreadSanitizer, that they suffice under all schedules for the same inputs; with
+// AddressSanitizer, that no access leaves an array or the shared memory asked for.
+// What it does not show: anything about speed; the memory model of a GPU beyond the order by barriers; what the
 // compiler for the device makes of the source (roundings of fused multiply-adds among it); limits on registers.
 #pragma once
 
@@ -29,6 +36,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <queue>
@@ -38,6 +46,7 @@
 #include <vector>
 
 #include "native/element_types.h"
+#include "thread_sanitizer.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -128,13 +137,18 @@ void note_scalar(const Argument& argument, std::vector<std::int32_t>& noted) {
 struct Meeting {
   int arrived = 0;
   int line = 0;
+  // Of this meeting and of the one before, which those that run ahead must not add to: others have yet to leave it.
+  Order orders[2];
+  unsigned count = 0;
+
+  Order& order() { return orders[count % 2]; }
 };
 
 // What a lane brings to an operation of its warp.
 using Given = std::array<std::uint32_t, 6>;
 
 struct Warp {
-  Meeting meeting;
+  Meeting meeting;  // in which only __syncwarp orders accesses
   Given given[kWarpSize];    // to the present operation
   Given settled[kWarpSize];  // to the last complete one
 };
@@ -145,16 +159,23 @@ struct Copy {
   const void* from;
 };
 
+struct CopyGroup {
+  std::vector<Copy> copies;
+  Order arrived;
+};
+
 // A thread of the block. swapcontext calls the operating system twice, which takes longer than most of what happens
-// between two switches. So a fiber only begins with its context, and is left and entered by jumps. AddressSanitizer does
-// not follow these: there it is swapcontext.
+// between two switches. So a fiber only begins with its context, and is left and entered by jumps. Sanitizers do not
+// follow these: there it is swapcontext.
 struct Fiber {
+  Identity identity;
   ucontext_t context;
   jmp_buf place;  // where it goes on
   bool begun = false;
   std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
   bool done = false;
-  std::vector<std::vector<Copy>> copies;  // that have not arrived, by group; the last group is still open
+  Copier copier;
+  std::deque<CopyGroup> copies;  // that have not arrived; the last group is still open
 };
 
 class Block {
@@ -165,18 +186,20 @@ class Block {
     threads_ = static_cast<int>(threads);
     generator_.seed(seed);
     by_priority_ = seed % 2 == 0;
-    barrier_ = {};
-    warps_.assign(static_cast<std::size_t>(threads_ / kWarpSize), {});
+    // new ones, without the order of earlier blocks
+    barrier_ = std::make_unique<Meeting>();
+    warps_ = std::vector<Warp>(static_cast<std::size_t>(threads_ / kWarpSize));
     failure_ = nullptr;
     choose_priorities();
-    while (fibers_.size() < threads) fibers_.push_back(std::make_unique<Fiber>());
+    std::vector<std::unique_ptr<Fiber>>& fibers = fibers_[blockIdx.x % 2];
+    while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
     for (int thread = 0; thread < threads_; ++thread) prepare(thread);
     int done = 0;
     while (!runnable_.empty() && !failure_) {
       const int thread = runnable_.top().second;
       runnable_.pop();
       resume(thread);
-      done += fibers_[static_cast<std::size_t>(thread)]->done;
+      done += fiber(thread).done;
     }
     if (!failure_ && done < threads_) failure_ = "some threads wait for others that do not come";
     if (failure_) std::fprintf(stderr, "cuda_on_cpu: block %u, line %d: %s\n", blockIdx.x, failure_line_, failure_);
@@ -185,14 +208,26 @@ class Block {
   }
 
   void wait_for_block(int line) {
-    if (arrive(barrier_, threads_, line)) {
+    const Hidden hidden;
+    Order& order = barrier_->order();
+    order.release();
+    if (arrive(*barrier_, threads_, line)) {
       for (int thread = 0; thread < threads_; ++thread) make_runnable(thread);
     }
     suspend();
+    order.acquire();
   }
 
-  // Waits for the warp and returns what its lanes have given.
+  void synchronize_warp(int line) {
+    Order& order = warps_[threadIdx.x / kWarpSize].meeting.order();
+    order.release();
+    wait_for_warp({}, kAllLanes, line);
+    order.acquire();
+  }
+
+  // Waits for the warp and returns what its lanes have given. On a GPU this orders no accesses to memory.
   const Given* wait_for_warp(const Given& given, unsigned mask, int line) {
+    const Hidden hidden;
     Warp& warp = warps_[threadIdx.x / kWarpSize];
     if (mask != kAllLanes) fail("a warp operation without all lanes, which is not implemented", line);
     warp.given[threadIdx.x % kWarpSize] = given;
@@ -209,26 +244,38 @@ class Block {
     if (reinterpret_cast<std::uintptr_t>(copy.to) % 16 || reinterpret_cast<std::uintptr_t>(copy.from) % 16) {
       fail("a copy of 16 bytes whose addresses are not multiples of 16", line);
     }
+    const Hidden hidden;
+    current_->copier.note_copy(copy.to, copy.from, 16);
     std::memset(copy.to, 0xff, 16);
-    current_->copies.back().push_back(copy);
+    current_->copies.back().copies.push_back(copy);
   }
 
-  void commit_copies() { current_->copies.emplace_back(); }
+  void commit_copies() {
+    CopyGroup& group = current_->copies.back();
+    if (!group.copies.empty()) current_->copier.release(group.arrived);
+    current_->copies.emplace_back();
+  }
 
   // Until all but this many groups have arrived; the open one is not counted, and not waited for.
   void wait_for_copies(std::size_t left) {
-    std::vector<std::vector<Copy>>& groups = current_->copies;
+    const Hidden hidden;
+    std::deque<CopyGroup>& groups = current_->copies;
     while (groups.size() > left + 1) {
-      for (const Copy& copy : groups.front()) {
+      groups.front().arrived.acquire();
+      for (const Copy& copy : groups.front().copies) {
         if (copy.from) {
           std::memcpy(copy.to, copy.from, 16);
         } else {
           std::memset(copy.to, 0, 16);
         }
       }
-      groups.erase(groups.begin());
+      groups.pop_front();
     }
   }
+
+  // Around a launch: it comes after all before it, and its blocks have no order among them.
+  void begin_launch() { launched_.release(); }
+  void end_launch() { finished_.acquire(); }
 
   void fail(const char* failure, int line) {
     failure_ = failure;
@@ -264,13 +311,17 @@ class Block {
     meeting.line = line;
     if (++meeting.arrived < expected) return false;
     meeting.arrived = 0;
+    ++meeting.count;
     return true;
   }
 
   void prepare(int thread) {
-    Fiber& fiber = *fibers_[static_cast<std::size_t>(thread)];
+    Fiber& fiber = this->fiber(thread);
     fiber.done = fiber.begun = false;
-    fiber.copies.assign(1, {});
+    fiber.copies.clear();
+    fiber.copies.emplace_back();
+    fiber.identity.name("thread", blockIdx.x, thread);
+    fiber.copier.name(blockIdx.x, thread);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -279,16 +330,22 @@ class Block {
     make_runnable(thread);
   }
 
+  Fiber& fiber(int thread) { return *fibers_[blockIdx.x % 2][static_cast<std::size_t>(thread)]; }
+
   static void run_thread();
 
   void resume(int thread) {
-    current_ = fibers_[static_cast<std::size_t>(thread)].get();
+    current_ = &fiber(thread);
     threadIdx = {static_cast<unsigned>(thread), 0, 0};
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack;
     __sanitizer_start_switch_fiber(&fake_stack, current_->stack.get(), kStackBytes);
     swapcontext(&scheduler_, &current_->context);
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+#elif defined(__SANITIZE_THREAD__)
+    scheduler_identity_ = Identity::present();
+    current_->identity.take_over();
+    swapcontext(&scheduler_, &current_->context);
 #else
     if (_setjmp(place_)) return;
     if (std::exchange(current_->begun, true)) _longjmp(current_->place, 1);
@@ -304,6 +361,9 @@ class Block {
     __sanitizer_start_switch_fiber(fiber.done ? nullptr : &fake_stack, scheduler_stack_, scheduler_stack_bytes_);
     swapcontext(&fiber.context, &scheduler_);
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+#elif defined(__SANITIZE_THREAD__)
+    Identity::switch_to(scheduler_identity_);
+    swapcontext(&fiber.context, &scheduler_);
 #else
     if (!_setjmp(fiber.place)) _longjmp(place_, 1);
 #endif
@@ -315,12 +375,14 @@ class Block {
   bool by_priority_ = true;
   std::vector<unsigned> priorities_;
   std::priority_queue<std::pair<unsigned, int>> runnable_;
-  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<std::unique_ptr<Fiber>> fibers_[2];  // of even and of odd blocks, so that neighbours have no order
   std::vector<Warp> warps_;
-  Meeting barrier_;
+  std::unique_ptr<Meeting> barrier_;
+  Order launched_, finished_;
   Fiber* current_ = nullptr;
   [[maybe_unused]] ucontext_t scheduler_;
   [[maybe_unused]] jmp_buf place_;  // where the scheduler goes on
+  [[maybe_unused]] void* scheduler_identity_ = nullptr;
   const void* scheduler_stack_ = nullptr;
   std::size_t scheduler_stack_bytes_ = 0;
   const char* failure_ = nullptr;
@@ -333,16 +395,19 @@ inline void Block::run_thread() {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, &block.scheduler_stack_, &block.scheduler_stack_bytes_);
 #endif
+  block.launched_.acquire();
   block.kernel_();
+  block.finished_.release();
   block.current_->done = true;
   block.suspend();
 }
 
-// Fills shared memory with NaN, or −1, and makes what lies beyond the bytes asked for inaccessible.
+// Forgets what other blocks did with shared memory, fills it with NaN, or −1, and makes what lies beyond the bytes asked for inaccessible.
 inline void poison_shared_memory(std::size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_UNPOISON_MEMORY_REGION(settings.shared, kMaxSharedBytes);
 #endif
+  forget_accesses(settings.shared, kMaxSharedBytes);
   std::memset(settings.shared, 0xff, kMaxSharedBytes);
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(static_cast<char*>(settings.shared) + bytes, kMaxSharedBytes - bytes);
@@ -356,6 +421,7 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   using namespace cuda_on_cpu;
+  const Hidden hidden;
   launches.push_back(*launch);
   launched.push_back(reinterpret_cast<const void*>(kernel));
   scalars.emplace_back();
@@ -367,17 +433,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
   }
   blockDim = launch->blockDim;
   gridDim = dim3(min(launch->gridDim.x, settings.max_blocks));
+  block.begin_launch();
   for (unsigned index = 0; index < gridDim.x; ++index) {
     blockIdx = {index, 0, 0};
     poison_shared_memory(launch->dynamicSmemBytes);
     if (!block.run([&] { kernel(arguments...); }, threads, settings.seed + index)) return cudaErrorLaunchFailure;
   }
+  block.end_launch();
   return cudaSuccess;
 }
 
 // The line tells one barrier from another.
-#define __syncthreads() cuda_on_cpu::block.wait_for_block(__LINE__)
-#define __syncwarp() cuda_on_cpu::block.wait_for_warp({}, cuda_on_cpu::kAllLanes, __LINE__)
+#define __syncthreads() cuda_on_cpu::synchronize_block(__FILE__, __LINE__)
+#define __syncwarp() cuda_on_cpu::synchronize_warp(__FILE__, __LINE__)
 #define __match_any_sync(mask, value) cuda_on_cpu::match_any(mask, value, __LINE__)
 #define __ballot_sync(mask, value) cuda_on_cpu::ballot(mask, (value) != 0, __LINE__)
 #define __shfl_up_sync(mask, value, distance) cuda_on_cpu::shuffle_up(mask, value, distance, __LINE__)
@@ -385,6 +453,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
 #define __shfl_xor_sync(mask, value, distance) cuda_on_cpu::shuffle_xor(mask, value, distance, __LINE__)
 
 namespace cuda_on_cpu {
+
+inline void synchronize_block(const char* file, int line) {
+  if (!is_removed(file, line)) block.wait_for_block(line);
+}
+
+inline void synchronize_warp(const char* file, int line) {
+  if (!is_removed(file, line)) block.synchronize_warp(line);
+}
 
 inline unsigned match_any(unsigned mask, int value, int line) {
   const Given* given = block.wait_for_warp({static_cast<std::uint32_t>(value)}, mask, line);
@@ -424,7 +500,10 @@ inline float shuffle(unsigned mask, float value, int source, int line) {
 
 }  // namespace cuda_on_cpu
 
-inline int atomicAdd(int* address, int value) { return std::exchange(*address, *address + value); }
+inline int atomicAdd(int* address, int value, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  if (cuda_on_cpu::is_removed(file, line)) return std::exchange(*address, *address + value);
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
 inline unsigned __float_as_uint(float value) { return effexport::bits_of(value); }
 inline float __uint_as_float(unsigned bits) { return effexport::float_of_bits(bits); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
@@ -450,10 +529,12 @@ namespace effexport::ptx {
 
 constexpr int kArchitecture = EFFEXPORT_EMULATED;
 
-// Rows of matrices at the addresses that the lanes give.
+// Rows of matrices at the addresses that the lanes give. PTX does not say whether that lane reads a row or those that
+// get its elements: here all of them do.
 inline const cuda_on_cpu::Given* give_row(const void* row, int line) {
   const auto address = reinterpret_cast<std::uint64_t>(row);
   if (address % 16 != 0) cuda_on_cpu::block.fail("ldmatrix at an address that is not a multiple of 16", line);
+  cuda_on_cpu::note_read(row, 16);
   return cuda_on_cpu::block.wait_for_warp(
       {static_cast<std::uint32_t>(address), static_cast<std::uint32_t>(address >> 32)}, cuda_on_cpu::kAllLanes, line);
 }
@@ -527,8 +608,8 @@ inline void copy_16_bytes_or_zeros(void* to, const void* from, bool copy, int li
 inline void commit_copies() { cuda_on_cpu::block.commit_copies(); }
 
 template <int kLeft>
-void wait_for_copies() {
-  cuda_on_cpu::block.wait_for_copies(kLeft);
+void wait_for_copies(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  if (!cuda_on_cpu::is_removed(file, line)) cuda_on_cpu::block.wait_for_copies(kLeft);
 }
 
 inline float exp2_approx(float x) {

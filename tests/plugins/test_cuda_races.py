@@ -1,0 +1,234 @@
+"""Races in the CUDA kernels: the emulation under ThreadSanitizer, where only barriers order what threads do.
+
+The kernels must have none. Then every barrier, wait for copies and atomic operation of the sources is left out, one at
+a time, and each time there must be one. native/races.cc has small kernels whose races are known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cuda_kernels import NATIVE, PLUGINS, ROOT, build
+from gpu import building
+from gpu.calls import write_calls
+from gpu.device import FEW_BLOCKS, Device, find_compiler
+from gpu.stages import Run
+from kept import kept, native_sources
+
+from effexport.plugins.gpu_check import Case, in_all_types, load_gpu_check
+from effexport.plugins.ops import OPS
+
+BY_NAME = {op.torch_name: op for op in OPS.values()}
+OPTIONS = ("-O1", "-g1", "-fsanitize=thread")
+NEWEST, OLDEST = 800, 750  # the paths with and without asynchronous copies and bfloat16 on tensor cores
+RACE = 66
+TSAN_OPTIONS = f"halt_on_error=1 exitcode={RACE} history_size=0"
+
+# Small calls in which FEW_BLOCKS blocks take several items each, and all loops are repeated. The operators that take
+# least time are first: in them, races of shared headers are looked for first.
+CASES = {
+    "sequence_conv": in_all_types(Case((2, 1, 70, 40, 70))),
+    # without tokens, there is no barrier before the sums
+    "segment_means": in_all_types(Case((2, 1, 63, 33, 7)), Case((2, 1, 0, 8, 4)), Case((1, 1, 8300, 8, 3))),
+    "lsh_hash": in_all_types(Case((3, 1, 63, 33, 2, 16, 2, 4, 70))),
+    "aft_simple_attention": in_all_types(Case((3, 1, 70, 33))),
+    "masked_attention": in_all_types(Case((3, 1, 20, 70, 72, 40), (0.2,)), Case((3, 1, 3, 300, 16, 65), (0.2,))),
+    "lsh_sort": (
+        Case((3, 70, 1217), kind="patterns", dtype="int32"),
+        Case((3, 1000, 33), kind="patterns", dtype="int32"),
+        Case((1, 8200, 5), dtype="int32"),
+    ),
+    "iterative_pinv": in_all_types(*(Case((3, m, steps), kind="softmax") for m, steps in ((24, 2), (40, 1), (70, 1)))),
+    "lsh_attention": in_all_types(
+        Case((3, 1, 40, 72, 40, 2, 16, 1, 0, 1, 1, 1)), Case((2, 1, 70, 8, 8, 1, 70, 1, 0, 0, 0, 0))
+    ),
+    "aft_window_attention": in_all_types(Case((2, 2, 70, 33, 1, 2, 1, 40, 1)), Case((2, 2, 70, 33, 33, 1, 70, 7, 0))),
+    "linear_attention": in_all_types(
+        *(Case((3, 1, *sizes, causal), (1e-6,)) for sizes in ((10, 66, 8), (66, 8, 8)) for causal in (1, 0))
+    ),
+}
+
+
+def test_every_operator_has_cases() -> None:
+    assert sorted(CASES) == sorted(BY_NAME)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the kernels' sources that orders what threads do."""
+
+    source: str  # in the folder of the plugins
+    line: int
+    code: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}:{self.line}"
+
+    @property
+    def is_for_the_compiler(self) -> bool:
+        """Whether it only keeps the compiler from moving loads across it, and orders nothing that has to be."""
+        return "or the compiler loads" in self.code
+
+
+ORDERING = re.compile(r"\b(?:__sync\w+|atomic\w+|ptx::wait_for_copies<\w+>)\(")
+
+
+def places() -> Iterator[Place]:
+    for path in sorted(PLUGINS.glob("*/*")):
+        if path.suffix not in (".cu", ".h") or path == PLUGINS / "native" / "ptx.h":  # which defines them
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if found := ORDERING.findall(line.partition("//")[0]):
+                assert len(found) == 1, f"{path}:{number}: expected one in a line, or they cannot be told apart"
+                yield Place(path.relative_to(PLUGINS).as_posix(), number, line.strip())
+
+
+PLACES = tuple(places())
+
+
+def included(source: Path) -> set[Path]:
+    """A source and the headers that it includes, and those that these include."""
+    found, left = set(), [source]
+    while left:
+        path = left.pop()
+        if path in found:
+            continue
+        found.add(path)
+        names = re.findall(r'^#include "([\w/]+\.h)"', path.read_text(encoding="utf-8"), re.MULTILINE)
+        left += [PLUGINS / name for name in names]
+    return found
+
+
+def users_of(place: Place) -> list[str]:
+    return [op for op in CASES if PLUGINS / place.source in included(PLUGINS / op / "kernel_cuda.cu")]
+
+
+def programs(architecture: int, ops: Sequence[str] = tuple(CASES)) -> Path:
+    """The folder of a driver and a library of kernels with ThreadSanitizer, compiled when first needed."""
+    version = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    used = [building.NATIVE / "driver.cc", building.NATIVE / "on_cpu.cc", Path(building.__file__)]
+    decided_by = [version, *OPTIONS, *used, *native_sources()]
+    return kept(f"races/sm_{architecture // 10}", decided_by, lambda folder: compile_to(folder, architecture, ops))
+
+
+def compile_to(folder: Path, architecture: int, ops: Sequence[str]) -> None:
+    run = Run(Device(emulated=True), folder, folder, tuple(ops), "")
+    toolchain = building.emulating_toolchain(*OPTIONS, f"-DEFFEXPORT_EMULATED={architecture}")
+    building.make_library(run, toolchain, folder / "kernels.so", ops)
+    building.make_driver(folder / "driver", *OPTIONS)
+
+
+def run_sanitized(*command: str | Path, without: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program that has ThreadSanitizer in it. without: the place that it leaves out."""
+    environment = {**os.environ, "TSAN_OPTIONS": TSAN_OPTIONS, "EFFEXPORT_WITHOUT": without}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if "unexpected memory mapping" in done.stderr:  # addresses more random than it supports
+        plain = ["setarch", "-R", *command]
+        done = subprocess.run(plain, capture_output=True, text=True, check=False, env=environment)
+    return done
+
+
+def race(folder: Path, calls: Path, cases: dict[str, Sequence[Case]], without: str = "") -> str:
+    """The first report of ThreadSanitizer, or an empty text after all calls have run. `calls` is overwritten."""
+    named = [(op, load_gpu_check(BY_NAME[op]), case) for op, own in cases.items() for case in own]
+    write_calls(calls, named)
+    done = run_sanitized(folder / "driver", folder / "kernels.so", calls, str(FEW_BLOCKS), without=without)
+    if done.returncode == RACE and "WARNING: ThreadSanitizer: data race" in done.stderr:
+        return done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"{len(named)} calls"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.requires("native", "torch")
+@pytest.mark.parametrize("architecture", [NEWEST, OLDEST], ids=["sm_80", "sm_75"])
+@pytest.mark.parametrize("op", CASES)
+def test_a_kernel_has_no_races(op: str, architecture: int, tmp_path: Path) -> None:
+    assert race(programs(architecture), tmp_path / "calls", {op: CASES[op]}) == ""
+
+
+def test_barriers_of_all_kinds_are_found() -> None:
+    kinds = {ORDERING.search(place.code)[0] for place in PLACES}
+    assert kinds == {"__syncthreads(", "__syncwarp(", "atomicAdd(", "ptx::wait_for_copies<kLeft>("}
+    assert {place.source.split("/")[0] for place in PLACES} == {*CASES, "native"} - {"masked_attention"}
+
+
+@pytest.mark.slow
+@pytest.mark.requires("native", "torch")
+@pytest.mark.parametrize("place", [pytest.param(place, id=place.name) for place in PLACES])
+def test_what_orders_threads_is_missed_if_it_is_left_out(place: Place, tmp_path: Path) -> None:
+    folder, calls = programs(NEWEST), tmp_path / "calls"
+    if place.is_for_the_compiler:
+        cases = {op: CASES[op][:1] for op in users_of(place)}  # in float32
+        assert race(folder, calls, cases, without=place.name) == ""
+        return
+    reports = (race(folder, calls, {op: CASES[op]}, without=place.name) for op in users_of(place))
+    assert any(reports), f"{place.name} can be left out: {place.code}"
+
+
+@pytest.mark.slow
+@pytest.mark.requires("native", "torch")
+def test_a_barrier_that_is_not_in_the_source_is_missed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = "segment_means"
+    copies = {}
+    for name, folder in {"PLUGINS": PLUGINS, "EMULATION": NATIVE, "NATIVE": building.NATIVE}.items():
+        copies[name] = tmp_path / folder.relative_to(ROOT)
+        shutil.copytree(folder, copies[name])
+        monkeypatch.setattr(building, name, copies[name])
+    monkeypatch.setattr(building, "ROOT", tmp_path)
+    source = copies["PLUGINS"] / op / "kernel_cuda.cu"
+    text = source.read_text(encoding="utf-8")
+    planted = text.replace("__syncthreads();  // the next segment", "// the next segment")
+    assert planted != text
+    source.write_text(planted, encoding="utf-8")
+    made = tmp_path / "made"
+    made.mkdir()
+    compile_to(made, NEWEST, (op,))
+    assert race(made, tmp_path / "calls", {op: CASES[op]})
+
+
+KNOWN = {
+    "global/two_blocks": True,
+    "global/two_launches": False,
+    "shared/two_blocks": False,
+    "shared/no_barrier": True,
+    "shared/warp": False,
+    "shared/two_warps": True,
+    "shared/shuffle": True,
+    "shared/between_barriers": True,
+    "shared/between_warp_barriers": True,
+    "shared/write_after_reading": False,
+    "atomic/count": False,
+    "atomic/read": True,
+    "copy/own": False,
+    "copy/too_early": True,
+    "copy/exchange": False,
+    "copy/no_barrier": True,
+    "copy/no_wait": True,
+    "copy/wait_after_barrier": True,
+    "copy/first_group": False,
+    "copy/second_group": True,
+    "copy/over": True,
+    "matrices/rows": True,
+    "matrices/barrier": False,
+    "matrices/own_elements": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("kernel", KNOWN)
+def test_the_races_of_small_kernels_are_reported_under_every_schedule(kernel: str) -> None:
+    program = build("races", *OPTIONS)
+    for seed in range(4):
+        done = run_sanitized(program, kernel, str(seed))
+        assert (done.returncode, done.stdout) == ((RACE, "") if KNOWN[kernel] else (0, "done\n")), done.stderr
