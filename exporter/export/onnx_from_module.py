@@ -19,6 +19,7 @@ from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph,
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
+from effexport.export.size_arithmetic import size_translation
 from effexport.export.specialised_length import assumed_sizes, largest_sizes
 from effexport.export.traced_graphs import (
     REMEDY,
@@ -208,8 +209,13 @@ def program_from_module(
         for op in declared_ops()
     }
     if isinstance(spec.model, ModuleSpec):
-        table |= recurrent_translation(spec.opset)
-    with quiet(streams=True), without_shape_cache(), fused_operators(module, spec.fused), modes_of_users_code(spec):
+        table |= recurrent_translation(spec.opset) | size_translation(spec.opset)
+    with (
+        quiet(streams=True),
+        without_shape_cache(),
+        fused_operators(module, spec.fused),
+        modes_of_users_code(module, spec),
+    ):
         try:
             program = torch.onnx.export(
                 module,
@@ -240,10 +246,11 @@ def program_from_module(
 
 
 @contextlib.contextmanager
-def modes_of_users_code(spec: BuildSpec) -> Iterator[None]:
+def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
     from effexport.models.adapters.recurrent import RecurrentCalls
     from effexport.models.adapters.sdpa import attention_calls_as_operators
+    from effexport.models.adapters.size_arithmetic import arithmetic_of_sizes
     from effexport.models.one_precision import WithoutAutocast
 
     with contextlib.ExitStack() as stack:
@@ -251,6 +258,7 @@ def modes_of_users_code(spec: BuildSpec) -> Iterator[None]:
             stack.enter_context(WithoutAutocast())
             stack.enter_context(attention_calls_as_operators(turns=spec.fused))
             stack.enter_context(RecurrentCalls())
+            stack.enter_context(arithmetic_of_sizes(module))
         yield
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from effexport.export.einsum import name_axes_of_einsum
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,6 +20,8 @@ def make_portable(model: ir.Model) -> None:
     reduce_parts_of_concatenations(model)
     halve_the_input_of_gelu(model)
     find_rows_without_keys(model)
+    name_axes_of_einsum(model)
+    write_out_sums_of_exponentials(model)
 
 
 def make_divisions_exact(model: ir.Model) -> None:
@@ -158,6 +162,39 @@ def find_rows_without_keys(model: ir.Model) -> None:
         assert node.graph is not None
         new = [highest, hidden, found, either]
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, either.outputs)
+
+
+def write_out_sums_of_exponentials(model: ir.Model) -> None:
+    """Replace ReduceLogSumExp by its formula, with the maximum subtracted, which TensorRT leaves out."""
+    import numpy as np
+    import onnx_ir as ir
+
+    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "ReduceLogSumExp")]:
+        x, *axes = node.inputs
+        if x is None or x.dtype is None:
+            continue
+        zero = _initializer(model.graph, f"zero_{x.dtype.name.lower()}", np.array(0, x.dtype.numpy()))
+        attributes = dict(node.attributes)
+        keep = attributes["keepdims"].as_int() if "keepdims" in attributes else 1
+        highest = ir.node("ReduceMax", [x, *axes], {**attributes, "keepdims": 1})
+        # rows that are infinite throughout, as in PyTorch
+        is_infinite = ir.node("IsInf", highest.outputs)
+        offset = ir.node("Where", [*is_infinite.outputs, zero, *highest.outputs])
+        shifted = ir.node("Sub", [x, *offset.outputs])
+        power = ir.node("Exp", shifted.outputs)
+        total = ir.node("ReduceSum", [*power.outputs, *axes], attributes)
+        logarithm = ir.node("Log", total.outputs)
+        back = [] if keep else [ir.node("Squeeze", [*offset.outputs, *axes])]
+        result = ir.node("Add", [*logarithm.outputs, *(back[0] if back else offset).outputs], name=node.name)
+        result.metadata_props.update(node.metadata_props)
+        new = [highest, is_infinite, offset, shifted, power, total, logarithm, *back, result]
+        for made in new:
+            made.outputs[0].type = x.type
+        is_infinite.outputs[0].type = ir.TensorType(ir.DataType.BOOL)
+        shifted.outputs[0].shape = power.outputs[0].shape = x.shape
+        result.outputs[0].shape = node.outputs[0].shape
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, result.outputs)
 
 
 def _initializer(graph: ir.Graph, name: str, array: Any) -> ir.Value:

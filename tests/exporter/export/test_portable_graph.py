@@ -11,6 +11,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from effexport.engines.limits import limit_problems
+from effexport.export.einsum import plain_equation
 from effexport.export.portable_graph import make_portable
 from effexport.plugins.function_body import traps
 
@@ -144,3 +146,101 @@ def test_rows_without_keys_are_found_by_a_search_for_nan(dtype: type[np.floating
     missing, _ = run(model, {"scores": scores})
     # where PyTorch's softmax is NaN
     assert missing.tolist() == [[False, False], [True, True], [True, True], [False, False]]
+
+
+# an equation, the sizes of its operands, and the same as TensorRT reads it
+EQUATIONS: list[tuple[str, list[tuple[int, ...]], str]] = [
+    ("...ij,...jk->...ik", [(2, 3, 4, 5), (2, 3, 5, 6)], "abij,abjk->abik"),
+    ("...nd,...md->...nm", [(2, 3, 4, 5), (3, 6, 5)], "abnd,bmd->abnm"),
+    ("...ij,jk->...ik", [(2, 3, 4), (4, 5)], "aij,jk->aik"),
+    ("...a,...a->...", [(2, 1, 4), (3, 4)], "bca,ca->bc"),
+    ("b...d,b...d,d->b...", [(2, 3, 4), (2, 3, 4), (4,)], "bad,bad,d->ba"),
+    ("i...->...", [(2, 3)], "ia->a"),
+    ("...i,i", [(2, 3), (3,)], "ai,i->a"),
+    ("...ii->...i", [(2, 3, 3)], "aii->ai"),
+    ("BND,BMD->BNM", [(2, 3, 4), (2, 5, 4)], "adb,acb->adc"),
+    ("B...i, a i -> B...a", [(2, 3, 4), (5, 4)], "bci,ai->bca"),
+    ("...i,...i->...i", [(4,), (4,)], "i,i->i"),
+    ("bij,bjk", [(2, 3, 4), (2, 4, 5)], "bij,bjk->ik"),
+]
+
+
+# ONNX Runtime does not take an ellipsis that stands for other numbers of axes, which PyTorch does
+REFUSED = ("...nd,...md->...nm", "...a,...a->...")
+
+
+@pytest.mark.parametrize(("equation", "shapes", "expected"), EQUATIONS)
+def test_axes_of_einsum_have_lower_case_letters_and_keep_the_bits(
+    equation: str, shapes: list[tuple[int, ...]], expected: str
+) -> None:
+    inputs = ", ".join(f"float{list(shape)} x{i}" for i, shape in enumerate(shapes))
+    names = ", ".join(f"x{i}" for i in range(len(shapes)))
+    rng = np.random.default_rng(0)
+    feeds = {f"x{i}": rng.standard_normal(shape).astype(np.float32) for i, shape in enumerate(shapes)}
+    output = ", ".join("abcd"[: np.einsum(equation, *feeds.values()).ndim])
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 20]>
+        main ({inputs}) => (float[{output}] y) {{ y = Einsum <equation = "{equation}"> ({names}) }}
+    """
+    model = ir.from_onnx_text(text)
+    make_portable(model)
+    assert model.graph[0].attributes["equation"].as_string() == expected
+    assert limit_problems(ir.to_proto(model)) == []
+    (y,) = run(model, feeds)
+    wanted = np.einsum(equation, *feeds.values())
+    assert y.shape == wanted.shape
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    # of three operands, ONNX Runtime multiplies first the two that the order of the letters suggests
+    if len(shapes) <= 2 and equation not in REFUSED:
+        (before,) = run(ir.from_onnx_text(text), feeds)
+        assert y.tobytes() == before.tobytes()
+
+
+def test_an_equation_with_more_axes_than_letters_stays_as_it_is() -> None:
+    equation = "...ij,...jk->...ik"
+    assert plain_equation(equation, [25, 25]).count("->") == 1
+    assert plain_equation(equation, [26, 26]) == equation
+
+
+@pytest.mark.requires("rtx")
+def test_tensorrt_parses_an_einsum_only_with_a_letter_for_each_axis() -> None:
+    import tensorrt_rtx
+
+    def errors(equation: str) -> list[str]:
+        text = f"""
+            <ir_version: 10, opset_import: ["" : 20]>
+            main (float[2, n, 4] x, float[n, 4] z) => (float[a, b] y) {{ y = Einsum <equation = "{equation}"> (x, z) }}
+        """
+        model = ir.from_onnx_text(text)
+        logger = tensorrt_rtx.Logger(tensorrt_rtx.Logger.INTERNAL_ERROR)
+        flags = 1 << int(tensorrt_rtx.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        network = tensorrt_rtx.Builder(logger).create_network(flags)
+        parser = tensorrt_rtx.OnnxParser(network, logger)
+        parser.parse(ir.to_proto(model).SerializeToString())
+        return [parser.get_error(i).desc() for i in range(parser.num_errors)]
+
+    for equation in ("...i,...i->...", "BNI,NI->BN"):
+        assert errors(equation)
+        assert not errors(plain_equation(equation, [3, 2]))
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_the_logarithm_of_a_sum_of_exponentials_is_written_out(keepdims: int) -> None:
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 20]>
+        main (float[n, 5] x) => (float[{"n, 1" if keepdims else "n"}] y) {{
+            axes = Constant <value = int64[1] {{-1}}> ()
+            y = ReduceLogSumExp <keepdims = {keepdims}, noop_with_empty_axes = 0> (x, axes)
+        }}
+    """
+    model = ir.from_onnx_text(text)
+    make_portable(model)
+    assert limit_problems(ir.to_proto(model)) == []
+    x = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
+    x[1], x[2], x[3, 0], x[4], x[5, 2] = 1e4, -1e4, -np.inf, -np.inf, np.inf
+    (y,) = run(model, {"x": x})
+    with np.errstate(divide="ignore"):
+        expected = np.logaddexp.reduce(x.astype(np.float64), axis=-1, keepdims=bool(keepdims))
+    assert y.shape == expected.shape
+    # a few roundings of float32
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)

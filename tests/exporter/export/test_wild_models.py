@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import effexport
+from effexport.engines.limits import limit_problems
 from effexport.errors import StageError, UserError
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -402,6 +404,23 @@ def test_recurrent_layers_in_float16_run_in_float32(tmp_path: Path) -> None:
         (found,) = runner.run({"x": x.half().numpy()}).values()
     # float16 has 11 bits: inputs and weights are rounded once
     assert largest_error(found, model(x)) <= 2**-8
+
+
+def test_sums_over_named_axes_reach_tensorrt(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        weights = torch.einsum("...nd,...md->...nm", q, q)
+        # an ellipsis of two axes and of one, and capitals
+        scale = torch.einsum("...nd,...d->...n", q, q.mean((0, 2))) + torch.einsum("BHND,ND->BHN", q, q.mean((0, 1)))
+        share = (weights - torch.logsumexp(weights, -1, keepdim=True)).exp()
+        return torch.einsum("...nm,...md->...nd", share * scale[..., None], q).transpose(1, 2).flatten(2)
+
+    # a batch of one: the means are of all samples
+    wild = Wild(forward, only_x, {"q": linear()})
+    model = model_of(wild)
+    effexport.export(model, only_x(1, 12), tmp_path / "out", dynamic={"x": {1: "seq"}})
+    check_file(tmp_path / "out", model, only_x(1, 19))
+    assert limit_problems(onnx.load(tmp_path / "out" / "model.onnx")) == []
 
 
 def test_a_sample_without_tokens_is_compared_where_the_original_has_an_answer(tmp_path: Path) -> None:

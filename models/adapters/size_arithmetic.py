@@ -1,0 +1,274 @@
+"""Python's, math's and numpy's functions of sizes in a user's code, such as `int(np.ceil(np.sqrt(x.shape[1])))`.
+
+torch.export follows operators on a free size, and a few functions of its own. The others ask it for a number, which
+becomes a constant of the graph.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import SymFloat, SymInt, Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from effexport.models.validation import LARGEST_SIZE
+
+
+class Log2:
+    """The binary logarithm of a free size, which torch.export does not have: an integer once it is rounded, otherwise a
+    tensor without axes."""
+
+    def __init__(self, size: Any) -> None:
+        self.size = size
+
+    def __floor__(self) -> Any:
+        # each power of two that is not above the size counts
+        return sum(torch.sym_min(self.size // 2**i, 1) for i in range(1, LARGEST_SIZE.bit_length()))
+
+    def __ceil__(self) -> Any:
+        return sum(torch.sym_min((self.size - 1) // 2**i, 1) for i in range(LARGEST_SIZE.bit_length()))
+
+    def __trunc__(self) -> Any:
+        return math.floor(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(
+            lambda one: logarithm(one.size, 2) if isinstance(one, cls) else one, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def logarithm(size: Any, base: float = math.e) -> Tensor:
+    return torch.scalar_tensor(size, dtype=torch.float32).log() / math.log(base)
+
+
+def with_tensor(name: str) -> Callable[..., Any]:
+    return lambda log, other: getattr(logarithm(log.size, 2), name)(other)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    for _dunder in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Log2, _dunder, with_tensor(_dunder))
+
+SYMBOLIC = (SymInt, SymFloat, Log2)
+# Their code is not the user's: it knows of free sizes, or never sees them.
+LIBRARIES = frozenset({"torch", "numpy", "effexport", *sys.stdlib_module_names}) - {"__main__"}
+# In the place of the value of a name that a file does not have.
+ABSENT = object()
+# Two traces at once would restore one another's names.
+TRACING = threading.RLock()
+# Sizes at which a bound of a slice is computed: all short ones, and the neighbours of squares and of powers of two.
+TRIED = sorted(
+    {*range(1, 130), *(k * k + i for k in range(12, 142) for i in (-1, 0, 1)), *(2**k for k in range(8, 17))}
+)
+
+
+def whole(number: Any) -> Any:
+    """`int` of a free size, or of what was computed from one."""
+    return number if isinstance(number, SymInt) else math.trunc(number)
+
+
+class OfSizes:
+    """A function that calls another one if an argument is a free size, or computed from one."""
+
+    def __init__(self, plain: Callable[..., Any], symbolic: Callable[..., Any]) -> None:
+        self.plain, self.symbolic = plain, symbolic
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_free = any(isinstance(value, SYMBOLIC) for value in args)
+        return (self.symbolic if is_free else self.plain)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)  # such as np.minimum.reduce
+
+
+def extreme(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    """`min` or `max`, also of an iterable."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = list(args[0]) if len(args) == 1 and isinstance(args[0], Iterable) else args
+        is_free = any(isinstance(value, SYMBOLIC) for value in values)
+        numbers_only = all(isinstance(value, (int, float, *SYMBOLIC)) for value in values)
+        if is_free and numbers_only and not kwargs:
+            return functools.reduce(symbolic, values)
+        return plain(values, **kwargs) if len(args) == 1 else plain(*args, **kwargs)
+
+    return call
+
+
+class TypeOfNumbers(type):
+    """The type of `int` and `float` below: they take free sizes, and `isinstance` answers as for the real ones."""
+
+    plain: Any
+    symbolic: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return OfSizes(cls.plain, cls.symbolic)(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain)
+
+
+TYPES = {
+    "int": TypeOfNumbers("int", (int,), {"plain": int, "symbolic": staticmethod(whole)}),
+    "float": TypeOfNumbers("float", (float,), {"plain": float, "symbolic": staticmethod(torch.sym_float)}),
+}
+BUILTINS: dict[str, Any] = {
+    "min": extreme(min, torch.sym_min),
+    "max": extreme(max, torch.sym_max),
+    "divmod": OfSizes(divmod, lambda a, b: (a // b, a % b)),
+}
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    math.sqrt: torch.sym_sqrt,
+    math.log2: Log2,
+    math.log: logarithm,
+    math.isqrt: lambda n: math.floor(torch.sym_sqrt(n)),
+    math.pow: lambda x, y: torch.sym_float(x) ** y,
+    np.sqrt: torch.sym_sqrt,
+    np.log2: Log2,
+    np.log: logarithm,
+    np.ceil: math.ceil,
+    np.floor: math.floor,
+    np.trunc: math.trunc,
+    np.rint: round,
+    np.round: round,
+    np.minimum: torch.sym_min,
+    np.maximum: torch.sym_max,
+}
+REPLACED = {plain: OfSizes(plain, symbolic) for plain, symbolic in FUNCTIONS.items()}
+
+
+class Functions(types.ModuleType):
+    """A module such as math, with functions that take free sizes."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        super().__init__(module.__name__)
+        self.__dict__["_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return replaced(getattr(self.__dict__["_module"], name))
+
+
+def replaced(value: Any) -> Any:
+    """What takes free sizes in the place of a function or a module; anything else as it is."""
+    if value is math or value is np:
+        return Functions(value)
+    is_function = isinstance(value, types.BuiltinFunctionType | types.FunctionType | np.ufunc)
+    return REPLACED.get(value, value) if is_function else value
+
+
+@contextmanager
+def arithmetic_of_sizes(module: nn.Module) -> Iterator[None]:
+    """Let functions of sizes in the code of a module follow free sizes, for the length of a `with` block.
+
+    The names `math`, `np`, `int`, `min` and so on are replaced in the files that define the classes of the module and
+    of its submodules, and in those of functions that these import; nowhere else. For numbers, they do the same as ever.
+    """
+    with TRACING:
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        try:
+            for file in users_modules(module):
+                names = vars(file)
+                new = {name: shadow for name, shadow in shadows(file).items() if name not in names}
+                new |= {name: other for name, value in names.items() if (other := replaced(value)) is not value}
+                before.append((names, {name: names.get(name, ABSENT) for name in new}))
+                names.update(new)
+            with Slices():
+                yield
+        finally:
+            for names, old in before:
+                names.update(old)
+                for name in [name for name, value in old.items() if value is ABSENT]:
+                    del names[name]
+
+
+def users_modules(module: nn.Module) -> list[types.ModuleType]:
+    """The files with the classes of a module and its submodules, and with functions that these import by name."""
+    classes = {base for child in module.modules() for base in type(child).__mro__}
+    own = list(filter(None, {one: users_module(one) for one in {base.__module__ for base in classes}}.values()))
+    called = {
+        value.__module__ for file in own for value in vars(file).values() if isinstance(value, types.FunctionType)
+    }
+    return list({file.__name__: file for file in (*own, *filter(None, map(users_module, called)))}.values())
+
+
+def users_module(name: str | None) -> types.ModuleType | None:
+    return None if not name or name.partition(".")[0] in LIBRARIES else sys.modules.get(name)
+
+
+def shadows(file: types.ModuleType) -> dict[str, Any]:
+    """The names of Python itself that a file gets. `int` and `float` only if it calls them, and uses them as types in
+    `isinstance` and in annotations at most: elsewhere PyTorch and numpy insist on the real ones."""
+    trees = list(parsed(file))
+    return BUILTINS | {name: new for name, new in TYPES.items() if all(is_only_called(name, tree) for tree in trees)}
+
+
+def parsed(file: types.ModuleType) -> Iterator[ast.AST]:
+    """The code of a file; of a notebook, that of its functions and methods."""
+    try:
+        yield ast.parse(inspect.getsource(file))
+    except (OSError, TypeError, SyntaxError):
+        own = [value for value in vars(file).values() if getattr(value, "__module__", None) == file.__name__]
+        methods = (method for value in own if isinstance(value, type) for method in vars(value).values())
+        for function in (*own, *methods):
+            if isinstance(function, types.FunctionType):
+                with suppress(OSError, SyntaxError):
+                    yield ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def is_only_called(name: str, tree: ast.AST) -> bool:
+    allowed: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            allowed.add(node.func)
+            if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass", "map"):
+                allowed.update(child for argument in node.args for child in ast.walk(argument))
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            allowed.update(ast.walk(annotation) if annotation is not None else ())
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+    return all(node in allowed for node in used)
+
+
+class Slices(TorchFunctionMode):
+    """Tells torch.export of slices `x[:, :k]` that k is from 0 to the size of x, where that is so at all sizes tried.
+
+    Otherwise the size of the slice is unknown to it. The file has a Slice, which does as Python does at every size.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice:  # what torch.export makes of an index with a free size
+            tensor, axis, *bounds = args[:4]
+            for bound in bounds:
+                if isinstance(bound, SymInt) and is_between(bound, tensor.shape[axis]):
+                    torch._check(bound >= 0)
+                    torch._check(bound <= tensor.shape[axis])
+        return func(*args, **(kwargs or {}))
+
+
+def is_between(bound: SymInt, size: Any) -> bool:
+    """Whether a bound that was computed from one free size lies from 0 to the size of its axis, at all sizes tried."""
+    import sympy  # type: ignore[import-untyped]
+
+    expression, limit = (sympy.sympify(one.node.expr if isinstance(one, SymInt) else one) for one in (bound, size))
+    symbols = expression.free_symbols | limit.free_symbols
+    if expression.is_Symbol or len(symbols) != 1:
+        return False
+    tried = ({symbol: sympy.Integer(n) for symbol in symbols} for n in TRIED)
+    return all(0 <= expression.xreplace(sizes) <= limit.xreplace(sizes) for sizes in tried)
