@@ -36,6 +36,7 @@ ASSUMPTION = re.compile(r"eval (?:\[guard suppressed\] )?(.+?) \[guard added\] \
 LISTED = 3
 # Up to this size, an assumption such as Mod(n, 8) = 0 is tried at every size.
 TRIED = 4096
+EQUAL = re.compile(r"Eq\((\w+), (\w+)\)")
 CONSTANT = re.compile(r"Eq\((\w+), \d+\)")
 CHANGE = (
     "Write it so that it holds for every size: no int() of a size, no loop over tokens, no branch that depends on a "
@@ -65,9 +66,15 @@ class Trace:
     assumptions: tuple[Assumption, ...]
     axes: Mapping[str, str]
 
+    def is_of_one_axis(self, assumption: Assumption) -> bool:
+        """Whether an assumption only says that an axis has one size in two inputs."""
+        pair = EQUAL.fullmatch(assumption.expression)
+        owners = {self.axes.get(symbol, symbol).partition(" of ")[0] for symbol in pair.groups()} if pair else set()
+        return len(owners) == 1
+
     def reasons(self, assumptions: Sequence[Assumption]) -> str:
         """Some assumptions, with their lines; those of the user's own comparisons if there are any."""
-        placed = [one for one in assumptions if one.place]
+        placed = [one for one in assumptions if one.place and not self.is_of_one_axis(one)]
         chosen = [one for one in placed if one.is_direct] or placed
         lines = list(dict.fromkeys(f"{one.place}: {readable(one.expression, self.axes)}" for one in chosen))
         return "; ".join(lines[:LISTED]) + "; …" * (len(lines) > LISTED)

@@ -18,6 +18,7 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.engines.profile import Profile, Range, within
 from effexport.errors import StageError, UserError
+from effexport.export.specialised_length import Assumption, Trace
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.inputs.random import case_inputs
 from effexport.serving.protocol.errors import RequestError
@@ -190,6 +191,12 @@ def test_an_axis_that_was_declared_free_is_not_fixed_and_nothing_is_proven_befor
     assert line_of(token_by_token, 1) in str(caught.value)
     assert stages[-1] == "exporting to ONNX"
     assert not (tmp_path / "out").exists()
+
+
+def test_that_two_inputs_have_one_batch_is_not_a_reason() -> None:
+    found = (Assumption("Eq(s1, s0)", "a.py, line 1", True), Assumption("Eq(s0, 2)", "a.py, line 2", True))
+    trace = Trace(None, None, found, {"s0": "batch of x", "s1": "batch of mask"})
+    assert trace.reasons(found) == "a.py, line 2: (batch of x) becomes a constant"
 
 
 def spec_of(**fields: Any) -> ModuleSpec:
