@@ -200,9 +200,7 @@ def program_from_module(
 
     from effexport.models.layers import fused_operators
 
-    # torch.export treats *inputs as one nested argument
-    names = free_axes(signature.inputs, lambda axis: axis)
-    dynamic = (names,) if takes_star_args(module) else names
+    dynamic = free_axes(module, signature.inputs, lambda axis: axis)
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: loaded(op).SIGNATURE.onnx_translation()
@@ -263,9 +261,11 @@ def failure(error: Exception, module: nn.Module) -> StageError:
     return StageError(STAGE, f"{message}; --debug shows the traceback")
 
 
-def free_axes(inputs: Sequence[TensorInfo], free: Callable[[str], Any]) -> tuple[dict[int, Any], ...]:
+def free_axes(module: nn.Module, inputs: Sequence[TensorInfo], free: Callable[[str], Any]) -> tuple[Any, ...]:
     """The free axes of each input as torch.export takes them. free: of the name of an axis, what stands for it."""
-    return tuple({i: free(dim) for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in inputs)
+    axes = tuple({i: free(dim) for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in inputs)
+    # torch.export treats *inputs as one nested argument
+    return (axes,) if takes_star_args(module) else axes
 
 
 def program_of_user(
@@ -313,7 +313,7 @@ def trace_of_user(
         limited = axis == "seq" and spec.max_seq_len is not None
         return None if axis == fixed else Dim.AUTO(max=spec.max_seq_len) if limited else Dim.AUTO
 
-    return traced(module, example, free_axes(inputs, free), inputs)
+    return traced(module, example, free_axes(module, inputs, free), inputs)
 
 
 def takes_star_args(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # torch.export reports here, at level INFO, each free size and each assumption about one.
 TRACER = "torch.fx.experimental.symbolic_shapes"
-SYMBOL = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+SYMBOL = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 ASSUMPTION = re.compile(r"eval (?:\[guard suppressed\] )?(.+?) \[guard added\] \((.+?):(\d+) in ")
 # How many assumptions a sentence lists.
 LISTED = 3
@@ -122,12 +122,13 @@ def traced(
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
         except Exception as caught:  # whatever the user's code raises
             error = caught
-    free = {tensor.name: tensor.dims for tensor in inputs}
-    axes = {
-        match[1]: f"{free.get(match[2], {int(match[3]): match[3]})[int(match[3])]} of {match[2]}"
-        for match in (SYMBOL.search(message) for message, _ in messages)
-        if match
-    }
+    axes = {}
+    for match in filter(None, (SYMBOL.search(message) for message, _ in messages)):
+        symbol, name, index, axis = match.groups()
+        # of *inputs, by their places
+        tensor = inputs[int(index)] if index else next((one for one in inputs if one.name == name), None)
+        if tensor is not None:
+            axes[symbol] = f"{tensor.dims[int(axis)]} of {tensor.name}"
     return Trace(program, error, tuple(assumptions(messages)), axes)
 
 

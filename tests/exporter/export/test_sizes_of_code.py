@@ -172,6 +172,13 @@ def test_a_length_that_the_model_itself_does_not_take_is_not_free(tmp_path: Path
     assert result.artifact.spec.fixed_seq_len == 16
 
 
+def test_the_line_is_named_below_a_head(tmp_path: Path) -> None:
+    model = Written(other_above_256)
+    result = effexport.export(model, vectors(2, 100), tmp_path / "out", pool="max")
+    assert any(line_of(other_above_256, 1) in note for note in result.report.notes)
+    assert result.artifact.spec.max_seq_len == 256
+
+
 def test_one_size_on_purpose_has_no_note(tmp_path: Path) -> None:
     spec, note = built(token_by_token, vectors(2, 12), tmp_path / "out", dynamic={"x": {0: "batch"}})
     assert spec.input_dims == {"x": ["batch", 12, DIM]}
