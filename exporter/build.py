@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -40,7 +41,7 @@ from effexport.build_quantization import (
 from effexport.engines.api import import_api
 from effexport.engines.builder_log import OnProgress
 from effexport.engines.engine_from_engine import engine_from_engine
-from effexport.engines.profile import profile_remarks
+from effexport.engines.profile import profile_remarks, within
 from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
 from effexport.environment import free_memory_bytes, require_build, versions
@@ -48,9 +49,9 @@ from effexport.errors import EffexportError, RuntimeFailedError, StageError, Una
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
-from effexport.export.onnx_from_module import example_inputs, onnx_from_module
+from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module, trace_of_user
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
-from effexport.export.specialised_length import assumed_sizes
+from effexport.export.specialised_length import OtherSizesError, assumed_sizes, spec_with_sizes
 from effexport.models.families import CONFIG
 from effexport.models.module_spec import ModuleSpec
 from effexport.processor import Processor
@@ -84,9 +85,13 @@ from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokeniz
 from effexport.units import memory
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from effexport.quantize.record import Quantization
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -143,6 +148,41 @@ class Build:
         return None if isinstance(self.spec.model, ModuleSpec) else self.folder / TRACED
 
 
+def with_sizes_of_code(
+    build: Callable[Concatenate[BuildSpec, P], R],
+) -> Callable[Concatenate[BuildSpec, P], R]:
+    """Build again with the sizes that the code of a user's own module is tied to, unless the user has declared the axis
+    free: then that is an error."""
+
+    @functools.wraps(build)
+    def build_again(spec: BuildSpec, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        while True:
+            try:
+                return build(spec, *args, **kwargs)
+            except OtherSizesError as error:
+                source = kwargs.get("source")
+                assert isinstance(source, ModuleSource)
+                assert source.user is not None
+                if any(one.is_one and one.axis in source.user.declared for one in error.sizes):
+                    raise
+                spec = spec_with_sizes(spec, error.sizes, batch_of_example(source.user.examples, spec))
+
+    return build_again
+
+
+def batch_of_example(examples: Mapping[str, torch.Tensor], spec: BuildSpec) -> int:
+    """The batch of the examples; that of the build without them."""
+    sizes = (
+        size
+        for tensor in spec.inputs
+        if tensor.name in examples
+        for axis, size in zip(tensor.dims, examples[tensor.name].shape, strict=True)
+        if axis == "batch"
+    )
+    return next(sizes, spec.batch)
+
+
+@with_sizes_of_code
 def artifact_from_spec(
     spec: BuildSpec,
     output: Path,
@@ -180,6 +220,7 @@ def artifact_from_spec(
     watch = Stopwatch(on_stage)
     settings = settings or OrtSettings()
     source = source or source_from_seed()
+    engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in engines]
     originals = original_cases(reference, spec) if reference is not None else []
     data = quantization or QuantizationData()
     data.check(spec, [engine.target for engine in engines], capabilities_of(engines))
@@ -243,6 +284,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=[
                 *notes,
+                *(spec.model.length_notes if isinstance(spec.model, ModuleSpec) else ()),
                 *text_notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
                 *undefined_notes(cases, spec),
@@ -411,7 +453,8 @@ def why_sizes_fail(build: Build) -> str:
     """Which lines of the user's own module may have tied the export to some sizes; "" if none did."""
     if not isinstance(build.spec.model, ModuleSpec):
         return ""
-    return assumed_sizes(build.module, example_inputs(build.spec), build.spec.inputs)
+    with quiet(streams=True), modes_of_users_code(build.spec):
+        return assumed_sizes(trace_of_user(build.module, example_inputs(build.spec), build.spec.inputs, build.spec))
 
 
 def check_reference(checks: Sequence[Check]) -> None:

@@ -183,6 +183,12 @@ class BuildSpec(ShortRepr):
         return self.model.max_seq_len
 
     @property
+    def min_seq_len(self) -> int:
+        """1, except for a user's own module whose code has another branch for few tokens."""
+        shortest: int = getattr(self.model, "shortest", 1)
+        return shortest
+
+    @property
     def fixed_seq_len(self) -> int | None:
         return self.model.fixed_seq_len
 

@@ -68,6 +68,7 @@ class ModuleInputs:
 
     sizes: of the free axes when the model is exported; without "batch". examples: the tensors that were given, by name;
     empty if there are none. constants: arguments that are not tensors. is_guess: whether nobody has named the axes.
+    declared: axes that the user has named as free.
     """
 
     inputs: tuple[ModuleInput, ...]
@@ -75,6 +76,7 @@ class ModuleInputs:
     examples: Mapping[str, Tensor] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     is_guess: bool = False
+    declared: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ def inputs_from_examples(
         examples={key: as_exported(tensors[key]) for key in ordered},
         constants=constants,
         is_guess=dynamic is None,
+        declared=tuple(dim for key in dynamic or () for dim in dims[key] if isinstance(dim, str)),
     )
 
 
@@ -344,6 +347,7 @@ def inputs_from_table(module: nn.Module, name: str, table: Mapping[str, Any]) ->
     inputs = [input_from_table(key, entry) for key, entry in entries.items()]
     inputs.sort(key=lambda one: one.name in ("attention_mask", "token_type_ids"))
     found = ModuleInputs(inputs=tuple(inputs), constants=dict(constants))
+    found = replace(found, declared=found.axes)
     for axis, size in sizes.items():
         require(
             axis in found.axes, f"sizes names {axis!r}{did_you_mean(axis, found.axes)} Axes: {', '.join(found.axes)}"

@@ -210,7 +210,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
             *guess_notes(inputs),
         ),
     )
-    return UserModel(original, adapted, inputs.examples), spec
+    return UserModel(original, adapted, inputs.examples, inputs.declared), spec
 
 
 def marked_inputs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from effexport.models.checkpoint_spec import CheckpointSpec
@@ -49,6 +49,7 @@ TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
     "axis_sizes": (is_size, "sizes"),
     "padding": (is_integer, "integers"),
     "replaced": (is_word, "names of classes"),
+    "size_notes": (is_word, "sentences"),
 }
 
 
@@ -67,6 +68,7 @@ class ModuleSpec(CheckpointSpec):
     multiples of this only, and the exported file every length.
     padding: what stands in padded places of inputs of indices, by input.
     mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are padding.
+    shortest: the fewest tokens that the file takes. size_notes: why the file takes some sizes of an axis only, by axis.
     replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
     """
 
@@ -93,6 +95,8 @@ class ModuleSpec(CheckpointSpec):
     mask_ignores: bool = False
     replaced: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    shortest: int = 1
+    size_notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Also checks the tables, which a manifest may fill with anything."""
@@ -109,6 +113,10 @@ class ModuleSpec(CheckpointSpec):
             )
         super().__post_init__()
         require(self.length_multiple >= 1, f"length_multiple is {self.length_multiple}; expected at least 1")
+        require(
+            1 <= self.shortest <= self.seq_len,
+            f"shortest is {self.shortest}; expected 1 to {self.seq_len}, the length to export for",
+        )
         axes = self.input_dims.get(self.mask, ("batch", "seq"))
         require(
             "batch" in axes and ("seq" in axes or self.seq_len in axes),
@@ -116,6 +124,33 @@ class ModuleSpec(CheckpointSpec):
         )
         require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
         _ = self.attention  # checks its fields
+
+    def to_dict(self) -> dict[str, Any]:
+        # an older effexport can read a module of any length
+        left_out = [name for name, usual in (("shortest", 1), ("size_notes", {})) if getattr(self, name) == usual]
+        return {name: value for name, value in super().to_dict().items() if name not in left_out}
+
+    def with_fixed(self, axis: str, size: int, note: str) -> ModuleSpec:
+        """The same with one size of a free axis. Without a batch, a mask is an input like any other."""
+
+        def fixed(table: Mapping[str, Any]) -> dict[str, Dims]:
+            return {name: tuple(size if dim == axis else dim for dim in dims) for name, dims in table.items()}
+
+        mask, ranges = self.mask, dict(self.ranges)
+        if axis == "batch":
+            mask = ""
+            if self.tensor_types.get(self.mask, "").startswith("int"):
+                ranges[self.mask] = [0, 2]
+        changed = replace(
+            self,
+            input_dims=fixed(self.input_dims),
+            output_dims=fixed(self.output_dims),
+            axis_sizes={name: number for name, number in self.axis_sizes.items() if name != axis},
+            size_notes={**self.size_notes, axis: note},
+            mask=mask,
+            ranges=ranges,
+        )
+        return replace(changed, longest=size, shortest=1, length_multiple=1) if axis == "seq" else changed
 
     @property
     def title(self) -> str:
@@ -163,16 +198,19 @@ class ModuleSpec(CheckpointSpec):
 
     @property
     def length_notes(self) -> tuple[str, ...]:
+        notes = tuple(self.size_notes.values())
         if self.length_multiple > 1:
             return (
                 f"{self.module} takes multiples of {self.length_multiple} tokens; the exported file takes every "
                 "length, and was compared at lengths that both take.",
+                *notes,
             )
-        if self.fixed_seq_len is None or not self.has_seq:
-            return ()
+        if self.fixed_seq_len is None or not self.has_seq or "seq" in self.size_notes:
+            return notes
         tokens = f"{self.fixed_seq_len} token{'s' * (self.fixed_seq_len != 1)}"
         remedy = "; pad shorter sequences, with an attention mask" * (self.fixed_seq_len != 1)
-        return (f"{self.module} is exported for exactly {tokens}, because it does not take every length{remedy}.",)
+        only = f"{self.module} is exported for exactly {tokens}, because it does not take every length{remedy}."
+        return (only, *notes)
 
     @property
     def inputs(self) -> dict[str, Dims]:

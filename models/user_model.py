@@ -112,12 +112,13 @@ class UserModel:
     """Both modules take tensors in the order of the inputs, and return a tuple of tensors.
 
     original: as it was given, float32 and in evaluation mode. adapted: our copy of it. examples: the tensors that it
-    was given with, by name; empty if there are none.
+    was given with, by name; empty if there are none. declared: axes that the user has named as free.
     """
 
     original: nn.Module
     adapted: Adapted
     examples: Mapping[str, Tensor] = field(default_factory=dict)
+    declared: tuple[str, ...] = ()
 
     @property
     def module(self) -> nn.Module:

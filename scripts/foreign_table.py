@@ -281,7 +281,7 @@ def measured(row: Row) -> Measured:
     errors = {}
     with tempfile.TemporaryDirectory() as folder:
         artifact, report = artifact_from_spec(
-            spec, Path(folder) / "model", source=source_from_user(user, row.layer, spec), notes=described.notes
+            spec, Path(folder) / "model", source=source_from_user(user, row.layer, spec), notes=described.remarks
         )
         hashes = list(hash_modules(user.module))
         for implementation in ("kernel", "body"):

@@ -133,7 +133,7 @@ def default_profile(spec: BuildSpec) -> Profile:
     the model's longest, or to 1.5 times the exported length if the model has no limit."""
     fixed, seq_len = spec.fixed_seq_len, spec.seq_len
     longest = spec.max_seq_len or seq_len + seq_len // 2
-    seq = Range(fixed, fixed, fixed) if fixed else Range(1, min(seq_len, longest), longest)
+    seq = Range(fixed, fixed, fixed) if fixed else Range(spec.min_seq_len, min(seq_len, longest), longest)
     ranges = {"batch": Range(1, spec.batch, max(spec.batch, DEFAULT_MAX_BATCH)), "seq": seq}
     if "choices" in dynamic_dims(spec):
         ranges["choices"] = Range(1, DEFAULT_CHOICES, DEFAULT_CHOICES)
@@ -143,6 +143,15 @@ def default_profile(spec: BuildSpec) -> Profile:
     own = getattr(spec.model, "axis_sizes", {})
     ranges |= {axis: Range(1, size, size) for axis, size in own.items()}
     return Profile({name: size for name, size in ranges.items() if name in dynamic_dims(spec)})
+
+
+def within(profile: Profile, spec: BuildSpec) -> Profile:
+    """A profile without the lengths that the model does not take, which an export may have found after it was made."""
+    seq = profile.ranges.get("seq")
+    if seq is None:
+        return profile
+    sizes = (min(max(size, spec.min_seq_len), spec.max_seq_len or LARGEST_SIZE) for size in seq)
+    return Profile({**profile.ranges, "seq": Range(*sizes)})
 
 
 def dynamic_dims(spec: BuildSpec) -> list[str]:

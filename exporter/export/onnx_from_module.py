@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.errors import StageError, UserError
-from effexport.export.failures import place_of, reason_of, unknown_op
+from effexport.export.failures import line_of_user, place_of, reason_of, unknown_op
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.size_arithmetic import size_translation
-from effexport.export.specialised_length import assumed_sizes, largest_sizes
+from effexport.export.specialised_length import OtherSizesError, Sizes, Trace, sizes_of_trace, traced
 from effexport.export.traced_graphs import (
     REMEDY,
     SCOPES_KEY,
@@ -45,14 +47,15 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
     from torch import nn
+    from torch.export import ExportedProgram
 
     from effexport.quantize.record import FloatProduct, Quantization
 
 STAGE = "export"
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
-# How torch.export begins to say that the code makes a free size a constant.
-CONFLICT = "Found the following conflicts"
+# In errors of code that calculates with a size as with a number, such as np.sqrt(x.shape[1]).
+OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b")
 
 
 def onnx_from_module(
@@ -110,8 +113,6 @@ def write_graph(
             raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
     else:
         program = program_from_module(module, example, signature, spec, optimize=False)
-        if isinstance(spec.model, ModuleSpec):
-            check_holds_for_all_sizes(program, module, example, signature, spec)
         graph = graph_without_weights(program.model, module)
         if traced is not None:
             add_traced(traced, path.name, graph)
@@ -200,9 +201,7 @@ def program_from_module(
 
     from effexport.models.layers import fused_operators
 
-    dynamic = [
-        {i: free_axis(dim, spec) for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in signature.inputs
-    ]
+    dynamic = free_axes(module, signature.inputs, lambda axis: axis)
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: loaded(op).SIGNATURE.onnx_translation()
@@ -218,25 +217,19 @@ def program_from_module(
     ):
         try:
             program = torch.onnx.export(
-                module,
+                program_of_user(module, example, signature, spec) if isinstance(spec.model, ModuleSpec) else module,
                 example,
                 dynamo=True,
                 opset_version=spec.opset,
                 input_names=[tensor.name for tensor in signature.inputs],
                 output_names=[tensor.name for tensor in signature.outputs],
-                # torch.export treats *inputs as one nested argument
-                dynamic_shapes=(tuple(dynamic),) if takes_star_args(module) else tuple(dynamic),
+                dynamic_shapes=dynamic,
                 custom_translation_table=table,
                 optimize=optimize,
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
-            # its own message is a page of general advice; the cause has the reason
-            cause = reason_of(error)
-            if isinstance(spec.model, ModuleSpec) and cause.startswith(CONFLICT):
-                cause = assumed_sizes(module, example, signature.inputs) or cause
-            message = f"torch.onnx could not export the module{place_of(error, module)}: {cause}{unknown_op(cause)}"
-            raise StageError(STAGE, f"{message}; --debug shows the traceback") from error
+            raise failure(error, module) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
     for value in [value for node in program.model.graph for value in node.outputs]:
@@ -268,35 +261,67 @@ def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:
     return f"{name}.inner" if any(name == tensor.name for tensor in outputs) else name
 
 
-def free_axis(name: str, spec: BuildSpec) -> Any:
-    """A free axis as torch.onnx takes it: a name, or of a user's own module that takes so many tokens, with that limit,
-    which PyTorch needs to see that the first `seq` of so many positions are `seq`."""
-    import torch
+def failure(error: Exception, module: nn.Module) -> StageError:
+    """An error of torch.export or torch.onnx, whose own message may be a page of general advice; the cause has the
+    reason."""
+    cause = reason_of(error)
+    message = f"torch.onnx could not export the module{place_of(error, module)}: {cause}{unknown_op(cause)}"
+    return StageError(STAGE, f"{message}; --debug shows the traceback")
 
-    limited = isinstance(spec.model, ModuleSpec) and name == "seq" and spec.max_seq_len is not None
-    return torch.export.Dim(name, max=spec.max_seq_len) if limited else name
+
+def free_axes(module: nn.Module, inputs: Sequence[TensorInfo], free: Callable[[str], Any]) -> tuple[Any, ...]:
+    """The free axes of each input as torch.export takes them. free: of the name of an axis, what stands for it."""
+    axes = tuple({i: free(dim) for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in inputs)
+    # torch.export treats *inputs as one nested argument
+    return (axes,) if takes_star_args(module) else axes
 
 
-def check_holds_for_all_sizes(
-    program: torch.onnx.ONNXProgram,
+def program_of_user(
+    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec
+) -> ExportedProgram:
+    """PyTorch's program of a user's own module.
+
+    Raises OtherSizesError if the code ties it to other sizes than those of the spec, of which the proof runs a few
+    only, and StageError if it cannot be traced.
+    """
+    sizes = {
+        axis: size
+        for tensor, values in zip(signature.inputs, example, strict=True)
+        for axis, size in zip(tensor.dims, values.shape, strict=True)
+        if isinstance(axis, str)
+    }
+    trace = trace_of_user(module, example, signature.inputs, spec)
+    if trace.program is None:
+        assert trace.error is not None
+        if (place := line_of_user(trace.error)) and OF_SIZES.search(str(trace.error)):
+            for axis, size in sizes.items():
+                if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
+                    raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
+        raise failure(trace.error, module) from trace.error
+    limits = {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
+    if tied := sizes_of_trace(trace, sizes, signature.inputs, limits):
+        raise OtherSizesError(STAGE, tied)
+    return trace.program
+
+
+def trace_of_user(
     module: nn.Module,
     example: tuple[torch.Tensor, ...],
-    signature: GraphSignature,
+    inputs: Sequence[TensorInfo],
     spec: BuildSpec,
-) -> None:
-    """Raise StageError if a branch of the user's code ties the graph to sizes that are smaller than the model takes.
+    fixed: str | None = None,
+) -> Trace:
+    """The trace of a user's own module at any size. fixed: an axis that is not free for once.
 
-    The proof runs a few sizes, which may all be on one side of the branch.
+    PyTorch needs a limit to see that the first `seq` of so many positions are `seq`.
     """
-    assert program.exported_program is not None
-    for axis, largest in largest_sizes(program.exported_program, signature.inputs).items():
-        limit = spec.max_seq_len if axis == "seq" else None
-        if largest < (limit or LARGEST_SIZE):
-            remedy = f"; if the module takes no more, build with --seq-len {largest}" * (axis == "seq")
-            reason = (
-                assumed_sizes(module, example, signature.inputs) or "torch.export does not say which line decides it"
-            )
-            raise StageError(STAGE, f"the graph may be wrong where {axis} exceeds {largest}: {reason}{remedy}")
+    from torch.export import Dim
+
+    def free(axis: str) -> Any:
+        limited = axis == "seq" and spec.max_seq_len is not None
+        return None if axis == fixed else Dim.AUTO(max=spec.max_seq_len) if limited else Dim.AUTO
+
+    return traced(module, example, free_axes(module, inputs, free), inputs)
 
 
 def takes_star_args(module: nn.Module) -> bool:
@@ -308,7 +333,8 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     """Small inputs for tracing, whose sizes do not become constants in the graph.
 
     torch.export treats a size of 1 as a constant, and also a chunk count of 1, so the example spans several chunks if
-    the model allows it.
+    the model allows it. A user's own module is traced at the sizes of its example, whose branches it then takes, and
+    with a batch that no other axis has: PyTorch takes equal sizes for the same.
     """
     import torch
 
@@ -319,13 +345,21 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     sizes = {"batch": 2, "choices": 3, MASKS: 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
     fills = dict(INPUT_DEFAULTS)
     if isinstance(spec.model, ModuleSpec):
-        sizes |= {axis: max(2, size) for axis, size in spec.model.axis_sizes.items()}
+        sizes = distinct_sizes({"seq": spec.seq_len, **spec.model.axis_sizes, "batch": 2})
         fills |= {name: low for name, (low, _) in spec.model.ranges.items()}
         fills[spec.model.mask] = int(not spec.model.mask_ignores)
     return tuple(
         torch.full(shape_of(tensor.dims, sizes), fills.get(tensor.name, 0), dtype=getattr(torch, tensor.dtype))
         for tensor in spec.inputs
     )
+
+
+def distinct_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of axes, each the smallest from the given one on that is at least 2 and that no earlier axis has."""
+    found: dict[str, int] = {}
+    for axis, wanted in sizes.items():
+        found[axis] = next(size for size in itertools.count(max(2, wanted)) if size not in found.values())
+    return found
 
 
 def without_shape_cache() -> contextlib.AbstractContextManager[None]:

@@ -1,85 +1,243 @@
-"""Why a traced graph holds for one length, or for some lengths only: the lines of the user's code that decided it."""
+"""For which sizes a traced program holds, and the lines of the user's code that decided it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import re
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from effexport.quiet import quiet
+from effexport.errors import StageError
+from effexport.models.module_spec import ModuleSpec
+from effexport.models.validation import LARGEST_SIZE
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.export import ExportedProgram
+    from torch.utils._sympy.value_ranges import ValueRanges
 
     from effexport.dtypes import TensorInfo
+    from effexport.spec import BuildSpec
 
-# torch.export reports here, at level INFO, each free size and each assumption about one, with the line that made it.
+# torch.export reports here, at level INFO, each free size and each assumption about one.
 TRACER = "torch.fx.experimental.symbolic_shapes"
-SYMBOL = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+SYMBOL = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 ASSUMPTION = re.compile(r"eval (?:\[guard suppressed\] )?(.+?) \[guard added\] \((.+?):(\d+) in ")
 # How many assumptions a sentence lists.
 LISTED = 3
+# Up to this size, an assumption such as Mod(n, 8) = 0 is tried at every size.
+TRIED = 4096
+EQUAL = re.compile(r"Eq\((\w+), (\w+)\)")
+CONSTANT = re.compile(r"Eq\((\w+), \d+\)")
+CHANGE = (
+    "Write it so that it holds for every size: no int() of a size, no loop over tokens, no branch that depends on a "
+    "size"
+)
 
 
-def assumed_sizes(module: nn.Module, example: tuple[torch.Tensor, ...], inputs: Sequence[TensorInfo]) -> str:
-    """Which lines of the user's code assume something of sizes that should stay free, as a sentence; "" if none do.
+@dataclass(frozen=True)
+class Assumption:
+    """What the tracer assumed of sizes. expression: with its symbols. place: the innermost line of the user's code,
+    "" if there is none. is_direct: whether that line itself compares sizes, and not PyTorch in a call of it."""
 
-    Traces the module once more, with the example.
+    expression: str
+    place: str
+    is_direct: bool
+
+    def mentions(self, symbols: Sequence[str]) -> bool:
+        return any(re.search(rf"\b{symbol}\b", self.expression) for symbol in symbols)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A program, None if it could not be traced, and what was assumed. axes: names by symbol: "seq of x"."""
+
+    program: ExportedProgram | None
+    error: Exception | None
+    assumptions: tuple[Assumption, ...]
+    axes: Mapping[str, str]
+
+    def is_of_one_axis(self, assumption: Assumption) -> bool:
+        """Whether an assumption only says that an axis has one size in two inputs."""
+        pair = EQUAL.fullmatch(assumption.expression)
+        owners = {self.axes.get(symbol, symbol).partition(" of ")[0] for symbol in pair.groups()} if pair else set()
+        return len(owners) == 1
+
+    def reasons(self, assumptions: Sequence[Assumption]) -> str:
+        """Some assumptions, with their lines; those of the user's own comparisons if there are any."""
+        placed = [one for one in assumptions if one.place and not self.is_of_one_axis(one)]
+        chosen = [one for one in placed if one.is_direct] or placed
+        lines = list(dict.fromkeys(f"{one.place}: {readable(one.expression, self.axes)}" for one in chosen))
+        return "; ".join(lines[:LISTED]) + "; …" * (len(lines) > LISTED)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a free axis for which a program holds. highest: None without a limit. reason: which lines say so."""
+
+    axis: str
+    lowest: int
+    highest: int | None
+    reason: str
+
+    @property
+    def is_one(self) -> bool:
+        return self.lowest == self.highest
+
+
+class OtherSizesError(StageError):
+    """The code of a user's module ties the graph to other sizes than the spec has."""
+
+    def __init__(self, stage: str, sizes: Sequence[Sizes]) -> None:
+        texts = [
+            f"the code ties {one.axis} to one size"
+            if one.is_one
+            else f"the graph would be wrong outside of {range_text(one)}"
+            for one in sizes
+        ]
+        whole = "; ".join(f"{text}: {one.reason}" for text, one in zip(texts, sizes, strict=True))
+        super().__init__(stage, f"{whole}. {CHANGE}; or do not name the axis as free, for a file of one size")
+        self.sizes = tuple(sizes)
+
+
+def traced(
+    module: nn.Module, example: tuple[torch.Tensor, ...], shapes: tuple[object, ...], inputs: Sequence[TensorInfo]
+) -> Trace:
+    """Trace a module, and record what is assumed of its free sizes. shapes: as torch.export takes them."""
+    import torch
+
+    program, error = None, None
+    # as torch.onnx does: sizes of 0 and 1 are like others
+    with recorded() as messages, torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        try:
+            program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+        except Exception as caught:  # whatever the user's code raises
+            error = caught
+    axes = {}
+    for match in filter(None, (SYMBOL.search(message) for message, _ in messages)):
+        symbol, name, index, axis = match.groups()
+        # of *inputs, by their places
+        tensor = inputs[int(index)] if index else next((one for one in inputs if one.name == name), None)
+        if tensor is not None:
+            axes[symbol] = f"{tensor.dims[int(axis)]} of {tensor.name}"
+    return Trace(program, error, tuple(assumptions(messages)), axes)
+
+
+def assumed_sizes(trace: Trace) -> str:
+    """Which lines of the user's code assume something of sizes that should stay free, as a sentence; "" if none do."""
+    lines = trace.reasons([one for one in trace.assumptions if one.is_direct])
+    return f"the code of the module assumes sizes that should stay free: {lines}. {CHANGE}" if lines else ""
+
+
+def sizes_of_trace(
+    trace: Trace, example: Mapping[str, int], inputs: Sequence[TensorInfo], limits: Mapping[str, tuple[int, int]]
+) -> list[Sizes]:
+    """The axes that a program does not take at every size within their limits. example: the sizes that were traced.
+
+    limits: the smallest and the largest size; of an axis without, any.
     """
     import torch
-    from torch.export import Dim
 
-    free = [{axis: name for axis, name in enumerate(tensor.dims) if isinstance(name, str)} for tensor in inputs]
-    # it may fail where the export has failed
-    with quiet(streams=True), recorded() as messages, contextlib.suppress(Exception):
-        shapes = tuple(dict.fromkeys(axes, Dim.DYNAMIC) for axes in free)
-        torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
-    names = dict(zip((tensor.name for tensor in inputs), free, strict=True))
-    axes = {
-        match[1]: f"{names.get(match[2], {}).get(int(match[3]), match[3])} of {match[2]}"
-        for match in map(SYMBOL.search, messages)
-        if match
-    }
-    lines = assumptions(messages, axes)
-    if not lines:
-        return ""
-    more = "; …" if len(lines) > LISTED else ""
-    return (
-        f"the code of the module assumes sizes that should stay free: {'; '.join(lines[:LISTED])}{more}. Write it so "
-        "that it holds for every size: no int() of a size, no loop over tokens, no branch that depends on a size"
-    )
-
-
-def largest_sizes(program: ExportedProgram, inputs: Sequence[TensorInfo]) -> dict[str, int]:
-    """The largest size for which a traced program holds, by axis; without the axes that have no such limit."""
-    import torch
-
-    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-    largest: dict[str, int] = {}
-    for tensor, name in zip(inputs, program.graph_signature.user_inputs, strict=True):
+    assert trace.program is not None
+    values = {node.name: node.meta["val"] for node in trace.program.graph.nodes if node.op == "placeholder"}
+    found: dict[str, list[tuple[int, int]]] = {}
+    guards: dict[str, Any] = {}
+    for tensor, name in zip(inputs, trace.program.graph_signature.user_inputs, strict=True):
         for axis, size in zip(tensor.dims, values[name].shape, strict=True):
-            bounds = program.range_constraints.get(size.node.expr) if isinstance(size, torch.SymInt) else None
-            if isinstance(axis, str) and bounds is not None and bounds.upper.is_Integer:
-                largest[axis] = min(int(bounds.upper), largest.get(axis, int(bounds.upper)))
-    return largest
+            if isinstance(axis, str):
+                bounds = None
+                if isinstance(size, torch.SymInt):
+                    bounds = trace.program.range_constraints.get(size.node.expr)
+                    guards |= {str(guard.expr): guard.expr for guard in size.node.shape_env.guards}
+                # of one size only, or a multiple of another
+                only = (example[axis], example[axis])
+                found.setdefault(axis, []).append(only if bounds is None else limits_of_range(bounds))
+    tied = []
+    for axis, pairs in found.items():
+        names = [symbol for symbol, place in trace.axes.items() if place.startswith(f"{axis} of ")]
+        mine = [one for one in trace.assumptions if one.mentions(names)]
+        smallest, largest = limits.get(axis, (1, LARGEST_SIZE))
+        low = max([smallest, *(lower for lower, _ in pairs)])
+        high = min([largest, *(upper for _, upper in pairs)])
+        guarded = [guards[one.expression] for one in mine if one.is_direct and one.expression in guards]
+        if not low <= example[axis] <= high or not all(holds(guard, low, high) for guard in guarded):
+            low = high = example[axis]
+        # the proof runs single samples and tokens
+        if low > max(smallest, 2) or high < largest:
+            reason = trace.reasons(mine) or "torch.export does not say which line decides it"
+            tied.append(Sizes(axis, low if low > 2 else 1, high if high < LARGEST_SIZE else None, reason))
+    return tied
 
 
-def assumptions(messages: Sequence[str], axes: Mapping[str, str]) -> list[str]:
-    """Each assumption of the user's code, with its line, in the order of the trace. axes: names by symbol."""
-    found = []
-    for match in filter(None, map(ASSUMPTION.search, messages)):
-        expression, file, line = match.groups()
-        if not is_of_package(file):
-            found.append(f"{Path(file).name}, line {line}: {readable(expression, axes)}")
-    return list(dict.fromkeys(found))
+def limits_of_range(bounds: ValueRanges[Any]) -> tuple[int, int]:
+    # without a limit, PyTorch has infinity or the largest index
+    return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else LARGEST_SIZE
 
 
+def holds(guard: Any, lowest: int, highest: int) -> bool:
+    """Whether an assumption holds for every size, as far as they are tried; or is about several sizes."""
+    symbols = list(guard.free_symbols)
+    if len(symbols) != 1:
+        return True
+    sizes = range(max(lowest, 2), min(highest, TRIED) + 1)
+    return all(bool(guard.subs(symbols[0], size)) for size in sizes)
+
+
+def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> BuildSpec:
+    """A spec of a user's own module that takes these sizes only. batch: the size for a batch of one size."""
+    model = spec.model
+    assert isinstance(model, ModuleSpec)
+    for one in sizes:
+        if one.axis == "seq" and not one.is_one:
+            model = replace(
+                model,
+                shortest=one.lowest,
+                longest=one.highest,
+                size_notes={
+                    **model.size_notes,
+                    "seq": f"The file takes {range_text(one)}, because of a branch of the code: {one.reason}. For "
+                    f"other lengths, build another artifact, from an example of such a length, or change the code. "
+                    f"{CHANGE}.",
+                },
+            )
+            continue
+        size = {"batch": batch, "seq": model.seq_len, **model.axis_sizes}[one.axis]
+        model = model.with_fixed(
+            one.axis,
+            size,
+            f"The file takes {one.axis} = {size} only, because the code ties it to one size: {one.reason}. For other "
+            "sizes, build an artifact for each, naming the other axes with dynamic if one size is meant, or change "
+            f"the code. {CHANGE}.",
+        )
+    return replace(spec, model=model)
+
+
+def range_text(sizes: Sizes) -> str:
+    unit = "tokens" if sizes.axis == "seq" else f"sizes of {sizes.axis}"
+    if sizes.highest is None:
+        return f"{sizes.lowest} {unit} and more"
+    return f"{sizes.lowest} to {sizes.highest} {unit}"
+
+
+def assumptions(messages: Sequence[tuple[str, str]]) -> Iterator[Assumption]:
+    """Each assumption, in the order of the trace. messages: with the innermost line of the user's code."""
+    for message, place in messages:
+        if match := ASSUMPTION.search(message):
+            expression, file, line = match.groups()
+            is_direct = not is_of_package(file)
+            yield Assumption(expression, f"{Path(file).name}, line {line}" if is_direct else place, is_direct)
+
+
+@functools.cache
 def is_of_package(file: str) -> bool:
     """Whether a file belongs to PyTorch or to us. file: its path, whose beginning may be cut off."""
     specs = map(importlib.util.find_spec, ("torch", "effexport", "effexport.models", "effexport.plugins"))
@@ -95,17 +253,31 @@ def lies_in(file: str, folder: Path) -> bool:
 
 def readable(expression: str, axes: Mapping[str, str]) -> str:
     """An assumption with the names of the axes in place of symbols."""
+    if (constant := CONSTANT.fullmatch(expression)) and constant[1] in axes:
+        return f"({axes[constant[1]]}) becomes a constant"
     return re.sub(r"\w+", lambda word: f"({axes[word[0]]})" if word[0] in axes else word[0], expression)
 
 
+def line_of_user(frame: FrameType | None) -> str:
+    """The innermost line of the user's code in a stack, up to `traced`; "" if there is none."""
+    library = sysconfig.get_path("stdlib")
+    while frame is not None and frame.f_code is not traced.__code__:
+        file = frame.f_code.co_filename
+        is_standard = file.startswith(library) and "site-packages" not in file
+        if not is_standard and not file.startswith("<") and not is_of_package(file):
+            return f"{Path(file).name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """The messages of the tracer, which nobody else sees meanwhile."""
-    messages: list[str] = []
+def recorded() -> Iterator[list[tuple[str, str]]]:
+    """The messages of the tracer, which nobody else sees meanwhile, with the line of the user's code they are about."""
+    messages: list[tuple[str, str]] = []
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
+            messages.append((record.getMessage(), line_of_user(sys._getframe())))
 
     logger, recorder = logging.getLogger(TRACER), Recorder()
     level, propagate, handlers = logger.level, logger.propagate, logger.handlers

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedLimits:
-    """Limits that are not in a graph: the longest sequence, and per input of indices, how many values there are.
+    """Limits that are not in a graph: the longest and the shortest sequence, and per input of indices, how many values
+    there are.
 
     has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out.
     """
@@ -29,6 +30,7 @@ class FeedLimits:
     indices: Mapping[str, int] = field(default_factory=dict)
     has_mask: bool = True
     defaults: Mapping[str, int] = field(default_factory=lambda: INPUT_DEFAULTS)
+    min_seq_len: int = 1
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
@@ -36,7 +38,7 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     defaults = {tensor.name: INPUT_DEFAULTS[tensor.name] for tensor in spec.inputs if is_optional(tensor)}
     if MASK_NAME in defaults and mask == MASK_NAME and ignores:
         defaults[MASK_NAME] = 0
-    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults)
+    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults, spec.min_seq_len)
 
 
 def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
@@ -132,6 +134,11 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
         raise UserError(
             f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
             "shorten or split the input, or build with a larger --seq-len"
+        )
+    if is_free and seq_len < limits.min_seq_len:
+        raise UserError(
+            f"the sequence has {seq_len} tokens; this model takes at least {limits.min_seq_len}: pad the input, or "
+            "build another artifact from a shorter example"
         )
     mask = feeds.get(MASK_NAME) if limits.has_mask else None
     # np.isin takes ten times as long

@@ -108,7 +108,7 @@ def module_cases(spec: BuildSpec, model: ModuleSpec, seed: int) -> dict[str, dic
     step, seq_len = model.length_multiple, spec.seq_len
 
     def near(length: int) -> int:
-        return max(step, length - length % step)
+        return max(-(-model.shortest // step) * step, length - length % step)
 
     if model.fixed_seq_len is not None:
         shapes: dict[str, tuple[int, int, list[int] | None]] = {
@@ -123,7 +123,7 @@ def module_cases(spec: BuildSpec, model: ModuleSpec, seed: int) -> dict[str, dic
             "odd length": (1, near(max(1, seq_len * 5 // 8 - 1)), None),
             "short": (2, near(min(seq_len, 7)), None),
         }
-        if step == 1:
+        if step == model.shortest == 1:
             shapes["single token"] = (1, 1, None)
         if model.longest is None and seq_len <= 4096:
             shapes["longer"] = (1, near(longer_length(seq_len) + step - 1), None)

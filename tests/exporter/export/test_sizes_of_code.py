@@ -1,0 +1,256 @@
+"""Models whose code is tied to sizes: the branch of the example is exported, with its limits, or with one size of the
+axis, and the report names the line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import effexport
+from effexport.artifact import open_artifact
+from effexport.engines.profile import Profile, Range, within
+from effexport.errors import StageError, UserError
+from effexport.export.specialised_length import Assumption, Trace
+from effexport.models.module_spec import ModuleSpec
+from effexport.proof.inputs.random import case_inputs
+from effexport.serving.protocol.errors import RequestError
+from effexport.serving.protocol.signature import signature_from_spec
+from effexport.serving.settings import ServingSettings
+from effexport.spec import BuildSpec
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+
+DIM = 8
+
+
+class Written(nn.Module):
+    """A linear layer, and what a function makes of its result."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.change = nn.Linear(DIM, DIM), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.linear(x))
+
+
+def other_above_256(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] > 256 else x
+
+
+def other_at_one_length(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] == 9 else x
+
+
+def token_by_token(x: Tensor) -> Tensor:
+    return torch.stack([x[:, i] * (i + 1) for i in range(x.shape[1])], 1)
+
+
+def padded_if_needed(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    if n % 8:
+        x = F.pad(x, (0, 0, 0, 8 - n % 8))
+    return x.unflatten(1, (x.shape[1] // 8, 8)).mean(2).repeat_interleave(8, 1)[:, :n]
+
+
+def in_a_square(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    side = int(np.ceil(np.sqrt(n)))
+    square = torch.cat([x, x[:, : side * side - n]], 1).unflatten(1, (side, side))
+    return (square + square.mean(1, keepdim=True)).flatten(1, 2)[:, :n]
+
+
+def in_a_square_of_math(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    side = math.ceil(math.sqrt(n))
+    square = F.pad(x, (0, 0, 0, side * side - n)).unflatten(1, (side, side))
+    return (square + square.mean(1, keepdim=True)).flatten(1, 2)[:, :n]
+
+
+def sample_by_sample(x: Tensor) -> Tensor:
+    return torch.stack([sample * 2 for sample in x])
+
+
+def other_above_three_samples(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 3 else x
+
+
+def by_blocks_of_8(x: Tensor) -> Tensor:
+    assert x.shape[1] % 8 == 0
+    return x.unflatten(1, (-1, 8)).mean(2)
+
+
+def vectors(batch: int, seq_len: int) -> Tensor:
+    return torch.randn(batch, seq_len, DIM, generator=torch.Generator().manual_seed(seq_len))
+
+
+def line_of(function: Callable[..., Any], offset: int) -> str:
+    return f"test_sizes_of_code.py, line {function.__code__.co_firstlineno + offset}"
+
+
+def built(change: Callable[[Tensor], Tensor], example: Tensor, folder: Path, **options: Any) -> tuple[ModuleSpec, str]:
+    """The spec and the note on sizes, "" if there is none, of a build whose file computes what the model does."""
+    model = Written(change).eval()
+    result = effexport.export(model, example, folder, **options)
+    assert result.report.verdict == "passed"
+    with effexport.load(folder) as runner, torch.no_grad():
+        # float32 rounding of sums in another order
+        np.testing.assert_allclose(runner.run({"x": example.numpy()})["output"], model(example).numpy(), atol=1e-5)
+    spec = open_artifact(folder).spec.model
+    assert isinstance(spec, ModuleSpec)
+    notes = [note for note in result.report.notes if note.startswith("The file takes")]
+    assert notes == list(spec.size_notes.values())
+    return spec, " ".join(notes)
+
+
+def test_a_branch_of_the_length_limits_the_file_on_the_side_of_the_example(tmp_path: Path) -> None:
+    short, note = built(other_above_256, vectors(2, 100), tmp_path / "short")
+    assert (short.shortest, short.longest) == (1, 256)
+    assert note.startswith(
+        f"The file takes 1 to 256 tokens, because of a branch of the code: {line_of(other_above_256, 1)}"
+    )
+    long, note = built(other_above_256, vectors(2, 300), tmp_path / "long")
+    assert (long.shortest, long.longest) == (257, None)
+    assert note.startswith("The file takes 257 tokens and more, ")
+    model = Written(other_above_256).eval()
+    with effexport.load(tmp_path / "short") as lower, effexport.load(tmp_path / "long") as upper:
+        for runner, other, message in ((lower, 257, "positions for 256"), (upper, 256, "takes at least 257: pad the ")):
+            with pytest.raises(UserError, match=message):
+                runner.run({"x": vectors(1, other).numpy()})
+        with torch.no_grad():
+            for runner, length in ((lower, 1), (lower, 256), (upper, 257), (upper, 900)):
+                x = vectors(3, length)
+                np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "length", "line"),
+    [
+        (other_at_one_length, 12, 1),
+        (token_by_token, 12, 1),
+        (padded_if_needed, 20, 2),
+        (padded_if_needed, 24, 2),
+        (in_a_square, 11, 2),
+        (in_a_square_of_math, 11, 2),
+    ],
+)
+def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(
+    change: Callable[[Tensor], Tensor], length: int, line: int, tmp_path: Path
+) -> None:
+    spec, note = built(change, vectors(2, length), tmp_path / "out")
+    assert (spec.input_dims, spec.output_dims) == ({"x": ["batch", length, DIM]}, {"output": ["batch", length, DIM]})
+    assert note.startswith(
+        f"The file takes seq = {length} only, because the code ties it to one size: {line_of(change, line)}: "
+    )
+    for way in ("build an artifact for each", "with dynamic", "no loop over tokens"):
+        assert way in note
+
+
+@pytest.mark.parametrize(("change", "batch"), [(sample_by_sample, 3), (other_above_three_samples, 5)])
+def test_a_batch_that_the_code_is_tied_to_is_that_of_the_example(
+    change: Callable[[Tensor], Tensor], batch: int, tmp_path: Path
+) -> None:
+    spec, note = built(change, vectors(batch, 12), tmp_path / "out")
+    assert spec.input_dims == {"x": [batch, "seq", DIM]}
+    assert spec.longest is None
+    assert f"The file takes batch = {batch} only" in note
+    assert line_of(change, 1) in note
+
+
+def test_a_length_that_the_model_itself_does_not_take_is_not_free(tmp_path: Path) -> None:
+    model = Written(by_blocks_of_8)
+    result = effexport.export(model, vectors(2, 16), tmp_path / "out")
+    assert result.artifact.spec.fixed_seq_len == 16
+
+
+def test_the_line_is_named_below_a_head(tmp_path: Path) -> None:
+    model = Written(other_above_256)
+    result = effexport.export(model, vectors(2, 100), tmp_path / "out", pool="max")
+    assert any(line_of(other_above_256, 1) in note for note in result.report.notes)
+    assert result.artifact.spec.max_seq_len == 256
+
+
+def test_one_size_on_purpose_has_no_note(tmp_path: Path) -> None:
+    spec, note = built(token_by_token, vectors(2, 12), tmp_path / "out", dynamic={"x": {0: "batch"}})
+    assert spec.input_dims == {"x": ["batch", 12, DIM]}
+    assert note == ""
+
+
+def test_an_axis_that_was_declared_free_is_not_fixed_and_nothing_is_proven_before(tmp_path: Path) -> None:
+    stages: list[str] = []
+    with pytest.raises(StageError, match=r"ties seq to one size: .*line \d+.*for a file of one size") as caught:
+        effexport.export(
+            Written(token_by_token),
+            vectors(2, 12),
+            tmp_path / "out",
+            dynamic={"x": {0: "batch", 1: "seq"}},
+            progress=lambda stage, _: stages.append(stage),
+        )
+    assert line_of(token_by_token, 1) in str(caught.value)
+    assert stages[-1] == "exporting to ONNX"
+    assert not (tmp_path / "out").exists()
+
+
+def test_that_two_inputs_have_one_batch_is_not_a_reason() -> None:
+    found = (Assumption("Eq(s1, s0)", "a.py, line 1", True), Assumption("Eq(s0, 2)", "a.py, line 2", True))
+    trace = Trace(None, None, found, {"s0": "batch of x", "s1": "batch of mask"})
+    assert trace.reasons(found) == "a.py, line 2: (batch of x) becomes a constant"
+
+
+def spec_of(**fields: Any) -> ModuleSpec:
+    return ModuleSpec(
+        vocab_size=2,
+        seq_len=300,
+        module="mine",
+        attention_fields={"variant": "pytorch", "seq_len": 300},
+        attention_layers=0,
+        fused_op_counts={},
+        unfused_op_counts={},
+        input_dims={"x": ("batch", "seq", 4), "mask": ("batch", "seq")},
+        output_dims={"output": ("batch", "seq", 4)},
+        tensor_types={"x": "float", "mask": "int64", "output": "float"},
+        mask="mask",
+        **{"longest": None, **fields},
+    )
+
+
+def test_a_spec_of_any_size_is_written_as_before() -> None:
+    assert not {"shortest", "size_notes"} & spec_of().to_dict().keys()
+    limited = BuildSpec(model=spec_of(shortest=257, size_notes={"seq": "Why."}))
+    assert BuildSpec.from_dict(limited.to_dict()).min_seq_len == 257
+
+
+def test_a_server_refuses_fewer_tokens_than_the_file_takes() -> None:
+    signature = signature_from_spec(BuildSpec(model=spec_of(shortest=257)), ServingSettings())
+    feeds = {"x": np.zeros((1, 256, 4), np.float32), "mask": np.ones((1, 256), np.int64)}
+    with pytest.raises(RequestError, match="the sequence has 256 tokens; this model takes at least 257"):
+        signature.complete(feeds)
+
+
+def test_the_proof_has_no_length_that_the_file_does_not_take() -> None:
+    cases = case_inputs(BuildSpec(model=spec_of(shortest=257, longest=320)), 0)
+    lengths = {name: inputs["x"].shape[1] for name, inputs in cases.items()}
+    assert min(lengths.values()) == 257
+    assert max(lengths.values()) == 300
+    assert "single token" not in lengths
+
+
+def test_a_mask_of_a_fixed_batch_is_an_input_like_any_other() -> None:
+    fixed = spec_of().with_fixed("batch", 5, "Why.")
+    assert (fixed.mask, fixed.inputs["mask"], fixed.ranges["mask"]) == ("", (5, "seq"), [0, 2])
+    assert fixed.length_notes == ("Why.",)
+
+
+def test_a_profile_has_no_length_that_the_file_does_not_take() -> None:
+    spec = BuildSpec(model=spec_of(shortest=257))
+    profile = Profile({"batch": Range(1, 1, 4), "seq": Range(1, 300, 450)})
+    assert str(within(profile, spec)) == "batch=1:1:4,seq=257:300:450"
