@@ -23,7 +23,7 @@ class Work:
     read or write, or a part of them; words that lanes have in common count once, conflicts of banks do not. Shuffles
     take the same way.
     scratch: bytes that are written to scratch memory. again: of each launch, bytes that it reads and that an earlier
-    launch of the call has read or written; the L2 cache may hold a part of them.
+    launch of the call has read or written, and bytes that it replaces; the L2 cache may hold a part of each.
     """
 
     fused: float = 0.0
@@ -76,8 +76,8 @@ def product(size: int, rows: int, columns: int, depth: int, left: str = "rows", 
     return Work(fused=products, shared=warps * depth * (lefts + columns / COLUMNS * rights))
 
 
-def attention_core(size: int, blocks: int, tiles: int, channels: int) -> Work:
-    """native/attention.h: blocks of 64 queries and 64 columns of the values, over tiles of keys."""
+def attention_core(size: int, blocks: int, tiles: float, channels: int) -> Work:
+    """native/attention.h: blocks of 64 queries and 64 columns of the values, over so many tiles of keys on average."""
     queries, keys, warps = 64, 64 if size == 2 else 32, 4
     slices = parts(channels, 64)
     depth = 64 if size == 2 else parts(min(64, channels), 16) * 16

@@ -137,7 +137,7 @@ def examine_nvcc(gpus: Sequence[int] = ()) -> Nvcc | None:
             f"or later. Name another with EFFEXPORT_NVCC, or build for the CPU alone: effexport plugins build --no-cuda"
         )
     if gpus and not os.environ.get(ARCHITECTURES_VARIABLE):
-        # a GPU runs the machine code of the last architecture before its own, or else its PTX
+        # a GPU runs the machine code of the last architecture before its own, of another generation its PTX
         nearest = {max((sm for sm in architectures if sm <= gpu), default=architectures[0]) for gpu in gpus}
         architectures = tuple(sorted(nearest))
     release = re.search(r"^.*release.*$", version, re.MULTILINE)

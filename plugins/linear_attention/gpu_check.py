@@ -152,8 +152,9 @@ def work(case: Case) -> Work:
     block = queries + tile * 2 + features + tile
     outputs = (block * keys + weights + later + tile * 2) * (groups * tiles * values)
     read_again = groups * seq * (head_dim + value_dim) * size + batch * seq
-    again = (state_bytes * slices, state_bytes * slices + read_again)
-    return states + outputs + Work(scratch=2 * state_bytes * slices, again=again)
+    # states are written, and then read and replaced by those before each slice
+    again = (state_bytes * slices, state_bytes * slices, state_bytes * slices + read_again)
+    return states + outputs + Work(scratch=state_bytes * slices, again=again)
 
 
 def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:

@@ -153,8 +153,11 @@ def work(case: Case) -> Work:
     """A factor per token; the core, chunk by chunk of every round, whose contexts and logarithms are then combined."""
     batch, heads, seq, head_dim, value_dim, rounds, chunk_length, before, after = case.sizes[:9]
     size, keys, tokens = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64, batch * heads * seq
-    blocks = batch * heads * rounds * (padded_length(case) // chunk_length) * parts(chunk_length, 64)
-    tiles = parts((before + 1 + after) * chunk_length, keys)
+    chunks, circular = padded_length(case) // chunk_length, case.sizes[10]
+    # at the ends of a round, chunks see fewer others
+    seen = [before + 1 + after if circular else min(before, i) + 1 + min(after, chunks - 1 - i) for i in range(chunks)]
+    tiles = sum(parts(window * chunk_length, keys) for window in seen) / chunks
+    blocks = batch * heads * rounds * chunks * parts(chunk_length, 64)
     core = attention_core(size, blocks * parts(value_dim, 64), tiles, head_dim)
     factors, contexts = 4.0 * tokens, float(tokens * rounds * (value_dim * size + 4))
     again = (tokens * head_dim * size + factors, contexts)

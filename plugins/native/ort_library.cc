@@ -36,7 +36,7 @@ std::string release(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-// Releases of one major version run on each other's drivers; with an older driver, every launch fails.
+// Machine code of one major version runs on each other's drivers; with an older driver, every launch fails.
 std::string find_cuda_problem() {
   constexpr int kMajor = CUDART_VERSION / 1000;
   const int driver = driver_version();

@@ -13,7 +13,6 @@ from pathlib import Path
 
 # What an interrupted program may take to write its results.
 GRACE_SECONDS = 3.0
-STEPS = (signal.SIGINT, signal.SIGKILL, signal.SIGKILL)
 # For the kernel to take away what a killed process had, on a GPU too.
 KILL_SECONDS = 10.0
 

@@ -43,9 +43,9 @@ def table() -> str:
         for path, stages in PATHS.items()
         for stage in stages
         for run in [ran(folder / f"{stage}.json") for folder in folders() if (folder / f"{stage}.json").is_file()]
-        or ["never | – | no results"]
+        or ["never | – | – | no results"]
     ]
-    return "\n".join(["| path | stage | when | GPU | result |", "|---|---|---|---|---|", *rows, ""])
+    return "\n".join(["| path | stage | when | GPU | sources | result |", "|---|---|---|---|---|---|", *rows, ""])
 
 
 def ran(path: Path) -> str:
@@ -53,8 +53,8 @@ def ran(path: Path) -> str:
     if "steps" in value:  # of --engines
         counts = Counter(step["status"] for step in value["steps"])
         result = ", ".join(f"{count} {status}" for status, count in counts.items())
-        return f"{value['machine']['date']} | {value['machine']['device']} | {result}"
-    return f"{value['date']} | {value['hardware']} | {value['status']}: {value['summary']}"
+        return f"{value['machine']['date']} | {value['machine']['device']} | – | {result}"
+    return f"{value['date']} | {value['hardware']} | {value['sources'][:12]} | {value['status']}: {value['summary']}"
 
 
 def page() -> str:

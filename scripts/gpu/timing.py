@@ -55,25 +55,31 @@ def result_of(found: list[dict[str, Any]], details: dict[str, Any]) -> Result:
 
 
 def measured_ceilings(device: Device) -> dict[str, float | None]:
-    """Bytes per second of a copy, read and written; operations per second of matrix products in half types; and clocks
-    per second, of a kernel that counts them.
+    """At best: bytes per second of a copy, read and written, or of a sum, whichever are more; operations per second of
+    matrix products in half types; and clocks per second, of a kernel that counts them.
 
-    Of random numbers, because zeros are faster. None in an emulation.
+    Of random numbers, because zeros are faster. Clocks alone and first, because products may lower them. None in an
+    emulation.
     """
+    clock = readings(device, {"clock": [partial(count_clocks, device)]})
     size = REHEARSED_COPY_BYTES if device.emulated else COPY_BYTES
     side = REHEARSED_MATRIX_SIDE if device.emulated else MATRIX_SIDE
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device.name)
     target = torch.empty_like(source)
-    calls: dict[str, list[Callable[[], object]]] = {"copy": [partial(target.copy_, source)]}
+    calls: dict[str, list[Callable[[], object]]] = {
+        "copy": [partial(target.copy_, source)],
+        "sum": [partial(torch.sum, source.view(torch.int64))],
+    }
     for name in HALF_TYPES:
         left, right = (torch.randn(side, side, device=device.name).to(getattr(torch, name)) for _ in range(2))
         calls[name] = [partial(torch.matmul, left, right)]
-    calls["clock"] = [partial(count_clocks, device)]
-    work = {"copy": 2.0 * size, **dict.fromkeys(HALF_TYPES, 2.0 * side**3), "clock": float(CLOCKS)}
-    found = readings(device, calls)
+    work = {"copy": 2.0 * size, "sum": size, **dict.fromkeys(HALF_TYPES, 2.0 * side**3), "clock": float(CLOCKS)}
+    found = {**readings(device, calls), **clock}
     if problems := [f"{name}: {one['problem']}" for name, one in found.items() if one["problem"]]:
         raise RuntimeError("; ".join(problems))
-    return {name: one["us"] and work[name] / (one["us"] * 1e-6) for name, one in found.items()}
+    rates = {name: one["best_us"] and work[name] / (one["best_us"] * 1e-6) for name, one in found.items()}
+    read = rates.pop("sum")
+    return rates if read is None else {**rates, "copy": max(rates["copy"], read)}
 
 
 def count_clocks(device: Device) -> None:

@@ -61,10 +61,10 @@ def test_known_cases_have_known_bounds() -> None:
         work_of("MaskedAttention", 1, 8, 8192, 8192, 64, 64, numbers=(0.125,)), 33_562_624, GPUS["H200"]
     )
     assert (attention.resource, attention.us) == ("shared memory", pytest.approx(394, abs=1))
-    # keys and values twice, and states written, read, written and read
+    # keys and values twice, and states written, read, replaced and read
     causal = bound_of(work_of("EluLinearAttention", 32, 8, 6000, 64, 64, 1, numbers=(1e-6,)), 786_624_000, GPUS["H200"])
     assert causal.moved == pytest.approx(1.63e9, rel=2e-3)
-    assert (causal.resource, causal.us) == ("memory", pytest.approx(352, abs=1))
+    assert (causal.resource, causal.us) == ("memory", pytest.approx(338, abs=1))
     # negated projections are not computed
     hashed = work_of("LSHHash", 1, 8, 32768, 64, 4, 64, 2, 32, 32, dtype="float32")
     assert hashed.fused == 8 * 32768 * 64 * 4 * 32

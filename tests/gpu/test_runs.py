@@ -38,7 +38,7 @@ def test_a_path_without_results_has_never_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(runs, "RESULTS", tmp_path / "nowhere")
     lines = runs.table().splitlines()[2:]
     assert lines
-    assert all(line.endswith("| never | – | no results |") for line in lines)
+    assert all(line.endswith("| never | – | – | no results |") for line in lines)
 
 
 def test_results_are_listed_with_their_gpu_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +54,6 @@ def test_results_are_listed_with_their_gpu_and_date(tmp_path: Path, monkeypatch:
     }
     (folder / "engines.json").write_text(json.dumps(engines), encoding="utf-8")
     table = runs.table()
-    assert f"| correctness | {date} | NVIDIA H100 | passed: 500 of 500 cases |" in table
-    assert "| engines | 2026-01-02 | NVIDIA L4 | 2 passed, 1 failed |" in table
+    assert f"| correctness | {date} | NVIDIA H100 | sources | passed: 500 of 500 cases |" in table
+    assert "| engines | 2026-01-02 | NVIDIA L4 | – | 2 passed, 1 failed |" in table
     assert "| sanitizing | never |" in table

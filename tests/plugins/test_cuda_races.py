@@ -123,7 +123,7 @@ def compile_to(folder: Path, architecture: int, ops: Sequence[str]) -> None:
     run = Run(Device(emulated=True), folder, folder, tuple(ops), "")
     toolchain = building.emulating_toolchain(*OPTIONS, f"-DEFFEXPORT_EMULATED={architecture}")
     building.make_library(run, toolchain, folder / "kernels.so", ops)
-    building.make_driver(folder / "driver", *OPTIONS)
+    building.make_driver(run, folder / "driver", *OPTIONS)
 
 
 def run_sanitized(*command: str | Path, without: str = "") -> subprocess.CompletedProcess[str]:

@@ -216,7 +216,8 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
             from effexport.runners.ort.settings import PROVIDERS, import_onnxruntime
 
             ort = import_onnxruntime()
-            if PROVIDERS[runtime.provider] not in ort.get_available_providers() and not is_cuda_plugin(ort):
+            plugged = runtime.provider == "cuda" and is_cuda_plugin(ort)
+            if PROVIDERS[runtime.provider] not in ort.get_available_providers() and not plugged:
                 return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"
     except EffexportError as error:
         return short(error)

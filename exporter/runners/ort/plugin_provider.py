@@ -90,9 +90,11 @@ _CUDNN = "libcudnn.so.9"
 
 def is_cuda_plugin(ort: Any) -> bool:
     """Whether CUDA is a plugin of this onnxruntime: of one that was not built with it, if a package has the plugin."""
-    if any(device.ep_name == CUDA.name for device in listed_devices(ort)):
-        return True  # a plugin that is registered is among the available providers, too
-    return CUDA.name not in ort.get_available_providers() and package_folder(CUDA) is not None
+    if package_folder(CUDA) is None:
+        return False
+    # a plugin that is registered is among the available providers, too
+    listed = any(device.ep_name == CUDA.name for device in listed_devices(ort))
+    return listed or CUDA.name not in ort.get_available_providers()
 
 
 def add_cuda(ort: Any, options: Any, settings: OrtSettings) -> None:

@@ -3,7 +3,6 @@ axis, and the report names the line."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,20 +59,6 @@ def padded_if_needed(x: Tensor) -> Tensor:
     if n % 8:
         x = F.pad(x, (0, 0, 0, 8 - n % 8))
     return x.unflatten(1, (x.shape[1] // 8, 8)).mean(2).repeat_interleave(8, 1)[:, :n]
-
-
-def in_a_square(x: Tensor) -> Tensor:
-    n = x.shape[1]
-    side = int(np.ceil(np.sqrt(n)))
-    square = torch.cat([x, x[:, : side * side - n]], 1).unflatten(1, (side, side))
-    return (square + square.mean(1, keepdim=True)).flatten(1, 2)[:, :n]
-
-
-def in_a_square_of_math(x: Tensor) -> Tensor:
-    n = x.shape[1]
-    side = math.ceil(math.sqrt(n))
-    square = F.pad(x, (0, 0, 0, side * side - n)).unflatten(1, (side, side))
-    return (square + square.mean(1, keepdim=True)).flatten(1, 2)[:, :n]
 
 
 def sample_by_sample(x: Tensor) -> Tensor:
@@ -139,8 +124,6 @@ def test_a_branch_of_the_length_limits_the_file_on_the_side_of_the_example(tmp_p
         (token_by_token, 12, 1),
         (padded_if_needed, 20, 2),
         (padded_if_needed, 24, 2),
-        (in_a_square, 11, 2),
-        (in_a_square_of_math, 11, 2),
     ],
 )
 def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(
