@@ -453,7 +453,7 @@ def why_sizes_fail(build: Build) -> str:
     """Which lines of the user's own module may have tied the export to some sizes; "" if none did."""
     if not isinstance(build.spec.model, ModuleSpec):
         return ""
-    with quiet(streams=True), modes_of_users_code(build.spec):
+    with quiet(streams=True), modes_of_users_code(build.module, build.spec):
         return assumed_sizes(trace_of_user(build.module, example_inputs(build.spec), build.spec.inputs, build.spec))
 
 

@@ -33,8 +33,13 @@ class Work:
     again: tuple[float, ...] = ()
 
     def __add__(self, other: Work) -> Work:
-        sums = (getattr(self, name) + getattr(other, name) for name in ("fused", "tensor", "shared", "scratch"))
-        return Work(*sums, self.again + other.again)
+        return Work(
+            self.fused + other.fused,
+            self.tensor + other.tensor,
+            self.shared + other.shared,
+            self.scratch + other.scratch,
+            self.again + other.again,
+        )
 
     def __mul__(self, times: float) -> Work:
         """Of a part of a launch: scratch memory belongs to whole launches."""

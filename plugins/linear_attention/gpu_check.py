@@ -144,8 +144,8 @@ def work(case: Case) -> Work:
     if not causal:
         outputs = (queries * keys + tile * 2) * (groups * tiles * values)
         staged = tile * (groups * values * (slices if keys == 1 else tiles * keys))
-        written, again = state_bytes * (slices + 1), (state_bytes * slices, state_bytes)
-        return states + outputs + staged + Work(scratch=written, again=again)
+        work = Work(scratch=state_bytes * (slices + 1), again=(state_bytes * slices, state_bytes))
+        return states + outputs + staged + work
     # the state, keys, values and weights of every tile
     weights = product(size, 64, 64, 64, right="columns") + product(size, 64, 64, 64, left="registers") + one_more
     later = update * ((tiles - slices) / tiles)
@@ -153,8 +153,8 @@ def work(case: Case) -> Work:
     outputs = (block * keys + weights + later + tile * 2) * (groups * tiles * values)
     read_again = groups * seq * (head_dim + value_dim) * size + batch * seq
     # states are written, and then read and replaced by those before each slice
-    again = (state_bytes * slices, state_bytes * slices, state_bytes * slices + read_again)
-    return states + outputs + Work(scratch=state_bytes * slices, again=again)
+    written = state_bytes * slices
+    return states + outputs + Work(scratch=written, again=(written, written, written + read_again))
 
 
 def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:
