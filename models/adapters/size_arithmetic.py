@@ -264,11 +264,10 @@ class Slices(TorchFunctionMode):
 
 def is_between(bound: SymInt, size: Any) -> bool:
     """Whether a bound that was computed from one free size lies from 0 to the size of its axis, at all sizes tried."""
-    import sympy  # type: ignore[import-untyped]
-
-    expression, limit = (sympy.sympify(one.node.expr if isinstance(one, SymInt) else one) for one in (bound, size))
-    symbols = expression.free_symbols | limit.free_symbols
+    expression, limit = bound.node.expr, size.node.expr if isinstance(size, SymInt) else size
+    symbols = expression.free_symbols | getattr(limit, "free_symbols", set())
     if expression.is_Symbol or len(symbols) != 1:
         return False
-    tried = ({symbol: sympy.Integer(n) for symbol in symbols} for n in TRIED)
-    return all(0 <= expression.xreplace(sizes) <= limit.xreplace(sizes) for sizes in tried)
+    (symbol,) = symbols
+    limits = (limit.subs(symbol, n) if isinstance(size, SymInt) else limit for n in TRIED)
+    return all(0 <= expression.subs(symbol, n) <= most for n, most in zip(TRIED, limits, strict=True))
