@@ -39,7 +39,7 @@ TRIED = 4096
 EQUAL = re.compile(r"Eq\((\w+), (\w+)\)")
 CONSTANT = re.compile(r"Eq\((\w+), \d+\)")
 CHANGE = (
-    "Write it so that it holds for every size: no loop over tokens, no branch that depends on a size, and arithmetic on "
+    "Write it so that it holds for every size: no loop over tokens, no branch that depends on a size, arithmetic on "
     "sizes with Python, math and numpy"
 )
 
