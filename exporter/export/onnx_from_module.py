@@ -345,7 +345,10 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     sizes = {"batch": 2, "choices": 3, MASKS: 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
     fills = dict(INPUT_DEFAULTS)
     if isinstance(spec.model, ModuleSpec):
-        sizes = distinct_sizes({"seq": spec.seq_len, **spec.model.axis_sizes, "batch": 2})
+        # at the limit, the first `seq` of so many positions would be all of them, and `seq` a constant
+        at_limit = spec.seq_len == spec.max_seq_len and spec.fixed_seq_len is None
+        seq = max(spec.seq_len - at_limit, spec.min_seq_len)
+        sizes = distinct_sizes({"seq": seq, **spec.model.axis_sizes, "batch": 2})
         fills |= {name: low for name, (low, _) in spec.model.ranges.items()}
         fills[spec.model.mask] = int(not spec.model.mask_ignores)
     return tuple(
