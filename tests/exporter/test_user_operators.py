@@ -250,7 +250,7 @@ def test_an_installed_operator_is_compiled_without_flags_and_not_twice(
 def test_a_library_records_which_operators_have_a_cuda_kernel(machine: Machine, nvcc: Path, tmp_path: Path) -> None:
     first, second = write_operator(tmp_path), write_operator(tmp_path)
     (second / "kernel_cuda.cu").write_text("// a kernel")
-    info = build_library(folders=[first, second]).info
+    info = build_library(cuda=True, folders=[first, second]).info
     assert info is not None
     assert {built.torch_name: built.cuda for built in info.operators} == {first.name: False, second.name: True}
 
@@ -285,7 +285,7 @@ def test_an_operator_without_a_cuda_kernel_runs_as_its_body_on_a_gpu(
 ) -> None:
     folder = write_operator(tmp_path)
     op = operator_of_folder(folder).onnx_name
-    build_library(folders=[folder])
+    build_library(cuda=True, folders=[folder])
     assert kernels_for((op, "LSHSort"), (), OrtSettings(provider="cuda")).bodies == (op,)
 
 
