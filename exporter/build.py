@@ -284,7 +284,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=[
                 *notes,
-                *(spec.model.length_notes if isinstance(spec.model, ModuleSpec) else ()),
+                *(spec.model.notes if isinstance(spec.model, ModuleSpec) else ()),
                 *text_notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
                 *undefined_notes(cases, spec),

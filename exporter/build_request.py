@@ -115,4 +115,4 @@ class BuildRequest:
         with quiet():
             user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
         spec = build_spec_from_module(self.flags, model)
-        return spec, source_from_user(user, origin, spec), model.remarks, origin.rpartition(":")[2]
+        return spec, source_from_user(user, origin, spec), (), origin.rpartition(":")[2]

@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import MissingExtraError, UserError
-from effexport.plugins.building.gpus import Gpu as Gpu
-from effexport.plugins.building.gpus import driver_cuda as driver_cuda
-from effexport.plugins.building.gpus import gpus_here as gpus_here
-from effexport.plugins.building.gpus import parse_gpus as parse_gpus
 from effexport.processor import Processor
 from effexport.runtimes import RUNTIMES, TORCH, Package
 from effexport.version import __version__

@@ -49,7 +49,7 @@ def command(load: bool, as_json: bool) -> None:
 
 def examine_tools() -> list[dict[str, str | None]]:
     """Programs and GPUs: what each is needed for, what was found (None: nothing), and what adds it."""
-    from effexport.environment import gpus_here
+    from effexport.plugins.building.gpus import gpus_here
     from effexport.plugins.building.toolchain import examine_compiler, examine_nvcc, require_cmake
     from effexport.plugins.errors import LibraryError
 
@@ -99,7 +99,7 @@ def examine_bfloat16() -> tuple[str | None, str]:
 def examine_driver() -> tuple[str | None, str]:
     """What the driver of the GPU is good for (None: there is no driver), and what TensorRT plugins need, whose PTX is
     refused by a driver that is older than it."""
-    from effexport.environment import driver_cuda
+    from effexport.plugins.building.gpus import driver_cuda
     from effexport.plugins.building.ptx_target import MAX_ISA, cuda_of_isa, text_of
 
     here, needed = driver_cuda(), cuda_of_isa(MAX_ISA)

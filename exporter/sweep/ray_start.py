@@ -6,8 +6,8 @@ import os
 import socket
 from typing import Any
 
-from effexport.environment import gpus_here
 from effexport.errors import MissingExtraError, UserError
+from effexport.plugins.building.gpus import gpus_here
 from effexport.sweep.attempt import Limits, Work, run_attempt
 from effexport.sweep.cluster import RayExecutor, short
 

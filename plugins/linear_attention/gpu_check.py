@@ -144,8 +144,8 @@ def work(case: Case) -> Work:
     if not causal:
         outputs = (queries * keys + tile * 2) * (groups * tiles * values)
         staged = tile * (groups * values * (slices if keys == 1 else tiles * keys))
-        work = Work(scratch=state_bytes * (slices + 1), again=(state_bytes * slices, state_bytes))
-        return states + outputs + staged + work
+        memory = Work(scratch=state_bytes * (slices + 1), again=(state_bytes * slices, state_bytes))
+        return states + outputs + staged + memory
     # the state, keys, values and weights of every tile
     weights = product(size, 64, 64, 64, right="columns") + product(size, 64, 64, 64, left="registers") + one_more
     later = update * ((tiles - slices) / tiles)

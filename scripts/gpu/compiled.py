@@ -61,7 +61,6 @@ class Multiprocessor:
 
 MULTIPROCESSOR = {
     75: Multiprocessor(32, 16, 64 << 10, 0),
-    80: Multiprocessor(64, 32, 164 << 10, 1 << 10),
     90: Multiprocessor(64, 32, 228 << 10, 1 << 10),
     120: Multiprocessor(48, 24, 100 << 10, 1 << 10),
 }

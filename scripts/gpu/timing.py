@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import AtMost, Case, FasterThan, GpuCheck, Timed, load_gpu_check
+from effexport.plugins.gpu_work import Work
 from effexport.plugins.ops import OPS
 from gpu.bounds import Rates, bound_of
 from gpu.building import load_kernels
@@ -117,7 +118,7 @@ def time_case(
         "case": timed.case.name,
         "copies": len(copies),
         "readings": readings(kernels.device, calls),
-        **lower_bound(check, case, moved, ceilings),
+        **lower_bound(check.work(case), moved, case.dtype, ceilings),
         "goals": [goal_json(goal) for goal in timed.goals],
     }
 
@@ -136,12 +137,12 @@ def kernel_call(
     return lambda: kernels.launch(name, case, arrays, scratch)
 
 
-def lower_bound(check: GpuCheck, case: Case, moved: int, ceilings: dict[str, float | None]) -> dict[str, Any]:
-    """What the kernels take at least, as they are written, and what bounds them."""
-    rates = rates_of(ceilings, case.dtype)
+def lower_bound(work: Work, moved: int, dtype: str, ceilings: dict[str, float | None]) -> dict[str, Any]:
+    """What this work takes at least, and what bounds it. moved: bytes of all inputs and outputs."""
+    rates = rates_of(ceilings, dtype)
     if rates is None:
         return {"bound_us": None, "bound_by": "not measured"}
-    bound = bound_of(check.work(case), moved, rates)
+    bound = bound_of(work, moved, rates)
     return {"bound_us": bound.us, "bound_by": bound.resource}
 
 

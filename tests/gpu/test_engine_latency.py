@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,10 @@ from effexport.spec import build_spec_from_options
 @pytest.fixture
 def no_gpu_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "DEVICE", "cpu")
-    monkeypatch.setattr(latency, "ceilings", lambda: {"copy": 1e12, "float32": 1e15})
+    ceilings = {"copy": 1e12, "float16": 1e15, "bfloat16": 1e15, "clock": 1e9}
+    monkeypatch.setattr(latency, "ceilings", lambda: ceilings)
+    properties = SimpleNamespace(multi_processor_count=100, L2_cache_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # put back after the test
 
@@ -66,15 +70,18 @@ def test_an_engine_that_is_wrong_is_not_a_fast_one(machine: Machine, value: floa
     assert "the engine differs from PyTorch" in outcome.problem
 
 
+@pytest.mark.usefixtures("no_gpu_to_time")
 def test_the_floor_counts_linear_layers_once() -> None:
     spec = build_spec_from_options({"variant": "softmax", "dim": 64, "heads": 4, "layers": 2, "seq_len": 64}, None)
     module = module_from_seed(spec)
     # four projections of 64², and two of 64 × 256, per layer
     count = 2 * (4 * 64 * 64 + 2 * 64 * 256)
-    bound = latency.bound_of(module, spec, 1000, {"copy": 1e18, "float32": 1e12})
-    assert bound == {"bound_us": pytest.approx(2 * count * 1000 / 1e6), "bound_by": "arithmetic"}
+    halves = {"float16": 1e15, "bfloat16": 1e15}
+    # 100 multiprocessors of 128 multiply-adds a clock
+    bound = latency.bound_of(module, spec, 1000, {"copy": 1e18, "clock": 1e6, **halves})
+    assert bound == {"bound_us": pytest.approx(count * 1000 / 12800), "bound_by": "multiply-adds"}
     moved = 4 * count + 1000 * (16 + 4 * 64)
-    bound = latency.bound_of(module, spec, 1000, {"copy": 1e9, "float32": 1e21})
+    bound = latency.bound_of(module, spec, 1000, {"copy": 1e9, "clock": 1e15, **halves})
     assert bound == {"bound_us": pytest.approx(moved / 1e3), "bound_by": "memory"}
 
 

@@ -259,7 +259,7 @@ def test_bounds_come_from_the_rates_that_were_measured_on_this_gpu(monkeypatch: 
     assert (rates.copied, rates.tensor, rates.cache_bytes) == (2e12, 3.5e14, 4e7)
     assert rates.fused == rates.shared == 100 * 128 * 1.5e9
     check = load_gpu_check(OPERATORS["segment_means"])
-    found = timing.lower_bound(check, check.timed[0].case, 67_700_000, ceilings)
+    found = timing.lower_bound(check.work(check.timed[0].case), 67_700_000, "float16", ceilings)
     assert found == {"bound_us": pytest.approx(33.85), "bound_by": "memory"}
     assert timing.rates_of(dict.fromkeys(ceilings), "float32") is None
 

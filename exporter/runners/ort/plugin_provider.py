@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.environment import gpus_here
 from effexport.errors import MissingExtraError, UserError
+from effexport.plugins.building.gpus import gpus_here
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings
 from effexport.runners.ort.tensorrt_provider import check_tf32, engine_folder, profile_options, tf32_allowed
 from effexport.runtimes import RUNTIMES, Package

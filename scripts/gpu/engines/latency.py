@@ -182,14 +182,14 @@ def bound_of(module: nn.Module, spec: BuildSpec, length: int, rates: dict[str, f
     """
     from torch import nn
 
+    from effexport.plugins.gpu_work import Work
+    from gpu.timing import lower_bound
+
     weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     count = sum(weight.numel() for weight in weights)
     element_bytes = weights[0].element_size()
     # two int64 per token in, one hidden state per token out
     moved = count * element_bytes + length * (2 * 8 + spec.attention.dim * element_bytes)
-    copied, products = rates["copy"], rates.get(spec.dtype)
-    if copied is None:
-        return {"bound_us": None, "bound_by": "not measured"}
-    memory = 1e6 * moved / copied
-    arithmetic = 1e6 * 2 * count * length / products if products else 0.0
-    return {"bound_us": max(memory, arithmetic), "bound_by": "memory" if memory >= arithmetic else "arithmetic"}
+    products = float(count * length)
+    work = Work(fused=products) if spec.dtype == "float32" else Work(tensor=products)
+    return lower_bound(work, moved, spec.dtype, rates)

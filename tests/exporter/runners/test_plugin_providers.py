@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,9 @@ import pytest
 from effexport import OrtSettings
 from effexport.bench.measuring.candidates import reason_without_runtime
 from effexport.engines.sidecar import ShapeRange
-from effexport.environment import Gpu, versions
+from effexport.environment import versions
 from effexport.errors import KernelWarning, MissingExtraError, UserError
+from effexport.plugins.building.gpus import Gpu
 from effexport.plugins.building.library import Library
 from effexport.runners.ort import kernels, plugin_provider
 from effexport.runners.ort import session as ort_session
@@ -123,7 +125,7 @@ def install(site: Path, provider: PluginProvider, library: str = "provider.so") 
 
 
 @pytest.fixture
-def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeOrt:
+def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeOrt]:
     """The stand-in, with both packages, in a process that forbids TF32, with a cache of its own."""
     fake = FakeOrt()
     install(tmp_path / "site", CUDA)
@@ -140,7 +142,9 @@ def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeOrt:
     monkeypatch.setattr(kernels, "find_library", lambda: None)
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(ort_tensorrt.TF32_VARIABLE, "0")
-    return fake
+    yield fake
+    for provider in (CUDA, RTX):  # or later tests of this process would find these packages
+        sys.modules.pop(provider.module, None)
 
 
 def settings(provider: PluginProvider = RTX, **fields: Any) -> OrtSettings:

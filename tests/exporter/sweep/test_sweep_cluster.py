@@ -19,8 +19,8 @@ import sweep_cells
 from sweep_cells import notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
-from effexport.environment import gpus_here
 from effexport.errors import MissingExtraError, UserError
+from effexport.plugins.building.gpus import gpus_here
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.cluster import RayExecutor
