@@ -116,12 +116,19 @@ def traced(
     import torch
 
     program, error = None, None
-    # as torch.onnx does: sizes of 0 and 1 are like others
-    with recorded() as messages, torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        try:
-            program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
-        except Exception as caught:  # whatever the user's code raises
-            error = caught
+    messages: list[tuple[str, str]] = []
+    # as torch.onnx does: with Python itself first, then with its bytecode, which also takes NumPy's functions of
+    # tensors; sizes of 0 and 1 are like others
+    for strict in (False, True):
+        with recorded() as found, torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            try:
+                program = torch.export.export(module, example, dynamic_shapes=shapes, strict=strict)
+            except Exception as caught:  # whatever the user's code raises
+                error = error or caught
+        if program is not None or not strict:
+            messages = found
+        if program is not None:
+            break
     axes = {}
     for match in filter(None, (SYMBOL.search(message) for message, _ in messages)):
         symbol, name, index, axis = match.groups()
@@ -129,7 +136,7 @@ def traced(
         tensor = inputs[int(index)] if index else next((one for one in inputs if one.name == name), None)
         if tensor is not None:
             axes[symbol] = f"{tensor.dims[int(axis)]} of {tensor.name}"
-    return Trace(program, error, tuple(assumptions(messages)), axes)
+    return Trace(program, error if program is None else None, tuple(assumptions(messages)), axes)
 
 
 def assumed_sizes(trace: Trace) -> str:

@@ -111,6 +111,18 @@ def test_a_model_that_cannot_be_traced_is_one_short_message(
     assert list(tmp_path.iterdir()) == []
 
 
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+
+def test_functions_of_numpy_are_read_as_those_of_pytorch(tmp_path: Path) -> None:
+    # torch.export reads them only from the bytecode: strict=True
+    model = Computing(lambda y: Tanh.apply(y) + torch.from_numpy(np.cos(y.detach().numpy())))
+    assert effexport.export(model.eval(), example(), tmp_path / "out").report.verdict == "passed"
+
+
 def test_the_message_has_the_line_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=rf"\(test_quiet.py, line {branch.__code__.co_firstlineno + 1}\)"):
         effexport.export(Computing(branch).eval(), example(), tmp_path / "out")
