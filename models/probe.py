@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -82,11 +83,16 @@ class Probe:
         if works == fails or self.follows(outputs, fails):
             if limit is not None:
                 return limit
-            sizes = [size + 1 for size in self.sizes_of_weights() if fails <= size < FURTHEST]
-            sizes += [4 * tuned] * (4 * tuned <= FURTHEST)
-            works, fails = fails, next((size for size in sizes if not self.follows(outputs, size)), 0)
-            if not fails:
+            sizes = {size + 1 for size in self.sizes_of_weights() if fails <= size < FURTHEST}
+            sizes |= {4 * tuned} if 4 * tuned <= FURTHEST else set()
+            if not sizes or self.follows(outputs, max(sizes)):
                 return None
+            tried = sorted(sizes)
+            # whoever takes a length takes the shorter ones
+            first = bisect.bisect_left(tried[:-1], True, key=lambda size: not self.follows(outputs, size))
+            works, fails = (tried[first - 1] if first else fails), tried[first]
+            if self.follows(outputs, fails - 1):
+                return fails - 1
         while fails - works > 1:
             middle = (works + fails) // 2
             works, fails = (middle, fails) if self.follows(outputs, middle) else (works, middle)

@@ -164,7 +164,14 @@ def test_barriers_of_all_kinds_are_found() -> None:
 
 @pytest.mark.slow
 @pytest.mark.requires("native", "torch")
-@pytest.mark.parametrize("place", [pytest.param(place, id=place.name) for place in PLACES])
+@pytest.mark.parametrize(
+    "place",
+    # of each file, one; the soak run leaves out every one
+    [
+        pytest.param(place, id=place.name, marks=[pytest.mark.soak] * (place.source in (p.source for p in PLACES[:i])))
+        for i, place in enumerate(PLACES)
+    ],
+)
 def test_what_orders_threads_is_missed_if_it_is_left_out(place: Place, tmp_path: Path) -> None:
     folder, calls = programs(NEWEST), tmp_path / "calls"
     if place.is_for_the_compiler:

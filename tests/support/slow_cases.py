@@ -9,9 +9,11 @@ import pytest
 from effexport.models.spec import ATTENTION_SPECS
 
 
-def slow_after(count: int, cases: Iterable[object]) -> list[object]:
-    """The cases; all but the first `count` are slow tests."""
-    return [case if index < count else slow(case) for index, case in enumerate(cases)]
+def slow_after(count: int, cases: Iterable[object], soak_after: int | None = None) -> list[object]:
+    """The cases; all but the first `count` are slow tests, and those after `soak_after` run in scripts/soak.sh only."""
+    cases = list(cases)
+    last = len(cases) if soak_after is None else soak_after
+    return [*cases[:count], *map(slow, cases[count:last]), *map(soak, cases[last:])]
 
 
 def variants_fast_for(*names: str) -> list[object]:
@@ -20,4 +22,12 @@ def variants_fast_for(*names: str) -> list[object]:
 
 
 def slow(case: object) -> object:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+    return marked(case, pytest.mark.slow)
+
+
+def soak(case: object) -> object:
+    return marked(case, pytest.mark.soak)
+
+
+def marked(case: object, mark: pytest.MarkDecorator) -> object:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
