@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.model_spec import Dims
+from effexport.models.size_formula import axes_of, with_fixed_axis
 from effexport.models.spec import AttentionSpec, attention_from_dict
 from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
 
@@ -59,7 +60,8 @@ class ModuleSpec(CheckpointSpec):
 
     attention_fields: the spec of the layer that decides how results are compared, as `AttentionSpec.to_dict` writes it.
     attention_layers: how many layers are of effexport.models, as they were written or in the place of others.
-    input_dims, output_dims: axes by name; their length is a number if the module takes one length only.
+    input_dims, output_dims: axes by name; their length is a number if the module takes one length only. Those of outputs
+    may be formulas of those of inputs, such as "seq//4": see `size_formula`.
     tensor_types: element types of inputs and outputs, see `ModelSpec.element_types`.
     ranges: the lowest and the highest value + 1 of integers, by input; guesses: inputs for which they are only those of
     the example, no limit. axis_sizes: of axes other than batch and seq.
@@ -122,6 +124,10 @@ class ModuleSpec(CheckpointSpec):
             "batch" in axes and ("seq" in axes or self.seq_len in axes),
             f"the mask {shown(self.mask)} has the axes {shown(as_written(axes))}; expected batch and seq among them",
         )
+        free = self.free_axes
+        for dim in (dim for dims in self.output_dims.values() for dim in dims if isinstance(dim, str)):
+            unknown = sorted(axes_of(dim) - free) if dim not in free else []
+            require(not unknown, f"an output has the axis {shown(dim)}, and no input has {', '.join(unknown)}")
         require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
         _ = self.attention  # checks its fields
 
@@ -134,7 +140,10 @@ class ModuleSpec(CheckpointSpec):
         """The same with one size of a free axis. Without a batch, a mask is an input like any other."""
 
         def fixed(table: Mapping[str, Any]) -> dict[str, Dims]:
-            return {name: tuple(size if dim == axis else dim for dim in dims) for name, dims in table.items()}
+            return {
+                name: tuple(with_fixed_axis(dim, axis, size, self.free_axes) for dim in dims)
+                for name, dims in table.items()
+            }
 
         mask, ranges = self.mask, dict(self.ranges)
         if axis == "batch":
@@ -211,6 +220,11 @@ class ModuleSpec(CheckpointSpec):
         remedy = "; pad shorter sequences, with an attention mask" * (self.fixed_seq_len != 1)
         only = f"{self.module} is exported for exactly {tokens}, because it does not take every length{remedy}."
         return (only, *notes)
+
+    @property
+    def free_axes(self) -> set[str]:
+        """Names of the free axes of the inputs."""
+        return {dim for dims in self.input_dims.values() for dim in dims if isinstance(dim, str)}
 
     @property
     def inputs(self) -> dict[str, Dims]:

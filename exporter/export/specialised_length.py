@@ -290,8 +290,10 @@ def recorded() -> Iterator[list[tuple[str, str]]]:
     level, propagate, handlers = logger.level, logger.propagate, logger.handlers
     logger.handlers, logger.propagate = [recorder], False
     logger.setLevel(logging.INFO)
+    disabled, logger.manager.disable = logger.manager.disable, logging.NOTSET  # a program may have disabled logging
     try:
         yield messages
     finally:
+        logger.manager.disable = disabled
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
