@@ -51,6 +51,7 @@ TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
     "padding": (is_integer, "integers"),
     "replaced": (is_word, "names of classes"),
     "size_notes": (is_word, "sentences"),
+    "lowest": (is_size, "sizes"),
 }
 
 
@@ -60,8 +61,8 @@ class ModuleSpec(CheckpointSpec):
 
     attention_fields: the spec of the layer that decides how results are compared, as `AttentionSpec.to_dict` writes it.
     attention_layers: how many layers are of effexport.models, as they were written or in the place of others.
-    input_dims, output_dims: axes by name; their length is a number if the module takes one length only. Those of outputs
-    may be formulas of those of inputs, such as "seq//4": see `size_formula`.
+    input_dims, output_dims: axes by name; their length is a number if the module takes one length only. Those of
+    outputs may be formulas of those of inputs, such as "seq//4": see `size_formula`.
     tensor_types: element types of inputs and outputs, see `ModelSpec.element_types`.
     ranges: the lowest and the highest value + 1 of integers, by input; guesses: inputs for which they are only those of
     the example, no limit. axis_sizes: of axes other than batch and seq.
@@ -70,7 +71,8 @@ class ModuleSpec(CheckpointSpec):
     multiples of this only, and the exported file every length.
     padding: what stands in padded places of inputs of indices, by input.
     mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are padding.
-    shortest: the fewest tokens that the file takes. size_notes: why the file takes some sizes of an axis only, by axis.
+    shortest: the fewest tokens that the file takes. lowest: the smallest size of another axis, by axis. size_notes: why
+    the file takes some sizes of an axis only, by axis.
     replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
     """
 
@@ -99,6 +101,7 @@ class ModuleSpec(CheckpointSpec):
     remarks: tuple[str, ...] = ()
     shortest: int = 1
     size_notes: Mapping[str, str] = field(default_factory=dict)
+    lowest: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Also checks the tables, which a manifest may fill with anything."""
@@ -132,8 +135,9 @@ class ModuleSpec(CheckpointSpec):
         _ = self.attention  # checks its fields
 
     def to_dict(self) -> dict[str, Any]:
-        # an older effexport can read a module of any length
-        left_out = [name for name, usual in (("shortest", 1), ("size_notes", {})) if getattr(self, name) == usual]
+        # an older effexport can read a module of any size
+        usual: dict[str, Any] = {"shortest": 1, "size_notes": {}, "lowest": {}}
+        left_out = [name for name, value in usual.items() if getattr(self, name) == value]
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def with_fixed(self, axis: str, size: int, note: str) -> ModuleSpec:
@@ -155,6 +159,7 @@ class ModuleSpec(CheckpointSpec):
             input_dims=fixed(self.input_dims),
             output_dims=fixed(self.output_dims),
             axis_sizes={name: number for name, number in self.axis_sizes.items() if name != axis},
+            lowest={name: number for name, number in self.lowest.items() if name != axis},
             size_notes={**self.size_notes, axis: note},
             mask=mask,
             ranges=ranges,

@@ -116,7 +116,7 @@ class Probe:
         found = []
         with contextlib.suppress(ModuleFailedError):
             for length in lengths:
-                found.append(self.seen(1, length))  # noqa: PERF401 - those before a failure stay
+                found.append(self.seen(1, length))
         return found
 
     def longest(self, outputs: dict[str, Dims], tuned: int, limit: int | None) -> int | None:
@@ -207,19 +207,17 @@ class Probe:
         seen: at least two runs. Raises UnknownAxesError for an output with any other axis.
         """
         found: dict[str, Dims] = {}
+        dims: tuple[int | str | None, ...] = ()
         for name, shape in seen[0].shapes.items():
             for count in range(2, len(seen) + 1):
-                shapes = [one.shapes.get(name, ()) for one in seen[:count]]
-                dims = (
-                    tuple(self.axis_of(name, axis, seen[:count]) for axis in range(len(shape)))
-                    if {len(one) for one in shapes} == {len(shape)} and name in seen[count - 1].shapes
-                    else (None,)
-                )
+                last = seen[count - 1]
+                other = last.shapes.get(name, ())
+                dims = (None,)
+                if name in last.shapes and len(other) == len(shape):
+                    dims = tuple(self.axis_of(name, axis, seen[:count]) for axis in range(len(shape)))
                 if None in dims:
-                    raise UnknownAxesError(
-                        f"{name} of {self.name} is {list(shapes[-1])} for {seen[count - 1].what}, but {list(shape)} for "
-                        f"{seen[0].what}"
-                    )
+                    what = f"{list(other)} for {last.what}, but {list(shape)} for {seen[0].what}"
+                    raise UnknownAxesError(f"{name} of {self.name} is {what}")
             found[name] = tuple(dim for dim in dims if dim is not None)
         return found
 

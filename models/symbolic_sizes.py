@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.utils._sympy import functions as sizes
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 TRIED = sorted({*range(1, 130), *(min(2**k + i, 2**31 - 1) for k in range(7, 32) for i in (-1, 0, 1))})
 # Of what a float is multiplied with and then rounded, such as 0.5 * n: a larger one is not exactly the fraction meant.
 LARGEST_DENOMINATOR = 1024
-
-
 # Shapes of inputs, and of outputs by name, with free sizes as symbols.
 Shapes = tuple[list[torch.Size], dict[str, torch.Size]]
 
@@ -44,15 +43,18 @@ def output_formulas(
     free = torch.export.Dim.AUTO
     axes = [{i: free for i, dim in enumerate(one) if isinstance(dim, str)} for one in dims]
     patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    # the user's code may raise anything
+    # the user's code may raise anything, and keep symbols in its attributes; weights stay the same tensors
     with contextlib.suppress(Exception), code_as_exported(module), patch:
-        recorder = Recorder(module, notes.append)
+        weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        recorder = Recorder(copy.deepcopy(module, weights), notes.append)
         torch.export.export(recorder, tuple(tensors), dynamic_shapes=(tuple(axes),), strict=False)
     if not notes:
         return {}
     shapes, outputs = notes[0]
-    sizes_of_axes = [pair for shape, one in zip(shapes, dims, strict=True) for pair in zip(shape, one, strict=True)]
-    names = {size.node.expr: axis for size, axis in sizes_of_axes if isinstance(size, torch.SymInt)}
+    pairs: list[tuple[Any, int | str]] = [
+        pair for shape, one in zip(shapes, dims, strict=True) for pair in zip(shape, one, strict=True)
+    ]
+    names = {size.node.expr: axis for size, axis in pairs if isinstance(size, torch.SymInt)}
     return {name: tuple(formula_of(size, names) for size in shape) for name, shape in outputs.items()}
 
 
@@ -96,9 +98,7 @@ def in_integers(e: Any) -> Any:
         return -floor(-above, below) if isinstance(e, sizes.CeilToInt) else floor(above, below)
     if isinstance(e, sympy.Pow | sizes.PowByNatural) and e.args[1].is_Integer and 0 < e.args[1] <= 4:
         return in_integers(e.args[0]) ** e.args[1]
-    if not isinstance(
-        e, sympy.Add | sympy.Mul | sizes.FloorDiv | sizes.Mod | sizes.PythonMod | sizes.Max | sizes.Min
-    ):
+    if not isinstance(e, sympy.Add | sympy.Mul | sizes.FloorDiv | sizes.Mod | sizes.PythonMod | sizes.Max | sizes.Min):
         raise UnknownSizeError(str(e))
     parts = [in_integers(part) for part in e.args]
     if isinstance(e, sizes.FloorDiv):

@@ -290,7 +290,9 @@ def program_of_user(
                 if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
                     raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
         raise failure(trace.error, module) from trace.error
-    limits = {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
+    lowest = getattr(spec.model, "lowest", {})
+    limits = {axis: (size, LARGEST_SIZE) for axis, size in lowest.items()}
+    limits["seq"] = (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)
     if tied := sizes_of_trace(trace, sizes, signature.inputs, limits):
         raise OtherSizesError(STAGE, tied)
     return trace.program
@@ -385,8 +387,7 @@ def register_schemas() -> None:
 
 
 def name_output_axes(model: ir.Model, signature: GraphSignature) -> None:
-    """Name the axes of outputs that torch.onnx describes by symbols and formulas, such as Min(64, seq), as the signature
-    does.
+    """Name the axes of outputs that torch.onnx describes by formulas, such as Min(64, seq), as the signature does.
 
     That the axes have these sizes was seen when the module was run, and the proof compares the shapes of every case.
     """

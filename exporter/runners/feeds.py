@@ -24,8 +24,9 @@ class FeedLimits:
     """Limits that are not in a graph: the longest and the shortest sequence, and per input of indices, how many values
     there are.
 
-    has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out. outputs: what
-    every answer is held to; empty if something else judges it.
+    has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out. lowest: the
+    smallest sizes of other axes than that of tokens. outputs: what every answer is held to; empty if something else
+    judges it.
     """
 
     max_seq_len: int | None = None
@@ -33,6 +34,7 @@ class FeedLimits:
     has_mask: bool = True
     defaults: Mapping[str, int] = field(default_factory=lambda: INPUT_DEFAULTS)
     min_seq_len: int = 1
+    lowest: Mapping[str, int] = field(default_factory=dict)
     outputs: tuple[TensorInfo, ...] = ()
 
 
@@ -41,7 +43,8 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     defaults = {tensor.name: INPUT_DEFAULTS[tensor.name] for tensor in spec.inputs if is_optional(tensor)}
     if MASK_NAME in defaults and mask == MASK_NAME and ignores:
         defaults[MASK_NAME] = 0
-    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults, spec.min_seq_len)
+    lowest = getattr(spec.model, "lowest", {})
+    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults, spec.min_seq_len, lowest)
 
 
 def limits_of_runner(spec: BuildSpec) -> FeedLimits:
@@ -89,6 +92,12 @@ def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLim
         if tensor.name not in complete:
             raise UserError(f"input {tensor.name!r} is missing; expected: {expected}")
         check_array(complete[tensor.name], tensor, sizes)
+    for axis, lowest in limits.lowest.items():
+        size, owner = sizes.get(axis, (lowest, ""))
+        if size < lowest:
+            raise UserError(
+                f"{axis} is {size} in {owner!r}; this model takes at least {lowest}: pad the input; its report says why"
+            )
     check_values(complete, inputs, limits)
     return {name: complete[name] for name in names}
 

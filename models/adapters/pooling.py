@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-
 # All are PyTorch's names of it.
 SAME = (torch.max_pool1d, F.max_pool1d, F._max_pool1d)  # type: ignore[attr-defined]
 
@@ -22,7 +21,7 @@ class PoolingCalls(TorchFunctionMode):
 
 
 def max_pool1d(
-    input: Tensor,  # noqa: A002 - as PyTorch calls it
+    input: Tensor,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,

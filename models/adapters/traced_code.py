@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch.fx.experimental._config
 from torch import nn
 
 from effexport.models.adapters.pooling import PoolingCalls

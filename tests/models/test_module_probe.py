@@ -165,7 +165,7 @@ def test_a_length_whose_output_has_no_formula_is_the_only_one() -> None:
         spec.notes[-1],
     )
     examples = {"hidden_states": torch.zeros(2, 64, 32), "attention_mask": torch.ones(2, 64, dtype=torch.int64)}
-    calling = Calling(examples=examples, dynamic=dict.fromkeys(examples, {0: "batch", 1: "seq"}))
+    calling = Calling(examples=examples, dynamic={key: {0: "batch", 1: "seq"} for key in examples})
     with pytest.raises(SpecError, match=r"output of mine is .* but .*; expected axes that are constant, or formulas"):
         model_and_spec(module, "mine", calling=calling)
 
