@@ -224,14 +224,17 @@ class Probe:
     def axis_of(self, name: str, axis: int, seen: Sequence[Seen]) -> int | str | None:
         """One axis of an output, see `axes_of`; None if it is nothing of the kind."""
         observed = [one.shapes[name][axis] for one in seen]
-        if len(set(observed)) == 1:
+        is_constant = len(set(observed)) == 1
+        # axes of other names hardly change from run to run, and neither does a 32nd of them
+        if is_constant and {"batch", "seq"}.issuperset(self.inputs.axes):
             return observed[0]
         for free in self.inputs.axes:
             if observed == [one.sizes[free] for one in seen]:
                 return free
         formula = self.formulas(seen[1].sizes).get(name, ())[axis : axis + 1]
-        is_right = formula and formula[0] is not None and observed == [size_of(formula[0], one.sizes) for one in seen]
-        return formula[0] if is_right else None
+        if formula and formula[0] is not None and observed == [size_of(formula[0], one.sizes) for one in seen]:
+            return formula[0]
+        return observed[0] if is_constant else None
 
     def formulas(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | str | None, ...]]:
         """Axes of the outputs by name, as PyTorch's trace has them. sizes: of a run of one sample; its length is free
