@@ -430,14 +430,14 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     """
     from effexport.artifact import open_artifact
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.feeds import limits_of_runner
     from effexport.runners.ort.runner import OrtRunner
 
     check_settings_or_runtime(settings, runtime)
     artifact = open_artifact(path_of("path", path))
     if runtime is not None:
         return runner_from_artifact(artifact, runtime)
-    return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
+    return OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
 
 
 def load_text(
@@ -459,7 +459,7 @@ def load_text(
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.feeds import limits_of_runner
     from effexport.runners.ort.runner import OrtRunner
     from effexport.text.task import DEFAULT_OPTIONS, TextOptions
     from effexport.text.tasks import TextModel, task_from_artifact
@@ -470,7 +470,7 @@ def load_text(
     task = task_from_artifact(artifact, options or DEFAULT_OPTIONS)
     if runtime is not None:
         return TextModel(runner_from_artifact(artifact, runtime), task, artifact.spec.batch)
-    runner = OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
+    runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
     return TextModel(runner, task, artifact.spec.batch)
 
 

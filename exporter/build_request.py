@@ -112,7 +112,7 @@ class BuildRequest:
                 examples is None, f"--inputs {self.inputs} and example inputs of {origin} were both given; give one"
             )
         calling = Calling(examples=examples, dynamic=dynamic, table=table)
-        with quiet():
+        with quiet(streams=True):
             user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
         spec = build_spec_from_module(self.flags, model)
         return spec, source_from_user(user, origin, spec), (), origin.rpartition(":")[2]

@@ -12,7 +12,7 @@ from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
-from effexport.models.model_spec import ModelSpec, Scope
+from effexport.models.model_spec import ModelSpec, Scope, shape_of
 from effexport.models.spec import (
     ATTENTION_SPECS,
     AttentionSpec,
@@ -240,10 +240,9 @@ class BuildSpec(ShortRepr):
     def least_bytes(self) -> int:
         """Memory that no build can do without: the weights in float32, and one call with the example's batch and
         length. A build takes several times this."""
-        sizes = {"batch": self.batch, "seq": self.seq_len}
-        outputs = (
-            math.prod(sizes.get(dim, 1) if isinstance(dim, str) else dim for dim in t.dims) for t in self.outputs
-        )
+        others = {dim: 1 for tensor in self.inputs for dim in tensor.dims if isinstance(dim, str)}
+        sizes = {**others, "batch": self.batch, "seq": self.seq_len}
+        outputs = (math.prod(shape_of(tensor.dims, sizes)) for tensor in self.outputs)
         call = max(self.model.least_elements(self.batch, self.seq_len), sum(outputs))
         return 4 * (count(self.model.weights()) + call)
 

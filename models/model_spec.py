@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from effexport.models.size_formula import size_of
+
 if TYPE_CHECKING:
     from effexport.models.spec import AttentionSpec
     from effexport.models.weight_shapes import Shapes
 
-# The axes of an input or output: a size, or the name of an axis whose size is free.
+# The axes of an input or output: a size, the name of an axis whose size is free or, of an output, a formula of these.
 Dims = tuple[int | str, ...]
 Scope = Literal["encoder", "attention", "checkpoint"]
 
@@ -106,7 +108,7 @@ class ModelSpec(Protocol):
 
 def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an input or output for sizes of the named axes."""
-    return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
+    return tuple(size_of(dim, sizes) for dim in dims)
 
 
 def longer_length(seq_len: int) -> int:

@@ -88,8 +88,8 @@ class Calls:
     turned: int
 
 
-def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> Calls:
-    """How many nodes of each of our operators a model becomes."""
+def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -> Calls:
+    """How many nodes of each of our operators a model becomes. seq_len: a length that it takes."""
     from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
     from effexport.models.lsh import LSHHash
@@ -109,7 +109,7 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
         for path, child in module.named_modules()
         if isinstance(child, LSHHash)
     ]
-    tensors = probe.inputs.tensors(probe.sizes(1, min(tuned, PROBE_SEQ_LEN) if probe.is_free else tuned))
+    tensors = probe.inputs.tensors(probe.sizes(1, seq_len))
     as_operators = attention_calls_as_operators() if fused else contextlib.nullcontext(AttentionCalls())
     # operators that are a part of the unfused formulas are called only where gradients are wanted
     with as_operators as attention, fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():  # type: ignore[no-untyped-call]

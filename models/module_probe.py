@@ -23,7 +23,8 @@ from effexport.models.module_inputs import (
     inputs_from_table,
 )
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.probe import ModuleFailedError, Probe, probe_length
+from effexport.models.probe import ModuleFailedError, Probe, UnknownAxesError, probe_length
+from effexport.models.size_formula import with_fixed_axis
 from effexport.models.spec import PyTorchSpec
 from effexport.models.user_model import (
     CalledByPosition,
@@ -176,7 +177,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     )
     probe = Probe(module, subject.name, inputs)
     check_folded(original, adapted, list(inputs.tensors(probe.sizes(1, tuned))))
-    calls = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
+    calls = {fused: operator_calls(module, probe, lengths.short or tuned, fused) for fused in (True, False)}
     check_repeatable(original, adapted, Probe(original, subject.name, inputs), tuned)
     found = probe.run(1, tuned)
     mask = next((one for one in inputs.inputs if one.mask), None)
@@ -193,6 +194,8 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         input_dims={one.name: one.dims for one in inputs.inputs},
         output_dims=lengths.outputs,
         longest=lengths.longest,
+        shortest=lengths.shortest,
+        size_notes={"seq": lengths.note} if lengths.note else {},
         has_seq=lengths.has_seq,
         tensor_types={one.name: one.dtype for one in inputs.inputs} | element_types(found),
         ranges={one.name: [one.low, one.high] for one in inputs.inputs if one.dtype.startswith("int") and not one.mask},
@@ -261,8 +264,9 @@ def is_fixed_sequence(one: ModuleInput) -> bool:
 class Lengths:
     """The lengths that a model takes. inputs: with a number in the place of a length that is not free.
 
-    tuned: the length to export for; 1 without an axis of tokens (has_seq). outputs: axes by name. longest, multiple:
-    see `ModuleSpec`.
+    tuned: the length to export for; 1 without an axis of tokens (has_seq). outputs: axes by name. longest, shortest,
+    multiple: see `ModuleSpec`. note: why the length is not free, or has a smallest value; "" if nothing is to be said.
+    short: a length that is quick to run, None if there is none.
     """
 
     inputs: ModuleInputs
@@ -271,6 +275,9 @@ class Lengths:
     outputs: dict[str, Dims]
     longest: int | None = None
     multiple: int = 1
+    shortest: int = 1
+    note: str = ""
+    short: int | None = None
 
 
 def lengths_of(subject: Subject, probe: Probe, original: Probe) -> Lengths:
@@ -279,22 +286,31 @@ def lengths_of(subject: Subject, probe: Probe, original: Probe) -> Lengths:
     if not probe.is_free:
         outputs, _ = probe.output_dims(1, 1)
         return Lengths(inputs, 1, False, outputs)
-    tuned = subject.tuned
-    outputs, takes_others = probe.output_dims(probe_length(probe.module, tuned), tuned)
+    tuned, note = subject.tuned, ""
+    try:
+        outputs, short = probe.output_dims(probe_length(probe.module, tuned), tuned, subject.limit)
+    except UnknownAxesError as error:
+        if "seq" in inputs.declared:
+            raise
+        note = f"The file takes {tuned} tokens only: {error.reason}. For other lengths, build an artifact for each."
+        outputs, short = probe.axes_of([probe.seen(probe.batch, tuned), probe.seen(1, tuned)]), None
     # a length that the parameters do not have may be the only one, and a shorter one may fit by chance
-    if takes_others and subject.limit != 1 and (tuned == 1 or probe.length_multiple(tuned) == 1):
+    if short is not None and subject.limit != 1 and (tuned == 1 or probe.length_multiple(tuned) == 1):
         longest, multiple = probe.longest(outputs, tuned, subject.limit), 1
         if subject.adapted.replaced:
             # with our numbers, at the lengths for which they replace those of the original
             with frozen(subject.original, subject.adapted):
                 multiple = original.length_multiple(tuned)
-        return Lengths(inputs, tuned, True, outputs, longest, multiple)
+        shortest = probe.shortest(outputs, tuned)
+        if shortest > 1:
+            note = f"The file takes {shortest} tokens and more; of fewer, an output would have no elements."
+        return Lengths(inputs, tuned, True, outputs, longest, multiple, shortest, note, short)
     has_seq = not inputs.is_guess or is_sequence_of(inputs)
     fixed = replace(inputs, sizes={**inputs.sizes, "seq": tuned}).without_seq()
     at_tuned: dict[str, Dims] = {
-        name: tuple(tuned if dim == "seq" else dim for dim in dims) for name, dims in outputs.items()
+        name: tuple(with_fixed_axis(dim, "seq", tuned, inputs.axes) for dim in dims) for name, dims in outputs.items()
     }
-    return Lengths(fixed, tuned, has_seq, at_tuned, tuned)
+    return Lengths(fixed, tuned, has_seq, at_tuned, tuned, note=note)
 
 
 def copied(model: nn.Module, name: str) -> nn.Module:

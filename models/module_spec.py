@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.model_spec import Dims
+from effexport.models.size_formula import axes_of, with_fixed_axis
 from effexport.models.spec import AttentionSpec, attention_from_dict
 from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
 
@@ -50,6 +51,7 @@ TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
     "padding": (is_integer, "integers"),
     "replaced": (is_word, "names of classes"),
     "size_notes": (is_word, "sentences"),
+    "lowest": (is_size, "sizes"),
 }
 
 
@@ -59,7 +61,8 @@ class ModuleSpec(CheckpointSpec):
 
     attention_fields: the spec of the layer that decides how results are compared, as `AttentionSpec.to_dict` writes it.
     attention_layers: how many layers are of effexport.models, as they were written or in the place of others.
-    input_dims, output_dims: axes by name; their length is a number if the module takes one length only.
+    input_dims, output_dims: axes by name; their length is a number if the module takes one length only. Those of
+    outputs may be formulas of those of inputs, such as "seq//4": see `size_formula`.
     tensor_types: element types of inputs and outputs, see `ModelSpec.element_types`.
     ranges: the lowest and the highest value + 1 of integers, by input; guesses: inputs for which they are only those of
     the example, no limit. axis_sizes: of axes other than batch and seq.
@@ -68,7 +71,8 @@ class ModuleSpec(CheckpointSpec):
     multiples of this only, and the exported file every length.
     padding: what stands in padded places of inputs of indices, by input.
     mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are padding.
-    shortest: the fewest tokens that the file takes. size_notes: why the file takes some sizes of an axis only, by axis.
+    shortest: the fewest tokens that the file takes. lowest: the smallest size of another axis, by axis. size_notes: why
+    the file takes some sizes of an axis only, by axis.
     replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
     """
 
@@ -97,6 +101,7 @@ class ModuleSpec(CheckpointSpec):
     remarks: tuple[str, ...] = ()
     shortest: int = 1
     size_notes: Mapping[str, str] = field(default_factory=dict)
+    lowest: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Also checks the tables, which a manifest may fill with anything."""
@@ -122,19 +127,27 @@ class ModuleSpec(CheckpointSpec):
             "batch" in axes and ("seq" in axes or self.seq_len in axes),
             f"the mask {shown(self.mask)} has the axes {shown(as_written(axes))}; expected batch and seq among them",
         )
+        free = self.free_axes
+        for dim in (dim for dims in self.output_dims.values() for dim in dims if isinstance(dim, str)):
+            unknown = sorted(axes_of(dim) - free) if dim not in free else []
+            require(not unknown, f"an output has the axis {shown(dim)}, and no input has {', '.join(unknown)}")
         require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
         _ = self.attention  # checks its fields
 
     def to_dict(self) -> dict[str, Any]:
-        # an older effexport can read a module of any length
-        left_out = [name for name, usual in (("shortest", 1), ("size_notes", {})) if getattr(self, name) == usual]
+        # an older effexport can read a module of any size
+        usual: dict[str, Any] = {"shortest": 1, "size_notes": {}, "lowest": {}}
+        left_out = [name for name, value in usual.items() if getattr(self, name) == value]
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def with_fixed(self, axis: str, size: int, note: str) -> ModuleSpec:
         """The same with one size of a free axis. Without a batch, a mask is an input like any other."""
 
         def fixed(table: Mapping[str, Any]) -> dict[str, Dims]:
-            return {name: tuple(size if dim == axis else dim for dim in dims) for name, dims in table.items()}
+            return {
+                name: tuple(with_fixed_axis(dim, axis, size, self.free_axes) for dim in dims)
+                for name, dims in table.items()
+            }
 
         mask, ranges = self.mask, dict(self.ranges)
         if axis == "batch":
@@ -146,6 +159,7 @@ class ModuleSpec(CheckpointSpec):
             input_dims=fixed(self.input_dims),
             output_dims=fixed(self.output_dims),
             axis_sizes={name: number for name, number in self.axis_sizes.items() if name != axis},
+            lowest={name: number for name, number in self.lowest.items() if name != axis},
             size_notes={**self.size_notes, axis: note},
             mask=mask,
             ranges=ranges,
@@ -211,6 +225,11 @@ class ModuleSpec(CheckpointSpec):
         remedy = "; pad shorter sequences, with an attention mask" * (self.fixed_seq_len != 1)
         only = f"{self.module} is exported for exactly {tokens}, because it does not take every length{remedy}."
         return (only, *notes)
+
+    @property
+    def free_axes(self) -> set[str]:
+        """Names of the free axes of the inputs."""
+        return {dim for dims in self.input_dims.values() for dim in dims if isinstance(dim, str)}
 
     @property
     def inputs(self) -> dict[str, Dims]:

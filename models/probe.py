@@ -6,11 +6,12 @@ import bisect
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from effexport.models.model_spec import Dims, longer_length, shape_of
 from effexport.models.module_inputs import ModuleInputs
+from effexport.models.size_formula import size_of
 from effexport.models.user_model import CalledByPosition, UnexpectedOutputError, failing_module
 from effexport.models.validation import SpecError, require
 
@@ -27,6 +28,26 @@ class ModuleFailedError(SpecError):
     """The user's module raised an error at some length."""
 
 
+class UnknownAxesError(SpecError):
+    """The outputs of the user's module have axes that are not formulas of its free axes. reason: without a remedy."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = f"{reason}, and no axis of that size is a formula of free axes such as 2*batch or seq//4"
+        super().__init__(
+            f"{reason}; expected axes that are constant, or formulas of free axes such as 2*batch or seq//4, whatever "
+            "the values are: return one value for each token, or an average over them"
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The shapes of the outputs by name, for these sizes of the free axes. what: the run, for errors."""
+
+    sizes: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    what: str
+
+
 @dataclass(frozen=True)
 class Probe:
     """Runs a module, called by position, on short batches. inputs: what it is called with."""
@@ -34,6 +55,8 @@ class Probe:
     module: CalledByPosition
     name: str
     inputs: ModuleInputs
+    _seen: dict[tuple[int, int], Seen] = field(default_factory=dict, repr=False, compare=False)
+    _formulas: dict[str, tuple[int | str | None, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_free(self) -> bool:
@@ -47,31 +70,55 @@ class Probe:
 
     def sizes(self, batch: int, seq_len: int) -> dict[str, int]:
         """Sizes of the free axes. Those without a name of ours differ from each other, and from run to run."""
-        sizes = {axis: size + batch for axis, size in self.inputs.sizes.items()} | {"batch": batch, "seq": seq_len}
+        sizes: dict[str, int] = {}
+        for axis, size in self.inputs.sizes.items():
+            sizes[axis] = next(more for more in itertools.count(size + batch) if more not in sizes.values())
+        sizes |= {"batch": batch, "seq": seq_len}
         return {axis: sizes[axis] for axis in self.inputs.axes}
 
-    def output_dims(self, some: int, tuned: int) -> tuple[dict[str, Dims], bool]:
-        """Axes of the outputs by name, and whether the length is free: whether the module takes `some` tokens, not only
-        the `tuned` ones that it is exported for.
+    def output_dims(self, some: int, tuned: int, limit: int | None = None) -> tuple[dict[str, Dims], int | None]:
+        """Axes of the outputs by name, and a length that the module takes beside the `tuned` tokens that it is exported
+        for; None if there is none.
 
-        Raises SpecError for a module that fails at both lengths, or that returns something else than tensors.
+        some: the length to try first. limit: see `longest`. Raises ModuleFailedError for a module that fails at all
+        lengths, and as `axes_of`.
         """
-        try:
-            values = self.run(self.batch, some)
-        except ModuleFailedError:
+        lengths = [some, *[tuned - 1] * (some < tuned - 1), tuned]
+        several, failed = None, None
+        for length in lengths:
             try:
-                return self.axes_of(self.run(self.batch, tuned), tuned, self.run(1, tuned), tuned), False
-            except ModuleFailedError as last:
-                remedy = "; if it takes other lengths, give one with --seq-len" * self.is_free
-                raise ModuleFailedError(f"{last}{remedy}") from last.__cause__
+                several = self.seen(self.batch, length)
+                if length == tuned:
+                    return self.axes_of([several, self.seen(1, tuned)]), tuned if tuned == some else None
+                break
+            except ModuleFailedError as error:
+                failed = error
+        if several is None:
+            assert failed is not None
+            remedy = "; if it takes other lengths, give one with --seq-len" * self.is_free
+            raise ModuleFailedError(f"{failed}{remedy}") from failed.__cause__
         try:
-            found = self.axes_of(values, some, self.run(1, tuned), tuned)
+            seen = [several, self.seen(1, tuned)]
         except ModuleFailedError as error:
-            remedy = f"{some} tokens work: give a length that the module takes with --seq-len"
+            remedy = f"{length} tokens work: give a length that the module takes with --seq-len"
             raise ModuleFailedError(f"{error}; {remedy}") from error.__cause__
+        seen += [one for one in self.seen_at([1]) if 0 not in itertools.chain(*one.shapes.values())]
+        found = self.axes_of(seen)
+        longer = [longer_length(tuned), *[4 * tuned] * (4 * tuned <= FURTHEST)] if limit is None else [limit]
+        # a size that is constant up to here may grow; one that stops to grow is beyond a limit of the module
+        with contextlib.suppress(UnknownAxesError):
+            further = self.axes_of([*seen, *self.seen_at(longer)])
+            if all(is_constant_or_same(found[name], dims) for name, dims in further.items()):
+                found = further
+        return found, length
+
+    def seen_at(self, lengths: Sequence[int]) -> list[Seen]:
+        """What one sample gives at these lengths, up to the first one that the module does not take."""
+        found = []
         with contextlib.suppress(ModuleFailedError):
-            self.axes_of(values, some, self.run(1, 1), 1)
-        return found, True
+            for length in lengths:
+                found.append(self.seen(1, length))
+        return found
 
     def longest(self, outputs: dict[str, Dims], tuned: int, limit: int | None) -> int | None:
         """The most tokens that the module takes, at least `tuned`; None if no limit was found.
@@ -148,42 +195,90 @@ class Probe:
     def follows(self, outputs: dict[str, Dims], seq_len: int) -> bool:
         """Whether the module takes that many tokens, and its outputs have the expected sizes."""
         try:
-            values = self.run(1, seq_len)
+            seen = self.seen(1, seq_len)
         except ModuleFailedError:
             return False
-        sizes = self.sizes(1, seq_len)
-        return [tuple(value.shape) for value in values.values()] == [shape_of(d, sizes) for d in outputs.values()]
+        return dict(seen.shapes) == {name: shape_of(dims, seen.sizes) for name, dims in outputs.items()}
 
-    def axes_of(
-        self, values: Mapping[str, Tensor], seq_len: int, others: Mapping[str, Tensor], other_seq_len: int
-    ) -> dict[str, Dims]:
-        """Axes of the outputs by name, from their sizes for `batch` sequences of one length and for one of another.
+    def shortest(self, outputs: dict[str, Dims], tuned: int) -> int:
+        """The fewest tokens for which no output is empty because of a formula of their number."""
+        formulas = [dim for dims in outputs.values() for dim in dims if isinstance(dim, str) and dim != "seq"]
+        lengths = (n for n in range(1, tuned) if all(size_of(dim, self.sizes(1, n)) > 0 for dim in formulas))
+        return next(lengths, tuned)
 
-        An axis is free if its size is that of a free axis both times, and constant if it is the same both times.
-        Raises SpecError for an output with any other axis.
+    def axes_of(self, seen: Sequence[Seen]) -> dict[str, Dims]:
+        """Axes of the outputs by name: constant or free if their size was that of a constant or of a free axis in all
+        runs; otherwise the formula that PyTorch finds, if it gives the size of all runs.
+
+        seen: at least two runs. Raises UnknownAxesError for an output with any other axis.
         """
-        sizes, other_sizes = self.sizes(self.batch, seq_len), self.sizes(1, other_seq_len)
-        names = {(sizes[axis], other_sizes[axis]): axis for axis in sizes}
         found: dict[str, Dims] = {}
-        for name, value in values.items():
-            before, after = list(value.shape), list(others[name].shape) if name in others else None
-            pairs = list(zip(before, after or (), strict=False))
-            what = f"for 1 × {other_seq_len} tokens" if self.is_free else "for 1 sample"
-            before_what = f"{self.batch} samples{' of another length' * (self.is_free and seq_len != other_seq_len)}"
-            require(
-                after is not None and len(before) == len(after) and all(a == b or (a, b) in names for a, b in pairs),
-                f"{name} of {self.name} is {after} {what}, but {before} for {before_what}; expected axes "
-                "whose size is that of the batch, the number of tokens, or constant: return one value for each token, "
-                "or an average over them",
-            )
-            found[name] = tuple(names.get(pair, pair[0]) for pair in pairs)
+        dims: tuple[int | str | None, ...] = ()
+        for name, shape in seen[0].shapes.items():
+            for count in range(2, len(seen) + 1):
+                last = seen[count - 1]
+                other = last.shapes.get(name, ())
+                dims = (None,)
+                if name in last.shapes and len(other) == len(shape):
+                    dims = tuple(self.axis_of(name, axis, seen[:count]) for axis in range(len(shape)))
+                if None in dims:
+                    what = f"{list(other)} for {last.what}, but {list(shape)} for {seen[0].what}"
+                    raise UnknownAxesError(f"{name} of {self.name} is {what}")
+            found[name] = tuple(dim for dim in dims if dim is not None)
         return found
+
+    def axis_of(self, name: str, axis: int, seen: Sequence[Seen]) -> int | str | None:
+        """One axis of an output, see `axes_of`; None if it is nothing of the kind."""
+        observed = [one.shapes[name][axis] for one in seen]
+        is_constant = len(set(observed)) == 1
+        # axes of other names hardly change from run to run, and neither does a 32nd of them
+        if is_constant and {"batch", "seq"}.issuperset(self.inputs.axes):
+            return observed[0]
+        for free in self.inputs.axes:
+            if observed == [one.sizes[free] for one in seen]:
+                return free
+        formula = self.formulas(seen[1].sizes).get(name, ())[axis : axis + 1]
+        if formula and formula[0] is not None and observed == [size_of(formula[0], one.sizes) for one in seen]:
+            return formula[0]
+        return observed[0] if is_constant else None
+
+    def formulas(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | str | None, ...]]:
+        """Axes of the outputs by name, as PyTorch's trace has them. sizes: of a run of one sample; its length is free
+        if there was a run of another one."""
+        if not self._formulas:
+            from effexport.models.symbolic_sizes import output_formulas
+
+            length, inputs = sizes.get("seq", 1), self.inputs
+            if len({seq_len for _, seq_len in self._seen}) > 1:
+                # at a limit, the first `seq` of so many positions would be all of them, and `seq` a constant
+                length = next(n for n in itertools.count(max(2, length - 1)) if n != self.batch)
+            elif self.is_free:
+                inputs = replace(inputs, sizes={**inputs.sizes, "seq": length}).without_seq()
+            tensors = list(inputs.tensors(self.sizes(self.batch, length)))
+            self._formulas.update(output_formulas(self.module, tensors, [one.dims for one in inputs.inputs]))
+            self._formulas.setdefault("", ())  # also those of a module that cannot be traced are found once
+        return self._formulas
+
+    def seen(self, batch: int, seq_len: int) -> Seen:
+        """The shapes of the outputs for these sizes. Raises as `outputs_of`."""
+        if (batch, seq_len) not in self._seen:
+            outputs = self.run(batch, seq_len)
+            shapes = {name: tuple(value.shape) for name, value in outputs.items()}
+            self._seen[batch, seq_len] = Seen(self.sizes(batch, seq_len), shapes, self.run_text(batch, seq_len))
+        return self._seen[batch, seq_len]
+
+    def run_text(self, batch: int, seq_len: int) -> str:
+        tokens = f" × {seq_len} tokens" * self.is_free
+        return f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}"
 
     def run(self, batch: int, seq_len: int) -> dict[str, Tensor]:
         """What the module returns for these sizes, by name. Raises as `outputs_of`."""
-        tokens = f" × {seq_len} tokens" * self.is_free
-        what = f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}"
-        return self.outputs_of(list(self.inputs.tensors(self.sizes(batch, seq_len))), what)
+        tensors = list(self.inputs.tensors(self.sizes(batch, seq_len)))
+        return self.outputs_of(tensors, self.run_text(batch, seq_len))
+
+
+def is_constant_or_same(before: Dims, after: Dims) -> bool:
+    return all(isinstance(old, int) or old == new for old, new in zip(before, after, strict=True))
 
 
 def probe_length(module: nn.Module, longest: int) -> int:

@@ -140,18 +140,20 @@ def default_profile(spec: BuildSpec) -> Profile:
     if MASKS in dynamic_dims(spec):
         ranges[MASKS] = Range(1, min(DEFAULT_MASKS, seq.max), min(DEFAULT_MAX_MASKS, seq.max))
     # axes that a user's own module has beside these
-    own = getattr(spec.model, "axis_sizes", {})
-    ranges |= {axis: Range(1, size, size) for axis, size in own.items()}
+    own, lowest = getattr(spec.model, "axis_sizes", {}), getattr(spec.model, "lowest", {})
+    ranges |= {axis: Range(lowest.get(axis, 1), size, size) for axis, size in own.items()}
     return Profile({name: size for name, size in ranges.items() if name in dynamic_dims(spec)})
 
 
 def within(profile: Profile, spec: BuildSpec) -> Profile:
-    """A profile without the lengths that the model does not take, which an export may have found after it was made."""
-    seq = profile.ranges.get("seq")
-    if seq is None:
-        return profile
-    sizes = (min(max(size, spec.min_seq_len), spec.max_seq_len or LARGEST_SIZE) for size in seq)
-    return Profile({**profile.ranges, "seq": Range(*sizes)})
+    """A profile without the sizes that the model does not take, which an export may have found after it was made."""
+    limits = {axis: (size, LARGEST_SIZE) for axis, size in getattr(spec.model, "lowest", {}).items()}
+    limits["seq"] = (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)
+    ranges = {
+        axis: Range(*(min(max(size, limits[axis][0]), limits[axis][1]) for size in sizes)) if axis in limits else sizes
+        for axis, sizes in profile.ranges.items()
+    }
+    return Profile(ranges)
 
 
 def dynamic_dims(spec: BuildSpec) -> list[str]:

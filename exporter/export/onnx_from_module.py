@@ -8,7 +8,7 @@ import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,21 +238,13 @@ def program_from_module(
     return program
 
 
-@contextlib.contextmanager
-def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
+def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> contextlib.AbstractContextManager[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
-    from effexport.models.adapters.recurrent import RecurrentCalls
-    from effexport.models.adapters.sdpa import attention_calls_as_operators
-    from effexport.models.adapters.size_arithmetic import arithmetic_of_sizes
-    from effexport.models.one_precision import WithoutAutocast
+    from effexport.models.adapters.traced_code import code_as_exported
 
-    with contextlib.ExitStack() as stack:
-        if isinstance(spec.model, ModuleSpec):
-            stack.enter_context(WithoutAutocast())
-            stack.enter_context(attention_calls_as_operators(turns=spec.fused))
-            stack.enter_context(RecurrentCalls())
-            stack.enter_context(arithmetic_of_sizes(module))
-        yield
+    if not isinstance(spec.model, ModuleSpec):
+        return contextlib.nullcontext()
+    return code_as_exported(module, turns=spec.fused)
 
 
 def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:
@@ -298,7 +290,9 @@ def program_of_user(
                 if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
                     raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
         raise failure(trace.error, module) from trace.error
-    limits = {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
+    lowest = getattr(spec.model, "lowest", {})
+    limits = {axis: (size, LARGEST_SIZE) for axis, size in lowest.items()}
+    limits["seq"] = (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)
     if tied := sizes_of_trace(trace, sizes, signature.inputs, limits):
         raise OtherSizesError(STAGE, tied)
     return trace.program
@@ -395,8 +389,7 @@ def register_schemas() -> None:
 def name_output_axes(model: ir.Model, signature: GraphSignature) -> None:
     """Name the axes of outputs that torch.onnx describes by formulas, such as Min(64, seq), as the signature does.
 
-    A slice `y[:, :n]` of a padded sequence gives such formulas. That the axes have these lengths was seen when the
-    module was run, and the proof compares the shapes of every case.
+    That the axes have these sizes was seen when the module was run, and the proof compares the shapes of every case.
     """
     import onnx_ir as ir
 

@@ -217,6 +217,17 @@ def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> Buil
                 },
             )
             continue
+        if one.axis != "batch" and not one.is_one and one.highest is None:
+            model = replace(
+                model,
+                lowest={**model.lowest, one.axis: one.lowest},
+                size_notes={
+                    **model.size_notes,
+                    one.axis: f"The file takes {range_text(one)}: below, the code does something else or fails: "
+                    f"{one.reason}.",
+                },
+            )
+            continue
         size = {"batch": batch, "seq": model.seq_len, **model.axis_sizes}[one.axis]
         model = model.with_fixed(
             one.axis,
@@ -229,10 +240,11 @@ def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> Buil
 
 
 def range_text(sizes: Sizes) -> str:
-    unit = "tokens" if sizes.axis == "seq" else f"sizes of {sizes.axis}"
+    if sizes.axis != "seq":
+        return f"{sizes.axis} of {sizes.lowest} {'and more' if sizes.highest is None else f'to {sizes.highest}'}"
     if sizes.highest is None:
-        return f"{sizes.lowest} {unit} and more"
-    return f"{sizes.lowest} to {sizes.highest} {unit}"
+        return f"{sizes.lowest} tokens and more"
+    return f"{sizes.lowest} to {sizes.highest} tokens"
 
 
 def assumptions(messages: Sequence[tuple[str, str]]) -> Iterator[Assumption]:
@@ -290,8 +302,10 @@ def recorded() -> Iterator[list[tuple[str, str]]]:
     level, propagate, handlers = logger.level, logger.propagate, logger.handlers
     logger.handlers, logger.propagate = [recorder], False
     logger.setLevel(logging.INFO)
+    disabled, logger.manager.disable = logger.manager.disable, logging.NOTSET  # a program may have disabled logging
     try:
         yield messages
     finally:
+        logger.manager.disable = disabled
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
-from effexport.runners.feeds import FeedLimits, limits_from_spec
+from effexport.runners.feeds import FeedLimits, limits_of_runner
 from effexport.runners.ort.kernels import check_operators
 from effexport.runners.runner import ModelOptions, Runner
 from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
@@ -108,7 +108,7 @@ def runner_from_artifact(artifact: Artifact, runtime: str = "ort", options: Mode
     """
     check_runtime(runtime, options)
     check_precision_of_model(artifact.spec, options)
-    limits = limits_from_spec(artifact.spec)
+    limits = limits_of_runner(artifact.spec)
     if ARTIFACT_RUNTIMES[runtime].engine:
         open_engine: OpenEngine = runner_module(ARTIFACT_RUNTIMES[runtime]).open_engine
         return open_engine(artifact.engine_path(runtime), limits, model_digest(artifact.model_path))

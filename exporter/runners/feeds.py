@@ -1,15 +1,16 @@
-"""Checks of the inputs of a runner, before a runtime sees them."""
+"""Checks of the inputs of a runner, before a runtime sees them, and of the sizes of its outputs."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import UserError
+from effexport.dtypes import TensorInfo, named_sizes
+from effexport.errors import RuntimeFailedError, UserError
 from effexport.models.head_spec import MASKS, mask_of
+from effexport.models.model_spec import shape_of
 from effexport.models.validation import did_you_mean
 from effexport.runners.runner import tensors_text
 from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, is_optional
@@ -23,7 +24,9 @@ class FeedLimits:
     """Limits that are not in a graph: the longest and the shortest sequence, and per input of indices, how many values
     there are.
 
-    has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out.
+    has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out. lowest: the
+    smallest sizes of other axes than that of tokens. outputs: what every answer is held to; empty if something else
+    judges it.
     """
 
     max_seq_len: int | None = None
@@ -31,6 +34,8 @@ class FeedLimits:
     has_mask: bool = True
     defaults: Mapping[str, int] = field(default_factory=lambda: INPUT_DEFAULTS)
     min_seq_len: int = 1
+    lowest: Mapping[str, int] = field(default_factory=dict)
+    outputs: tuple[TensorInfo, ...] = ()
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
@@ -38,7 +43,27 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     defaults = {tensor.name: INPUT_DEFAULTS[tensor.name] for tensor in spec.inputs if is_optional(tensor)}
     if MASK_NAME in defaults and mask == MASK_NAME and ignores:
         defaults[MASK_NAME] = 0
-    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults, spec.min_seq_len)
+    lowest = getattr(spec.model, "lowest", {})
+    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults, spec.min_seq_len, lowest)
+
+
+def limits_of_runner(spec: BuildSpec) -> FeedLimits:
+    """The limits of a runner whose answers nobody compares with those of PyTorch."""
+    return replace(limits_from_spec(spec), outputs=spec.outputs)
+
+
+def check_answer(
+    answer: Mapping[str, Array], feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits
+) -> None:
+    """Raise RuntimeFailedError for an output whose axes have other sizes than the manifest says. feeds: complete."""
+    sizes = named_sizes(inputs, feeds) if limits.outputs else {}
+    for tensor in limits.outputs:
+        shape, expected = answer[tensor.name].shape, shape_of(tensor.dims, sizes)
+        if shape != expected:
+            raise RuntimeFailedError(
+                f"output {tensor.name!r} is {list(shape)}; expected {list(expected)}, as the manifest says: {tensor}. "
+                "The model file is not the one that was proven, or does not hold for these sizes: run effexport verify"
+            )
 
 
 def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
@@ -67,6 +92,12 @@ def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLim
         if tensor.name not in complete:
             raise UserError(f"input {tensor.name!r} is missing; expected: {expected}")
         check_array(complete[tensor.name], tensor, sizes)
+    for axis, lowest in limits.lowest.items():
+        size, owner = sizes.get(axis, (lowest, ""))
+        if size < lowest:
+            raise UserError(
+                f"{axis} is {size} in {owner!r}; this model takes at least {lowest}: pad the input; its report says why"
+            )
     check_values(complete, inputs, limits)
     return {name: complete[name] for name in names}
 
@@ -137,8 +168,8 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
         )
     if is_free and seq_len < limits.min_seq_len:
         raise UserError(
-            f"the sequence has {seq_len} tokens; this model takes at least {limits.min_seq_len}: pad the input, or "
-            "build another artifact from a shorter example"
+            f"the sequence has {seq_len} tokens; this model takes at least {limits.min_seq_len}: pad the input; its "
+            "report says why"
         )
     mask = feeds.get(MASK_NAME) if limits.has_mask else None
     # np.isin takes ten times as long

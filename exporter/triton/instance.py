@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import open_artifact
-from effexport.runners.feeds import limits_from_spec
+from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import Closeable
 from effexport.triton.instance_settings import ARTIFACT, settings_of_instance
@@ -35,7 +35,7 @@ class ModelInstance(Closeable):
         config = json.loads(arguments["model_config"])
         artifact = open_artifact(folder / ARTIFACT)
         settings = settings_of_instance(folder, arguments, config)
-        self.runner = OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
+        self.runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
         reads_text = any(tensor["name"] == TEXT for tensor in config["input"])
         self.task_of = tasks_of_artifact(artifact) if reads_text else None
         # 0 if results may depend on the rest of the batch; requests then run one by one

@@ -68,7 +68,10 @@ FAILURES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a write to a strided view": (strided, f"{NO_TRANSLATION} prims.as_strided_scatter"),
     "numpy": (lambda y: torch.from_numpy(np.sort(y.detach().numpy())), f"{NO_TRANSLATION} aten.sort (stable)"),
     "a function of autograd": (Sorted.apply, f"{NO_TRANSLATION} aten.sort (stable)"),
-    "a number of rows by values": (lambda y: y[y[..., 0] > 0], "expected axes whose size is that of the batch"),
+    "a number of rows by values": (
+        lambda y: y[y[..., 0] > 0],
+        "expected axes that are constant, or formulas of free axes",
+    ),
     "an error of its own": (refuse, "this model never works at all"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
 from effexport.models.families import checkpoint_from_dict
-from effexport.models.module_probe import spec_from_module
+from effexport.models.module_probe import Calling, model_and_spec, spec_from_module
 from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AttentionSpec, LinearSpec, NystromSpec
 from effexport.models.user_model import check_weights
 from effexport.models.validation import SpecError
@@ -131,14 +133,41 @@ def test_a_layer_that_has_learned_one_position_makes_a_module_of_one_token() -> 
 
 
 @pytest.mark.parametrize(
-    "change",
-    [lambda y: y[:, ::2], lambda y: y[:, :20], lambda y: y[:, :40], lambda y: F.pad(y, (0, 0, 1, 0))],
+    ("change", "size"),
+    [
+        (lambda y: y[:, ::2], "(seq+1)//2"),
+        (lambda y: y[:, :20], "min(20,seq)"),
+        (lambda y: y[:, :40], "min(40,seq)"),
+        (lambda y: F.pad(y, (0, 0, 1, 0)), "seq+1"),
+    ],
 )
-def test_an_output_whose_size_follows_the_length_in_another_way_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+def test_an_output_whose_size_follows_the_length_in_another_way_has_a_formula(
+    change: Callable[[Tensor], Tensor], size: str
+) -> None:
     module = OneLayer(LINEAR)
     module.register_forward_hook(lambda _, given, result: change(result))
-    with pytest.raises(SpecError, match=r"output of mine is .* for 1 × (1|64) tokens, but .*; expected axes"):
-        spec_from_module(module, "mine")
+    spec = spec_from_module(module, "mine")
+    assert (spec.outputs["output"], spec.fixed_seq_len) == (("batch", size, 32), None)
+
+
+def to_square(y: Tensor) -> Tensor:
+    return F.pad(y, (0, 0, 0, math.isqrt(y.shape[1] - 1) ** 2 + 1))
+
+
+def test_a_length_whose_output_has_no_formula_is_the_only_one() -> None:
+    module = OneLayer(LINEAR)
+    module.register_forward_hook(lambda _, given, result: to_square(result))
+    spec = spec_from_module(module, "mine")
+    assert (spec.fixed_seq_len, spec.outputs["output"]) == (64, ("batch", 64 + 50, 32))
+    assert re.match(
+        r"The file takes 64 tokens only: output of mine is .* for 1 × 64 tokens, but .* for a batch of 3 × 37 tokens, "
+        r"and no axis of that size is a formula",
+        spec.notes[-1],
+    )
+    examples = {"hidden_states": torch.zeros(2, 64, 32), "attention_mask": torch.ones(2, 64, dtype=torch.int64)}
+    calling = Calling(examples=examples, dynamic={key: {0: "batch", 1: "seq"} for key in examples})
+    with pytest.raises(SpecError, match=r"output of mine is .* but .*; expected axes that are constant, or formulas"):
+        model_and_spec(module, "mine", calling=calling)
 
 
 def test_a_module_that_pads_for_its_layer_takes_every_length_up_to_it() -> None:
@@ -148,7 +177,7 @@ def test_a_module_that_pads_for_its_layer_takes_every_length_up_to_it() -> None:
 
 def test_a_module_for_some_lengths_is_exported_for_the_one_that_was_asked_for() -> None:
     assert spec_from_module(Even(LINEAR), "mine").fixed_seq_len == 64
-    with pytest.raises(SpecError, match="mine fails on a batch of 3 × 63 tokens"):
+    with pytest.raises(SpecError, match=r"mine fails on 1 × 63 tokens: .*; 62 tokens work: give a length .* --seq-len"):
         spec_from_module(Even(LINEAR), "mine", 63)
 
 

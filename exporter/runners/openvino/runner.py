@@ -12,7 +12,7 @@ import numpy as np
 
 from effexport.errors import EffexportError, RuntimeFailedError
 from effexport.export.onnx_graph import custom_ops_of_model, graph_tensors
-from effexport.runners.feeds import FeedLimits, check_bound_feeds, checked_feeds, signature_of
+from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
 from effexport.runners.openvino.loading import compiled_model, import_openvino, onnx_from_source, reason_of
 from effexport.runners.runner import Closeable, ModelOptions, runner_text
 
@@ -62,12 +62,14 @@ class OpenVinoRunner(Closeable):
         try:
             set_inputs(request, complete)
             request.infer()
-            return outputs_of(request, self.outputs)
+            answer = outputs_of(request, self.outputs)
         except RuntimeError as error:
             raise run_failure(complete, error) from error
         finally:
             with self._lock:
                 self._idle.append(request)
+        check_answer(answer, complete, self.inputs, self.limits)
+        return answer
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundRequest:
         """Copy the inputs once, for many runs of one shape without copies. Raises as `run` does."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import EffexportError, RefusedNumbersError, RuntimeFailedError
-from effexport.runners.feeds import FeedLimits, checked_feeds
+from effexport.runners.feeds import FeedLimits, check_answer, checked_feeds
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
 from effexport.runners.ort.session import session_from_model
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
@@ -75,10 +75,13 @@ class OrtRunner(Closeable):
         try:
             with self._lock:
                 if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
-                    return self._run_values(session, complete, names)
-                return dict(zip(names, session.run(names, complete, self._options), strict=True))
+                    answer = self._run_values(session, complete, names)
+                else:
+                    answer = dict(zip(names, session.run(names, complete, self._options), strict=True))
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise run_failure(complete, error) from error
+        check_answer(answer, complete, self.inputs, self.limits)
+        return answer
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundModel:
         """Copy the inputs to the device and allocate the outputs there, for many runs of one shape without copies.

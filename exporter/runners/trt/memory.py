@@ -12,6 +12,8 @@ import numpy as np
 from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.engines.sidecar import EngineInfo, Shape, ShapeRange
 from effexport.errors import EffexportError
+from effexport.models.model_spec import shape_of
+from effexport.models.validation import SpecError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedMemory
 
 if TYPE_CHECKING:
@@ -144,8 +146,10 @@ def largest_shapes(info: EngineInfo) -> dict[str, Shape]:
 
 
 def resolved(tensor: TensorInfo, sizes: Mapping[str, int]) -> Shape | None:
-    known = [sizes.get(dim) if isinstance(dim, str) else dim for dim in tensor.dims]
-    return None if None in known else tuple(size for size in known if size is not None)
+    try:
+        return shape_of(tensor.dims, sizes)
+    except (KeyError, SpecError):  # a dimension that no input has, or a name of other tools
+        return None
 
 
 def dim_ranges(inputs: Sequence[TensorInfo], profile: Mapping[str, ShapeRange]) -> dict[str, tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from effexport.engines.api import Api
 from effexport.runners.cuda.device import Cuda
-from effexport.runners.feeds import FeedLimits, check_bound_feeds, checked_feeds, signature_of
+from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
 from effexport.runners.runner import Closeable, runner_text
 from effexport.runners.trt.context import shapes_of
 from effexport.runners.trt.execution import Execution
@@ -68,7 +68,9 @@ class TrtRunner(Closeable):
             work.prepare(profile, shapes_of(complete))
             work.write(complete)
             work.launch()
-            return work.fetch()
+            answer = work.fetch()
+        check_answer(answer, complete, self.inputs, self.limits)
+        return answer
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundEngine:
         """Copy the inputs to the device and allocate the outputs there, for many runs of one shape without copies.
