@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effexport.models.adapters.adapter import Adapted, frozen, named
+from effexport.models.drawn_numbers import SEED, DrawnNumbers, NotFrozenError
 from effexport.models.model_spec import Dims
 from effexport.models.module_inputs import MaskKind, ModuleInput, ModuleInputs
 from effexport.models.one_precision import types_of
@@ -25,6 +27,17 @@ if TYPE_CHECKING:
 
 # The length at which masks are tried, if the model takes it.
 MASK_SEQ_LEN = 12
+# How often a model draws anew to measure what that changes, and how many draws a sentence lists.
+FRESH_DRAWS, LISTED_DRAWS = 8, 4
+# Attributes of published models, or of their configs, that say whether they draw in evaluation mode: what to do where
+# they are false, or a method.
+SWITCHES = {
+    "deterministic_eval": "Made or loaded with deterministic_eval=True, it does not redraw in evaluation mode.",
+    "fix_projection_matrices_": "After fix_projection_matrices_(), it does not redraw.",
+}
+DROPOUT_SWITCH = (
+    "Dropout is off in evaluation mode if functions of it get training=self.training, and eval() reaches its layers."
+)
 
 
 class Observer(TorchDispatchMode):
@@ -127,6 +140,64 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
     return Calls(dict(calls), attention.turned)
 
 
+def drawn_by(model: CalledByPosition, tensors: Sequence[Tensor]) -> DrawnNumbers | None:
+    """The random numbers that a model draws for these inputs; None if it draws none, or fails.
+
+    Raises NotFrozenError for a draw for which no stored numbers can stand.
+    """
+    before, drawn = model.drawn, DrawnNumbers()
+    try:
+        model.drawn = drawn
+        with drawn.learning(), torch.inference_mode():
+            model(*tensors)
+    except NotFrozenError:
+        raise
+    except Exception:  # whatever the user's code raises: it is reported where lengths are tried
+        return None
+    finally:
+        model.drawn = before
+    return drawn or None
+
+
+def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """Sentences on the numbers that a model draws: which, how much the answer depends on them, and how to switch it
+    off; none if it draws none."""
+    if model.drawn is None:
+        return ()
+    draws = model.drawn.draws
+    listed = ", ".join(draws[:LISTED_DRAWS]) + f" and {len(draws) - LISTED_DRAWS} more" * (len(draws) > LISTED_DRAWS)
+    switches = [text for attribute, text in SWITCHES.items() if is_open(model, attribute)]
+    switches += [DROPOUT_SWITCH] * any("dropout" in draw for draw in draws)
+    return (
+        f"{name} draws random numbers in every call: {listed}. The file holds numbers drawn once, and the reference is "
+        f"the original with the same ones. Over {FRESH_DRAWS} other draws, its answer to the same inputs varies by "
+        f"{variation(model, tensors):.2g} of its RMS.{''.join(f' {text}' for text in switches)}",
+    )
+
+
+def is_open(model: nn.Module, attribute: str) -> bool:
+    """Whether a model, a layer of it, or a config of theirs has an attribute that is false or a method."""
+    owners = [owner for child in model.modules() for owner in (child, getattr(child, "config", None))]
+    found = [getattr(owner, key) for owner in owners for key in (attribute, f"_{attribute}") if hasattr(owner, key)]
+    return any(not value or callable(value) for value in found)
+
+
+def variation(model: CalledByPosition, tensors: Sequence[Tensor]) -> float:
+    """How far the answers with other draws are from their mean, as a fraction of their own size, both as RMS: that of
+    the output for which it is largest."""
+    model, answers = copy.deepcopy(model), []  # a model may keep what it has drawn
+    for i in range(FRESH_DRAWS):
+        model.drawn = DrawnNumbers(SEED + 1 + i)
+        with torch.inference_mode():
+            answers.append([value.double() for value in model(*tensors)])
+    found = [0.0]
+    for values in map(torch.stack, zip(*answers, strict=True)):
+        values = values[:, values.isfinite().all(0)]
+        size = values.square().mean().sqrt()
+        found.append(float(values.var(0).mean().sqrt() / size) if size > 0 else 0.0)
+    return max(found)
+
+
 def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe, tuned: int) -> None:
     """Raise SpecError for an original that gives other answers to the same inputs, with the first layer that does."""
     results: list[dict[str, list[Tensor]]] = []
@@ -144,8 +215,9 @@ def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe,
         if len(first) != len(second) or not all(map(close, first, second)):
             raise SpecError(
                 f"{probe.name} gives another answer in every run, and the first layer that does is "
-                f"{named(original, path)}: it draws random numbers or keeps a state; expected answers that depend on "
-                "the inputs alone: draw the numbers once, and store them in a buffer"
+                f"{named(original, path)}: it keeps a state, or draws from a generator of its own that is not PyTorch's, "
+                "such as numpy.random.default_rng(); expected answers that depend on the inputs alone, or draws by "
+                "torch, numpy.random or random, which are frozen: draw so, or draw once and store it in a buffer"
             )
 
 

@@ -1,0 +1,396 @@
+"""Random numbers that a user's model draws in `forward`: drawn once, and the same in every later call."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import SymFloat, SymInt, Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from effexport.models.adapters.sdpa import storage, writes, written_out
+from effexport.models.adapters.size_arithmetic import LIBRARIES
+from effexport.models.validation import SpecError
+
+# Far from any seed with which a user is likely to have drawn weights: the same numbers again would not be random.
+SEED = 2_000_029
+# Functions whose numbers depend on their arguments only by sizes and limits.
+FACTORIES = frozenset(
+    {
+        *(torch.rand, torch.randn, torch.randint, torch.randperm),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
+    }
+)
+# The same of those that fill their first tensor.
+FILLS = frozenset(
+    {
+        *(Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.cauchy_, Tensor.geometric_),
+        *(Tensor.log_normal_, nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_),
+    }
+)
+# Functions that PyTorch has written in Python around those that draw.
+COMPOSED = frozenset(
+    {
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
+    }
+)
+DROPOUTS = frozenset(
+    {
+        *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
+        *(torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_),
+    }
+)
+# The value of SELU far below 0, which alpha dropout puts in the place of what it drops.
+SELU_LOWEST = -1.7580993408473766
+
+
+class NotFrozenError(SpecError):
+    """A model draws numbers in a way for which no stored numbers can stand."""
+
+
+@dataclass
+class DrawnNumbers:
+    """The numbers that a model and its copies draw in `forward`: every call begins with the same seed.
+
+    learns: whether numbers that are drawn anew are kept. numbers: those that were, by the line, the function, which of
+    its calls it was, and what was asked for; other calls get them, in float64 and in half precision as well. made: what
+    functions of drawn numbers alone returned, such as torch.linalg.qr, which no graph has. tied: the free sizes that
+    decide how many numbers are drawn, or which, in the last trace, as `what_follows`. others: generators that are not
+    PyTorch's.
+    """
+
+    seed: int = SEED
+    learns: bool = False
+    numbers: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: object) -> DrawnNumbers:
+        return self  # copies of a model in another precision use the same numbers
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.others)
+
+    @contextmanager
+    def given(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Have one call of the model use the numbers. dtype: of its parameters.
+
+        Other numbers are drawn as ever, from the seed. All generators are left as they were found.
+        """
+        mode = _Mode(self, dtype)
+        if torch.compiler.is_exporting():  # in which PyTorch's generator has no state
+            state = None
+        else:
+            state = torch.get_rng_state()
+            torch.set_rng_state(torch.Generator().manual_seed(self.seed).get_state())
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        random.seed(self.seed)
+        np.random.seed(self.seed)
+        begins = random.getstate(), str(np.random.get_state())
+        try:
+            with mode:
+                yield
+        finally:
+            if self.learns:
+                ends = random.getstate(), str(np.random.get_state())
+                names = ("Python's random", "numpy.random")
+                self.others = tuple(name for name, a, b in zip(names, begins, ends, strict=True) if a != b)
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+            if state is not None:
+                torch.set_rng_state(state)
+            for generator, before in mode.generators.values():
+                generator.set_state(before)
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        self.learns = True
+        try:
+            yield
+        finally:
+            self.learns = False
+
+    def other_draw(self, other: DrawnNumbers) -> str:
+        """The first draw that is not the same in another run, as `what_follows`; "" if there is none."""
+        changed = [key for key in (*self.numbers, *other.numbers) if key not in self.numbers or key not in other.numbers]
+        return what_follows(*changed[0][:2]) if changed else ""
+
+    @property
+    def draws(self) -> list[str]:
+        """What is drawn and where, as half sentences, each once."""
+        found = Counter(f"{name} of {list(value.shape)} ({place})" for (place, name, *_), value in self.numbers.items())
+        calls = [f"{text[:-1]}, {count} times)" if count > 1 else text for text, count in found.items()]
+        return [*calls, *(f"numbers of {name}" for name in self.others)]
+
+
+class _Mode(TorchFunctionMode):
+    """One call of a model.
+
+    Labels follow drawn numbers through functions of nothing else, so that what was made of them can be looked up.
+    """
+
+    def __init__(self, drawn: DrawnNumbers, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.drawn, self.learns = drawn, drawn.learns
+        self.is_double = dtype == torch.float64
+        self.calls: Counter[tuple[str, str]] = Counter()
+        # the tensors are kept, so that their ids stay their own
+        self.labels: dict[int, tuple[Tensor, Any]] = {}
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.rules: dict[Any, Callable[..., Any]] = {
+            torch.normal: self.normal,
+            torch.bernoulli: self.bernoulli,
+            Tensor.bernoulli: self.bernoulli,
+            Tensor.bernoulli_: self.bernoulli_,
+            torch.multinomial: self.multinomial,
+            Tensor.multinomial: self.multinomial,
+            torch.rrelu: self.rrelu,
+            torch.rrelu_: lambda x, *args, **kwargs: x.copy_(self.rrelu(x, *args, **kwargs)),
+            F.scaled_dot_product_attention: self.attention,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in COMPOSED:
+            with self:
+                return opened(func)(*args, **kwargs)
+        if func in FACTORIES:
+            return self.draw(func, args, kwargs)
+        if func in FILLS:
+            return self.draw(func, args, kwargs, next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)))
+        if func in DROPOUTS:
+            return self.dropout(func, *args, **kwargs)
+        if func in self.rules:
+            return self.rules[func](*args, **kwargs)
+        before = torch.get_rng_state() if self.learns else None
+        result = self.follow(func, args, kwargs) if self.labels else func(*args, **kwargs)
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            self.refuse(func)
+        return result
+
+    def draw(self, func: Any, args: Any, kwargs: Any, filled: Tensor | None = None) -> Tensor:
+        """The numbers of a function of sizes and limits alone. filled: the tensor that it writes them to."""
+        filled = kwargs.get("out", filled)
+        leaves = tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        asked = [size for x in tensors for size in (*x.shape, "")]
+        asked += [x for x in leaves if isinstance(x, int | float | SymInt | SymFloat)]
+        asked = [int(x) if isinstance(x, SymInt) and not x.node.expr.free_symbols else x for x in asked]
+        place, name = place_of_call(), name_of(func)
+        self.calls[place, name] += 1
+        if self.tie(asked, place, name):
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        key = (place, name, self.calls[place, name], tuple(asked))
+        if key not in self.drawn.numbers:
+            generator = kwargs.get("generator")
+            if generator is not None and id(generator) not in self.generators:
+                self.generators[id(generator)] = generator, generator.get_state()
+                if self.drawn.seed != SEED:
+                    generator.manual_seed(self.drawn.seed)
+            value: Tensor = func(*args, **kwargs)
+            if not self.learns:
+                return value
+            self.drawn.numbers[key] = kept(value)
+        elif filled is not None:
+            value = filled.copy_(self.drawn.numbers[key])
+        else:
+            value = self.stored(self.drawn.numbers[key], kwargs.get("dtype") or next((x.dtype for x in tensors), None))
+        self.forget(value)
+        self.label(value, key)
+        return value
+
+    def tie(self, asked: Sequence[Any], place: str, name: str) -> bool:
+        """Whether what is asked for is a free size in a trace, or was computed from some; note which."""
+        symbols = [x.node.expr.free_symbols for x in asked if isinstance(x, SymInt | SymFloat)]
+        for symbol in sorted(set().union(*symbols), key=str):
+            self.drawn.tied.setdefault(str(symbol), what_follows(place, name))
+        return bool(symbols)
+
+    def stored(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of stored numbers, in the type that was asked for."""
+        if dtype is None:
+            dtype = torch.float64 if self.is_double and value.is_floating_point() else value.dtype
+        return value.to(dtype, copy=True)
+
+    def label(self, result: Any, label: Any) -> None:
+        for i, value in enumerate(tree_leaves(result)):
+            if isinstance(value, Tensor):
+                self.labels[id(value)] = value, (label, i)
+
+    def forget(self, written: Any) -> None:
+        """Drop the labels of memory that has been written to."""
+        if isinstance(written, Tensor) and self.labels:
+            memory = storage(written)
+            self.labels = {key: pair for key, pair in self.labels.items() if storage(pair[0]) != memory}
+
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function, without computing it if all its tensors are known to be drawn."""
+        leaves, form = tree_flatten((args, kwargs))
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        in_place = writes(func, kwargs)
+        is_drawn = bool(inputs) and all(id(x) in self.labels for x in inputs)
+        name = getattr(func, "__name__", "")
+        if not is_drawn or name in ("__get__", "__set__"):
+            result = func(*args, **kwargs)
+            if in_place:
+                self.forget(kwargs.get("out", inputs[0] if inputs else None))
+            return result
+        # written as text, as a slice has no hash and a free size no value
+        key = (func, str(form), *(self.labels[id(x)][1] if isinstance(x, Tensor) else repr(x) for x in leaves))
+        if key in self.drawn.made:
+            result = tree_map(lambda x: self.stored(x) if isinstance(x, Tensor) else x, self.drawn.made[key])
+            self.label(result, key)
+            return result
+        result = func(*args, **kwargs)
+        if in_place:
+            written = kwargs.get("out", inputs[0])
+            self.forget(written)
+            self.label(written, key)
+            return result
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        memory = {storage(x) for x in inputs}
+        if any(storage(x) in memory for x in outputs):  # views
+            self.label([x for x in outputs if id(x) not in self.labels], key)
+        elif self.learns:
+            self.drawn.made[key] = tree_map(lambda x: kept(x) if isinstance(x, Tensor) else x, result)
+            self.label(result, key)
+        return result
+
+    def dropout(self, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        """Of all kinds. input: [batch, channels, …] where whole channels are dropped."""
+        if not train or p == 0:
+            return func(input, p, train)  # type: ignore[no-any-return]
+        name = func.__name__.removesuffix("_")
+        sizes = [size if axis < 2 or "feature" not in name else 1 for axis, size in enumerate(input.shape)]
+        scales = self.draw(torch.dropout, (torch.ones(sizes, dtype=input.dtype), p, True), {})
+        if "alpha" in name and p < 1:
+            keeps = (scales != 0).to(input.dtype)
+            scale = ((SELU_LOWEST**2 * p + 1) * (1 - p)) ** -0.5
+            result = (input * keeps + SELU_LOWEST * (1 - keeps) - SELU_LOWEST * p) * scale
+        else:
+            result = input * scales
+        return input.copy_(result) if name != func.__name__ else result
+
+    def normal(self, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Tensor:
+        given = [x for x in (mean, std) if isinstance(x, Tensor)]
+        if not given:
+            return self.draw(torch.normal, (mean, std, *args), kwargs)
+        shape = torch.broadcast_shapes(*(x.shape for x in given))
+        out = kwargs.pop("out", None)
+        result: Tensor = mean + std * self.draw(torch.randn, (shape,), {**kwargs, "dtype": given[0].dtype})
+        return result if out is None else out.copy_(result)
+
+    def bernoulli(self, input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
+        if p is not None:
+            return self.draw(torch.bernoulli, (input, p), kwargs)
+        out = kwargs.pop("out", None)
+        result = (self.draw(torch.rand, (input.shape,), kwargs) < input).to(input.dtype)
+        return result if out is None else out.copy_(result)
+
+    def bernoulli_(self, input: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
+        if isinstance(p, Tensor):
+            return input.copy_(self.draw(torch.rand, (input.shape,), kwargs) < p)
+        return self.draw(Tensor.bernoulli_, (input, p), kwargs, input)
+
+    def multinomial(self, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> Tensor:
+        """input [..., choices]: weights. As PyTorch does it: the largest of weights over exponential numbers."""
+        out = kwargs.pop("out", None)
+        repeats = (num_samples,) if replacement and num_samples > 1 else ()
+        noise = torch.empty(*input.shape[:-1], *repeats, input.shape[-1])
+        noise = self.draw(Tensor.exponential_, (noise,), kwargs, noise)
+        weights = (input.unsqueeze(-2) if repeats else input) / noise
+        result = weights.argmax(-1) if repeats else weights.topk(num_samples, -1).indices
+        return result if out is None else out.copy_(result)
+
+    def rrelu(
+        self, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **kwargs: Any
+    ) -> Tensor:
+        if not training:
+            return torch.rrelu(input, lower, upper, training)
+        slopes = torch.empty(input.shape)
+        slopes = self.draw(Tensor.uniform_, (slopes, lower, upper), kwargs, slopes)
+        return torch.where(input >= 0, input, input * slopes)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The arguments of F.scaled_dot_product_attention."""
+        if dropout_p == 0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        each_key = torch.eye(key.shape[-2], dtype=value.dtype).expand(*value.shape[:-1], -1)
+        weights = written_out(query, key, each_key, attn_mask, is_causal, scale, enable_gqa)
+        if enable_gqa:
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        return self.dropout(torch.dropout, weights, dropout_p, True) @ value
+
+    def refuse(self, func: Any) -> NoReturn:
+        raise NotFrozenError(
+            f"the model draws random numbers inside of {name_of(func)} ({place_of_call()}), where they cannot be "
+            "stored; expected draws by torch.rand, randn, randint, randperm, normal, bernoulli, multinomial or dropout: "
+            "compute from those, pass the numbers as an input, or switch the layer to evaluation mode"
+        )
+
+
+@functools.cache
+def opened(func: Any) -> Any:
+    """A copy of a function that PyTorch has written in Python, which calls others although a mode is active: the
+    original hands itself to the mode as a whole."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    blind = {**func.__globals__, **dict.fromkeys(names, lambda *tensors: False)}
+    copy = types.FunctionType(func.__code__, blind, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def what_follows(place: str, name: str) -> str:
+    """The beginning of a sentence that ends with the name of an axis."""
+    return f"{place}: the count or the range of the numbers that {name} draws follows"
+
+
+def kept(value: Tensor) -> Tensor:
+    """A copy that graphs can hold: one made in inference mode cannot be traced."""
+    with torch.inference_mode(False):
+        return value.detach().clone()
+
+
+def name_of(func: Any) -> str:
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    return name.replace("torch.Tensor.", "Tensor.")
+
+
+def place_of_call() -> str:
+    """The innermost line of the user's code; without one, the class of the innermost layer."""
+    frame: types.FrameType | None = sys._getframe(1)
+    layer = ""
+    while frame is not None and frame.f_globals.get("__name__") != "effexport.models.user_model":
+        file, owner = str(frame.f_globals.get("__name__")), frame.f_locals.get("self")
+        if file.partition(".")[0] not in LIBRARIES:
+            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+        if not layer and isinstance(owner, nn.Module):
+            layer = type(owner).__name__
+        frame = frame.f_back
+    return layer
