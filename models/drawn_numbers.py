@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch import SymFloat, SymInt, Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from effexport.models.adapters.sdpa import storage, writes, written_out
+from effexport.models.adapters.sdpa import storage
 from effexport.models.adapters.size_arithmetic import LIBRARIES
+from effexport.models.draw_formulas import FORMULAS
+from effexport.models.one_precision import is_write
 from effexport.models.validation import SpecError
 
 # Far from any seed with which a user is likely to have drawn weights: the same numbers again would not be random.
@@ -47,14 +50,6 @@ COMPOSED = frozenset(
         *(F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
     }
 )
-DROPOUTS = frozenset(
-    {
-        *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
-        *(torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_),
-    }
-)
-# The value of SELU far below 0, which alpha dropout puts in the place of what it drops.
-SELU_LOWEST = -1.7580993408473766
 
 
 class NotFrozenError(SpecError):
@@ -68,8 +63,8 @@ class DrawnNumbers:
     learns: whether numbers that are drawn anew are kept. numbers: those that were, by the line, the function, which of
     its calls it was, and what was asked for; other calls get them, in float64 and in half precision as well. made: what
     functions of drawn numbers alone returned, such as torch.linalg.qr, which no graph has. tied: the free sizes that
-    decide how many numbers are drawn, or which, in the last trace, as `what_follows`. others: generators that are not
-    PyTorch's.
+    decide how many numbers are drawn, or which, in the last trace, as `what_follows`. others: the generators it
+    draws from that are not PyTorch's.
     """
 
     seed: int = SEED
@@ -100,15 +95,13 @@ class DrawnNumbers:
         of_python, of_numpy = random.getstate(), np.random.get_state()
         random.seed(self.seed)
         np.random.seed(self.seed)
-        begins = random.getstate(), str(np.random.get_state())
+        begin = other_states()
         try:
             with mode:
                 yield
         finally:
             if self.learns:
-                ends = random.getstate(), str(np.random.get_state())
-                names = ("Python's random", "numpy.random")
-                self.others = tuple(name for name, a, b in zip(names, begins, ends, strict=True) if a != b)
+                self.others = tuple(name for name, state in other_states().items() if state != begin[name])
             random.setstate(of_python)
             np.random.set_state(of_numpy)
             if state is not None:
@@ -126,7 +119,9 @@ class DrawnNumbers:
 
     def other_draw(self, other: DrawnNumbers) -> str:
         """The first draw that is not the same in another run, as `what_follows`; "" if there is none."""
-        changed = [key for key in (*self.numbers, *other.numbers) if key not in self.numbers or key not in other.numbers]
+        changed = [
+            key for key in (*self.numbers, *other.numbers) if key not in self.numbers or key not in other.numbers
+        ]
         return what_follows(*changed[0][:2]) if changed else ""
 
     @property
@@ -151,17 +146,6 @@ class _Mode(TorchFunctionMode):
         # the tensors are kept, so that their ids stay their own
         self.labels: dict[int, tuple[Tensor, Any]] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        self.rules: dict[Any, Callable[..., Any]] = {
-            torch.normal: self.normal,
-            torch.bernoulli: self.bernoulli,
-            Tensor.bernoulli: self.bernoulli,
-            Tensor.bernoulli_: self.bernoulli_,
-            torch.multinomial: self.multinomial,
-            Tensor.multinomial: self.multinomial,
-            torch.rrelu: self.rrelu,
-            torch.rrelu_: lambda x, *args, **kwargs: x.copy_(self.rrelu(x, *args, **kwargs)),
-            F.scaled_dot_product_attention: self.attention,
-        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,10 +156,8 @@ class _Mode(TorchFunctionMode):
             return self.draw(func, args, kwargs)
         if func in FILLS:
             return self.draw(func, args, kwargs, next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)))
-        if func in DROPOUTS:
-            return self.dropout(func, *args, **kwargs)
-        if func in self.rules:
-            return self.rules[func](*args, **kwargs)
+        if func in FORMULAS:
+            return FORMULAS[func](self.draw, func, *args, **kwargs)
         before = torch.get_rng_state() if self.learns else None
         result = self.follow(func, args, kwargs) if self.labels else func(*args, **kwargs)
         if before is not None and not torch.equal(before, torch.get_rng_state()):
@@ -220,8 +202,10 @@ class _Mode(TorchFunctionMode):
             self.drawn.tied.setdefault(str(symbol), what_follows(place, name))
         return bool(symbols)
 
-    def stored(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of stored numbers, in the type that was asked for."""
+    def stored(self, value: Any, dtype: torch.dtype | None = None) -> Any:
+        """A copy of what was stored, numbers in the type that was asked for."""
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
         if dtype is None:
             dtype = torch.float64 if self.is_double and value.is_floating_point() else value.dtype
         return value.to(dtype, copy=True)
@@ -241,9 +225,9 @@ class _Mode(TorchFunctionMode):
         """The result of a function, without computing it if all its tensors are known to be drawn."""
         leaves, form = tree_flatten((args, kwargs))
         inputs = [x for x in leaves if isinstance(x, Tensor)]
-        in_place = writes(func, kwargs)
-        is_drawn = bool(inputs) and all(id(x) in self.labels for x in inputs)
         name = getattr(func, "__name__", "")
+        in_place = is_write(name) or name == "__set__" or "out" in kwargs or kwargs.get("inplace", False)
+        is_drawn = bool(inputs) and all(id(x) in self.labels for x in inputs)
         if not is_drawn or name in ("__get__", "__set__"):
             result = func(*args, **kwargs)
             if in_place:
@@ -252,7 +236,7 @@ class _Mode(TorchFunctionMode):
         # written as text, as a slice has no hash and a free size no value
         key = (func, str(form), *(self.labels[id(x)][1] if isinstance(x, Tensor) else repr(x) for x in leaves))
         if key in self.drawn.made:
-            result = tree_map(lambda x: self.stored(x) if isinstance(x, Tensor) else x, self.drawn.made[key])
+            result = tree_map(self.stored, self.drawn.made[key])
             self.label(result, key)
             return result
         result = func(*args, **kwargs)
@@ -266,92 +250,15 @@ class _Mode(TorchFunctionMode):
         if any(storage(x) in memory for x in outputs):  # views
             self.label([x for x in outputs if id(x) not in self.labels], key)
         elif self.learns:
-            self.drawn.made[key] = tree_map(lambda x: kept(x) if isinstance(x, Tensor) else x, result)
+            self.drawn.made[key] = tree_map(kept, result)
             self.label(result, key)
         return result
-
-    def dropout(self, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-        """Of all kinds. input: [batch, channels, …] where whole channels are dropped."""
-        if not train or p == 0:
-            return func(input, p, train)  # type: ignore[no-any-return]
-        name = func.__name__.removesuffix("_")
-        sizes = [size if axis < 2 or "feature" not in name else 1 for axis, size in enumerate(input.shape)]
-        scales = self.draw(torch.dropout, (torch.ones(sizes, dtype=input.dtype), p, True), {})
-        if "alpha" in name and p < 1:
-            keeps = (scales != 0).to(input.dtype)
-            scale = ((SELU_LOWEST**2 * p + 1) * (1 - p)) ** -0.5
-            result = (input * keeps + SELU_LOWEST * (1 - keeps) - SELU_LOWEST * p) * scale
-        else:
-            result = input * scales
-        return input.copy_(result) if name != func.__name__ else result
-
-    def normal(self, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Tensor:
-        given = [x for x in (mean, std) if isinstance(x, Tensor)]
-        if not given:
-            return self.draw(torch.normal, (mean, std, *args), kwargs)
-        shape = torch.broadcast_shapes(*(x.shape for x in given))
-        out = kwargs.pop("out", None)
-        result: Tensor = mean + std * self.draw(torch.randn, (shape,), {**kwargs, "dtype": given[0].dtype})
-        return result if out is None else out.copy_(result)
-
-    def bernoulli(self, input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
-        if p is not None:
-            return self.draw(torch.bernoulli, (input, p), kwargs)
-        out = kwargs.pop("out", None)
-        result = (self.draw(torch.rand, (input.shape,), kwargs) < input).to(input.dtype)
-        return result if out is None else out.copy_(result)
-
-    def bernoulli_(self, input: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
-        if isinstance(p, Tensor):
-            return input.copy_(self.draw(torch.rand, (input.shape,), kwargs) < p)
-        return self.draw(Tensor.bernoulli_, (input, p), kwargs, input)
-
-    def multinomial(self, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> Tensor:
-        """input [..., choices]: weights. As PyTorch does it: the largest of weights over exponential numbers."""
-        out = kwargs.pop("out", None)
-        repeats = (num_samples,) if replacement and num_samples > 1 else ()
-        noise = torch.empty(*input.shape[:-1], *repeats, input.shape[-1])
-        noise = self.draw(Tensor.exponential_, (noise,), kwargs, noise)
-        weights = (input.unsqueeze(-2) if repeats else input) / noise
-        result = weights.argmax(-1) if repeats else weights.topk(num_samples, -1).indices
-        return result if out is None else out.copy_(result)
-
-    def rrelu(
-        self, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **kwargs: Any
-    ) -> Tensor:
-        if not training:
-            return torch.rrelu(input, lower, upper, training)
-        slopes = torch.empty(input.shape)
-        slopes = self.draw(Tensor.uniform_, (slopes, lower, upper), kwargs, slopes)
-        return torch.where(input >= 0, input, input * slopes)
-
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """The arguments of F.scaled_dot_product_attention."""
-        if dropout_p == 0:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        each_key = torch.eye(key.shape[-2], dtype=value.dtype).expand(*value.shape[:-1], -1)
-        weights = written_out(query, key, each_key, attn_mask, is_causal, scale, enable_gqa)
-        if enable_gqa:
-            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-        return self.dropout(torch.dropout, weights, dropout_p, True) @ value
 
     def refuse(self, func: Any) -> NoReturn:
         raise NotFrozenError(
             f"the model draws random numbers inside of {name_of(func)} ({place_of_call()}), where they cannot be "
-            "stored; expected draws by torch.rand, randn, randint, randperm, normal, bernoulli, multinomial or dropout: "
-            "compute from those, pass the numbers as an input, or switch the layer to evaluation mode"
+            "stored; expected draws by torch.rand, randn, randint, randperm, normal, bernoulli, multinomial or "
+            "dropout: compute from those, pass the numbers as an input, or switch the layer to evaluation mode"
         )
 
 
@@ -361,9 +268,14 @@ def opened(func: Any) -> Any:
     original hands itself to the mode as a whole."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     blind = {**func.__globals__, **dict.fromkeys(names, lambda *tensors: False)}
-    copy = types.FunctionType(func.__code__, blind, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
+    same = types.FunctionType(func.__code__, blind, func.__name__, func.__defaults__, func.__closure__)
+    same.__kwdefaults__ = func.__kwdefaults__
+    return same
+
+
+def other_states() -> dict[str, str]:
+    """The states of generators that are not PyTorch's, as text."""
+    return {"Python's random": str(random.getstate()), "numpy.random": str(np.random.get_state())}
 
 
 def what_follows(place: str, name: str) -> str:
@@ -371,14 +283,16 @@ def what_follows(place: str, name: str) -> str:
     return f"{place}: the count or the range of the numbers that {name} draws follows"
 
 
-def kept(value: Tensor) -> Tensor:
-    """A copy that graphs can hold: one made in inference mode cannot be traced."""
+def kept(value: Any) -> Any:
+    """A copy that graphs can hold: a tensor that was made in inference mode cannot be traced."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
     with torch.inference_mode(False):
         return value.detach().clone()
 
 
 def name_of(func: Any) -> str:
-    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    name = str(resolve_name(func) or getattr(func, "__name__", func))
     return name.replace("torch.Tensor.", "Tensor.")
 
 

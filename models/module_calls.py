@@ -215,9 +215,9 @@ def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe,
         if len(first) != len(second) or not all(map(close, first, second)):
             raise SpecError(
                 f"{probe.name} gives another answer in every run, and the first layer that does is "
-                f"{named(original, path)}: it keeps a state, or draws from a generator of its own that is not PyTorch's, "
-                "such as numpy.random.default_rng(); expected answers that depend on the inputs alone, or draws by "
-                "torch, numpy.random or random, which are frozen: draw so, or draw once and store it in a buffer"
+                f"{named(original, path)}: it keeps a state, or draws random numbers from a generator of its own, such "
+                "as numpy.random.default_rng(); expected answers that depend on the inputs alone, or draws by functions"
+                " of torch, numpy.random or random: use these, or draw the numbers once, and store them in a buffer"
             )
 
 

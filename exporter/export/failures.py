@@ -27,7 +27,8 @@ PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(r"\.numpy\(\) is not supported for tensor subclasses"),
-        "the code computes with NumPy what a graph has to compute from its inputs or their sizes: use functions of torch",
+        "the code computes with NumPy what a graph has to compute from its inputs or their sizes: use functions of "
+        "torch",
     ),
     (
         re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>"),

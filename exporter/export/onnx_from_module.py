@@ -242,6 +242,8 @@ def program_from_module(
 @contextlib.contextmanager
 def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
+    import torch
+
     from effexport.models.adapters.recurrent import RecurrentCalls
     from effexport.models.adapters.sdpa import attention_calls_as_operators
     from effexport.models.adapters.size_arithmetic import arithmetic_of_sizes
@@ -249,6 +251,7 @@ def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if isinstance(spec.model, ModuleSpec):
+            stack.enter_context(torch.random.fork_rng(devices=[]))  # the code may seed it
             stack.enter_context(WithoutAutocast())
             stack.enter_context(attention_calls_as_operators(turns=spec.fused))
             stack.enter_context(RecurrentCalls())
@@ -300,7 +303,9 @@ def program_of_user(
         raise OtherSizesError(STAGE, tied)
     if trace.program is None:
         assert trace.error is not None
-        if (place := line_of_user(trace.error)) and OF_SIZES.search(str(trace.error)):
+        # NumPy's generator refuses free sizes in many words
+        may_be_size = OF_SIZES.search(str(trace.error)) or draws_elsewhere(module)
+        if (place := line_of_user(trace.error)) and may_be_size:
             for axis, size in sizes.items():
                 if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
                     raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
@@ -337,6 +342,12 @@ def axes_of_draws(
         if here is not None and there is not None and (reason := here.other_draw(there)):
             found[axis] = reason
     return found
+
+
+def draws_elsewhere(module: nn.Module) -> bool:
+    """Whether a module draws random numbers that are not PyTorch's."""
+    drawn = getattr(module, "drawn", None)
+    return drawn is not None and bool(drawn.others)
 
 
 def axes_of_traced_draws(module: nn.Module, trace: Trace) -> dict[str, str]:
