@@ -188,7 +188,9 @@ class _Mode(TorchFunctionMode):
                 return value
             self.drawn.numbers[key] = kept(value)
         elif filled is not None:
-            value = filled.copy_(self.drawn.numbers[key])
+            value = filled
+            # a layer that is made in forward draws its weights
+            (value.detach() if value.requires_grad else value).copy_(self.drawn.numbers[key])
         else:
             value = self.stored(self.drawn.numbers[key], kwargs.get("dtype") or next((x.dtype for x in tensors), None))
         self.forget(value)
