@@ -89,6 +89,7 @@ class DrawnNumbers:
         mode = _Mode(self, dtype)
         if torch.compiler.is_exporting():  # in which PyTorch's generator has no state
             state = None
+            self.tied.clear()
         else:
             state = torch.get_rng_state()
             torch.set_rng_state(torch.Generator().manual_seed(self.seed).get_state())

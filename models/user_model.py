@@ -49,6 +49,11 @@ class CalledByPosition(SameWeights):
         super().__init__(model)
         self._names, self._constants = tuple(names), dict(constants)
 
+    @property
+    def draws_elsewhere(self) -> bool:
+        """Whether it draws random numbers that are not PyTorch's."""
+        return self.drawn is not None and bool(self.drawn.others)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.by_name(*tensors).values())
 
@@ -101,6 +106,13 @@ def called_by_position(model: nn.Module, names: Sequence[str], constants: Mappin
     kind = type("CalledByPosition", (CalledByPosition,), {"forward": forward})
     called: CalledByPosition = kind(model, names, constants)
     return called
+
+
+def drawing_model(module: nn.Module) -> CalledByPosition | None:
+    """The model that draws random numbers in a module that is to be exported, also below a head; None if none does."""
+    while isinstance(module, SameWeights) and not isinstance(module, CalledByPosition):
+        module = module._model
+    return module if isinstance(module, CalledByPosition) and module.drawn is not None else None
 
 
 def distinct(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from effexport.export.portable_graph import avoid_missing_bfloat16, make_portabl
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.size_arithmetic import size_translation
+from effexport.export.sizes_of_draws import sizes_of_draws, sizes_of_traced_draws
 from effexport.export.specialised_length import OtherSizesError, Sizes, Trace, sizes_of_trace, traced
 from effexport.export.traced_graphs import (
     REMEDY,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 STAGE = "export"
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
-STORE = "To keep it free, draw the numbers once, in __init__, for the largest size, or switch the draw off"
 # In errors of code that calculates with a size as with a number, such as np.sqrt(x.shape[1]).
 OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for tensor subclasses")
 
@@ -288,23 +288,24 @@ def program_of_user(
     Raises OtherSizesError if the code ties it to other sizes than those of the spec, of which the proof runs a few
     only, and StageError if it cannot be traced.
     """
+    from effexport.models.user_model import drawing_model
+
     sizes = {
         axis: size
         for tensor, values in zip(signature.inputs, example, strict=True)
         for axis, size in zip(tensor.dims, values.shape, strict=True)
         if isinstance(axis, str)
     }
-    drawn = axes_of_draws(module, example, signature.inputs, sizes)
-    if not drawn:
-        trace = trace_of_user(module, example, signature.inputs, spec)
-        drawn = axes_of_traced_draws(module, trace)
-    if drawn:
-        tied = [Sizes(axis, sizes[axis], sizes[axis], f"{why} {axis}", STORE) for axis, why in drawn.items()]
+    drawing = drawing_model(module)
+    if drawing is not None and (tied := sizes_of_draws(drawing, example, signature.inputs, sizes)):
+        raise OtherSizesError(STAGE, tied)
+    trace = trace_of_user(module, example, signature.inputs, spec)
+    if drawing is not None and (tied := sizes_of_traced_draws(drawing, trace, sizes)):
         raise OtherSizesError(STAGE, tied)
     if trace.program is None:
         assert trace.error is not None
-        # NumPy's generator refuses free sizes in many words
-        may_be_size = OF_SIZES.search(str(trace.error)) or draws_elsewhere(module)
+        # numpy.random refuses free sizes in words of its own
+        may_be_size = OF_SIZES.search(str(trace.error)) or (drawing is not None and drawing.draws_elsewhere)
         if (place := line_of_user(trace.error)) and may_be_size:
             for axis, size in sizes.items():
                 if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
@@ -314,51 +315,6 @@ def program_of_user(
     if tied := sizes_of_trace(trace, sizes, signature.inputs, limits):
         raise OtherSizesError(STAGE, tied)
     return trace.program
-
-
-def axes_of_draws(
-    module: nn.Module, example: tuple[torch.Tensor, ...], inputs: Sequence[TensorInfo], sizes: Mapping[str, int]
-) -> dict[str, str]:
-    """The free axes on which the random numbers depend that a module draws, with the first line; and have it draw those
-    for an example, whose sizes may not be the user's. sizes: those of the free axes in the example."""
-    import torch
-
-    from effexport.models.module_calls import drawn_by
-    from effexport.models.module_inputs import resized
-    from effexport.models.user_model import CalledByPosition
-
-    if not isinstance(module, CalledByPosition) or module.drawn is None:
-        return {}
-    module.drawn.tied.clear()
-    # what it raises is reported where it is traced
-    with module.drawn.learning(), torch.inference_mode(), contextlib.suppress(Exception):
-        module(*example)
-    found = {}
-    here = drawn_by(module, example)
-    for axis, size in sizes.items():
-        others = {**sizes, axis: size - 1 if size > 2 else size + 1}
-        values = [resized(value, tensor.dims, others) for value, tensor in zip(example, inputs, strict=True)]
-        there = drawn_by(module, values)
-        if here is not None and there is not None and (reason := here.other_draw(there)):
-            found[axis] = reason
-    return found
-
-
-def draws_elsewhere(module: nn.Module) -> bool:
-    """Whether a module draws random numbers that are not PyTorch's."""
-    drawn = getattr(module, "drawn", None)
-    return drawn is not None and bool(drawn.others)
-
-
-def axes_of_traced_draws(module: nn.Module, trace: Trace) -> dict[str, str]:
-    """The same as a trace shows them, also where numbers are the same at neighbouring sizes."""
-    found: dict[str, str] = {}
-    drawn = getattr(module, "drawn", None)
-    for symbol, reason in drawn.tied.items() if drawn is not None else ():
-        if symbol not in trace.axes:
-            raise StageError(STAGE, f"{reason} the values of a tensor; expected as many for all inputs of one size")
-        found.setdefault(trace.axes[symbol].partition(" of ")[0], reason)
-    return found
 
 
 def trace_of_user(
