@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.adapters.sdpa import written_out
+from effexport.models.torch_functions import written_out
 
 # The value of SELU far below 0, which alpha dropout puts in the place of what it drops.
 SELU_LOWEST = -1.7580993408473766

@@ -21,10 +21,9 @@ from torch import SymFloat, SymInt, Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from effexport.models.adapters.sdpa import storage
 from effexport.models.adapters.size_arithmetic import LIBRARIES
 from effexport.models.draw_formulas import FORMULAS
-from effexport.models.one_precision import is_write
+from effexport.models.torch_functions import is_write, storage
 from effexport.models.validation import SpecError
 
 # Far from any seed with which a user is likely to have drawn weights: the same numbers again would not be random.

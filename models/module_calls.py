@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effexport.models.adapters.adapter import Adapted, frozen, named
-from effexport.models.drawn_numbers import SEED, DrawnNumbers, NotFrozenError
+from effexport.models.drawn_numbers import SEED, DrawnNumbers
 from effexport.models.model_spec import Dims
 from effexport.models.module_inputs import MaskKind, ModuleInput, ModuleInputs
 from effexport.models.one_precision import types_of
@@ -138,25 +138,6 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
             "one call, because the buckets of each are compared by name: give each call a copy of the layer",
         )
     return Calls(dict(calls), attention.turned)
-
-
-def drawn_by(model: CalledByPosition, tensors: Sequence[Tensor]) -> DrawnNumbers | None:
-    """The random numbers that a model draws for these inputs; None if it draws none, or fails.
-
-    Raises NotFrozenError for a draw for which no stored numbers can stand.
-    """
-    before, drawn = model.drawn, DrawnNumbers()
-    try:
-        model.drawn = drawn
-        with drawn.learning(), torch.inference_mode():
-            model(*tensors)
-    except NotFrozenError:
-        raise
-    except Exception:  # whatever the user's code raises: it is reported where lengths are tried
-        return None
-    finally:
-        model.drawn = before
-    return drawn or None
 
 
 def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from effexport.models.module_calls import (
     FloatTypes,
     check_repeatable,
     draw_notes,
-    drawn_by,
     operator_calls,
     with_mask,
     with_range,
@@ -176,7 +175,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     adapted = replace(subject.adapted, module=module)
     sizes = {axis: subject.tuned if axis == "seq" else inputs.sizes.get(axis, batch_of(inputs)) for axis in inputs.axes}
     as_given = list(inputs.tensors(sizes))
-    original.drawn = module.drawn = drawn_by(module, as_given)
+    original.drawn = module.drawn = module.draws_for(as_given)
     Probe(original, subject.name, inputs).check_examples()
     module.precision = own_precision(Probe(original, subject.name, inputs), subject.tuned)
     lengths = lengths_of(subject, Probe(module, subject.name, inputs), Probe(original, subject.name, inputs))

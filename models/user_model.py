@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.drawn_numbers import DrawnNumbers
+from effexport.models.drawn_numbers import DrawnNumbers, NotFrozenError
 from effexport.models.layers import SameWeights
 from effexport.models.module_inputs import arguments_of
 from effexport.models.one_precision import OnePrecision, cast, types_of
@@ -56,6 +56,24 @@ class CalledByPosition(SameWeights):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.by_name(*tensors).values())
+
+    def draws_for(self, tensors: Sequence[Tensor]) -> DrawnNumbers | None:
+        """The random numbers that it draws for some inputs; None if it draws none, or fails.
+
+        Raises NotFrozenError for a draw for which no stored numbers can stand.
+        """
+        before, drawn = self.drawn, DrawnNumbers()
+        try:
+            self.drawn = drawn
+            with drawn.learning(), torch.inference_mode():
+                self(*tensors)
+        except NotFrozenError:
+            raise
+        except Exception:  # whatever the user's code raises: it is reported where lengths are tried
+            return None
+        finally:
+            self.drawn = before
+        return drawn or None
 
     def to_half(self, dtype: torch.dtype) -> None:
         """Round the parameters to a half type, and compute in it.

@@ -27,7 +27,6 @@ def sizes_of_draws(
     """
     import torch
 
-    from effexport.models.module_calls import drawn_by
     from effexport.models.module_inputs import resized
 
     assert module.drawn is not None
@@ -35,10 +34,10 @@ def sizes_of_draws(
     with module.drawn.learning(), torch.inference_mode(), contextlib.suppress(Exception):
         module(*example)
     found = []
-    here = drawn_by(module, example)
+    here = module.draws_for(example)
     for axis, size in sizes.items():
         others = {**sizes, axis: size - 1 if size > 2 else size + 1}
-        there = drawn_by(module, [resized(x, tensor.dims, others) for x, tensor in zip(example, inputs, strict=True)])
+        there = module.draws_for([resized(x, tensor.dims, others) for x, tensor in zip(example, inputs, strict=True)])
         if here is not None and there is not None and (reason := here.other_draw(there)):
             found.append(Sizes(axis, size, size, f"{reason} {axis}", STORE))
     return found
