@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effexport.models.adapters.adapter import Adapted, frozen, named
+from effexport.models.drawn_numbers import SEED, DrawnNumbers
 from effexport.models.model_spec import Dims
 from effexport.models.module_inputs import MaskKind, ModuleInput, ModuleInputs
 from effexport.models.one_precision import types_of
@@ -25,6 +27,17 @@ if TYPE_CHECKING:
 
 # The length at which masks are tried, if the model takes it.
 MASK_SEQ_LEN = 12
+# How often a model draws anew to measure what that changes, and how many draws a sentence lists.
+FRESH_DRAWS, LISTED_DRAWS = 8, 4
+# Attributes of published models, or of their configs, that say whether they draw in evaluation mode: what to do where
+# they are false, or a method.
+SWITCHES = {
+    "deterministic_eval": "Made or loaded with deterministic_eval=True, it does not redraw in evaluation mode.",
+    "fix_projection_matrices_": "After fix_projection_matrices_(), it does not redraw.",
+}
+DROPOUT_SWITCH = (
+    "Dropout is off in evaluation mode if functions of it get training=self.training, and eval() reaches its layers."
+)
 
 
 class Observer(TorchDispatchMode):
@@ -127,6 +140,45 @@ def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -
     return Calls(dict(calls), attention.turned)
 
 
+def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """Sentences on the numbers that a model draws: which, how much the answer depends on them, and how to switch it
+    off; none if it draws none."""
+    if model.drawn is None:
+        return ()
+    draws = model.drawn.draws
+    listed = ", ".join(draws[:LISTED_DRAWS]) + f" and {len(draws) - LISTED_DRAWS} more" * (len(draws) > LISTED_DRAWS)
+    switches = [text for attribute, text in SWITCHES.items() if is_open(model, attribute)]
+    switches += [DROPOUT_SWITCH] * any("dropout" in draw for draw in draws)
+    return (
+        f"{name} draws random numbers in every call: {listed}. The file holds numbers drawn once, and the reference is "
+        f"the original with the same ones. Over {FRESH_DRAWS} other draws, its answer to the same inputs varies by "
+        f"{variation(model, tensors):.2g} of its RMS.{''.join(f' {text}' for text in switches)}",
+    )
+
+
+def is_open(model: nn.Module, attribute: str) -> bool:
+    """Whether a model, a layer of it, or a config of theirs has an attribute that is false or a method."""
+    owners = [owner for child in model.modules() for owner in (child, getattr(child, "config", None))]
+    found = [getattr(owner, key) for owner in owners for key in (attribute, f"_{attribute}") if hasattr(owner, key)]
+    return any(not value or callable(value) for value in found)
+
+
+def variation(model: CalledByPosition, tensors: Sequence[Tensor]) -> float:
+    """How far the answers with other draws are from their mean, as a fraction of their own size, both as RMS: that of
+    the output for which it is largest."""
+    model, answers = copy.deepcopy(model), []  # a model may keep what it has drawn
+    for i in range(FRESH_DRAWS):
+        model.drawn = DrawnNumbers(SEED + 1 + i)
+        with torch.inference_mode():
+            answers.append([value.double() for value in model(*tensors)])
+    found = [0.0]
+    for values in map(torch.stack, zip(*answers, strict=True)):
+        values = values[:, values.isfinite().all(0)]
+        size = values.square().mean().sqrt()
+        found.append(float(values.var(0).mean().sqrt() / size) if size > 0 else 0.0)
+    return max(found)
+
+
 def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe, tuned: int) -> None:
     """Raise SpecError for an original that gives other answers to the same inputs, with the first layer that does."""
     results: list[dict[str, list[Tensor]]] = []
@@ -144,8 +196,9 @@ def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe,
         if len(first) != len(second) or not all(map(close, first, second)):
             raise SpecError(
                 f"{probe.name} gives another answer in every run, and the first layer that does is "
-                f"{named(original, path)}: it draws random numbers or keeps a state; expected answers that depend on "
-                "the inputs alone: draw the numbers once, and store them in a buffer"
+                f"{named(original, path)}: it keeps a state, or draws random numbers from a generator of its own, such "
+                "as numpy.random.default_rng(); expected answers that depend on the inputs alone, or draws by functions"
+                " of torch, numpy.random or random: use these, or draw the numbers once, and store them in a buffer"
             )
 
 

@@ -14,7 +14,14 @@ from effexport.models.adapters.folding import detached_copy
 from effexport.models.adapters.remarks import remarks_on
 from effexport.models.adapters.replace import NotAsOriginalError, check_folded, layers_at_fault, with_our_layers
 from effexport.models.model_spec import Dims
-from effexport.models.module_calls import FloatTypes, check_repeatable, operator_calls, with_mask, with_range
+from effexport.models.module_calls import (
+    FloatTypes,
+    check_repeatable,
+    draw_notes,
+    operator_calls,
+    with_mask,
+    with_range,
+)
 from effexport.models.module_inputs import (
     ModuleInput,
     ModuleInputs,
@@ -82,6 +89,7 @@ def spec_from_module(module: nn.Module, name: str, seq_len: int | None = None) -
     return model_and_spec(module, name, seq_len)[1]
 
 
+@torch.random.fork_rng(devices=[])
 def model_and_spec(
     module: nn.Module, name: str, seq_len: int | None = None, calling: Calling | None = None
 ) -> tuple[UserModel, ModuleSpec]:
@@ -93,8 +101,8 @@ def model_and_spec(
     require(seq_len is None or seq_len >= 1, f"seq_len is {seq_len}; expected a positive integer")
     check_model(module, name)
     check_weights(module, name)
-    notes = (*training_note(module, name), *precision_note(module, name))
     original = copied(unwrapped(module), name)
+    notes = (*training_note(unwrapped(module), original, name), *precision_note(module, name))
     calling = calling or Calling()
     given = None if calling.is_guess else next(calling.candidates(original, name, ()))
     wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
@@ -166,6 +174,9 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     original = called_by_position(subject.original, names, constants)
     module = called_by_position(subject.adapted.module, names, constants)
     adapted = replace(subject.adapted, module=module)
+    sizes = {axis: subject.tuned if axis == "seq" else inputs.sizes.get(axis, batch_of(inputs)) for axis in inputs.axes}
+    as_given = list(inputs.tensors(sizes))
+    original.drawn = module.drawn = module.draws_for(as_given)
     Probe(original, subject.name, inputs).check_examples()
     module.precision = own_precision(Probe(original, subject.name, inputs), subject.tuned)
     lengths = lengths_of(subject, Probe(module, subject.name, inputs), Probe(original, subject.name, inputs))
@@ -209,11 +220,22 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         remarks=(
             *subject.notes,
             *remarks_on(subject.original, adapted, calls[True].turned),
+            *draw_notes(subject.name, module, as_given),
             *fixed_notes(subject.name, inputs),
             *guess_notes(inputs),
         ),
     )
     return UserModel(original, adapted, inputs.examples, inputs.declared), spec
+
+
+def batch_of(inputs: ModuleInputs) -> int:
+    """The batch of the examples; 1 without them."""
+    found = (
+        inputs.examples[one.name].shape[one.dims.index("batch")]
+        for one in inputs.inputs
+        if one.name in inputs.examples and "batch" in one.dims
+    )
+    return next(found, 1)
 
 
 def marked_inputs(

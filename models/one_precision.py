@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from effexport.models.torch_functions import is_write
+
 # Our operators take the types that our layers give them: a weight may be float32 beside values in half precision.
 OPERATORS = "torch._ops.effexport"
 HALVES = (torch.float16, torch.bfloat16)
@@ -154,12 +156,6 @@ def cast(values: Any, wanted: torch.dtype, types: Sequence[torch.dtype]) -> Any:
         return value.to(wanted) if isinstance(value, Tensor) and value.dtype in types else value
 
     return tree_map(one, values)
-
-
-def is_write(name: str) -> bool:
-    """Whether a function writes into its first argument, whose type therefore stays."""
-    in_place = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_lost(value: Any, half: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from effexport.models.drawn_numbers import DrawnNumbers, NotFrozenError
 from effexport.models.layers import SameWeights
 from effexport.models.module_inputs import arguments_of
 from effexport.models.one_precision import OnePrecision, cast, types_of
@@ -36,10 +37,11 @@ class CalledByPosition(SameWeights):
     """A model that takes tensors in the order of its inputs, and returns the tensors of its result as a tuple.
 
     precision: the type in which it computes and returns floating-point numbers, see `OnePrecision`; None if the model
-    itself chooses their types.
+    itself chooses their types. drawn: the random numbers that it draws in every call; None to let it draw others.
     """
 
     precision: torch.dtype | None = None
+    drawn: DrawnNumbers | None = None
     _names: tuple[str, ...]
     _constants: Mapping[str, Any]
 
@@ -47,8 +49,31 @@ class CalledByPosition(SameWeights):
         super().__init__(model)
         self._names, self._constants = tuple(names), dict(constants)
 
+    @property
+    def draws_elsewhere(self) -> bool:
+        """Whether it draws random numbers that are not PyTorch's."""
+        return self.drawn is not None and bool(self.drawn.others)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.by_name(*tensors).values())
+
+    def draws_for(self, tensors: Sequence[Tensor]) -> DrawnNumbers | None:
+        """The random numbers that it draws for some inputs; None if it draws none, or fails.
+
+        Raises NotFrozenError for a draw for which no stored numbers can stand.
+        """
+        before, drawn = self.drawn, DrawnNumbers()
+        try:
+            self.drawn = drawn
+            with drawn.learning(), torch.inference_mode():
+                self(*tensors)
+        except NotFrozenError:
+            raise
+        except Exception:  # whatever the user's code raises: it is reported where lengths are tried
+            return None
+        finally:
+            self.drawn = before
+        return drawn or None
 
     def to_half(self, dtype: torch.dtype) -> None:
         """Round the parameters to a half type, and compute in it.
@@ -77,7 +102,11 @@ class CalledByPosition(SameWeights):
         # a model may write to its inputs, or return them, which an exported graph cannot
         named = {name: tensor.clone() for name, tensor in zip(self._names, tensors, strict=True)}
         positional, named = arguments_of(self._model, {**named, **self._constants})
-        with contextlib.nullcontext() if self.precision is None else OnePrecision(self.precision):
+        with contextlib.ExitStack() as stack:
+            if self.precision is not None:
+                stack.enter_context(OnePrecision(self.precision))
+            if self.drawn is not None:
+                stack.enter_context(self.drawn.given(next((p.dtype for p in self.parameters()), None)))
             outputs = named_outputs(self._model(*positional, **named))
         if self.precision is not None:
             outputs = {key: x.to(self.precision) if x.is_floating_point() else x for key, x in outputs.items()}
@@ -95,6 +124,13 @@ def called_by_position(model: nn.Module, names: Sequence[str], constants: Mappin
     kind = type("CalledByPosition", (CalledByPosition,), {"forward": forward})
     called: CalledByPosition = kind(model, names, constants)
     return called
+
+
+def drawing_model(module: nn.Module) -> CalledByPosition | None:
+    """The model that draws random numbers in a module that is to be exported, also below a head; None if none does."""
+    while isinstance(module, SameWeights) and not isinstance(module, CalledByPosition):
+        module = module._model
+    return module if isinstance(module, CalledByPosition) and module.drawn is not None else None
 
 
 def distinct(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,13 +263,16 @@ def computed_with(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield f"{path}.{key}" if path else key, tensor.detach().float(), is_torch
 
 
-def training_note(model: nn.Module, name: str) -> tuple[str, ...]:
-    """A sentence on layers that compute something else in training mode, which is on; none if there are none."""
+def training_note(model: nn.Module, evaluated: nn.Module, name: str) -> tuple[str, ...]:
+    """A sentence on layers that compute something else in training mode, which is on; none if there are none.
+
+    evaluated: the model after eval(), which may have been overridden to leave some of them in training mode.
+    """
     kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
     active = [
         f"{path or name} ({type(child).__name__})"
-        for path, child in model.named_modules()
-        if child.training and isinstance(child, kinds) and getattr(child, "p", 1) > 0
+        for (path, child), after in zip(model.named_modules(), evaluated.modules(), strict=True)
+        if child.training and not after.training and isinstance(child, kinds) and getattr(child, "p", 1) > 0
     ]
     if not active:
         return ()

@@ -26,6 +26,11 @@ PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
         "one path for all values: compute both sides and choose with torch.where, or decide it outside of the model",
     ),
     (
+        re.compile(r"\.numpy\(\) is not supported for tensor subclasses"),
+        "the code computes with NumPy what a graph has to compute from its inputs or their sizes: use functions of "
+        "torch",
+    ),
+    (
         re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>"),
         "torch.onnx has no translation of the operator {0} ({1}): compute the same with other operators, or outside of "
         "the model",

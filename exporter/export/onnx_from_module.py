@@ -22,6 +22,7 @@ from effexport.export.portable_graph import avoid_missing_bfloat16, make_portabl
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.size_arithmetic import size_translation
+from effexport.export.sizes_of_draws import sizes_of_draws, sizes_of_traced_draws
 from effexport.export.specialised_length import OtherSizesError, Sizes, Trace, sizes_of_trace, traced
 from effexport.export.traced_graphs import (
     REMEDY,
@@ -55,7 +56,7 @@ STAGE = "export"
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
 # In errors of code that calculates with a size as with a number, such as np.sqrt(x.shape[1]).
-OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b")
+OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for tensor subclasses")
 
 
 def onnx_from_module(
@@ -276,16 +277,25 @@ def program_of_user(
     Raises OtherSizesError if the code ties it to other sizes than those of the spec, of which the proof runs a few
     only, and StageError if it cannot be traced.
     """
+    from effexport.models.user_model import drawing_model
+
     sizes = {
         axis: size
         for tensor, values in zip(signature.inputs, example, strict=True)
         for axis, size in zip(tensor.dims, values.shape, strict=True)
         if isinstance(axis, str)
     }
+    drawing = drawing_model(module)
+    if drawing is not None and (tied := sizes_of_draws(drawing, example, signature.inputs, sizes)):
+        raise OtherSizesError(STAGE, tied)
     trace = trace_of_user(module, example, signature.inputs, spec)
+    if drawing is not None and (tied := sizes_of_traced_draws(drawing, trace, sizes)):
+        raise OtherSizesError(STAGE, tied)
     if trace.program is None:
         assert trace.error is not None
-        if (place := line_of_user(trace.error)) and OF_SIZES.search(str(trace.error)):
+        # numpy.random refuses free sizes in words of its own
+        may_be_size = OF_SIZES.search(str(trace.error)) or (drawing is not None and drawing.draws_elsewhere)
+        if (place := line_of_user(trace.error)) and may_be_size:
             for axis, size in sizes.items():
                 if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
                     raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])

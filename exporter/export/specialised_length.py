@@ -82,12 +82,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a free axis for which a program holds. highest: None without a limit. reason: which lines say so."""
+    """The sizes of a free axis for which a program holds. highest: None without a limit. reason: which lines say so.
+    change: what to do for others."""
 
     axis: str
     lowest: int
     highest: int | None
     reason: str
+    change: str = CHANGE
 
     @property
     def is_one(self) -> bool:
@@ -105,7 +107,8 @@ class OtherSizesError(StageError):
             for one in sizes
         ]
         whole = "; ".join(f"{text}: {one.reason}" for text, one in zip(texts, sizes, strict=True))
-        super().__init__(stage, f"{whole}. {CHANGE}; or do not name the axis as free, for a file of one size")
+        changes = ". ".join(dict.fromkeys(one.change for one in sizes))
+        super().__init__(stage, f"{whole}. {changes}; or do not name the axis as free, for a file of one size")
         self.sizes = tuple(sizes)
 
 
@@ -234,7 +237,7 @@ def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> Buil
             size,
             f"The file takes {one.axis} = {size} only, because the code ties it to one size: {one.reason}. For other "
             "sizes, build an artifact for each, naming the other axes with dynamic if one size is meant, or change "
-            f"the code. {CHANGE}.",
+            f"the code. {one.change}.",
         )
     return replace(spec, model=model)
 

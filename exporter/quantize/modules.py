@@ -52,7 +52,8 @@ class RoundedLinear(nn.Linear):
     """
 
     def __init__(self, linear: nn.Linear, input_scale: float | None, precision: str) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        # on meta, where PyTorch draws no weights to begin with
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         weight = linear.weight.detach()
         self.weight = nn.Parameter(rounded(weight, weight_scales(weight, precision), precision))
         self.bias = linear.bias

@@ -43,8 +43,8 @@ class NotReplaceableError(Exception):
 
 
 class NotExportableError(SpecError):
-    """A replacement raises this for a layer whose behaviour no file can have, such as numbers drawn in `forward` that
-    cannot be frozen; the message is half a sentence, and the build ends with it."""
+    """A replacement raises this for a layer whose behaviour no file can have, such as numbers drawn in `forward`
+    for which nobody knows what to store; the message is half a sentence, and the build ends with it."""
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, qualified_name
+from effexport.models.adapters.adapter import Adapter, NotReplaceableError, qualified_name
 from effexport.models.layers import MultiHeadAttention, fused_operators, merge_heads, split_heads
 from effexport.models.linear import ELEMENTWISE, LinearAttention
 from effexport.models.softmax import SoftmaxAttention, softmax_attention
@@ -102,11 +102,6 @@ ATTENTIONS: dict[str, Callable[[Any, dict[str, Any]], MultiHeadAttention]] = {
 @torch.no_grad()
 def feature_map_name(feature_map: Any) -> str:
     """Which of our feature maps has the values of this one, found by trying: the default is a lambda."""
-    if not getattr(feature_map, "deterministic_eval", True):
-        raise NotExportableError(
-            f"its feature map {type(feature_map).__name__} draws random numbers in forward; make it with "
-            "deterministic_eval=True"
-        )
     if type(feature_map).__name__ != "ActivationFunctionFeatureMap":
         raise NotReplaceableError(f"its feature map is {type(feature_map).__name__}")
     x = torch.linspace(-60, 60, 120 * feature_map.query_dims, dtype=torch.float64).unflatten(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from effexport.models.torch_functions import storage, written_out
 from effexport.plugins.masked_attention.op import masked_attention
 
 # Masks at most this are taken as "hidden": e to it is 0 in every type, also after a large logit is added.
@@ -183,33 +184,6 @@ class _Mode(TorchFunctionMode):
         self.positions = {key: x for key, x in self.positions.items() if storage(x) != memory}
 
 
-def written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """F.scaled_dot_product_attention in single operations, with zeros where a query has no visible key.
-
-    torch.onnx translates it for four axes, and gives the average of all values where a query has no visible key.
-    Shapes: [..., queries, head_dim], [..., keys, head_dim], [..., keys, value_dim].
-    """
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    root = math.sqrt(abs(factor))  # of both, so that float16 does not overflow
-    scores = (query * math.copysign(root, factor)) @ (key * root).transpose(-2, -1)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None:
-        return scores.softmax(-1) @ value
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1) @ value).masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0)
-
-
 def zero_without_keys(context: Tensor, keep: Tensor) -> Tensor:
     """Zeros for the samples without any visible key, as PyTorch has them; our operator has the average of all values.
 
@@ -232,11 +206,6 @@ def writes(func: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.startswith("__i") and func not in ELEMENTWISE)
     return in_place or (name.endswith("_") and not name.endswith("__")) or bool(kwargs.keys() & {"out", "inplace"})
-
-
-def storage(x: Tensor) -> int:
-    """Identity of the memory of a tensor, also of one without memory while torch.export traces."""
-    return int(x.untyped_storage()._cdata)
 
 
 def is_one_row(mask: Tensor) -> bool:

@@ -250,6 +250,7 @@ class Slices(TorchFunctionMode):
     """Tells torch.export of slices `x[:, :k]` that k is from 0 to the size of x, where that is so at all sizes tried.
 
     Otherwise the size of the slice is unknown to it. The file has a Slice, which does as Python does at every size.
+    Of `x.squeeze()`, it keeps the free axes, which a graph would lose where their size is 1.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,6 +260,8 @@ class Slices(TorchFunctionMode):
                 if isinstance(bound, SymInt) and is_between(bound, tensor.shape[axis]):
                     torch._check(bound >= 0)
                     torch._check(bound <= tensor.shape[axis])
+        if func in (torch.squeeze, Tensor.squeeze) and len(args) == 1 and not kwargs:
+            return func(args[0], tuple(i for i, size in enumerate(args[0].shape) if type(size) is int and size == 1))
         return func(*args, **(kwargs or {}))
 
 

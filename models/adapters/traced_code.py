@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from effexport.models.adapters.pooling import PoolingCalls
@@ -21,6 +22,7 @@ def code_as_exported(module: nn.Module, *, turns: bool = True) -> Iterator[None]
     turns: see `attention_calls_as_operators`.
     """
     with (
+        torch.random.fork_rng(devices=[]),  # the code may seed it
         WithoutAutocast(),
         attention_calls_as_operators(turns),
         RecurrentCalls(),

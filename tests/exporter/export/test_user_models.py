@@ -227,14 +227,17 @@ def test_dropout_that_is_on_is_said_and_off_in_the_file(tmp_path: Path) -> None:
     assert note in report.notes
 
 
-class Noisy(TheirAttention):
+class Counting(TheirAttention):
+    calls = 0
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return super().forward(x, mask) + torch.randn_like(x)
+        self.calls += 1
+        return super().forward(x, mask) + self.calls
 
 
-def test_a_layer_that_draws_random_numbers_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"first layer that does is block.attn \(.*Noisy\): it draws random numbers"):
-        effexport.export(Model(Noisy()), EXAMPLES, tmp_path / "out")
+def test_a_layer_that_keeps_a_state_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"first layer that does is block.attn \(.*Counting\): it keeps a state"):
+        effexport.export(Model(Counting()), EXAMPLES, tmp_path / "out")
 
 
 class DataDependent(TheirAttention):

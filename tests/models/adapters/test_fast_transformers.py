@@ -20,7 +20,6 @@ from exported_layers import OnnxFile, padded_mask, relative_error, trained_like
 from slow_cases import slow_after
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import NotExportableError
 from effexport.models.adapters.replace import with_our_layers
 from effexport.models.layers import AttentionLayer
 from effexport.models.spec import LinearSpec, SoftmaxSpec
@@ -189,12 +188,10 @@ def test_a_mask_of_another_shape_is_refused_as_the_original_does() -> None:
             with_our_layers(layer, SEQ_LEN).module(x, x, x, mask, lengths, lengths)
 
 
-def test_random_features_are_refused_unless_they_are_drawn_once() -> None:
-    drawn = layer_of(FT.LinearAttention(8, FT.RandomFourierFeatures.factory()))
-    with pytest.raises(NotExportableError, match="RandomFourierFeatures draws random numbers in forward; make it with"):
-        with_our_layers(nn.Sequential(drawn), SEQ_LEN)
-    once = layer_of(FT.LinearAttention(8, FT.RandomFourierFeatures.factory(deterministic_eval=True)))
-    assert with_our_layers(once, SEQ_LEN).kept == {"": "its feature map is RandomFourierFeatures"}
+def test_random_features_are_kept_as_they_are() -> None:
+    for options in ({}, {"deterministic_eval": True}):
+        layer = layer_of(FT.LinearAttention(8, FT.RandomFourierFeatures.factory(**options)))
+        assert with_our_layers(layer, SEQ_LEN).kept == {"": "its feature map is RandomFourierFeatures"}
 
 
 def test_what_no_spec_expresses_is_kept_with_a_reason() -> None:

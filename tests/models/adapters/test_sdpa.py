@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from adapted_models import exported, padding, random_states, relative_error, trained_like
 from torch import Tensor, nn
 
-from effexport.models.adapters.sdpa import attention_calls_as_operators, written_out
+from effexport.models.adapters.sdpa import attention_calls_as_operators
+from effexport.models.torch_functions import written_out
 
 pytestmark = pytest.mark.requires("torch")
 

@@ -1,0 +1,46 @@
+"""What modes that see the functions of PyTorch have to know of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def is_write(name: str) -> bool:
+    """Whether a function writes into its first argument, whose type therefore stays."""
+    in_place = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def storage(x: Tensor) -> int:
+    """Identity of the memory of a tensor, also of one without memory while torch.export traces."""
+    return int(x.untyped_storage()._cdata)
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """F.scaled_dot_product_attention in single operations, with zeros where a query has no visible key.
+
+    torch.onnx translates it for four axes, and gives the average of all values where a query has no visible key.
+    Shapes: [..., queries, head_dim], [..., keys, head_dim], [..., keys, value_dim].
+    """
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    root = math.sqrt(abs(factor))  # of both, so that float16 does not overflow
+    scores = (query * math.copysign(root, factor)) @ (key * root).transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores.softmax(-1) @ value
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ value).masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0)
