@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from effexport.plugins.linear_attention.op import linear_attention
 
 # The axes of queries, keys and values, and where the heads are in them.
 HEADS = {"batch seq heads channels": 2, "batch heads seq channels": 1}
-FEATURES = {**ELEMENTWISE, "squared relu": lambda x: torch.relu(x).square()}
+FEATURES: dict[str, Callable[[Tensor], Tensor]] = {**ELEMENTWISE, "squared relu": lambda x: torch.relu(x).square()}
 # x with φ(x) = SMALL: of one such key, a sum of weights is small enough to show what is added to it.
 SMALL = 3e-4
 INVERSE = {"elu": torch.log, "relu": lambda x: x, "exp": torch.log, "squared relu": torch.sqrt}
@@ -120,7 +120,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, formula: Formula) -> Te
     """`LinearFunction.mix` by the operator, which takes as many queries as keys: the fewer get neighbours of zeros."""
     queries, keys = q.shape[2], k.shape[2]
     if not statically_known_true(queries == keys):
-        longest = torch.sym_max(queries, keys)  # type: ignore[no-untyped-call]
+        longest = torch.sym_max(queries, keys)
         q = F.pad(q, (0, 0, 0, longest - queries))
         k, v = (F.pad(x, (0, 0, 0, longest - keys)) for x in (k, v))
         keep = F.pad(keep, (0, longest - keys))
