@@ -241,6 +241,7 @@ def program_from_module(
 @contextlib.contextmanager
 def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
+    from effexport.models.adapters.einsum_calls import EinsumCalls
     from effexport.models.adapters.recurrent import RecurrentCalls
     from effexport.models.adapters.sdpa import attention_calls_as_operators
     from effexport.models.adapters.size_arithmetic import arithmetic_of_sizes
@@ -251,6 +252,7 @@ def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
             stack.enter_context(WithoutAutocast())
             stack.enter_context(attention_calls_as_operators(turns=spec.fused))
             stack.enter_context(RecurrentCalls())
+            stack.enter_context(EinsumCalls())
             stack.enter_context(arithmetic_of_sizes(module))
         yield
 
