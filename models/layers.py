@@ -130,7 +130,14 @@ class DepthwiseConv(nn.Module):
         return F.conv2d(v.to(exact), self.weight.to(exact), padding=padding, groups=heads).to(v.dtype)
 
 
-class AttentionLayer(nn.Module):
+class CallsOperators(nn.Module):
+    """A module that calls fused operators while it is exported; see `AttentionLayer`."""
+
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "both factors of its products are activations"}
+    fused: bool = False
+
+
+class AttentionLayer(CallsOperators):
     """An attention variant with its output projection.
 
     A subclass builds its input projections and implements `project` and `mix`.
@@ -140,9 +147,6 @@ class AttentionLayer(nn.Module):
     fused: whether `mix` calls the fused operator of its variant, where `effexport.plugins` has one. Set while exporting
     (`fused_operators`); otherwise PyTorch runs the formulas as they are written, which have gradients.
     """
-
-    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "both factors of its products are activations"}
-    fused: bool = False
 
     def __init__(self, spec: AttentionSpec, inner_dim: int) -> None:
         super().__init__()
@@ -211,7 +215,7 @@ class AttentionCore(nn.Module):
 @contextlib.contextmanager
 def fused_operators(module: nn.Module, enabled: bool) -> Iterator[None]:
     """Have the attention layers of a module call fused operators, or not, for the length of a `with` block."""
-    layers = [layer for layer in module.modules() if isinstance(layer, AttentionLayer)]
+    layers = [layer for layer in module.modules() if isinstance(layer, CallsOperators)]
     before = [layer.fused for layer in layers]
     try:
         for layer in layers:

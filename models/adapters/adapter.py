@@ -84,13 +84,15 @@ class Adapted:
 
     replaced: our modules by the path of the layer they stand for, "" for the model itself. kept: why a known layer was
     kept as it stands, by path, as half a sentence. folded: the modules whose weights are computed in every call in the
-    original, and stored in the copy; those inside replaced layers became plain linear layers.
+    original, and stored in the copy; those inside replaced layers became plain linear layers. by_answers: the replaced
+    layers that were known by their answers, not by their class.
     """
 
     module: nn.Module
     replaced: Mapping[str, nn.Module]
     kept: Mapping[str, str]
     folded: Sequence[str] = ()
+    by_answers: Sequence[str] = ()
 
 
 @contextmanager

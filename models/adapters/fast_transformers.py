@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotReplaceableError, qualified_name
+from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.layers import MultiHeadAttention, fused_operators, merge_heads, split_heads
 from effexport.models.linear import ELEMENTWISE, LinearAttention
 from effexport.models.softmax import SoftmaxAttention, softmax_attention
@@ -28,9 +28,9 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, layer: Any, seq_len: int) -> None:
         super().__init__()
-        name = qualified_name(layer.inner_attention)
+        name = type(layer.inner_attention).__name__
         if name not in ATTENTIONS:
-            raise NotReplaceableError(f"its attention is of the class {name.rpartition('.')[2]}")
+            raise NotReplaceableError(f"its attention is of the class {name}")
         keys = layer.query_projection.out_features // layer.n_heads
         common = {"dim": layer.query_projection.in_features, "heads": layer.n_heads, "head_dim": keys}
         self.attention: MultiHeadAttention = ATTENTIONS[name](layer.inner_attention, common | {"seq_len": seq_len})
@@ -92,10 +92,11 @@ def full(inner: Any, common: dict[str, Any]) -> MultiHeadAttention:
     return SoftmaxAttention(SoftmaxSpec(**common))
 
 
+# By name alone: a part of another package is noticed, or its answers are compared.
 ATTENTIONS: dict[str, Callable[[Any, dict[str, Any]], MultiHeadAttention]] = {
-    f"{ATTENTION}.linear_attention.LinearAttention": linear,
-    f"{ATTENTION}.causal_linear_attention.CausalLinearAttention": causal_linear,
-    f"{ATTENTION}.full_attention.FullAttention": full,
+    "LinearAttention": linear,
+    "CausalLinearAttention": causal_linear,
+    "FullAttention": full,
 }
 
 
@@ -131,6 +132,17 @@ class AllOnes:
     @property
     def additive_matrix(self) -> Tensor:
         return torch.zeros_like(self.bool_matrix, dtype=torch.float32)
+
+
+class Keeping(AllOnes):
+    """A mask of the package that hides where it is False."""
+
+    _all_ones = all_ones = False
+    lower_triangular = True
+
+    @property
+    def additive_matrix(self) -> Tensor:
+        return torch.log(self.float_matrix)
 
 
 def mask_or_all_ones(x: Tensor, attn_mask: Any, length_mask: Any) -> tuple[Any, Any]:

@@ -12,8 +12,6 @@ from effexport.models.adapters.table import replacements
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.models.layers import AttentionLayer
-
 
 def remarks_on(original: nn.Module, adapted: Adapted, turned: int) -> tuple[str, ...]:
     """Every sentence on the layers of a model that concerns the user.
@@ -39,10 +37,11 @@ def replaced_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> 
             continue
         by_class.setdefault(qualified_name(original.get_submodule(path)), []).append(path)
     for name, paths in by_class.items():
-        variants = sorted({layer.spec.variant for path in paths for layer in our_layers(replaced[path])})
+        variants = sorted({variant for path in paths for variant in variants_in(replaced[path])})
         if variants:
             form = " and ".join(variants)
-            yield f"{name} runs as effexport's {form} attention, with its weights: {places(paths)}."
+            weights = ", with its weights" if any(True for _ in replaced[paths[0]].parameters()) else ""
+            yield f"{name} runs as effexport's {form} attention{weights}: {places(paths)}."
 
 
 def kept_remarks(original: nn.Module, kept: Mapping[str, str]) -> Iterator[str]:
@@ -98,10 +97,13 @@ def folded_remarks(folded: Sequence[str]) -> Iterator[str]:
         )
 
 
-def our_layers(module: nn.Module) -> list[AttentionLayer]:
+def variants_in(ours: nn.Module) -> set[str]:
+    """The variants of attention in a replacement."""
+    from effexport.models.adapters.linear_function import LinearFunction
     from effexport.models.layers import AttentionLayer
 
-    return [child for child in module.modules() if isinstance(child, AttentionLayer)]
+    layers = [child for child in ours.modules() if isinstance(child, AttentionLayer | LinearFunction)]
+    return {layer.variant if isinstance(layer, LinearFunction) else layer.spec.variant for layer in layers}
 
 
 def places(paths: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from effexport.models.adapters.folding import (
     with_plain_projections,
     with_read_weights,
 )
+from effexport.models.adapters.structure import counterpart
 from effexport.models.adapters.table import replacements
 from effexport.models.probe import ModuleFailedError
 from effexport.models.user_model import failing_module
@@ -49,7 +50,7 @@ def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] |
     # one layer in several places stays one layer; the replaced ones are held, so that their ids stay their own
     ours: dict[int, tuple[nn.Module, nn.Module]] = {}
     model = detached_copy(original).eval()
-    folded = fold_computed_weights(model, kept)
+    folded, by_answers = fold_computed_weights(model, kept), list[str]()
     holder = _holder(model)
 
     def visit(parent: nn.Module, prefix: str) -> None:
@@ -60,7 +61,7 @@ def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] |
             path = f"{prefix}{name}"
             made = ours[id(child)][1] if id(child) in ours else None
             if made is None:
-                made = replacement_of(child, path.partition(".")[2], seq_len, known, kept, folded)
+                made = replacement_of(child, path.partition(".")[2], seq_len, known, kept, folded, by_answers)
                 ours[id(child)] = child, made
                 if made is not child:
                     replaced[path.partition(".")[2]] = made
@@ -69,7 +70,7 @@ def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] |
                 setattr(parent, name, made)
 
     visit(holder, "")
-    return Adapted(holder.get_submodule("model"), replaced, kept, folded)
+    return Adapted(holder.get_submodule("model"), replaced, kept, folded, by_answers)
 
 
 def replacement_of(
@@ -79,23 +80,31 @@ def replacement_of(
     known: Mapping[str, tuple[Adapter, Replacement]],
     kept: dict[str, str],
     folded: list[str],
+    by_answers: list[str],
 ) -> nn.Module:
     """Ours for a layer, or the layer itself if there is none; `kept` then gets the reason if the layer is known.
 
-    folded: gets the paths of its parts that are linear layers in ours.
+    folded: gets the paths of its parts that are linear layers in ours. by_answers: gets the path of a layer whose class
+    is unknown.
     """
     if path in kept:
         return layer
     name = qualified_name(layer)
     if name not in known:
+        if (inner := unwrapped_layer(layer)) is not None:
+            folded.append(path)
+            return replacement_of(inner, path, seq_len, known, kept, folded, by_answers)
+        if (found := counterpart(layer, seq_len, known)) is not None:
+            made, parts = found
+            folded += [f"{path}.{part}" if path else part for part in parts]
+            by_answers.append(path)
+            return made
         base = next((kind for kind in type(layer).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in known), None)
         if base is not None:
             kept[path] = (
-                f"its class is derived from {base.__module__}.{base.__qualname__}, and may compute something else"
+                f"its class is derived from {base.__module__}.{base.__qualname__}, but no layer of effexport was found "
+                "that gives the same answers"
             )
-        elif (inner := unwrapped_layer(layer)) is not None:
-            folded.append(path)
-            return replacement_of(inner, path, seq_len, known, kept, folded)
         return layer
     adapter, replacement = known[name]
     try:
@@ -132,17 +141,21 @@ def why_changed(layer: nn.Module) -> str:
 
 
 class NotAsOriginalError(Exception):
-    """A copy whose weights were folded does not answer as its original."""
+    """A copy with folded weights, or with layers that were known by their answers, does not answer as its original."""
 
 
 @torch.inference_mode()
 def check_folded(original: nn.Module, adapted: Adapted, tensors: Sequence[Tensor]) -> None:
-    """Raise NotAsOriginalError if the answers of a copy whose weights were folded differ from those of the original.
+    """Raise NotAsOriginalError if the answers of a copy whose weights were folded, or with layers that were known by
+    their answers, differ from those of the original.
 
-    They do for a model that reads its weights without a call, or that switches its adapters on and off while it runs.
-    Both are called by position. Hashes may differ by a tie, and are left to the proof.
+    They do for a model that reads its weights without a call, that switches its adapters on and off while it runs, or
+    whose layer does something else at this length. Both are called by position. Hashes may differ by a tie, and are
+    left to the proof.
     """
-    if not adapted.folded or any(isinstance(ours, DrawsNumbers) for ours in adapted.replaced.values()):
+    if not (adapted.folded or adapted.by_answers) or any(
+        isinstance(ours, DrawsNumbers) for ours in adapted.replaced.values()
+    ):
         return
     try:
         answers = original(*tensors)
@@ -160,6 +173,10 @@ def layers_at_fault(error: ModuleFailedError | NotAsOriginalError, adapted: Adap
     with stored weights. Those around the place of an error, or all; none if there are none."""
     ours = [*adapted.replaced, *adapted.folded]
     if isinstance(error, NotAsOriginalError):
+        if adapted.by_answers:  # first, because weights are folded in every model that has computed ones
+            return dict.fromkeys(
+                adapted.by_answers, "with effexport's layer in its place, the model has another answer"
+            )
         changed = [path for path in ours if any(is_below(folded, path) for folded in adapted.folded)]
         return dict.fromkeys(changed, "with weights as evaluation mode computes them, the model has another answer")
     place = failing_module(error.__cause__ or error, adapted.module).partition(" (")[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from effexport.models.adapters.einsum_calls import EinsumCalls
 from effexport.models.adapters.pooling import PoolingCalls
 from effexport.models.adapters.recurrent import RecurrentCalls
 from effexport.models.adapters.sdpa import attention_calls_as_operators
@@ -26,6 +27,7 @@ def code_as_exported(module: nn.Module, *, turns: bool = True) -> Iterator[None]
         WithoutAutocast(),
         attention_calls_as_operators(turns),
         RecurrentCalls(),
+        EinsumCalls(),
         PoolingCalls(),
         arithmetic_of_sizes(module),
     ):
