@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
 
 # PyTorch has at most this many axes.
 MOST_AXES = 64
+LONGEST_TEXT = 200
 
 
 def is_size(value: object) -> bool:
@@ -38,6 +40,13 @@ def is_word(value: object) -> bool:
     return isinstance(value, str)
 
 
+def is_constant(value: object) -> bool:
+    """Whether a manifest can hold an argument that is not a tensor: a short text, a number, a boolean or None."""
+    if isinstance(value, str):
+        return value.isprintable() and len(value) <= LONGEST_TEXT
+    return value is None or type(value) is bool or is_integer(value) or (type(value) is float and math.isfinite(value))
+
+
 # Field of ModuleSpec → whether a value in it is right, and what it should be.
 TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
     "fused_op_counts": (is_size, "counts"),
@@ -50,6 +59,7 @@ TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
     "padding": (is_integer, "integers"),
     "replaced": (is_word, "names of classes"),
     "size_notes": (is_word, "sentences"),
+    "constants": (is_constant, "texts and numbers"),
 }
 
 
@@ -70,6 +80,8 @@ class ModuleSpec(CheckpointSpec):
     mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are padding.
     shortest: the fewest tokens that the file takes. size_notes: why the file takes some sizes of an axis only, by axis.
     replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
+    constants: arguments of `forward` that are not tensors, by name, as far as a manifest can hold them.
+    independent_samples: whether the user says that no sample depends on the others of its batch; the proof tries it.
     """
 
     family: ClassVar[str] = "module"
@@ -97,6 +109,8 @@ class ModuleSpec(CheckpointSpec):
     remarks: tuple[str, ...] = ()
     shortest: int = 1
     size_notes: Mapping[str, str] = field(default_factory=dict)
+    independent_samples: bool = False
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Also checks the tables, which a manifest may fill with anything."""
@@ -122,12 +136,20 @@ class ModuleSpec(CheckpointSpec):
             "batch" in axes and ("seq" in axes or self.seq_len in axes),
             f"the mask {shown(self.mask)} has the axes {shown(as_written(axes))}; expected batch and seq among them",
         )
+        if self.independent_samples:
+            for name, dims in (*self.input_dims.items(), *self.output_dims.items()):
+                require(
+                    tuple(dims[:1]) == ("batch",),
+                    f"independent samples: {name} of {self.module} is {shown(as_written(dims))}; expected the batch, "
+                    "of any size, as the first axis of every input and output; leave --independent-samples out",
+                )
         require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
         _ = self.attention  # checks its fields
 
     def to_dict(self) -> dict[str, Any]:
         # an older effexport can read a module of any length
-        left_out = [name for name, usual in (("shortest", 1), ("size_notes", {})) if getattr(self, name) == usual]
+        usual = {"shortest": 1, "size_notes": {}, "independent_samples": False, "constants": {}}
+        left_out = [name for name, value in usual.items() if getattr(self, name) == value]
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def with_fixed(self, axis: str, size: int, note: str) -> ModuleSpec:

@@ -9,6 +9,7 @@ with other weights, it is the file that an export of these weights would write.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import lzma
 import zipfile
 import zlib
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import EffexportError, StageError, UserError, is_out_of_memory
+from effexport.export.onnx_graph import graph_inputs, why_not_readable
 
 if TYPE_CHECKING:
+    import onnx
     import onnx_ir as ir
     from torch import nn
 
@@ -57,6 +60,52 @@ def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
         graph.inputs.append(value)
     traced: bytes = ir.to_proto(model).SerializeToString()
     return traced
+
+
+def graph_without_numbers(traced: bytes) -> bytes:
+    """A traced graph of a user's own module, without the values of tensors that are not weights."""
+    import onnx
+
+    model = onnx.ModelProto.FromString(traced)
+    kept = [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer]
+    del model.graph.initializer[:]
+    for name, data_type, dims in kept:
+        model.graph.initializer.add(name=name, data_type=data_type, dims=dims)
+    found: bytes = model.SerializeToString()
+    return found
+
+
+def why_other_graph(old: bytes, new: bytes, *, whole: bool) -> str:
+    """What the second of two graphs of a user's own module, see `graph_without_numbers`, has otherwise; "" if nothing.
+
+    whole: whether the nodes are compared, too: another release of PyTorch may write others for the same code. Raises
+    UserError for a first graph, which may come from anybody, that is not a graph.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        models = [onnx.ModelProto.FromString(graph) for graph in (old, new)]
+        problem = why_not_readable(models[0])
+    except DecodeError:
+        problem = "it is not an ONNX model"
+    if problem:
+        raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
+    weights = [{tensor.name: tensor for tensor in graph_inputs(model)} for model in models]
+    for name in dict.fromkeys([*weights[0], *weights[1]]):
+        expected, own = (str(table.get(name, "not there")) for table in weights)
+        if own != expected:
+            return f"{name} is {own}; the artifact has {expected}"
+    if not whole or old == new:
+        return ""
+    for expected_node, node in itertools.zip_longest(models[0].graph.node, models[1].graph.node):
+        if node != expected_node:
+            return f"step {node_text(node)} of its graph; the artifact has {node_text(expected_node)}"
+    return "the constants in its graph have other shapes"
+
+
+def node_text(node: onnx.NodeProto | None) -> str:
+    return "none" if node is None else f"{node.op_type} {node.name!r}"
 
 
 def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from effexport.environment import versions
-from effexport.proof.checks.result import Check, is_about_bodies, only_weights_failed
+from effexport.export.module_source import ModuleSource
+from effexport.proof.checks.result import Check, Kind, is_about_bodies, only_weights_failed
 from effexport.proof.trace.trace import Trace
 from effexport.report.model import PYTORCH, LayerError, Report
-from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
+from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, MODULE, PRECISION_HINT, REFERENCE, WEIGHTS
 from effexport.report.rendering.text import trace_text
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> 
 
     checks: of the verification. Where all pass, the reference does not differ either.
     """
-    text = trace_text(trace, other_weights=only_weights_failed(checks))
+    own = isinstance(request.weights, ModuleSource)  # whose answers were compared all the same
+    other_weights = any(check.kind == Kind.WEIGHTS and check.status == "failed" for check in checks)
+    text = trace_text(trace, other_weights=(other_weights and own) or only_weights_failed(checks))
     failed = any(check.status == "failed" and not is_about_bodies(check) for check in checks)
     if trace.first_divergence is None and failed and request.choice.title != PYTORCH:
         return f"{text}. So the model computes what its own PyTorch module computes, and {request.choice.title} differs"
@@ -67,9 +70,11 @@ def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> 
 
 def options_of(candidate: Candidate, request: Request) -> list[str]:
     """The options of `effexport verify` that chose the model and the reference, but for --runtime and --case."""
+    named = request.named
     given = {
         MODEL: candidate.model,
-        WEIGHTS: request.weights,
+        MODULE: named.module if named is not None and isinstance(named.module, str) else None,
+        WEIGHTS: request.weights if named is None else named.weights,
         DATA: request.data,
         REFERENCE: None if request.choice.kind == "auto" else request.choice.option,
         IMPLEMENTATION: None if candidate.options.implementation == "auto" else candidate.options.implementation,

@@ -11,36 +11,14 @@ from effexport.models.head_spec import MASKS
 from effexport.models.spec import LSHSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
+from effexport.proof.checks.independence import check_independent
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
+from effexport.proof.checks.worst import Worst, limit_without, metric_of
 from effexport.proof.inputs.padded import padding_of_other_content
-from effexport.proof.metrics import overall_error, relative_error
-from effexport.proof.own_roundings import free_limit
-from effexport.proof.tolerances import Limit, case_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-
-
-class Worst:
-    """The largest relative error of several comparisons, and which one it was; NaN counts as the largest.
-
-    Of a quantised model it is the RMS error of a sample: one number that is rounded to the next step is no fault.
-    """
-
-    def __init__(self, spec: BuildSpec) -> None:
-        self.error, self.detail = 0.0, ""
-        self._overall = spec.is_quantized
-
-    def add(self, actual: Array, expected: Array, detail: str) -> None:
-        error = overall_error(actual, expected) if self._overall else relative_error(actual, expected)[0]
-        if error > self.error or error != error:
-            self.error, self.detail = error, detail
-
-
-def metric_of(difference: str, spec: BuildSpec) -> str:
-    """How `Worst` measures a difference, in words."""
-    return f"RMS of ({difference}) / RMS" if spec.is_quantized else f"max |{difference}| / RMS"
 
 
 def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
@@ -53,6 +31,9 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
     is_padded = not case.keep.all() and spec.attention.fixed_seq_len is None
     found = {kind: Worst(spec) for kind in (Kind.BATCH_INVARIANCE, *[Kind.PADDING_LENGTH] * is_padded)}
     if spec.model.why_not_invariant:
+        if not spec.why_samples_mix:  # about other lengths, nothing was declared
+            del found[Kind.BATCH_INVARIANCE]
+            yield check_independent(candidate, case, outputs, spec)
         yield from (not_run(kind, spec.model.why_not_invariant, case.label, metric) for kind in found)
         return
     is_long = {tensor.name: tensor.dims[1:] != (MASKS,) for tensor in spec.inputs}
@@ -116,17 +97,6 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
             worst.add(answer[output][row], outputs[output][row, :length], "")
     limit = limit_without(case, spec, "later tokens may not add to it")
     return judged(kind, case.label, metric, worst.error, limit, f"prefix of {length} tokens")
-
-
-def arithmetic_of_case(case: Case, spec: BuildSpec) -> Limit:
-    return case_limit(spec, case.own_error, case.spread)
-
-
-def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
-    """The limit of the arithmetic, with the condition that nothing else may use it up."""
-    own = free_limit if spec.is_quantized else arithmetic_of_case
-    limit = own(case, spec)
-    return Limit(limit.value, f"{limit.reason}; {condition}")
 
 
 def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:
