@@ -57,8 +57,9 @@ class NamedModule:
         try:
             if self.weights is not None:
                 module = module_with_weights(module, origin, self.weights)
+            examples = stored_example(artifact) if examples is None else examples
             with quiet():
-                user = module_again(module, origin, spec.model, examples or stored_example(artifact))
+                user = module_again(module, origin, spec.model, examples)
         except SpecError as error:
             raise UserError(f"{origin} does not fit {artifact.path}: {error}") from error
         return source_from_user(user, origin, spec)

@@ -55,15 +55,15 @@ def inputs_from_spec(module: nn.Module, name: str, spec: ModuleSpec, examples: o
 
     Raises SpecError for a `forward` that does not take them, and for examples that do not have their axes and types.
     """
+    parameters = inspect.signature(module.forward).parameters
+    for key in (*spec.inputs, *spec.constants):
+        require(
+            is_parameter(module, key, [*spec.inputs, *spec.constants]),
+            f"its forward takes {', '.join(parameters)}; the artifact has {key!r}",
+        )
     given = {} if examples is None else by_name(module, name, examples)
     tensors = {key: value for key, value in given.items() if is_tensor(value)}
     constants = {**spec.constants, **{key: value for key, value in given.items() if key not in tensors}}
-    parameters = inspect.signature(module.forward).parameters
-    for key in (*spec.inputs, *constants):
-        require(
-            is_parameter(module, key, [*spec.inputs, *constants]),
-            f"its forward takes {', '.join(parameters)}; the artifact has {key!r}",
-        )
     require(
         not tensors or tensors.keys() == spec.inputs.keys(),
         f"its example inputs are {', '.join(tensors)}; the artifact takes {', '.join(spec.inputs)}",

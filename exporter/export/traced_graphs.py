@@ -33,6 +33,8 @@ REMEDY = "build the artifact again with effexport build"
 ALMOST = {0.0: 1e-7, 1.0: 1e-4}
 # Exporter metadata that later steps read: the modules that a node came from.
 SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+# Characters of a node in a message.
+LONGEST_NODE = 120
 
 
 def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
@@ -93,19 +95,25 @@ def why_other_graph(old: bytes, new: bytes, *, whole: bool) -> str:
         raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
     weights = [{tensor.name: tensor for tensor in graph_inputs(model)} for model in models]
     for name in dict.fromkeys([*weights[0], *weights[1]]):
-        expected, own = (str(table.get(name, "not there")) for table in weights)
-        if own != expected:
-            return f"{name} is {own}; the artifact has {expected}"
+        before, now = (str(table.get(name, f"no {name}")) for table in weights)
+        if now != before:
+            return f"it has {now}; the artifact has {before}"
     if not whole or old == new:
         return ""
-    for expected_node, node in itertools.zip_longest(models[0].graph.node, models[1].graph.node):
-        if node != expected_node:
-            return f"step {node_text(node)} of its graph; the artifact has {node_text(expected_node)}"
-    return "the constants in its graph have other shapes"
+    for steps in itertools.zip_longest(*(map(node_text, model.graph.node) for model in models), fillvalue="none"):
+        if steps[0] != steps[1]:
+            expected, own = (f"{text[:LONGEST_NODE]}{'…' * (len(text) > LONGEST_NODE)}" for text in steps)
+            return f"its graph has the step {own}; the artifact has {expected}"
+    before, now = ([(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer] for model in models)
+    return "" if before == now else "the constants in its graph have other shapes"
 
 
-def node_text(node: onnx.NodeProto | None) -> str:
-    return "none" if node is None else f"{node.op_type} {node.name!r}"
+def node_text(node: onnx.NodeProto) -> str:
+    """A node as ONNX writes it: `y = Relu (x)`."""
+    from onnx.printer import to_text
+
+    text: str = to_text(node).strip()
+    return text.removeprefix(f"[{node.name}] ")
 
 
 def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
