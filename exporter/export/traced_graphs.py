@@ -104,8 +104,8 @@ def why_other_graph(old: bytes, new: bytes, *, whole: bool) -> str:
         if steps[0] != steps[1]:
             expected, own = (f"{text[:LONGEST_NODE]}{'…' * (len(text) > LONGEST_NODE)}" for text in steps)
             return f"its graph has the step {own}; the artifact has {expected}"
-    before, now = ([(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer] for model in models)
-    return "" if before == now else "the constants in its graph have other shapes"
+    constants = [[(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer] for model in models]
+    return "" if constants[0] == constants[1] else "the constants in its graph have other shapes"
 
 
 def node_text(node: onnx.NodeProto) -> str:

@@ -62,12 +62,11 @@ def verify_command(check: Check, report: Report, artifact: str) -> str:
     further: list[Word] = []
     runtime = check.target or report.runtime
     if check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE:
-        option = MODULE if report.spec["model"].get("family") == MODULE_FAMILY else WEIGHTS
-        if option == MODULE and not _FACTORY.fullmatch(report.weights_from):
+        source = source_option(report)
+        if source is None:
             return build_command(report, REBUILT)
         further += [] if REFERENCE in report.options else [(REFERENCE, "torch")]
-        if report.weights_from not in ("", SEED) and option not in report.options:
-            further.append((option, report.weights_from))
+        further += [(name, value) for name, value in source if name not in report.options]
     elif check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check):
         further += [] if REFERENCE in report.options else [(REFERENCE, "golden")]
     else:
@@ -75,6 +74,15 @@ def verify_command(check: Check, report: Report, artifact: str) -> str:
     if runtime != "ort":
         further.append(("--runtime", runtime))
     return repeat_command(report, artifact, *further)
+
+
+def source_option(report: Report) -> list[tuple[str, str]] | None:
+    """The option of `effexport verify` that names what the weights came from; none for those of the seed. None for an
+    object of Python, which has no name on the command line."""
+    origin = report.weights_from
+    if report.spec["model"].get("family") == MODULE_FAMILY:
+        return [(MODULE, origin)] if _FACTORY.fullmatch(origin) else None
+    return [] if origin in ("", SEED) else [(WEIGHTS, origin)]
 
 
 def build_command(report: Report, output: str) -> str:
