@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from effexport.engines.spec import EngineSpec
     from effexport.evaluation.results import Evaluation
     from effexport.generation.text_generator import TextGenerator
-    from effexport.named_module import NamedModule
+    from effexport.proof.references.named_module import NamedModule
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
@@ -291,7 +291,7 @@ def named_module(
     """
     from effexport.environment import require_torch
     from effexport.errors import UserError
-    from effexport.named_module import NamedModule
+    from effexport.proof.references.named_module import NamedModule
 
     if module is None:
         if examples is not None:
@@ -357,7 +357,7 @@ def verify(
         )
         named = named_module(module, examples, optional_path("weights", weights), "effexport.verify(module=…)")
         source = optional_path("weights", weights) if named is None else named.source_for(candidate.artifact)
-        request = Request(choice, source, tuple(names), trace, optional_path("data", data), named)
+        request = Request(choice, source, tuple(names), trace, optional_path("data", data))
         answers, quality = answer_checks(candidate, request, lambda stage: progress(stage, None))
         verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
     verification.checks += answers

@@ -53,7 +53,7 @@ class Calling:
     """How a model is called. At most one of examples and table is given.
 
     examples: what it was called with; dynamic: the free axes of these; see `inputs_from_examples`. table: see
-    `inputs_from_table`. inputs, replaced: of an artifact, see `module_again`: the inputs, and the layers that are ours.
+    `inputs_from_table`. inputs, replaced: those of an artifact, see `inputs_from_spec`, and which layers are ours.
     """
 
     examples: object = None

@@ -23,7 +23,7 @@ from effexport.models.one_precision import OnePrecision
 from effexport.models.user_model import tensors_of
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import KEPT, Case
-from effexport.proof.checks.independence import rows_of, worst_of_batches
+from effexport.proof.checks.invariance import rows_of, worst_of_batches
 from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
 from effexport.proof.float64 import Float64Module, PeakMemory
 from effexport.proof.inputs.random import EXPORT, NOTHING_KEPT, case_inputs

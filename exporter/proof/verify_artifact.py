@@ -12,7 +12,6 @@ from effexport.errors import Unavailable, UserError
 from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.models.module_spec import ModuleSpec
-from effexport.named_module import NamedModule
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case
 from effexport.proof.checks.quantized import check_products
@@ -136,8 +135,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Request:
-    """What a model is to be compared with. weights: what the artifact was built from, if the user names it; named: how
-    they name it, if it is a module of their own.
+    """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
 
     cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
     differs, even if no check fails. data: whose answers are compared as well; see evaluation/changed_answers.py.
@@ -148,7 +146,6 @@ class Request:
     cases: tuple[str, ...] = ()
     trace: bool = False
     data: Path | None = None
-    named: NamedModule | None = None
 
     def check(self, candidate: Candidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""

@@ -15,7 +15,7 @@ from effexport.proof.references.names import GOLDEN_SUFFIX, NAMED
 from effexport.runners.ort.settings import LAST_DEVICE, implementation_per_op
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
-MODEL, MODULE, WEIGHTS, DATA, REFERENCE = "--model", "--module", "--weights", "--data", "--reference"
+MODEL, WEIGHTS, DATA, REFERENCE = "--model", "--weights", "--data", "--reference"
 IMPLEMENTATION, DEVICE, PRECISION_HINT = "--implementation", "--device", "--precision-hint"
 
 
@@ -47,7 +47,6 @@ def is_precision_hint(value: str) -> bool:
 # What an option's value may be.
 RECORDED: dict[str, Callable[[str], bool]] = {
     MODEL: is_path,
-    MODULE: is_path,
     WEIGHTS: is_path,
     DATA: is_path,
     REFERENCE: is_reference,

@@ -14,7 +14,7 @@ from effexport.models.spec import attention_spec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.checks.result import OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
-from effexport.report.options import MODULE, REFERENCE, WEIGHTS
+from effexport.report.options import REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.shell import Word, command_line
@@ -43,7 +43,7 @@ _WITHOUT_CASE = (
     *(Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE, Kind.ANSWERS, Kind.ANSWER_NEAR_TIES),
     *(Kind.QUANTIZED_PRODUCTS, Kind.TASK_LOSS),
 )
-MODULE_FAMILY = "module"
+MODULE, MODULE_FAMILY = "--module", "module"
 # Where a build is repeated: beside the artifact, not in its place.
 REBUILT = "rebuilt"
 # A factory that --module imports: of a package, or of a file.
@@ -61,16 +61,20 @@ def verify_command(check: Check, report: Report, artifact: str) -> str:
     that has no name on the command line is repeated by building again."""
     further: list[Word] = []
     runtime = check.target or report.runtime
-    if check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE:
+    golden = report.spec.get("golden", "full")
+    of_torch = check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE
+    without_case = of_torch or check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check)
+    if without_case:
+        further += (
+            [] if REFERENCE in report.options else [(REFERENCE, "torch" if of_torch or golden == "none" else "golden")]
+        )
+    else:
+        further.append(("--case", check.case.name))
+    if of_torch or golden == "none" or (golden == "small" and not without_case):
         source = source_option(report)
         if source is None:
             return build_command(report, REBUILT)
-        further += [] if REFERENCE in report.options else [(REFERENCE, "torch")]
         further += [(name, value) for name, value in source if name not in report.options]
-    elif check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check):
-        further += [] if REFERENCE in report.options else [(REFERENCE, "golden")]
-    else:
-        further.append(("--case", check.case.name))
     if runtime != "ort":
         further.append(("--runtime", runtime))
     return repeat_command(report, artifact, *further)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.environment import versions
@@ -11,7 +12,7 @@ from effexport.export.module_source import ModuleSource
 from effexport.proof.checks.result import Check, Kind, is_about_bodies, only_weights_failed
 from effexport.proof.trace.trace import Trace
 from effexport.report.model import PYTORCH, LayerError, Report
-from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, MODULE, PRECISION_HINT, REFERENCE, WEIGHTS
+from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
 from effexport.report.rendering.text import trace_text
 
 if TYPE_CHECKING:
@@ -70,11 +71,10 @@ def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> 
 
 def options_of(candidate: Candidate, request: Request) -> list[str]:
     """The options of `effexport verify` that chose the model and the reference, but for --runtime and --case."""
-    named = request.named
     given = {
         MODEL: candidate.model,
-        MODULE: named.module if named is not None and isinstance(named.module, str) else None,
-        WEIGHTS: request.weights if named is None else named.weights,
+        # without --module, which names code, and so is not repeated as a report says
+        WEIGHTS: request.weights if isinstance(request.weights, Path) else None,
         DATA: request.data,
         REFERENCE: None if request.choice.kind == "auto" else request.choice.option,
         IMPLEMENTATION: None if candidate.options.implementation == "auto" else candidate.options.implementation,

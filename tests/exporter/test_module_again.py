@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
-from effexport.models.module_again import module_again
 from effexport.models.module_probe import Calling, model_and_spec
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.proof.cases import SMALL_BYTES, Case, golden_cases, load_reference
+from effexport.proof.references.named_module import module_again
 from effexport.runtimes import RUNTIMES
 from effexport.serving.server.served_model import ServedModel
 from effexport.serving.settings import ServingSettings
@@ -132,7 +132,7 @@ def test_pytorch_runs_the_named_module_on_stored_and_on_new_inputs(
         assert result.json["summary"]["weights"]["passed"] == 1
         stored = len(load_reference(artifact / "reference.safetensors"))
         assert result.json["summary"]["arithmetic"]["passed"] == 3 * stored
-        assert json.loads(report.read_text())["options"] == ["--module", name]
+        assert json.loads(report.read_text())["options"] == []
 
 
 def test_other_weights_and_other_code_fail_and_are_told_apart(cli: Cli, artifact: Path, code: Path) -> None:
@@ -392,7 +392,7 @@ def test_an_artifact_without_golden_values_says_what_it_cannot_check_and_what_to
     assert arithmetic == open_artifact(artifact).manifest.parity.summary["arithmetic"].passed
     message = cli("verify", bare).error()
     assert f"{bare} keeps no golden values (--golden none), and PyTorch cannot be run: the module came from" in message
-    assert message.rstrip().endswith("name it with --module to compare")
+    assert message.rstrip().endswith("name it with effexport verify --module")
     for arguments in (("--reference", "golden"), ("--reference", f"{artifact}@ort")):
         assert "keeps no golden values (--golden none)" in cli("verify", bare, *arguments).error()
     assert "--golden small" in cli("inline", bare, "-o", tmp_path / "inlined.onnx").error()

@@ -15,13 +15,16 @@ from effexport.export.module_source import (
     origin_of_module,
     source_from_user,
 )
+from effexport.models.artifact_inputs import inputs_from_spec
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.validation import SpecError
+from effexport.models.validation import SpecError, require
 from effexport.proof.stored_cases import stored_cases
 from effexport.quiet import quiet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from effexport.models.user_model import UserModel
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,6 @@ class NamedModule:
         The caller's own module stays as it is. Raises UserError for an artifact that did not come from a module, and
         for a module with other inputs, outputs or layers.
         """
-        from effexport.models.module_again import module_again
-
         spec, origin = artifact.spec, origin_of_module(self.module)
         if not isinstance(spec.model, ModuleSpec):
             raise UserError(
@@ -63,6 +64,33 @@ class NamedModule:
         except SpecError as error:
             raise UserError(f"{origin} does not fit {artifact.path}: {error}") from error
         return source_from_user(user, origin, spec)
+
+
+def module_again(module: nn.Module, name: str, spec: ModuleSpec, examples: object = None) -> UserModel:
+    """The user's own module of an artifact, or one with other weights. examples: what it is called with, if the user
+    says so. Raises SpecError for another model than that of the spec."""
+    from effexport.models.module_probe import Calling, model_and_spec
+    from effexport.models.user_model import unwrapped
+
+    inputs = inputs_from_spec(unwrapped(module), name, spec, examples)
+    length = spec.seq_len if spec.has_seq else None
+    user, found = model_and_spec(module, name, length, Calling(inputs=inputs, replaced=spec.replaced))
+    for what, own, expected in (
+        ("outputs", axes_by_name(found), axes_by_name(spec)),
+        ("replaced layers", dict(found.replaced), dict(spec.replaced)),
+    ):
+        for key in dict.fromkeys([*expected, *own]):
+            require(
+                own.get(key) == expected.get(key),
+                f"its {what} differ: {key!r} is {own.get(key, 'not there')}; the artifact has "
+                f"{expected.get(key, 'none')}",
+            )
+    return user
+
+
+def axes_by_name(spec: ModuleSpec) -> dict[str, str]:
+    """The type and the axes of every output, such as float ['batch', 'seq', 64]."""
+    return {name: f"{spec.element_types.get(name, 'float')} {list(dims)}" for name, dims in spec.outputs.items()}
 
 
 def stored_example(artifact: Artifact) -> dict[str, Tensor] | None:

@@ -1,4 +1,4 @@
-"""The user's own module of an artifact once more: called as its spec says, and refused if it is another model."""
+"""The inputs of a user's own module as the spec of an artifact has them."""
 
 from __future__ import annotations
 
@@ -17,37 +17,11 @@ from effexport.models.module_inputs import (
     is_tensor,
     sizes_of,
 )
-from effexport.models.module_probe import Calling, model_and_spec
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.user_model import UserModel, unwrapped
 from effexport.models.validation import require
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def module_again(module: nn.Module, name: str, spec: ModuleSpec, examples: object = None) -> UserModel:
-    """The user's own module of an artifact, or one with other weights. examples: what it is called with, if the user
-    says so. Raises SpecError for another model than that of the spec."""
-    inputs = inputs_from_spec(unwrapped(module), name, spec, examples)
-    length = spec.seq_len if spec.has_seq else None
-    user, found = model_and_spec(module, name, length, Calling(inputs=inputs, replaced=spec.replaced))
-    for what, own, expected in (
-        ("outputs", axes_by_name(found), axes_by_name(spec)),
-        ("replaced layers", dict(found.replaced), dict(spec.replaced)),
-    ):
-        for key in dict.fromkeys([*expected, *own]):
-            require(
-                own.get(key) == expected.get(key),
-                f"its {what} differ: {key!r} is {own.get(key, 'not there')}; the artifact has "
-                f"{expected.get(key, 'none')}",
-            )
-    return user
-
-
-def axes_by_name(spec: ModuleSpec) -> dict[str, str]:
-    """The type and the axes of every output, such as float ['batch', 'seq', 64]."""
-    return {name: f"{spec.element_types.get(name, 'float')} {list(dims)}" for name, dims in spec.outputs.items()}
 
 
 def inputs_from_spec(module: nn.Module, name: str, spec: ModuleSpec, examples: object = None) -> ModuleInputs:
