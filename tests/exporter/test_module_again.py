@@ -392,7 +392,7 @@ def test_an_artifact_without_golden_values_says_what_it_cannot_check_and_what_to
     assert arithmetic == open_artifact(artifact).manifest.parity.summary["arithmetic"].passed
     message = cli("verify", bare).error()
     assert f"{bare} keeps no golden values (--golden none), and PyTorch cannot be run: the module came from" in message
-    assert message.rstrip().endswith("name it with effexport verify --module")
+    assert message.rstrip().endswith("name it with verify --module")
     for arguments in (("--reference", "golden"), ("--reference", f"{artifact}@ort")):
         assert "keeps no golden values (--golden none)" in cli("verify", bare, *arguments).error()
     assert "--golden small" in cli("inline", bare, "-o", tmp_path / "inlined.onnx").error()

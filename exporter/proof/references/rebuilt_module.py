@@ -31,7 +31,7 @@ def why_not_rebuilt(artifact: Artifact, weights: Weights | None) -> str:
     """Why the PyTorch module of an artifact cannot be made again here, as far as that is known before it is tried."""
     origin = artifact.manifest.weights_from
     if isinstance(artifact.spec.model, ModuleSpec) and not isinstance(weights, ModuleSource):
-        return f"the module came from {origin}, code that no artifact holds: name it with effexport verify --module"
+        return f"the module came from {origin}, code that an artifact does not hold: name it with verify --module"
     if importlib.util.find_spec("torch") is None:
         return f"PyTorch is not installed; add it with: {TORCH.remedy}"
     if origin != SEED and weights is None:
