@@ -354,7 +354,11 @@ def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec
     # loads PyTorch, whose absence is reported before
     from effexport.proof.original import answers_of_user, inputs_of_user
 
-    return answers_of_user(source.user, spec, inputs_of_user(source.user, spec, seed))
+    answers = answers_of_user(source.user, spec, inputs_of_user(source.user, spec, seed))
+    if not spec.why_samples_mix and not any(check.kind == Kind.INDEPENDENT for check in answers.checks):
+        title = spec.model.title
+        raise StageError("reference", f"{title} answers no batch, so nothing shows that its samples are independent")
+    return answers
 
 
 def answers_of_quantized(answers: Answers, build: Build) -> Answers:
