@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from effexport.engines.spec import EngineSpec
     from effexport.evaluation.results import Evaluation
     from effexport.generation.text_generator import TextGenerator
+    from effexport.proof.references.named_module import NamedModule
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
@@ -214,15 +215,11 @@ def build(
 
 def check_build_types(variant: object, module: object, settings: OrtSettings | None, engines: object) -> None:
     """Raise UserError for arguments of `build` that have another type than expected, other than paths."""
-    from torch import nn
-
     from effexport.engines.spec import EngineSpec
     from effexport.errors import check_type
 
     check_type("variant", variant, (str, type(None)), "the name of a variant")
-    check_type(
-        "module", module, (nn.Module, str, type(None)), "an nn.Module, not its class, or 'package.module:factory'"
-    )
+    check_module(module)
     check_settings(settings)
     check_type("engines", engines, (list, tuple), "a list of EngineSpec")
     assert isinstance(engines, (list, tuple))
@@ -230,11 +227,24 @@ def check_build_types(variant: object, module: object, settings: OrtSettings | N
         check_type("an item of engines", engine, EngineSpec, "an EngineSpec")
 
 
+def check_module(module: object) -> None:
+    """Raise UserError for a module that is something else, such as a class."""
+    from torch import nn
+
+    from effexport.errors import check_type
+
+    check_type(
+        "module", module, (nn.Module, str, type(None)), "an nn.Module, not its class, or 'package.module:factory'"
+    )
+
+
 def refit(
     artifact: str | Path,
     *,
     weights: str | Path | None = None,
     checkpoint: str | Path | None = None,
+    module: nn.Module | str | None = None,
+    examples: object = None,
     output: str | Path | None = None,
     settings: OrtSettings | None = None,
     force: bool = False,
@@ -244,8 +254,9 @@ def refit(
 
         effexport.refit("artifacts/lsh", weights="epoch2.safetensors")
 
-    weights: a file for an artifact of a variant. checkpoint: a folder for an artifact of a checkpoint. output: the
-    folder to write; by default the artifact is replaced. settings, progress: as for `build`.
+    weights: a file for an artifact of a variant. checkpoint: a folder for an artifact of a checkpoint. module: for an
+    artifact of your own module, the same with other weights; examples: as for `verify`. output: the folder to write; by
+    default the artifact is replaced. settings, progress: as for `build`.
     Raises UserError for weights that do not fit, and errors.StageError if a stage or a check fails; the old artifact
     then stays as it is.
     """
@@ -263,6 +274,7 @@ def refit(
             optional_path("checkpoint", checkpoint),
             optional_path("output", output),
             force,
+            named_module(module, examples, optional_path("weights", weights), "effexport.refit"),
         )
         refitted, found = artifact_from_refit(
             request, settings=settings, on_stage=lambda stage: progress(stage, None), on_progress=progress
@@ -270,11 +282,33 @@ def refit(
     return BuildResult(refitted, found)
 
 
+def named_module(
+    module: nn.Module | str | None, examples: object, weights: Path | None, what: str
+) -> NamedModule | None:
+    """The module of the user's own that a call names; None without one. what: names the call, if PyTorch is missing.
+
+    Raises UserError for something else, and for examples without it.
+    """
+    from effexport.environment import require_torch
+    from effexport.errors import UserError
+    from effexport.proof.references.named_module import NamedModule
+
+    if module is None:
+        if examples is not None:
+            raise UserError("examples were given without a module; give both, or leave them out")
+        return None
+    require_torch(what)
+    check_module(module)
+    return NamedModule(module, weights, examples)
+
+
 def verify(
     artifact: str | Path,
     *,
     model: str | Path | None = None,
     weights: str | Path | None = None,
+    module: nn.Module | str | None = None,
+    examples: object = None,
     runtime: str = "ort",
     implementation: str = "auto",
     device: int = 0,
@@ -288,9 +322,11 @@ def verify(
     """Check an artifact, or another ONNX file of the same model, against PyTorch again, as `effexport verify` does.
 
         assert effexport.verify("artifacts/lsh", runtime="openvino").verdict == "passed"
+        assert effexport.verify("artifacts/vit", module=model).verdict == "passed"
 
-    The arguments have the names and values of the flags; cases may be one name or several. A check that fails does not
-    raise: it makes the verdict of the report "failed".
+    module: the module that the artifact was built from, as for `build`, which PyTorch runs again; examples: what it is
+    called with, by default the stored ones. The other arguments have the names and values of the flags; cases may be
+    one name or several. A check that fails does not raise: it makes the verdict of the report "failed".
     Raises UserError for an artifact, a file or a runtime that is not available, and for what was asked for and cannot
     be compared.
     """
@@ -319,7 +355,9 @@ def verify(
         candidate = Candidate(
             open_artifact(path_of("artifact", artifact)), runtime, options, optional_path("model", model)
         )
-        request = Request(choice, optional_path("weights", weights), tuple(names), trace, optional_path("data", data))
+        named = named_module(module, examples, optional_path("weights", weights), "effexport.verify(module=…)")
+        source = optional_path("weights", weights) if named is None else named.source_for(candidate.artifact)
+        request = Request(choice, source, tuple(names), trace, optional_path("data", data))
         answers, quality = answer_checks(candidate, request, lambda stage: progress(stage, None))
         verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
     verification.checks += answers

@@ -165,7 +165,7 @@ class Artifact:
 
     @property
     def traced_path(self) -> Path:
-        """The graphs without weights. Artifacts of an older effexport and of a module of the user's have none."""
+        """The graphs without weights. Artifacts of an older effexport have none."""
         return self.path / TRACED
 
     def has_engine(self, target: str, model: str = MODEL) -> bool:
@@ -182,6 +182,11 @@ class Artifact:
         else:
             missing = f"{target} engine, {'only ' + ', '.join(targets) if targets else 'nor any other'}"
         raise UserError(f"{self.path} has no {missing}; build one with: effexport build … --target {target}")
+
+    @property
+    def has_golden(self) -> bool:
+        """Whether there is a golden file; an artifact that was built with --golden none has none."""
+        return REFERENCE in self.manifest.files
 
     @property
     def reference_path(self) -> Path:
@@ -205,7 +210,8 @@ def open_artifact(path: Path) -> Artifact:
         if getattr(manifest, name) != getattr(spec, name):
             raise UserError(f"{path / MANIFEST} is damaged: its fields {name} and spec contradict each other; {REMEDY}")
     graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
-    for required in (*graphs, REFERENCE):
+    golden = () if spec.golden == "none" else (REFERENCE,)
+    for required in (*graphs, *golden):
         if required not in manifest.files:
             raise UserError(f"{path / MANIFEST} does not list {required}; {REMEDY}")
     states: tuple[TensorInfo, ...] = ()

@@ -45,21 +45,24 @@ from effexport.engines.profile import profile_remarks, within
 from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
 from effexport.environment import free_memory_bytes, require_build, versions
-from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, is_out_of_memory
+from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, UserError, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module, trace_of_user
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
+from effexport.export.same_graph import why_other_graph
 from effexport.export.specialised_length import OtherSizesError, assumed_sizes, spec_with_sizes
+from effexport.export.traced_graphs import read_traced
 from effexport.models.families import CONFIG
 from effexport.models.module_spec import ModuleSpec
 from effexport.processor import Processor
-from effexport.proof.answers import REFERENCE_SEED_OFFSET, Answers, reference_from_module
+from effexport.proof.answers import Answers, reference_from_module
 from effexport.proof.candidates import open_in_ort
-from effexport.proof.cases import Case, save_reference
+from effexport.proof.cases import Case, golden_cases, save_reference
 from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import OTHER_LAYER, Check, Kind
+from effexport.proof.inputs.random import REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
 from effexport.proof.stored_cases import stored_cases, why_not_of_spec
@@ -143,9 +146,9 @@ class Build:
         return (*self.hashes, *(self.quantized.record.unrounded if self.quantized else ()))
 
     @property
-    def traced(self) -> Path | None:
-        """Where traced graphs are kept; None if the module is the user's own, which no artifact can make again."""
-        return None if isinstance(self.spec.model, ModuleSpec) else self.folder / TRACED
+    def traced(self) -> Path:
+        """Where traced graphs are kept."""
+        return self.folder / TRACED
 
 
 def with_sizes_of_code(
@@ -160,8 +163,10 @@ def with_sizes_of_code(
             try:
                 return build(spec, *args, **kwargs)
             except OtherSizesError as error:
-                source = kwargs.get("source")
+                source, previous = kwargs.get("source"), kwargs.get("previous")
                 assert isinstance(source, ModuleSource)
+                if isinstance(previous, Artifact):
+                    raise UserError(other_architecture(source, previous, str(error))) from error
                 assert source.user is not None
                 if any(one.is_one and one.axis in source.user.declared for one in error.sizes):
                     raise
@@ -238,12 +243,12 @@ def artifact_from_spec(
         if spec.is_quantized:
             with watch.stage("choosing what to quantise"):
                 build = replace(build, quantized=quantization_of_build(module, spec, folder, data))
-        if previous is not None and TRACED in previous.manifest.files:
+        if previous is not None and TRACED in previous.manifest.files and source.user is None:
             shutil.copy(previous.traced_path, folder / TRACED)
             export = "putting the weights into the traced graphs"
         else:
             export = "exporting to ONNX"
-        with watch.stage(export):
+        with watch.stage(export), held_to_previous(build, source):
             replaced, build = write_graphs(build)
             spec = with_operators_of_graph(spec, build.model)
             build = replace(build, spec=spec)
@@ -256,6 +261,7 @@ def artifact_from_spec(
             save_reference([*answers.cases, *with_hashes(originals, module, spec)], folder / REFERENCE)
         # as written and read back: what is checked is what users get
         cases = stored_cases(folder / REFERENCE, spec)
+        keep_golden(cases, folder / REFERENCE, spec)
         try:
             verification = prove_model(build, cases)
         except RuntimeFailedError as error:
@@ -346,9 +352,13 @@ def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec
     if source.user is None:
         return reference_from_module(module, spec, seed)
     # loads PyTorch, whose absence is reported before
-    from effexport.proof.original import answers_of_user
+    from effexport.proof.original import answers_of_user, inputs_of_user
 
-    return answers_of_user(source.user, spec, seed)
+    answers = answers_of_user(source.user, spec, inputs_of_user(source.user, spec, seed))
+    if not spec.why_samples_mix and not any(check.kind == Kind.INDEPENDENT for check in answers.checks):
+        title = spec.model.title
+        raise StageError("reference", f"{title} answers no batch, so nothing shows that its samples are independent")
+    return answers
 
 
 def answers_of_quantized(answers: Answers, build: Build) -> Answers:
@@ -376,6 +386,40 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
         record = msgspec.structs.replace(record, unrounded=written.unrounded, products=products)
         build = replace(build, quantized=replace(quantized, record=record))
     return written.replaced, build
+
+
+@contextmanager
+def held_to_previous(build: Build, source: ModuleSource) -> Iterator[None]:
+    """Raise UserError if the graph that is written in the block is of another architecture than that of the artifact
+    whose user's own module gets other weights."""
+    try:
+        yield
+    except StageError:
+        check_same_graph(build, source)
+        raise
+    check_same_graph(build, source)
+
+
+def check_same_graph(build: Build, source: ModuleSource) -> None:
+    """The error of `held_to_previous`, as far as something was written."""
+    previous = build.previous
+    if previous is None or source.user is None:
+        return
+    problem = ""
+    old, new = (read_traced(path, MODEL) for path in (previous.traced_path, build.traced))
+    if old is not None and new is not None:
+        here, there = versions(), previous.manifest.environment
+        whole = all(here[name] == there.get(name) for name in ("effexport", "torch", "onnxscript"))
+        problem = why_other_graph(old, new, whole=whole)
+    if not problem and build.model.is_file() and (found := operators_of_model(build.model)) != previous.spec.custom_ops:
+        problem = f"it calls the operators {found}; the artifact has {previous.spec.custom_ops}"
+    if problem:
+        raise UserError(other_architecture(source, previous, problem))
+
+
+def other_architecture(source: ModuleSource, previous: Artifact, problem: str) -> str:
+    build = "export it with effexport build --module"
+    return f"{source.origin} is of another architecture than {previous.path}: {problem}; {build}"
 
 
 def cost_of_quantization(
@@ -459,6 +503,14 @@ def why_sizes_fail(build: Build) -> str:
 
 def check_reference(checks: Sequence[Check]) -> None:
     """Raise StageError if PyTorch's own answers have failed a check: they cannot judge a model then."""
+    for check in checks:
+        if check.kind == Kind.INDEPENDENT and check.status == "failed":
+            found = "" if check.value is None else f": {check.metric} is {check.value:.2g}, the limit {check.limit:.2g}"
+            raise StageError(
+                "reference",
+                f"samples were declared independent, and are not ({check.case}): {check.detail}{found}; leave "
+                "--independent-samples out, or change what mixes them",
+            )
     if wrong := [check for check in checks if check.kind == Kind.REPLACEMENT and check.status == "failed"]:
         if any(OTHER_LAYER in check.detail for check in wrong):
             reason = (
@@ -482,6 +534,15 @@ def check_reference(checks: Sequence[Check]) -> None:
             "OMP_NUM_THREADS=1 or another release of PyTorch",
             *disputes,
         )
+
+
+def keep_golden(cases: Sequence[Case], path: Path, spec: BuildSpec) -> None:
+    """Leave those cases in the golden file that the artifact is to keep; the proof has all of them."""
+    kept = golden_cases(cases, spec.golden)
+    if not kept:
+        path.unlink()
+    elif len(kept) < len(cases):
+        save_reference(kept, path)
 
 
 def check_axes(cases: Sequence[Case], spec: BuildSpec) -> None:

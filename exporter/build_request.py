@@ -12,6 +12,7 @@ from effexport.export.module_source import (
     ModuleSource,
     check_memory,
     module_from_factory,
+    origin_of_module,
     source_from_path,
     source_from_user,
 )
@@ -19,7 +20,13 @@ from effexport.models.families import check_weights_file
 from effexport.models.spec import ATTENTION_SPECS, field_names
 from effexport.models.validation import require
 from effexport.quiet import quiet
-from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
+from effexport.spec import (
+    INDEPENDENT,
+    BuildSpec,
+    build_spec_from_checkpoint,
+    build_spec_from_module,
+    build_spec_from_options,
+)
 from effexport.text.attaching import TokenizerSource, tokenizer_of_build
 from effexport.toml_file import read_toml
 
@@ -85,6 +92,7 @@ class BuildRequest:
             require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")
             return self.spec, source_from_path(self.weights, OF_OPTIONS), (), self.spec.variant
         require(self.flags.get("task") is None, "--task only works with --checkpoint")
+        require(self.flags.get(INDEPENDENT) is None, "--independent-samples only works with --module")
         if self.weights is not None:
             check_weights_file(self.weights)
         attention = ATTENTION_SPECS.get(self.flags.get("variant", ""))
@@ -98,13 +106,10 @@ class BuildRequest:
         """As `resolve`, for a module. The caller's own module stays as it is."""
         from effexport.models.module_probe import Calling, model_and_spec
 
+        origin = origin_of_module(module)
         examples, dynamic = self.examples, self.dynamic
         if isinstance(module, str):
-            # manifests hold no paths of this machine
-            origin = Path(module).name if module.rpartition(":")[0].endswith(".py") else module
             module, examples, dynamic = module_from_factory(module)
-        else:
-            origin = type(module).__name__
         table = None
         if self.inputs is not None:
             table = read_toml(self.inputs, "inputs", "expected a TOML file with a table for each input: [inputs.x]")

@@ -24,6 +24,8 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.proof.references.named_module import NamedModule
+
 # How notes begin that are about one build and not about the model.
 REFITTED = "refitted from"
 LEFT_OUT = "left out:"
@@ -32,9 +34,10 @@ OF_ONE_BUILD = (REFITTED, LEFT_OUT, "--trace:")
 
 @dataclass(frozen=True)
 class RefitRequest:
-    """An artifact and where its new weights come from; one of `weights` and `checkpoint` is given.
+    """An artifact and where its new weights come from; one of `weights`, `checkpoint` and `named` is given.
 
-    output: the folder to write; None replaces the artifact. force: whether another artifact at `output` is replaced.
+    named: of an artifact that came from a module of the user's own, the module with the new weights. output: the folder
+    to write; None replaces the artifact. force: whether another artifact at `output` is replaced.
     """
 
     artifact: Artifact
@@ -42,6 +45,7 @@ class RefitRequest:
     checkpoint: Path | None = None
     output: Path | None = None
     force: bool = False
+    named: NamedModule | None = None
 
     @property
     def place(self) -> Path:
@@ -60,14 +64,15 @@ class RefitRequest:
         Raises UserError and SpecError for weights that cannot fit and folders that may not be written.
         """
         self.check_output()
-        source = source_for_artifact(self.artifact, self.weights, self.checkpoint)
+        source = source_for_artifact(self.artifact, self.weights, self.checkpoint, self.named)
         given = self.weights or self.checkpoint
-        assert given is not None
-        if given.resolve().is_relative_to(self.place.resolve()):
+        if given is not None and given.resolve().is_relative_to(self.place.resolve()):
             raise UserError(f"{given} lies in {self.place}, which is to be replaced; move it out, or choose another -o")
         engines, left_out = engines_of_artifact(self.artifact)
         for note in left_out:
             warnings.warn(note, EngineWarning, stacklevel=2)
+        if self.named is not None:  # whose notes are in its spec, or are found again
+            return source, engines, left_out
         kept = [note for note in self.artifact.manifest.notes if not note.startswith(OF_ONE_BUILD)]
         return source, engines, [*kept, *left_out]
 
@@ -91,13 +96,16 @@ def refit_note(previous: Artifact, origin: str, weights_sha256: str) -> str:
     return f"{REFITTED} {name} (weights sha256 {old[:12]}…) with {origin}, weights sha256 {weights_sha256}"
 
 
-def source_for_artifact(artifact: Artifact, weights: Path | None, checkpoint: Path | None) -> ModuleSource:
+def source_for_artifact(
+    artifact: Artifact, weights: Path | None, checkpoint: Path | None, named: NamedModule | None
+) -> ModuleSource:
     """Where the module with the new weights comes from. Raises UserError and SpecError for what cannot fit."""
     model = artifact.spec.model
-    if isinstance(model, ModuleSpec):
+    if isinstance(model, ModuleSpec) and (named is None or checkpoint is not None):
         raise UserError(
-            f"{artifact.path} came from {artifact.manifest.weights_from}, code that an artifact does not hold; build "
-            "it again with --module"
+            f"{artifact.path} came from {artifact.manifest.weights_from}, code that an artifact does not hold; name "
+            "the module that has the new weights with --module, or one and a file of weights with --module and "
+            "--weights"
         )
     record = artifact.manifest.quantization
     if record is not None and (record.scales == "static" or record.smooth is not None or record.max_loss is not None):
@@ -105,6 +113,8 @@ def source_for_artifact(artifact: Artifact, weights: Path | None, checkpoint: Pa
             f"{artifact.path} is quantised by what samples said about its weights, and these would be others; build it "
             "again with effexport build and --calibration"
         )
+    if named is not None:
+        return other_than_before(artifact, named.source_for(artifact))
     if (weights is None) == (checkpoint is None):
         raise UserError("expected new weights as either --weights FILE or --checkpoint DIR")
     if isinstance(model, CheckpointSpec):
@@ -114,14 +124,14 @@ def source_for_artifact(artifact: Artifact, weights: Path | None, checkpoint: Pa
                 "belongs to its weights; give the folder of another one with --checkpoint"
             )
         check_architecture(artifact, checkpoint)
-        return other_than_before(artifact, checkpoint)
+        return other_than_before(artifact, source_from_path(checkpoint), str(checkpoint))
     if weights is None:
         raise UserError(
             f"{artifact.path} was built from a variant, {artifact.spec.variant}, not from a checkpoint; give a file "
             "with weights for it with --weights"
         )
     check_weights_file(weights)
-    return other_than_before(artifact, weights)
+    return other_than_before(artifact, source_from_path(weights), str(weights))
 
 
 def check_architecture(artifact: Artifact, checkpoint: Path) -> None:
@@ -143,14 +153,15 @@ def check_architecture(artifact: Artifact, checkpoint: Path) -> None:
     )
 
 
-def other_than_before(artifact: Artifact, path: Path) -> ModuleSource:
-    """The source of a file or folder of weights, which refuses those that the artifact has already."""
-    source = source_from_path(path)
+def other_than_before(artifact: Artifact, source: ModuleSource, name: str = "") -> ModuleSource:
+    """A source of weights that refuses those that the artifact has already. name: for the error; that of the source."""
 
     def make(spec: BuildSpec) -> nn.Module:
         module = source.make(spec)
         if weights_digest(module) == artifact.manifest.weights_sha256:
-            raise UserError(f"{path} holds the weights that {artifact.path} has already; expected other ones")
+            raise UserError(
+                f"{name or source.origin} holds the weights that {artifact.path} has already; expected other ones"
+            )
         return module
 
     return replace(source, make=make)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from effexport.models.module_spec import ModuleSpec
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# Which golden values an artifact keeps.
+Golden = Literal["full", "small", "none"]
+GOLDEN = ("full", "small", "none")
 # fp8 in Q/DQ pairs
 OPSET_OF_FP8 = 19
 OPSETS = range(18, 25)
@@ -49,6 +52,8 @@ INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
 NEXT_PREFIX = "next_"
 # protobuf is limited to 2 GB; this leaves room for the graph itself
 EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
+# Of users' own modules, which cannot say it themselves.
+INDEPENDENT = "independent_samples"
 QUANTIZATION_FIELDS = ("quantization", "keep_float", "quantize_embeddings", "smooth", "max_loss")
 
 
@@ -73,6 +78,7 @@ class BuildSpec(ShortRepr):
     embeddings to int8, too. smooth: α of SmoothQuant, folded into layer norms; None without it.
     max_loss: the largest RMS error against the float model that quantisation may cause, as a share of the RMS: layers
     are put back to float until it holds.
+    golden: which cases of the proof the artifact keeps, with PyTorch's answers: all, some short ones, or none.
     """
 
     model: ModelSpec
@@ -92,6 +98,7 @@ class BuildSpec(ShortRepr):
     quantize_embeddings: bool = False
     smooth: float | None = None
     max_loss: float | None = None
+    golden: Golden = "full"
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -103,6 +110,7 @@ class BuildSpec(ShortRepr):
         require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
         require(self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
+        require(self.golden in GOLDEN, f"golden is {shown(self.golden)}; expected {', '.join(GOLDEN)}")
         self.head.check(self.model)
 
     def check_quantization(self) -> None:
@@ -193,6 +201,12 @@ class BuildSpec(ShortRepr):
         return self.model.fixed_seq_len
 
     @property
+    def why_samples_mix(self) -> str:
+        """Why the result of a sample may depend on the other samples of its batch; "" if the proof shows that it does
+        not, also for a user's own module of which that was declared."""
+        return "" if getattr(self.model, "independent_samples", False) else self.model.why_not_invariant
+
+    @property
     def custom_ops(self) -> dict[str, int]:
         """How many nodes of each custom operator the file contains."""
         return {} if self.inline else self.model.custom_ops(self.fused)
@@ -248,8 +262,8 @@ class BuildSpec(ShortRepr):
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; `from_dict` reads it back."""
-        # of a model that is not quantised, an older effexport can read this
-        left_out = () if self.is_quantized else QUANTIZATION_FIELDS
+        # without what it does not use, an older effexport can read it
+        left_out = [*(() if self.is_quantized else QUANTIZATION_FIELDS), *["golden"] * (self.golden == "full")]
         plain = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("model", *left_out)
         }
@@ -356,10 +370,11 @@ def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> Build
     given = {key: value for key, value in flags.items() if value is not None}
     for key in given:
         require(
-            key == "seq_len" or key in BUILD_FIELDS,
+            key in ("seq_len", INDEPENDENT) or key in BUILD_FIELDS,
             f"--{key.replace('_', '-')} was given with --module, which decides it; leave it out",
         )
-    return BuildSpec(model=model, **build_fields(given))
+    independent = given.get(INDEPENDENT, False)
+    return BuildSpec(model=replace(model, independent_samples=independent), **build_fields(given))
 
 
 def options_from_toml(path: Path) -> dict[str, Any]:

@@ -166,14 +166,10 @@ def inputs_from_examples(
 def by_name(module: nn.Module, name: str, examples: object) -> dict[str, Any]:
     """Example inputs by the names of the parameters of `forward`; those of `*args` are args_0, args_1, …"""
     parameters = inspect.signature(module.forward).parameters
-    kinds = {p.kind for p in parameters.values()}
     if isinstance(examples, Mapping):
         for key in examples:
             require(
-                isinstance(key, str)
-                and (
-                    inspect.Parameter.VAR_KEYWORD in kinds or key in parameters or key in more_names(module, examples)
-                ),
+                isinstance(key, str) and is_parameter(module, key, examples),
                 f"{name} was given an example of {key!r}{did_you_mean(str(key), list(parameters))} "
                 f"Its forward takes: {', '.join(parameters)}",
             )
@@ -186,6 +182,13 @@ def by_name(module: nn.Module, name: str, examples: object) -> dict[str, Any]:
         f"{name} was given {len(values)} example inputs, but its forward takes: {', '.join(parameters)}",
     )
     return dict(zip(names, values, strict=False))
+
+
+def is_parameter(module: nn.Module, key: str, names: Sized) -> bool:
+    """Whether `forward` takes an argument of this name. names: of all arguments."""
+    parameters = inspect.signature(module.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_all or key in parameters or key in more_names(module, names)
 
 
 def more_names(module: nn.Module, values: Sized) -> list[str]:

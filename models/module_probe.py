@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from effexport.models.module_inputs import (
     inputs_from_signature,
     inputs_from_table,
 )
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.module_spec import ModuleSpec, is_constant
 from effexport.models.probe import ModuleFailedError, Probe, UnknownAxesError, probe_length
 from effexport.models.size_formula import with_fixed_axis
 from effexport.models.spec import PyTorchSpec
@@ -61,21 +61,25 @@ class Calling:
     """How a model is called. At most one of examples and table is given.
 
     examples: what it was called with; dynamic: the free axes of these; see `inputs_from_examples`. table: see
-    `inputs_from_table`.
+    `inputs_from_table`. inputs, replaced: those of an artifact, see `inputs_from_spec`, and which layers are ours.
     """
 
     examples: object = None
     dynamic: Mapping[str, object] | None = None
     table: Mapping[str, Any] | None = None
+    inputs: ModuleInputs | None = None
+    replaced: Collection[str] | None = None
 
     @property
     def is_guess(self) -> bool:
         """Whether only the signature of `forward` tells how it is called."""
-        return self.examples is None and self.table is None
+        return self.examples is None and self.table is None and self.inputs is None
 
     def candidates(self, model: nn.Module, name: str, widths: Sequence[int]) -> Iterator[ModuleInputs]:
         """The inputs, or several guesses, the most likely first."""
-        if self.table is not None:
+        if self.inputs is not None:
+            yield self.inputs
+        elif self.table is not None:
             yield inputs_from_table(model, name, self.table)
         elif self.examples is not None:
             yield inputs_from_examples(model, name, self.examples, self.dynamic)
@@ -107,6 +111,8 @@ def model_and_spec(
     given = None if calling.is_guess else next(calling.candidates(original, name, ()))
     wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
     subject = subject_with(original, name, notes, wanted, {})
+    if calling.replaced is not None:
+        subject = subject_again(subject, calling.replaced)
     failures: list[ModuleFailedError] = []
     while True:
         try:
@@ -134,6 +140,15 @@ def subject_with(
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)
     notes += shared_note(original, adapted.replaced)
     return Subject(original, adapted, name, specs, notes, tuned_length(specs, name, wanted, limit), limit)
+
+
+def subject_again(subject: Subject, replaced: Collection[str]) -> Subject:
+    """The same with those layers of ours only that an artifact has, which an older effexport may have built; no other
+    length is looked for."""
+    others = dict.fromkeys(subject.adapted.replaced.keys() - set(replaced), "the artifact has it as it stands")
+    if others:
+        subject = subject_with(subject.original, subject.name, subject.notes, subject.tuned, others)
+    return replace(subject, limit=max(2, subject.tuned))
 
 
 def probed_as_called(subject: Subject, calling: Calling, has_length: bool) -> tuple[UserModel, ModuleSpec]:
@@ -214,6 +229,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         length_multiple=lengths.multiple,
         guesses=tuple(one.name for one in inputs.inputs if one.is_guess and not one.mask),
         padding={one.name: one.padding for one in inputs.inputs if one.padding is not None},
+        constants={name: value for name, value in constants.items() if is_constant(value)},
         mask="" if mask is None else mask.name,
         mask_ignores=mask is not None and mask.mask == "ignore",
         replaced={path: qualified_name(subject.original.get_submodule(path)) for path in adapted.replaced},

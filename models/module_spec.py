@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
 
 # PyTorch has at most this many axes.
 MOST_AXES = 64
+LONGEST_TEXT = 200
 
 
 def is_size(value: object) -> bool:
@@ -39,6 +41,13 @@ def is_word(value: object) -> bool:
     return isinstance(value, str)
 
 
+def is_constant(value: object) -> bool:
+    """Whether a manifest can hold an argument that is not a tensor: a short text, a number, a boolean or None."""
+    if isinstance(value, str):
+        return value.isprintable() and len(value) <= LONGEST_TEXT
+    return value is None or type(value) is bool or is_integer(value) or (type(value) is float and math.isfinite(value))
+
+
 # Field of ModuleSpec → whether a value in it is right, and what it should be.
 TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
     "fused_op_counts": (is_size, "counts"),
@@ -52,6 +61,7 @@ TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
     "replaced": (is_word, "names of classes"),
     "size_notes": (is_word, "sentences"),
     "lowest": (is_size, "sizes"),
+    "constants": (is_constant, "texts and numbers"),
 }
 
 
@@ -74,6 +84,8 @@ class ModuleSpec(CheckpointSpec):
     shortest: the fewest tokens that the file takes. lowest: the smallest size of another axis, by axis. size_notes: why
     the file takes some sizes of an axis only, by axis.
     replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
+    constants: arguments of `forward` that are not tensors, by name, as far as a manifest can hold them.
+    independent_samples: whether the user says that no sample depends on the others of its batch; the proof tries it.
     """
 
     family: ClassVar[str] = "module"
@@ -102,6 +114,8 @@ class ModuleSpec(CheckpointSpec):
     shortest: int = 1
     size_notes: Mapping[str, str] = field(default_factory=dict)
     lowest: Mapping[str, int] = field(default_factory=dict)
+    independent_samples: bool = False
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Also checks the tables, which a manifest may fill with anything."""
@@ -131,12 +145,25 @@ class ModuleSpec(CheckpointSpec):
         for dim in (dim for dims in self.output_dims.values() for dim in dims if isinstance(dim, str)):
             unknown = sorted(axes_of(dim) - free) if dim not in free else []
             require(not unknown, f"an output has the axis {shown(dim)}, and no input has {', '.join(unknown)}")
+        if self.independent_samples:
+            for name, dims in (*self.input_dims.items(), *self.output_dims.items()):
+                require(
+                    tuple(dims[:1]) == ("batch",),
+                    f"independent samples: {name} of {self.module} is {shown(as_written(dims))}; expected the batch, "
+                    "of any size, as the first axis of every input and output; leave --independent-samples out",
+                )
         require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
         _ = self.attention  # checks its fields
 
     def to_dict(self) -> dict[str, Any]:
         # an older effexport can read a module of any size
-        usual: dict[str, Any] = {"shortest": 1, "size_notes": {}, "lowest": {}}
+        usual: dict[str, Any] = {
+            "shortest": 1,
+            "size_notes": {},
+            "lowest": {},
+            "independent_samples": False,
+            "constants": {},
+        }
         left_out = [name for name, value in usual.items() if getattr(self, name) == value]
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 

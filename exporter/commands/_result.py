@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from effexport.report.model import Report
 
 
+# Of golden values, from which on there is a note.
+MANY_BYTES = 10_000_000
+
+
 def print_result(console: Console, artifact: Artifact, report: Report, verb: str = "built") -> None:
     """Print the checks, the notes, the engines, and one line about the artifact. verb: what was done to it."""
     from effexport.artifact import MODEL
@@ -26,7 +30,7 @@ def print_result(console: Console, artifact: Artifact, report: Report, verb: str
         from effexport.report.rendering.quantization import quantization_text
 
         say(console, quantization_text(report.quantization))
-    for note in report.notes:
+    for note in (*report.notes, *golden_note(artifact)):
         say(console, f"note: {note}", style="yellow")
     for engine in report.engines:
         print_engine(console, artifact, engine)
@@ -39,8 +43,20 @@ def print_result(console: Console, artifact: Artifact, report: Report, verb: str
     )
 
 
+def golden_note(artifact: Artifact) -> list[str]:
+    """A sentence on golden values that take more room than is usual beside their model; none if they do not."""
+    from effexport.artifact import REFERENCE
+
+    golden, manifest = artifact.spec.golden, artifact.manifest
+    size = manifest.files[REFERENCE].bytes if artifact.has_golden else 0
+    if golden != "full" or size <= max(MANY_BYTES, manifest.model_bytes):
+        return []
+    return [f"{REFERENCE} holds {megabytes(size)} of golden values; --golden small keeps at most 1 MB of them"]
+
+
 def next_step(artifact: Artifact, report: Report) -> str:
     """What to do with an artifact that was written: prove what could not be proven here, or try it out."""
+    from effexport.report.reproduce import source_option
     from effexport.runtimes import RUNTIMES
 
     unproven = [
@@ -55,7 +71,10 @@ def next_step(artifact: Artifact, report: Report) -> str:
         package = RUNTIMES["openvino"].package
         where = "" if package.version else f"with OpenVINO ({package.remedy}), "
         return where + command_line("effexport", "verify", artifact.path, ("--runtime", "openvino"))
-    verify = command_line("effexport", "verify", artifact.path)
+    source = [] if artifact.has_golden else source_option(report)
+    verify = command_line("effexport", "verify", artifact.path, *(source or ()))
+    if source is None:
+        verify = f"in Python, effexport.verify({str(artifact.path)!r}, module=model)"
     return f"{fill} or {verify}" if (fill := fill_mask_command(artifact)) else verify
 
 

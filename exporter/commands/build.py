@@ -28,13 +28,16 @@ from effexport.models.families import tasks
 from effexport.models.head_spec import POOLINGS
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.runtimes import ORT_RUNTIMES
-from effexport.spec import SCOPES
+from effexport.spec import GOLDEN, SCOPES
 
 if TYPE_CHECKING:
     from effexport.report.model import Report
 
 SECTIONS = {
-    "What to export": ("variant", "checkpoint", "task", "factory", "inputs", "spec_file", "weights", "tokenizer"),
+    "What to export": (
+        *("variant", "checkpoint", "task", "factory", "inputs", "independent_samples", "spec_file", "weights"),
+        "tokenizer",
+    ),
     "Sizes and options of the model": (
         *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
     ),
@@ -43,7 +46,7 @@ SECTIONS = {
     "Quantisation, with --precision int8 or fp8": (
         *("quantization", "calibration", "evaluate", "max_loss", "smooth", "keep_float", "quantize_embeddings"),
     ),
-    "The check": ("runtime", "implementation", "device", "reference", "trace"),
+    "The check": ("runtime", "implementation", "device", "reference", "golden", "trace"),
     "TensorRT engines": ENGINE_FLAGS,
 }
 EXAMPLES = (
@@ -180,6 +183,13 @@ EXAMPLES = (
     "example inputs). Known attention layers of other packages become effexport's, with their weights.",
 )
 @click.option(
+    "--independent-samples",
+    is_flag=True,
+    default=None,
+    help="With --module: say that no sample depends on the others of its batch. The check tries it, and servers then "
+    "join requests.",
+)
+@click.option(
     "--inputs",
     type=click.Path(path_type=Path),
     metavar="FILE.toml",
@@ -210,6 +220,12 @@ EXAMPLES = (
     type=click.Path(path_type=Path),
     metavar="FILE.safetensors",
     help="Also compare with the model that the weights come from: its inputs and answers, each under its name.",
+)
+@click.option(
+    "--golden",
+    type=OneOf(GOLDEN),
+    help="Which inputs and answers of the check the artifact keeps, for effexport verify: all (full, default), some "
+    "of at most 1 MB (small), or none. All are checked.",
 )
 @click.option(
     "--trace", is_flag=True, help="Also compare the values inside the graph; the report then shows errors by layer."

@@ -97,13 +97,18 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     `write_error` if the files cannot be written.
     """
     from effexport.disk import ANOTHER_FILE, write_error
-    from effexport.errors import StageError
+    from effexport.errors import StageError, UserError
     from effexport.files import partial_folder
     from effexport.proof.stored_cases import stored_cases
     from effexport.proof.verify import verify_candidate
     from effexport.report.rendering.text import failure_lines
     from effexport.runners.ort.settings import OrtSettings
 
+    if not artifact.has_golden:
+        raise UserError(
+            f"{artifact.path} keeps no golden values (--golden none) to compare the inlined file with; build the "
+            "artifact with --inline, or with --golden small"
+        )
     try:
         # the model names the file of its weights, so both are made under their final names in a folder of their own
         with partial_folder(output) as folder:

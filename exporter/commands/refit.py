@@ -23,6 +23,7 @@ EXAMPLES = (
     "effexport refit artifacts/lsh --weights epoch2.safetensors            # replaces artifacts/lsh",
     "effexport refit artifacts/lsh --weights epoch2.safetensors -o artifacts/epoch2",
     "effexport refit artifacts/reformer --checkpoint DIR                   # of the same architecture",
+    "effexport refit artifacts/mine --module my_model:make                 # your own module, with other weights",
 )
 
 
@@ -32,13 +33,19 @@ EXAMPLES = (
     "--weights",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="safetensors file with weights for the variant, as for effexport build.",
+    help="safetensors file with weights for the variant, as for effexport build; with --module, its state_dict.",
 )
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="Checkpoint with the architecture of the one that the artifact was built from.",
+)
+@click.option(
+    "--module",
+    "factory",
+    metavar="MODULE:FUNCTION",
+    help="The module of your own that the artifact was built from, with other weights; named as for effexport build.",
 )
 @runtime_options(ORT_RUNTIMES)
 @click.option(
@@ -53,6 +60,7 @@ def command(
     artifact: Path,
     weights: Path | None,
     checkpoint: Path | None,
+    factory: str | None,
     runtime: str,
     implementation: str,
     device: int,
@@ -62,9 +70,9 @@ def command(
 ) -> None:
     """Put other weights of the same architecture into an artifact, without exporting it again.
 
-    The graphs are those that were traced for the artifact; the files are those that a build from these weights would
-    write. PyTorch with the new weights is the reference of the same checks as in a build. Engines are refitted or built
-    again. If anything fails, the old artifact stays as it is.
+    The graphs are those that were traced for the artifact, or the same again of a module of your own; the files are
+    those that a build from these weights would write. PyTorch with the new weights is the reference of the same checks
+    as in a build. Engines are refitted or built again. If anything fails, the old artifact stays as it is.
     """
     from effexport.cli import print_json
 
@@ -72,9 +80,11 @@ def command(
     settings = settings_from_options(runtime, implementation, device)
     from effexport.artifact import open_artifact
     from effexport.build import artifact_from_refit
+    from effexport.proof.references.named_module import NamedModule
     from effexport.refit_request import RefitRequest
 
-    request = RefitRequest(open_artifact(artifact), weights, checkpoint, output, force)
+    named = None if factory is None else NamedModule(factory, weights)
+    request = RefitRequest(open_artifact(artifact), weights, checkpoint, output, force, named)
     with stage_progress(stderr_console()) as progress:
         refitted, report = artifact_from_refit(request, settings=settings, on_stage=progress, on_progress=progress.step)
     if as_json:

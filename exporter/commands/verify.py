@@ -22,6 +22,7 @@ from effexport.commands._options import (
     write_output,
 )
 from effexport.commands._types import Named
+from effexport.environment import require_torch
 from effexport.errors import Unavailable
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
@@ -36,7 +37,14 @@ if TYPE_CHECKING:
 @click.option(
     "--weights",
     type=click.Path(path_type=Path),
-    help="The weights that the artifact was built from: a checkpoint folder or a file.",
+    help="The weights that the artifact was built from: a checkpoint folder or a file; with --module, its state_dict.",
+)
+@click.option(
+    "--module",
+    "factory",
+    metavar="MODULE:FUNCTION",
+    help="The module that the artifact was built from, named as for effexport build: PyTorch runs it again, on the "
+    "stored inputs and on new ones.",
 )
 @runtime_options(ARTIFACT_RUNTIMES)
 @precision_hint_option
@@ -71,6 +79,7 @@ def command(
     artifact: Path,
     model: Path | None,
     weights: Path | None,
+    factory: str | None,
     runtime: str,
     implementation: str,
     device: int,
@@ -92,6 +101,8 @@ def command(
     from effexport.runners.artifact_runner import check_runtime
     from effexport.runners.runner import ModelOptions
 
+    if factory is not None:
+        require_torch("--module")
     choice = parse_choice(reference)
     # cases have different shapes and up to two sessions are open, so memory is released after each run
     options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint, device=device)
@@ -101,6 +112,7 @@ def command(
     from effexport.commands._checks import print_checks
     from effexport.evaluation.changed_answers import answer_checks
     from effexport.proof.checks.result import passed, summary
+    from effexport.proof.references.named_module import NamedModule
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.model import dict_of_check
     from effexport.report.reading import side_of_artifact
@@ -109,7 +121,8 @@ def command(
     from effexport.report.verified import report_from_verification
 
     candidate = Candidate(open_artifact(artifact), runtime, options, model)
-    request = Request(choice, weights, cases, trace, data)
+    source = weights if factory is None else NamedModule(factory, weights).source_for(candidate.artifact)
+    request = Request(choice, source, cases, trace, data)
     start = time.perf_counter()
     with stage_progress(stderr_console()) as on_stage:
         answers, quality = answer_checks(candidate, request, on_stage)

@@ -12,12 +12,10 @@ from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.evaluation.labelled import IGNORED, LabelledRows
 from effexport.models.head_spec import LOGITS
 from effexport.proof.module_runs import run_module
-from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 
-def run_of_module(artifact: Artifact, weights: Path | None, option: str) -> Run:
+def run_of_module(artifact: Artifact, weights: Weights | None, option: str) -> Run:
     """What runs the PyTorch module of an artifact. Raises UserError, which names the option, if it is not available."""
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):

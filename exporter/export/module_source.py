@@ -129,6 +129,24 @@ def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> n
     return module
 
 
+def module_with_weights(module: nn.Module, name: str, path: Path) -> nn.Module:
+    """A copy of a user's own module with the weights of a file. Raises SpecError for those that do not fit."""
+    from effexport.models import checkpoint
+    from effexport.models.adapters.folding import detached_copy
+
+    copy = detached_copy(module)
+    names = {name: (name,) for name in copy.state_dict()}
+    checkpoint.fill_module(copy, checkpoint.read_tensors(path), names, (), path, f"the state_dict of {name}")
+    return copy
+
+
+def origin_of_module(module: nn.Module | str) -> str:
+    """How manifests and messages name a user's own module. Manifests hold no paths of this machine."""
+    if isinstance(module, str):
+        return Path(module).name if module.rpartition(":")[0].endswith(".py") else module
+    return type(module).__name__
+
+
 def module_from_factory(name: str) -> tuple[nn.Module, object, Mapping[str, object] | None]:
     """Call `package.module:factory`, or `path/to/file.py:factory`, and take what it returns: a module; or a module and
     example inputs; or these and the free axes of the inputs.

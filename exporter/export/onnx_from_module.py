@@ -29,6 +29,7 @@ from effexport.export.traced_graphs import (
     SCOPES_KEY,
     add_traced,
     blaming_traced,
+    graph_without_numbers,
     graph_without_weights,
     optimized_graph,
     read_traced,
@@ -116,7 +117,9 @@ def write_graph(
         program = program_from_module(module, example, signature, spec, optimize=False)
         graph = graph_without_weights(program.model, module)
         if traced is not None:
-            add_traced(traced, path.name, graph)
+            # what else a user's own module computes with is not in its state_dict, so that it is always traced anew
+            own = isinstance(spec.model, ModuleSpec)
+            add_traced(traced, path.name, graph_without_numbers(graph) if own else graph)
     with blaming_traced(is_read):
         return finish_graph(graph, module, signature, spec, path, quantization)
 

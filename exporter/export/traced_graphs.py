@@ -59,6 +59,19 @@ def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
     return traced
 
 
+def graph_without_numbers(traced: bytes) -> bytes:
+    """A traced graph of a user's own module, without the values of tensors that are not weights."""
+    import onnx
+
+    model = onnx.ModelProto.FromString(traced)
+    kept = [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer]
+    del model.graph.initializer[:]
+    for name, data_type, dims in kept:
+        model.graph.initializer.add(name=name, data_type=data_type, dims=dims)
+    found: bytes = model.SerializeToString()
+    return found
+
+
 def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
     """A traced graph with the weights of a module as initializers, optimised as torch.onnx does.
 

@@ -15,7 +15,7 @@ from effexport.export.onnx_from_module import at_precision
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Check
 from effexport.proof.inputs.adversarial import adversarial_inputs
-from effexport.proof.inputs.random import case_inputs
+from effexport.proof.inputs.random import EXPORT, case_inputs
 from effexport.proof.metrics import largest_change, rms_change
 from effexport.proof.module_runs import (
     NOISE_SEED_OFFSET,
@@ -35,10 +35,8 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import Array
 
-# Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
-REFERENCE_SEED_OFFSET = 7919
 # The cases that also run in float64: the shape of the export, and one in which the mask hides tokens.
-FLOAT64_CASES = ("export", "padded batch")
+FLOAT64_CASES = (EXPORT, "padded batch")
 
 
 @dataclass(frozen=True)

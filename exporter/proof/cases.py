@@ -20,6 +20,7 @@ from effexport.units import memory
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.spec import Golden
 
 # The arrays of a case, in the order in which the golden file stores them.
 PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked", "codes", "scales", "exact")
@@ -27,6 +28,8 @@ PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked", "codes",
 KEPT = "kept"
 # Stands for scores of 0, which have no logarithm.
 TINY = np.finfo(np.float32).tiny
+# What `--golden small` keeps, at most; but always one case.
+SMALL_BYTES = 1_000_000
 EXPECTED = "expected the reference.safetensors of an artifact"
 
 
@@ -129,6 +132,11 @@ class Case:
         return own.reshape(-1, 1) if self.ranked else own.reshape(1, -1)
 
     @property
+    def size_bytes(self) -> int:
+        """Of all its arrays."""
+        return sum(np.asarray(array).nbytes for part in PARTS for array in getattr(self, part).values())
+
+    @property
     def undefined(self) -> tuple[int, int]:
         """How many of the compared elements of the answer are NaN, and how many there are."""
         strict = replace(self, allows_nan=False)
@@ -143,6 +151,19 @@ class Case:
             return 1.0
         logits = np.log(np.maximum(np.concatenate([x.reshape(-1, x.shape[-1]) for x in self.ranked.values()]), TINY))
         return max(1.0, float(np.sqrt(np.nanmean(np.nanvar(logits, axis=-1)))))
+
+
+def golden_cases(cases: Sequence[Case], golden: Golden) -> list[Case]:
+    """The cases that an artifact keeps: of a small golden file, the smallest ones that fit, in their order."""
+    if golden != "small":
+        return [] if golden == "none" else list(cases)
+    kept, total = set[int](), 0
+    for number in sorted(range(len(cases)), key=lambda number: cases[number].size_bytes):
+        total += cases[number].size_bytes
+        if kept and total > SMALL_BYTES:
+            break
+        kept.add(number)
+    return [case for number, case in enumerate(cases) if number in kept]
 
 
 def save_reference(cases: Sequence[Case], path: Path) -> None:

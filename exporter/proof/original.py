@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,15 @@ from effexport.models.one_precision import OnePrecision
 from effexport.models.user_model import tensors_of
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import KEPT, Case
+from effexport.proof.checks.invariance import rows_of, worst_of_batches
 from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
 from effexport.proof.float64 import Float64Module, PeakMemory
-from effexport.proof.inputs.random import NOTHING_KEPT, case_inputs
+from effexport.proof.inputs.random import EXPORT, NOTHING_KEPT, case_inputs
 from effexport.proof.kept_tokens import has_tokens, kept_dims, kept_tokens
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import bucket_name, given_buckets, recorded_hashes, run_module
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
-from effexport.proof.tolerances import Limit, reference_limit
+from effexport.proof.tolerances import OWN_ERROR_FACTOR, Limit, reference_limit
 from effexport.proof.warm_up import warm_up
 from effexport.spec import BuildSpec
 
@@ -43,10 +44,15 @@ if TYPE_CHECKING:
 STAGE = "reference"
 # The case of the inputs that the user has given. Without it or the shape of the export, there is no reference.
 EXAMPLE = "example"
-NEEDED = ("export", EXAMPLE)
+NEEDED = (EXPORT, EXAMPLE)
 
 
-def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
+def inputs_of_user(user: UserModel, spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
+    """The inputs of every case by name: drawn ones, and those that the user has given."""
+    return case_inputs(spec, seed) | example_case(user, spec)
+
+
+def answers_of_user(user: UserModel, spec: BuildSpec, inputs_by_case: Mapping[str, Mapping[str, Array]]) -> Answers:
     """The answers of the original to every case, and how close the copy with our layers comes to them in PyTorch.
 
     Cases to which the original has no answer are reported as not run. Raises StageError if it has none at the shape of
@@ -58,7 +64,7 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
     exact = Float64Module(user.original, spec, runs, as_in=original.as_in)
     cases: list[Case] = []
     checks: list[Check] = []
-    for name, inputs in (case_inputs(spec, seed) | example_case(user, spec)).items():
+    for name, inputs in inputs_by_case.items():
         with PeakMemory() as peak:
             try:
                 case, plain, check = defined_answer(name, inputs, original, user, spec)
@@ -74,6 +80,9 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
         checks += [check] * bool(user.adapted.replaced)
         if name in FLOAT64_CASES:
             checks.append(exact.check(plain, peak.size_bytes))
+        # alone, a sample of which nothing is kept may be an error of PyTorch
+        if not spec.why_samples_mix and len(case.keep) > 1 and name != NOTHING_KEPT:
+            checks.append(original.check_independent(case))
         cases.append(case)
     return Answers(cases, [runs.check, *checks])
 
@@ -204,6 +213,29 @@ class Original:
         if self._hashed:
             full = self._with_noise(full, plain.outputs)
         return full, plain, judged(Kind.REPLACEMENT, case.label, METRIC, value, limit, detail)
+
+    def check_independent(self, case: Case) -> Check:
+        """Whether the samples of a case get the same answers in other batches.
+
+        A model that hashes is our copy with the buckets of the case, or a near-tie could tell a sample from itself.
+        """
+        count, limit = len(case.keep), reference_limit(self._spec)
+        limit = Limit(max(limit.value, OWN_ERROR_FACTOR * case.own_error), "rounding of float32, in PyTorch itself")
+
+        def run(rows: Sequence[int]) -> Mapping[str, Array]:
+            inputs = rows_of(case.inputs, rows, count)
+            if self._hashed:
+                with given_buckets(self._user.module, rows_of(case.buckets, rows, count)):
+                    return run_module(self._user.module, self._spec, inputs)
+            tokens = rows_of(case.tokens, rows, count)
+            return self._run_original(dataclasses.replace(case, inputs=inputs, tokens=tokens))[0]
+
+        metric = "max |other batch − batch| / RMS"
+        try:
+            worst = worst_of_batches(case, run(range(count)), self._spec, run)
+        except OriginalFailedError as error:
+            return Check(Kind.INDEPENDENT, case.label, metric, "failed", detail=str(error))
+        return judged(Kind.INDEPENDENT, case.label, metric, worst.error, limit, worst.detail)
 
     def _with_noise(self, case: Case, plain: Mapping[str, Array]) -> Case:
         """plain: the outputs of the original in float32 alone."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from effexport.artifact import DECODE_STEP, Artifact
 from effexport.environment import require_torch
 from effexport.errors import Unavailable, UserError
+from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.case_label import ALL_CASES
@@ -17,7 +18,7 @@ from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import Check, Kind, is_about_the_model, not_run
 from effexport.proof.lost_parts import check_nothing_lost, check_same_inputs
 from effexport.proof.references.choice import ReferenceChoice, references_from_choice
-from effexport.proof.references.rebuilt_module import check_weights, why_not_rebuilt
+from effexport.proof.references.rebuilt_module import Weights, check_weights, why_not_rebuilt
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_possible
 from effexport.proof.verify import (
@@ -125,7 +126,7 @@ class Candidate:
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
 
-    def trace(self, weights: Path | None, case: Case) -> Trace | Unavailable:
+    def trace(self, weights: Weights | None, case: Case) -> Trace | Unavailable:
         """The first values that differ from the module's on the inputs of one case."""
         if self.why_not_traced:
             return Unavailable(self.why_not_traced)
@@ -141,7 +142,7 @@ class Request:
     """
 
     choice: ReferenceChoice
-    weights: Path | None = None
+    weights: Weights | None = None
     cases: tuple[str, ...] = ()
     trace: bool = False
     data: Path | None = None
@@ -149,14 +150,20 @@ class Request:
     def check(self, candidate: Candidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
         artifact = candidate.artifact
-        if self.weights is not None:
+        if isinstance(self.weights, Path):
             if isinstance(artifact.spec.model, ModuleSpec):
                 raise UserError(
-                    f"--weights {self.weights} does not apply to {artifact.path}: its weights came from "
-                    f"{artifact.manifest.weights_from}, code that an artifact does not hold; leave it out"
+                    f"--weights {self.weights} does not apply to {artifact.path} alone: its weights came from "
+                    f"{artifact.manifest.weights_from}, code that an artifact does not hold; name it with --module"
                 )
             require_torch("--weights")
         reason = why_not_rebuilt(artifact, self.weights)
+        if not artifact.has_golden:
+            none = f"{artifact.path} keeps no golden values (--golden none)"
+            if self.choice.kind in ("golden", "runtime"):
+                raise UserError(f"--reference {self.choice.option}: {none}; compare with --reference torch")
+            if reason and self.choice.kind == "auto":
+                raise UserError(f"{none}, and PyTorch cannot be run: {reason}")
         if reason and self.choice.needs_module:
             raise UserError(f"--reference {self.choice.option}: {reason}")
         if self.trace and (why := candidate.why_not_traced or reason):
@@ -178,7 +185,8 @@ def verify_artifact(
         on_stage("comparing the weights")
         weights = check_weights(artifact, request.weights)
         result.checks.append(weights)
-        if weights.status == "failed" and choice.kind in ("auto", "torch", "transformers"):
+        own = isinstance(request.weights, ModuleSource)
+        if weights.status == "failed" and not own and choice.kind in ("auto", "torch", "transformers"):
             # a module of other weights cannot judge the model; the trace will show where it differs
             choice = ReferenceChoice("golden")
     for reference in references_from_choice(choice, artifact, request.weights, request.cases, on_stage):
@@ -186,7 +194,8 @@ def verify_artifact(
             result += candidate.verify(reference.cases)
             cases += reference.cases
         result.checks += reference.checks
-        if reference.kind == "golden" and candidate.model in (None, artifact.model_path) and spec.has_decode_step:
+        whole = reference.cases and candidate.model in (None, artifact.model_path) and spec.has_decode_step
+        if whole and reference.kind == ("golden" if artifact.has_golden else "torch"):
             result += candidate.verify_decoder(reference.cases)
     # an engine has no function bodies: TensorRT has compiled them
     if not request.cases and not candidate.is_engine and custom_ops_of_model(candidate.path):

@@ -18,13 +18,13 @@ from effexport.report.options import REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.shell import Word, command_line
-from effexport.spec import BuildSpec
+from effexport.spec import INDEPENDENT, BuildSpec
 
 # What `effexport build` has a flag for; other fields go into a file for --spec.
 _FLAGS = (
     *("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init"),
     *("pool", "truncate_dim", "top_k"),
-    *("quantization", "max_loss", "smooth"),
+    *("quantization", "max_loss", "smooth", "golden"),
 )
 # Flags that are repeated for each of several values.
 _REPEATED = ("keep_float",)
@@ -43,7 +43,7 @@ _WITHOUT_CASE = (
     *(Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE, Kind.ANSWERS, Kind.ANSWER_NEAR_TIES),
     *(Kind.QUANTIZED_PRODUCTS, Kind.TASK_LOSS),
 )
-MODULE_FAMILY = "module"
+MODULE, MODULE_FAMILY = "--module", "module"
 # Where a build is repeated: beside the artifact, not in its place.
 REBUILT = "rebuilt"
 # A factory that --module imports: of a package, or of a file.
@@ -57,23 +57,36 @@ def repeat_command(report: Report, artifact: str, *further: Word) -> str:
 
 
 def verify_command(check: Check, report: Report, artifact: str) -> str:
-    """Repeats one check of an artifact: its case, on the runtime that it is about. What only a build can check, because
-    it needs a module of the user, is repeated by building again."""
+    """Repeats one check of an artifact: its case, on the runtime that it is about. What needs a module of the user's
+    that has no name on the command line is repeated by building again."""
     further: list[Word] = []
     runtime = check.target or report.runtime
-    if check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE:
-        if report.spec["model"].get("family") == MODULE_FAMILY:
-            return build_command(report, REBUILT)
-        further += [] if REFERENCE in report.options else [(REFERENCE, "torch")]
-        if report.weights_from not in ("", SEED) and WEIGHTS not in report.options:
-            further.append((WEIGHTS, report.weights_from))
-    elif check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check):
-        further += [] if REFERENCE in report.options else [(REFERENCE, "golden")]
+    golden = report.spec.get("golden", "full")
+    of_torch = check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE
+    without_case = of_torch or check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check)
+    if without_case:
+        further += (
+            [] if REFERENCE in report.options else [(REFERENCE, "torch" if of_torch or golden == "none" else "golden")]
+        )
     else:
         further.append(("--case", check.case.name))
+    if of_torch or golden == "none" or (golden == "small" and not without_case):
+        source = source_option(report)
+        if source is None:
+            return build_command(report, REBUILT)
+        further += [(name, value) for name, value in source if name not in report.options]
     if runtime != "ort":
         further.append(("--runtime", runtime))
     return repeat_command(report, artifact, *further)
+
+
+def source_option(report: Report) -> list[tuple[str, str]] | None:
+    """The option of `effexport verify` that names what the weights came from; none for those of the seed. None for an
+    object of Python, which has no name on the command line."""
+    origin = report.weights_from
+    if report.spec["model"].get("family") == MODULE_FAMILY:
+        return [(MODULE, origin)] if _FACTORY.fullmatch(origin) else None
+    return [] if origin in ("", SEED) else [(WEIGHTS, origin)]
 
 
 def build_command(report: Report, output: str) -> str:
@@ -108,13 +121,15 @@ def _checkpoint_command(report: Report, output: str) -> str:
         build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
         changed = {n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])}
         named = {flag.removeprefix("--"): value for flag, value in _data(report)}
-        options = "".join(f", {name}={value!r}" for name, value in (changed | named).items())
+        declared = {INDEPENDENT: True} if model.get(INDEPENDENT) else {}
+        options = "".join(f", {name}={value!r}" for name, value in (changed | declared | named).items())
         origin = " ".join(report.weights_from.split())  # in one line, as it is in a comment
         return f"effexport.export(model, example_inputs, {output!r}{options})  # in Python; model: a {origin}"
     kind = "module" if is_module else "checkpoint"
     words: list[Word] = ["effexport", "build", (f"--{kind}", report.weights_from or kind.upper())]
     build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
     words += _flags({n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])})
+    words += ["--independent-samples"] * bool(model.get(INDEPENDENT))
     chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init")
     for name in chosen:
         if name in model and model.get("has_seq", True):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.environment import versions
-from effexport.proof.checks.result import Check, is_about_bodies, only_weights_failed
+from effexport.export.module_source import ModuleSource
+from effexport.proof.checks.result import Check, Kind, is_about_bodies, only_weights_failed
 from effexport.proof.trace.trace import Trace
 from effexport.report.model import PYTORCH, LayerError, Report
 from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
@@ -58,7 +60,9 @@ def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> 
 
     checks: of the verification. Where all pass, the reference does not differ either.
     """
-    text = trace_text(trace, other_weights=only_weights_failed(checks))
+    own = isinstance(request.weights, ModuleSource)  # whose answers were compared all the same
+    other_weights = any(check.kind == Kind.WEIGHTS and check.status == "failed" for check in checks)
+    text = trace_text(trace, other_weights=(other_weights and own) or only_weights_failed(checks))
     failed = any(check.status == "failed" and not is_about_bodies(check) for check in checks)
     if trace.first_divergence is None and failed and request.choice.title != PYTORCH:
         return f"{text}. So the model computes what its own PyTorch module computes, and {request.choice.title} differs"
@@ -69,7 +73,8 @@ def options_of(candidate: Candidate, request: Request) -> list[str]:
     """The options of `effexport verify` that chose the model and the reference, but for --runtime and --case."""
     given = {
         MODEL: candidate.model,
-        WEIGHTS: request.weights,
+        # without --module, which names code, and so is not repeated as a report says
+        WEIGHTS: request.weights if isinstance(request.weights, Path) else None,
         DATA: request.data,
         REFERENCE: None if request.choice.kind == "auto" else request.choice.option,
         IMPLEMENTATION: None if candidate.options.implementation == "auto" else candidate.options.implementation,

@@ -12,6 +12,7 @@ import numpy as np
 from effexport.artifact import Artifact
 from effexport.engines.sidecar import EngineInfo
 from effexport.proof.cases import load_reference
+from effexport.proof.inputs.random import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.runners.joining import rows_of
 
 if TYPE_CHECKING:
@@ -45,19 +46,26 @@ def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | No
 
     sizes: 0 stands for the golden batch as it is.
     """
-    case = load_reference(artifact.reference_path)[0]
+    golden = golden_inputs(artifact)
     if any(tensor.dims[:1] != ("batch",) for tensor in artifact.spec.inputs):
         sizes = (0,)  # the rows of such a model are not samples
     found = []
     for size in sizes:
-        count = rows_of(case.inputs)
-        if size and size * sum(value[:1].nbytes for value in case.inputs.values()) > LARGEST_BYTES:
+        count = rows_of(golden)
+        if size and size * sum(value[:1].nbytes for value in golden.values()) > LARGEST_BYTES:
             continue
         rows = np.arange(size) % count
-        inputs = {n: np.asarray(value[rows] if size else value, order="C") for n, value in case.inputs.items()}
+        inputs = {n: np.asarray(value[rows] if size else value, order="C") for n, value in golden.items()}
         if engine is None or any(accepts(profile, inputs) for profile in engine.profiles):
             found.append(WarmUp(inputs))
     return tuple(found)
+
+
+def golden_inputs(artifact: Artifact) -> Mapping[str, Array]:
+    """The inputs of the case that has the shape of the export; drawn again if the golden file does not hold them."""
+    stored = load_reference(artifact.reference_path) if artifact.has_golden else []
+    found = next((case.inputs for case in stored if case.name == EXPORT), None)
+    return found or case_inputs(artifact.spec, artifact.spec.seed + REFERENCE_SEED_OFFSET)[EXPORT]
 
 
 def accepts(profile: Mapping[str, Sequence[Sequence[int]]], inputs: dict[str, Array]) -> bool:

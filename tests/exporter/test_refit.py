@@ -336,13 +336,13 @@ def test_traced_graphs_that_the_manifest_does_not_list_are_not_used(copied: Copi
     assert read_traced(refitted.path / "traced.zip", "model.onnx") is not None
 
 
-def test_the_artifact_of_a_module_is_built_again(built: Built) -> None:
-    """There is no module of the user's own to compare with."""
+def test_the_artifact_of_a_module_needs_its_module(built: Built) -> None:
+    """There is no module of the user's own to compare with otherwise; see test_module_again.py."""
     artifact = built("softmax", "attention")
     model = spec_from_module(module_from_seed(artifact.spec), "my_model:make", 64)
     changes = {"spec": BuildSpec(model=model).to_dict(), "weights_from": "my_model:make"}
     own = Artifact(artifact.path, msgspec.structs.replace(artifact.manifest, **changes))
-    with pytest.raises(UserError, match="came from my_model:make, code that an artifact does not hold; build it again"):
+    with pytest.raises(UserError, match="came from my_model:make, code that an artifact does not hold; name the"):
         RefitRequest(own, artifact.model_path, output=Path("elsewhere")).resolve()
 
 

@@ -68,7 +68,7 @@ def refit_commands(artifact: Artifact, folder: Path, checkpoint: Path | None) ->
     """Other weights, or the reason why the artifact cannot have any; and what then follows."""
     new, record = folder / "refitted", artifact.manifest.quantization
     if isinstance(artifact.spec.model, ModuleSpec):
-        given, refusal = ("--weights", "new.safetensors"), "code that an artifact does not hold; build it again with"
+        given, refusal = ("--weights", "new.safetensors"), "code that an artifact does not hold; name the module"
     elif record is not None and record.scales == "static":
         given, refusal = ("--weights", "new.safetensors"), "is quantised by what samples said about its weights"
     elif isinstance(artifact.spec.model, CheckpointSpec):

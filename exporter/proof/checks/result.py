@@ -106,6 +106,10 @@ class Kind(StrEnum):
         "reference bucket near-ties",
         "In the model that it is compared with, tokens in another bucket were nearly tied between the two.",
     )
+    INDEPENDENT = (
+        "independent samples",
+        "In PyTorch, a sample gives the same result alone, in its batch and in another batch.",
+    )
     REPLACEMENT = "replaced layers", "In PyTorch, the model with our layers computes what the original computes."
     # what could not run as a whole
     SHAPES = "shapes", "The model was built for the shapes of these inputs."
@@ -146,6 +150,7 @@ OF_THE_REFERENCE = (
     Kind.REFERENCE_REPEATABLE,
     Kind.REFERENCE_BUCKETS,
     Kind.REFERENCE_NEAR_TIES,
+    Kind.INDEPENDENT,
     Kind.REPLACEMENT,
 )
 # Checks of what a model need not promise, or of shapes that it may not be built for: those that do not run are not

@@ -17,6 +17,10 @@ from effexport.spec import MASK_NAME, BuildSpec
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
+# Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
+REFERENCE_SEED_OFFSET = 7919
+# The case that has the shape of the export.
+EXPORT = "export"
 # The case of a sample without any token that counts: a mask hides all, or a length is 0. Not every model has an answer.
 NOTHING_KEPT = "nothing kept"
 # Answers per question in the cases of a multiple-choice model.
@@ -31,7 +35,7 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
     fixed, seq_len = spec.fixed_seq_len, spec.seq_len
     padded_len = min(seq_len, 300)
     shapes = {
-        "export": (spec.batch, seq_len, None),
+        EXPORT: (spec.batch, seq_len, None),
         "padded batch": (3, padded_len, [padded_len, max(1, padded_len * 2 // 3), max(1, padded_len // 300)]),
         "odd length": (1, max(1, seq_len * 5 // 8 - 1), None),
         "short": (2, min(seq_len, 7), None),
@@ -41,7 +45,7 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
         shapes["longer"] = (1, longer_length(seq_len), None)
     if fixed is not None:
         shapes = {
-            "export": (spec.batch, fixed, None),
+            EXPORT: (spec.batch, fixed, None),
             "single": (1, fixed, None),
             "padded batch": (3, fixed, [fixed, max(1, fixed * 2 // 3), 1]),
             "padded single": (1, fixed, [max(1, fixed // 2)]),
@@ -112,14 +116,14 @@ def module_cases(spec: BuildSpec, model: ModuleSpec, seed: int) -> dict[str, dic
 
     if model.fixed_seq_len is not None:
         shapes: dict[str, tuple[int, int, list[int] | None]] = {
-            "export": (spec.batch, seq_len, None),
+            EXPORT: (spec.batch, seq_len, None),
             "single": (1, seq_len, None),
         }
         padded_len = seq_len
     else:
         padded_len = near(min(seq_len, 300))
         shapes = {
-            "export": (spec.batch, seq_len, None),
+            EXPORT: (spec.batch, seq_len, None),
             "odd length": (1, near(max(1, seq_len * 5 // 8 - 1)), None),
             "short": (2, near(min(seq_len, 7)), None),
         }

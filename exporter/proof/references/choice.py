@@ -14,15 +14,16 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.environment import require_torch
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import graph_inputs, load_graph
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import check_buckets
 from effexport.proof.checks.result import Check, Kind, not_run
+from effexport.proof.inputs.random import REFERENCE_SEED_OFFSET
 from effexport.proof.kept_tokens import has_tokens
 from effexport.proof.references.names import GOLDEN_SUFFIX, NAMED
-from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.dtypes import Array
+    from effexport.proof.answers import Answers
     from effexport.proof.cases import Case
     from effexport.spec import BuildSpec
 
@@ -115,28 +117,41 @@ def check_runtime_reference(choice: ReferenceChoice) -> ReferenceChoice:
 
 
 def references_from_choice(
-    choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str], on_stage: OnStage
+    choice: ReferenceChoice, artifact: Artifact, weights: Weights | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
     """The cases that an artifact is compared with. names: of the wanted cases; none: all.
 
     Raises UserError for a case that the reference does not have, a golden file that is none or of another model, and
     a runtime or transformers that is not installed.
     """
+    missing = dict.fromkeys(names if artifact.spec.golden != "full" and choice.kind != "file" else ())
     for reference in all_references(choice, artifact, weights, names, on_stage):
         check_cases(reference, artifact, choice)
+        for name in (*(case.name for case in reference.cases), *(check.case.name for check in reference.checks)):
+            missing.pop(name, None)
         yield reference
+    for name in missing:
+        raise UserError(
+            f"there is no case {name!r} among the golden values that {artifact.path} keeps (--golden "
+            f"{artifact.spec.golden}), and PyTorch was not run on it"
+        )
 
 
 def all_references(
-    choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str], on_stage: OnStage
+    choice: ReferenceChoice, artifact: Artifact, weights: Weights | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
     from effexport.proof.references.answers_file import load_answers
     from effexport.proof.stored_cases import stored_cases
 
-    read, path = (load_answers, choice.path) if choice.kind == "file" else (stored_cases, artifact.reference_path)
-    golden = read(path, artifact.spec)
-    cases = wanted_cases(golden, names)
-    if choice.kind in ("auto", "golden"):
+    golden: list[Case] = []
+    if choice.kind == "file":
+        golden = load_answers(choice.path, artifact.spec)
+    elif artifact.has_golden:
+        golden = stored_cases(artifact.reference_path, artifact.spec)
+    if choice.kind == "file" or artifact.spec.golden == "full":
+        check_known(golden, names)
+    cases = [case for case in golden if not names or case.name in names]
+    if choice.kind in ("auto", "golden") and artifact.has_golden:
         on_stage("comparing with the golden file")
         yield Reference("golden", cases)
     elif choice.kind == "file":
@@ -146,20 +161,24 @@ def all_references(
         on_stage(f"comparing with {choice.title}")
         yield runtime_reference(choice, artifact, cases)
     if choice.kind in ("auto", "torch"):
+        if cases and isinstance(weights, ModuleSource):
+            on_stage("comparing with PyTorch on the stored inputs")
+            answers = answers_of_own(artifact, weights, {case.name: case.inputs for case in cases})
+            yield Reference("torch", answers.cases, answers.checks)
         on_stage("comparing with PyTorch on new inputs")
         yield torch_reference(choice, artifact, weights, names)
     elif choice.kind == "transformers":
         yield from transformers_references(artifact, weights, cases, names, on_stage)
 
 
-def wanted_cases(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+def check_known(cases: Sequence[Case], names: Sequence[str]) -> None:
+    """Raise UserError for the name of none of these cases."""
     known = [case.name for case in cases]
     for name in names:
         if name not in known:
             raise UserError(
                 f"there is no case {name!r}{did_you_mean(name, known)} Expected: {', '.join(map(repr, known))}"
             )
-    return [case for case in cases if not names or case.name in names]
 
 
 def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoice) -> None:
@@ -181,7 +200,7 @@ def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoic
 
 
 def torch_reference(
-    choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str]
+    choice: ReferenceChoice, artifact: Artifact, weights: Weights | None, names: Sequence[str]
 ) -> Reference:
     """The PyTorch module itself, made again, on inputs of a new seed.
 
@@ -192,24 +211,45 @@ def torch_reference(
         if choice.needs_module:
             raise UserError(f"--reference {choice.option}: {module}")
         return Reference("torch", checks=[not_run(Kind.PYTORCH_MODULE, module.reason)])
-    return Reference("torch", *new_answers(artifact, module, names))
+    seed = artifact.spec.seed + NEW_INPUTS_OFFSET
+    if isinstance(weights, ModuleSource):
+        from effexport.proof.original import inputs_of_user
+
+        assert weights.user is not None
+        drawn = inputs_of_user(weights.user, artifact.spec, seed)
+        answers = answers_of_own(artifact, weights, {n: own for n, own in drawn.items() if not names or n in names})
+    else:
+        answers = new_answers(artifact, module, names)
+    return Reference("torch", answers.cases, answers.checks)
 
 
-def new_answers(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> tuple[list[Case], list[Check]]:
-    """The module's answers to new inputs, and the checks that they passed themselves."""
+def new_answers(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> Answers:
+    """The answers of a module of ours to new inputs, and the checks that they passed themselves."""
     from effexport.proof.answers import reference_from_module
 
     spec = artifact.spec
-    answers = reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET, names)
-    if (record := artifact.manifest.quantization) is not None:
-        from effexport.proof.quantized_answers import quantized_answers
+    return with_roundings(reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET, names), module, artifact)
 
-        answers = quantized_answers(answers, module, spec, record)
-    return answers.cases, answers.checks
+
+def answers_of_own(artifact: Artifact, source: ModuleSource, inputs: Mapping[str, Mapping[str, Array]]) -> Answers:
+    """The answers of the user's own module to the inputs of cases by name, with their checks."""
+    from effexport.proof.original import answers_of_user
+
+    assert source.user is not None
+    return with_roundings(answers_of_user(source.user, artifact.spec, inputs), source.user.module, artifact)
+
+
+def with_roundings(answers: Answers, module: nn.Module, artifact: Artifact) -> Answers:
+    """The answers of the quantised model, of an artifact that is quantised. module: float32, as `answers` are of it."""
+    if (record := artifact.manifest.quantization) is None:
+        return answers
+    from effexport.proof.quantized_answers import quantized_answers
+
+    return quantized_answers(answers, module, artifact.spec, record)
 
 
 def transformers_references(
-    artifact: Artifact, weights: Path | None, golden: Sequence[Case], names: Sequence[str], on_stage: OnStage
+    artifact: Artifact, weights: Weights | None, golden: Sequence[Case], names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
     """transformers' answers to the golden inputs, then to new ones.
 
@@ -236,11 +276,12 @@ def transformers_references(
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
         raise UserError(f"--reference transformers: {module}")
-    assert weights is not None
-    on_stage("comparing with transformers on the golden inputs")
-    yield Reference("transformers", *with_answers_of_transformers(golden, artifact.spec, weights))
+    assert isinstance(weights, Path)
+    if artifact.has_golden:
+        on_stage("comparing with transformers on the golden inputs")
+        yield Reference("transformers", *with_answers_of_transformers(golden, artifact.spec, weights))
     on_stage("comparing with transformers on new inputs")
-    cases, _ = new_answers(artifact, module, names)
+    cases = new_answers(artifact, module, names).cases
     yield Reference("transformers", *with_answers_of_transformers(cases, artifact.spec, weights))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
 from effexport.errors import Unavailable
-from effexport.export.module_source import SEED, source_from_path, weights_digest
+from effexport.export.module_source import SEED, ModuleSource, source_from_path, weights_digest
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.checks.result import Check, Kind
@@ -17,14 +17,21 @@ from effexport.runtimes import TORCH
 if TYPE_CHECKING:
     from torch import nn
 
+# What the user says that an artifact was built from: a checkpoint folder, a file of weights, or a module of their own.
+Weights = Path | ModuleSource
 OTHER_DRAW = "this PyTorch draws other weights from the seed than the one that built the artifact"
 
 
-def why_not_rebuilt(artifact: Artifact, weights: Path | None) -> str:
+def source_of(weights: Weights | None) -> ModuleSource:
+    """Where the module comes from; from the seed if the user names nothing."""
+    return weights if isinstance(weights, ModuleSource) else source_from_path(weights)
+
+
+def why_not_rebuilt(artifact: Artifact, weights: Weights | None) -> str:
     """Why the PyTorch module of an artifact cannot be made again here, as far as that is known before it is tried."""
     origin = artifact.manifest.weights_from
-    if isinstance(artifact.spec.model, ModuleSpec):
-        return f"the module came from {origin}, code that an artifact does not hold: build again to compare"
+    if isinstance(artifact.spec.model, ModuleSpec) and not isinstance(weights, ModuleSource):
+        return f"the module came from {origin}, code that an artifact does not hold: name it with verify --module"
     if importlib.util.find_spec("torch") is None:
         return f"PyTorch is not installed; add it with: {TORCH.remedy}"
     if origin != SEED and weights is None:
@@ -32,31 +39,34 @@ def why_not_rebuilt(artifact: Artifact, weights: Path | None) -> str:
     return ""
 
 
-def module_of_artifact(artifact: Artifact, weights: Path | None) -> nn.Module | Unavailable:
+def module_of_artifact(artifact: Artifact, weights: Weights | None) -> nn.Module | Unavailable:
     """The PyTorch module of an artifact, float32 and in evaluation mode, if it can be made again.
 
-    weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
+    weights: where they came from; None where they were drawn from the seed.
     Raises SpecError for weights that do not fit.
     """
     reason = why_not_rebuilt(artifact, weights)
     if reason:
         return Unavailable(reason)
-    module = source_from_path(weights).make(artifact.spec)
+    module = source_of(weights).make(artifact.spec)
     # weights that were named are judged by `check_weights`
     if weights is None and weights_digest(module) != artifact.manifest.weights_sha256:
         return Unavailable(OTHER_DRAW)
     return module
 
 
-def check_weights(artifact: Artifact, weights: Path) -> Check:
+def check_weights(artifact: Artifact, weights: Weights) -> Check:
     """Whether the weights that the user names are those that the artifact was built from, bit by bit.
 
     Raises SpecError for weights that do not fit, and UserError for a file that is missing or damaged.
     """
-    module = source_from_path(weights).make(artifact.spec)
+    digest, expected = weights_digest(source_of(weights).make(artifact.spec)), artifact.manifest.weights_sha256
     metric, origin = "checksum", artifact.manifest.weights_from
-    if weights_digest(module) == artifact.manifest.weights_sha256:
+    if digest == expected:
         return Check(Kind.WEIGHTS, ALL_CASES, metric, "passed")
     built_from = f"drawn from seed {artifact.spec.seed}" if origin == SEED else f"those of {origin}"
-    detail = f"{weights} holds other weights than the artifact was built with, which were {built_from}"
+    named = weights.origin if isinstance(weights, ModuleSource) else weights
+    detail = f"{named} holds other weights than the artifact was built with, which were {built_from}"
+    if isinstance(weights, ModuleSource):
+        detail += f": their sha256 is {digest[:12]}…, not {expected[:12]}…"
     return Check(Kind.WEIGHTS, ALL_CASES, metric, "failed", detail=detail)

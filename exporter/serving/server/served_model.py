@@ -173,9 +173,7 @@ class ServedModel:
 def why_not_joined(spec: BuildSpec) -> str:
     """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
     has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
-    return spec.model.why_not_invariant or (
-        "" if has_batch_axes else "an input or output does not begin with a batch axis"
-    )
+    return spec.why_samples_mix or ("" if has_batch_axes else "an input or output does not begin with a batch axis")
 
 
 def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from effexport.artifact import EngineEntry
 from effexport.errors import UserError
 from effexport.models.spec import attention_spec
 from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check
+from effexport.proof.checks.result import Check, Kind
 from effexport.proof.references.choice import parse_choice
 from effexport.quantize.record import Quantization, Samples
 from effexport.report.compare import Side
@@ -165,3 +166,19 @@ def test_a_page_has_no_line_that_a_name_has_made(form: str, text: str) -> None:
     assert "verify --force" not in page
     # in HTML a line feed is a space, and no browser acts on an escape sequence
     assert form == "html" or ("\x1b" not in page and "\nb" not in page)
+
+
+@pytest.mark.parametrize("golden", ["full", "small", "none"])
+def test_a_check_of_a_module_names_it_where_the_stored_answers_do_not_suffice(golden: str) -> None:
+    spec = {"scope": "checkpoint", "golden": golden, "model": {"family": "module"}}
+    report = report_of(spec=spec, weights_from="model.py:make")
+    case = "effexport verify art --case short" + " --module model.py:make" * (golden != "full")
+    assert verify_command(check_of("short"), report, "art") == case
+    reference = dataclasses.replace(check_of("short"), kind=Kind.REFERENCE)
+    assert verify_command(reference, report, "art") == "effexport verify art --reference torch --module model.py:make"
+    unnamed = verify_command(reference, dataclasses.replace(report, weights_from="Encoder"), "art")
+    assert unnamed.startswith("effexport.export(model, example_inputs, 'rebuilt'")
+    declared = spec | {"model": {"family": "module", "independent_samples": True}}
+    again = build_command(dataclasses.replace(report, spec=declared), "art")
+    assert "--independent-samples" in again
+    assert ("--golden" in again) == (golden != "full")

@@ -1,0 +1,104 @@
+"""The module of the user's own that an artifact came from, named again: `--module` of verify and refit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.export.module_source import (
+    ModuleSource,
+    module_from_factory,
+    module_with_weights,
+    origin_of_module,
+    source_from_user,
+)
+from effexport.models.artifact_inputs import inputs_from_spec
+from effexport.models.module_spec import ModuleSpec
+from effexport.models.validation import SpecError, require
+from effexport.proof.stored_cases import stored_cases
+from effexport.quiet import quiet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from effexport.models.user_model import UserModel
+
+
+@dataclass(frozen=True)
+class NamedModule:
+    """A module, or `package.module:factory`, or `file.py:factory`.
+
+    weights: a file with a state_dict for it. examples: what it is called with; None for those of the factory or of the
+    golden file.
+    """
+
+    module: nn.Module | str
+    weights: Path | None = None
+    examples: object = None
+
+    def source_for(self, artifact: Artifact) -> ModuleSource:
+        """The module as the source of an artifact: with its inputs, axes, constants and replaced layers.
+
+        The caller's own module stays as it is. Raises UserError for an artifact that did not come from a module, and
+        for a module with other inputs, outputs or layers.
+        """
+        spec, origin = artifact.spec, origin_of_module(self.module)
+        if not isinstance(spec.model, ModuleSpec):
+            raise UserError(
+                f"{artifact.path} did not come from a module of your own, but from {spec.model.title}, weights: "
+                f"{artifact.manifest.weights_from}; leave --module out"
+            )
+        module, examples = self.module, self.examples
+        if isinstance(module, str):
+            module, of_factory, _ = module_from_factory(module)
+            examples = of_factory if examples is None else examples
+        try:
+            if self.weights is not None:
+                module = module_with_weights(module, origin, self.weights)
+            examples = stored_example(artifact) if examples is None else examples
+            with quiet():
+                user = module_again(module, origin, spec.model, examples)
+        except SpecError as error:
+            raise UserError(f"{origin} does not fit {artifact.path}: {error}") from error
+        return source_from_user(user, origin, spec)
+
+
+def module_again(module: nn.Module, name: str, spec: ModuleSpec, examples: object = None) -> UserModel:
+    """The user's own module of an artifact, or one with other weights. examples: what it is called with, if the user
+    says so. Raises SpecError for another model than that of the spec."""
+    from effexport.models.module_probe import Calling, model_and_spec
+    from effexport.models.user_model import unwrapped
+
+    inputs = inputs_from_spec(unwrapped(module), name, spec, examples)
+    length = spec.seq_len if spec.has_seq else None
+    user, found = model_and_spec(module, name, length, Calling(inputs=inputs, replaced=spec.replaced))
+    for what, own, expected in (
+        ("outputs", axes_by_name(found), axes_by_name(spec)),
+        ("replaced layers", dict(found.replaced), dict(spec.replaced)),
+    ):
+        for key in dict.fromkeys([*expected, *own]):
+            require(
+                own.get(key) == expected.get(key),
+                f"its {what} differ: {key!r} is {own.get(key, 'not there')}; the artifact has "
+                f"{expected.get(key, 'none')}",
+            )
+    return user
+
+
+def axes_by_name(spec: ModuleSpec) -> dict[str, str]:
+    """The type and the axes of every output, such as float ['batch', 'seq', 64]."""
+    return {name: f"{spec.element_types.get(name, 'float')} {list(dims)}" for name, dims in spec.outputs.items()}
+
+
+def stored_example(artifact: Artifact) -> dict[str, Tensor] | None:
+    """The example inputs that the module was built with, if the artifact keeps them."""
+    import torch
+
+    from effexport.proof.original import EXAMPLE
+
+    cases = stored_cases(artifact.reference_path, artifact.spec) if artifact.has_golden else []
+    found = next((case.inputs for case in cases if case.name == EXAMPLE), None)
+    return None if found is None else {name: torch.from_numpy(array) for name, array in found.items()}
