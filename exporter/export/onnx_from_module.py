@@ -18,11 +18,20 @@ from effexport.errors import StageError, UserError
 from effexport.export.failures import line_of_user, place_of, reason_of, unknown_op
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
+from effexport.export.other_branches import (
+    Side,
+    answers_agree,
+    drawn,
+    program_of_all_sides,
+    resized,
+    side_of,
+    with_own_state,
+)
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.size_arithmetic import size_translation
-from effexport.export.specialised_length import OtherSizesError, Sizes, Trace, sizes_of_trace, traced
+from effexport.export.specialised_length import AxisOfTrace, OtherSizesError, Sizes, Trace, axes_of_trace, traced
 from effexport.export.traced_graphs import (
     REMEDY,
     SCOPES_KEY,
@@ -284,12 +293,8 @@ def program_of_user(
     Raises OtherSizesError if the code ties it to other sizes than those of the spec, of which the proof runs a few
     only, and StageError if it cannot be traced.
     """
-    sizes = {
-        axis: size
-        for tensor, values in zip(signature.inputs, example, strict=True)
-        for axis, size in zip(tensor.dims, values.shape, strict=True)
-        if isinstance(axis, str)
-    }
+    sizes = sizes_of_example(example, signature.inputs)
+    untouched = with_own_state(module)
     trace = trace_of_user(module, example, signature.inputs, spec)
     if trace.program is None:
         assert trace.error is not None
@@ -298,10 +303,61 @@ def program_of_user(
                 if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
                     raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
         raise failure(trace.error, module) from trace.error
-    limits = {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
-    if tied := sizes_of_trace(trace, sizes, signature.inputs, limits):
-        raise OtherSizesError(STAGE, tied)
-    return trace.program
+    axes = axes_of_trace(trace, sizes, signature.inputs, limits_of_spec(spec))
+    tied = {one.axis: found for one in axes if (found := one.sizes(sizes[one.axis], trace)) is not None}
+    if not tied:
+        return trace.program
+    if len(tied) == 1:
+        axis = next(one for one in axes if one.axis in tied)
+        if program := program_of_other_branches(untouched, trace.program, axis, example, signature.inputs, spec):
+            return program
+    raise OtherSizesError(STAGE, list(tied.values()))
+
+
+def sizes_of_example(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo]) -> dict[str, int]:
+    return {
+        axis: size
+        for tensor, values in zip(inputs, example, strict=True)
+        for axis, size in zip(tensor.dims, values.shape, strict=True)
+        if isinstance(axis, str)
+    }
+
+
+def limits_of_spec(spec: BuildSpec) -> dict[str, tuple[int, int]]:
+    return {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
+
+
+def program_of_other_branches(
+    module: nn.Module,
+    program: ExportedProgram,
+    axis: AxisOfTrace,
+    example: tuple[torch.Tensor, ...],
+    inputs: Sequence[TensorInfo],
+    spec: BuildSpec,
+) -> ExportedProgram | None:
+    """A program for every size of an axis, if the branches that tie it compute the same; see `other_branches`.
+
+    module: as it was before the first trace, which may have left symbols in its state.
+    """
+    model = spec.model
+    assert isinstance(model, ModuleSpec)
+    traced_sizes = sizes_of_example(example, inputs)
+
+    def side(size: int) -> Side | None:
+        sizes = {**traced_sizes, axis.axis: size}
+        trace = trace_of_user(with_own_state(module), resized(example, inputs, sizes), inputs, spec)
+        if trace.program is None:
+            return None
+        found = {one.axis: one for one in axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))}
+        if any(one.sizes(sizes[name], trace) for name, one in found.items() if name != axis.axis):
+            return None
+        return side_of(trace.program, found[axis.axis])
+
+    def agrees(program: ExportedProgram, size: int) -> bool:
+        there = resized(example, inputs, {**traced_sizes, axis.axis: size})
+        return answers_agree(program, with_own_state(module), drawn(there, inputs, model))
+
+    return program_of_all_sides(side_of(program, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
 
 
 def trace_of_user(
