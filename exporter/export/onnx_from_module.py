@@ -308,8 +308,9 @@ def program_of_user(
     if not tied:
         return trace.program
     if len(tied) == 1:
-        axis = next(one for one in axes if one.axis in tied)
-        if program := program_of_other_branches(untouched, trace.program, axis, example, signature.inputs, spec):
+        (branched,) = (one for one in axes if one.axis in tied)
+        program = program_of_other_branches(untouched, trace.program, branched, example, signature.inputs, spec)
+        if program is not None:
             return program
     raise OtherSizesError(STAGE, list(tied.values()))
 
