@@ -25,7 +25,6 @@ from effexport.export.other_branches import (
     program_of_all_sides,
     resized,
     side_of,
-    with_own_state,
 )
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
@@ -294,7 +293,6 @@ def program_of_user(
     only, and StageError if it cannot be traced.
     """
     sizes = sizes_of_example(example, signature.inputs)
-    untouched = with_own_state(module)
     trace = trace_of_user(module, example, signature.inputs, spec)
     if trace.program is None:
         assert trace.error is not None
@@ -309,7 +307,7 @@ def program_of_user(
         return trace.program
     if len(tied) == 1:
         (branched,) = (one for one in axes if one.axis in tied)
-        program = program_of_other_branches(untouched, trace.program, branched, example, signature.inputs, spec)
+        program = program_of_other_branches(module, trace.program, branched, example, signature.inputs, spec)
         if program is not None:
             return program
     raise OtherSizesError(STAGE, list(tied.values()))
@@ -336,17 +334,14 @@ def program_of_other_branches(
     inputs: Sequence[TensorInfo],
     spec: BuildSpec,
 ) -> ExportedProgram | None:
-    """A program for every size of an axis, if the branches that tie it compute the same; see `other_branches`.
-
-    module: as it was before the first trace, which may have left symbols in its state.
-    """
+    """A program for every size of an axis, if the branches that tie it compute the same; see `other_branches`."""
     model = spec.model
     assert isinstance(model, ModuleSpec)
     traced_sizes = sizes_of_example(example, inputs)
 
     def side(size: int) -> Side | None:
         sizes = {**traced_sizes, axis.axis: size}
-        trace = trace_of_user(with_own_state(module), resized(example, inputs, sizes), inputs, spec)
+        trace = trace_of_user(module, resized(example, inputs, sizes), inputs, spec)
         if trace.program is None:
             return None
         found = {one.axis: one for one in axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))}
@@ -356,7 +351,7 @@ def program_of_other_branches(
 
     def agrees(program: ExportedProgram, size: int) -> bool:
         there = resized(example, inputs, {**traced_sizes, axis.axis: size})
-        return answers_agree(program, with_own_state(module), drawn(there, inputs, model))
+        return answers_agree(program, module, drawn(there, inputs, model))
 
     return program_of_all_sides(side_of(program, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
 

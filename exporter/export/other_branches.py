@@ -6,7 +6,6 @@ which sizes the code takes which path; and a program is run at sizes of all the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,11 +107,6 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     finite = expected[expected.isfinite()].double()
     scale = float(finite.square().mean().sqrt()) if len(finite) else 0.0
     return torch.allclose(found.double(), expected.double(), rtol=0.0, atol=limit * scale, equal_nan=True)
-
-
-def with_own_state(module: nn.Module) -> nn.Module:
-    """A copy that shares parameters and buffers: what a call or a trace leaves in other attributes stays there."""
-    return copy.deepcopy(module, {id(value): value for value in (*module.parameters(), *module.buffers())})
 
 
 def resized(

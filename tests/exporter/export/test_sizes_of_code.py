@@ -80,6 +80,20 @@ class PadsAndRemembers(nn.Module):
         return padded_if_needed(x)
 
 
+class ChoosesForGood(nn.Module):
+    """As BigBird of transformers: a short input changes what later ones become, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.is_sparse = nn.Linear(DIM, DIM), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 16:
+            self.is_sparse = False
+        return self.linear(x * 2 if self.is_sparse else x)
+
+
 def doubled_in_a_part_of_a_side(x: Tensor) -> Tensor:
     """Beyond the first side, whose nearest sizes agree, is a side of its own that differs."""
     if x.shape[1] > 30:
@@ -172,6 +186,15 @@ def test_branches_that_compute_the_same_leave_the_length_free(length: int, tmp_p
             x = vectors(3, other)
             # float32 rounding of sums in another order
             np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+def test_what_a_short_input_changes_for_good_does_not_change_the_file(tmp_path: Path) -> None:
+    model = ChoosesForGood().eval()
+    result = effexport.export(model, vectors(2, 20), tmp_path / "out")
+    assert (result.artifact.spec.min_seq_len, result.artifact.spec.max_seq_len, model.is_sparse) == (16, None, True)
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        x = vectors(3, 24)
+        np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
 
 
 def test_every_side_of_a_branch_has_to_agree(tmp_path: Path) -> None:
