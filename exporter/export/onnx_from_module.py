@@ -20,9 +20,10 @@ from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.other_branches import (
     Side,
+    Whole,
     answers_agree,
     drawn,
-    program_of_all_sides,
+    program_of_sides,
     resized,
     side_of,
 )
@@ -307,9 +308,12 @@ def program_of_user(
         return trace.program
     if len(tied) == 1:
         (branched,) = (one for one in axes if one.axis in tied)
-        program = program_of_other_branches(module, trace.program, branched, example, signature.inputs, spec)
-        if program is not None:
-            return program
+        whole = program_of_other_branches(module, trace, branched, example, signature.inputs, spec)
+        if whole is not None:
+            found = branched.sizes_between(whole.lowest, whole.highest, whole.reason)
+            if found is None:
+                return whole.program
+            tied[branched.axis] = found
     raise OtherSizesError(STAGE, list(tied.values()))
 
 
@@ -328,13 +332,13 @@ def limits_of_spec(spec: BuildSpec) -> dict[str, tuple[int, int]]:
 
 def program_of_other_branches(
     module: nn.Module,
-    program: ExportedProgram,
+    first: Trace,
     axis: AxisOfTrace,
     example: tuple[torch.Tensor, ...],
     inputs: Sequence[TensorInfo],
     spec: BuildSpec,
-) -> ExportedProgram | None:
-    """A program for every size of an axis, if the branches that tie it compute the same; see `other_branches`."""
+) -> Whole | None:
+    """The program for the most sizes of an axis, if branches that tie it compute the same; see `other_branches`."""
     model = spec.model
     assert isinstance(model, ModuleSpec)
     traced_sizes = sizes_of_example(example, inputs)
@@ -347,13 +351,13 @@ def program_of_other_branches(
         found = {one.axis: one for one in axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))}
         if any(one.sizes(sizes[name], trace) for name, one in found.items() if name != axis.axis):
             return None
-        return side_of(trace.program, found[axis.axis])
+        return side_of(trace, found[axis.axis])
 
     def agrees(program: ExportedProgram, size: int) -> bool:
         there = resized(example, inputs, {**traced_sizes, axis.axis: size})
         return answers_agree(program, module, drawn(there, inputs, model))
 
-    return program_of_all_sides(side_of(program, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
+    return program_of_sides(side_of(first, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
 
 
 def trace_of_user(

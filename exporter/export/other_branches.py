@@ -1,7 +1,7 @@
 """Branches on a size whose sides compute the same, such as `if n % 8: pad`: one program then holds for every size.
 
 A trace takes one side. Every other side is traced as well, until together they cover all sizes, so that it is known for
-which sizes the code takes which path; and a program is run at sizes of all the others beside the module itself.
+which sizes the code takes which path; and each program is run at sizes of all the others beside the module itself.
 """
 
 from __future__ import annotations
@@ -20,64 +20,90 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from effexport.dtypes import TensorInfo
-    from effexport.export.specialised_length import AxisOfTrace
+    from effexport.export.specialised_length import AxisOfTrace, Trace
 
 # Of a few branches in one module. A loop over the axis, whose traces hold for one size each, ends with the second.
 MOST_SIDES = 8
-# Sizes at which a program is run for each side that it was not traced on.
-RUN = 3
 
 
 @dataclass(frozen=True)
 class Side:
-    """A program, and the sizes for which the code takes its path. highest: beyond which it does not."""
+    """A program, and the sizes for which the code takes its path. highest: beyond which it does not. reason: the lines
+    that decide it."""
 
     program: ExportedProgram
     sizes: frozenset[int]
     highest: int
+    reason: str
 
 
-def side_of(program: ExportedProgram, axis: AxisOfTrace) -> Side:
+def side_of(trace: Trace, axis: AxisOfTrace) -> Side:
+    assert trace.program is not None
     sizes = range(axis.lowest, min(axis.highest, TRIED) + 1)
-    return Side(program, frozenset(size for size in sizes if axis.takes(size)), axis.highest)
+    taken = frozenset(size for size in sizes if axis.takes(size))
+    return Side(trace.program, taken, axis.highest, axis.reason(trace))
 
 
-def program_of_all_sides(
+@dataclass(frozen=True)
+class Whole:
+    """A program, and the sizes from lowest to highest at which it computes what the module does. reason: the lines that
+    decide it where there are others."""
+
+    program: ExportedProgram
+    lowest: int
+    highest: int
+    reason: str
+
+
+def program_of_sides(
     first: Side,
     example: int,
     limits: tuple[int, int],
     other: Callable[[int], Side | None],
     agrees: Callable[[ExportedProgram, int], bool],
-) -> ExportedProgram | None:
-    """A program that computes what the module does at every size within the limits, or None if no side's does.
+) -> Whole | None:
+    """The program of a side that holds for the most sizes around the example, those of other sides included; None if
+    that cannot be known. A size of 1 is left to the proof.
 
     example: the size of the first. other: the side of a size, None if it cannot be traced. agrees: whether a program
     answers at a size as the module does.
     """
     sides = [first]
-    wanted = set(range(max(limits[0], 2), min(limits[1], TRIED) + 1))
-    while missing := wanted.difference(*(side.sizes for side in sides)):
+    lowest, tried = max(limits[0], 2), min(limits[1], TRIED)
+    while missing := set(range(lowest, tried + 1)).difference(*(side.sizes for side in sides)):
         is_loop = len(sides) > 1 and all(len(side.sizes) == 1 for side in sides)
         found = None if is_loop or len(sides) == MOST_SIDES else other(nearest(missing, example))
         if found is None or not found.sizes & missing:
-            return None
+            break
         sides.append(found)
     if any(TRIED <= side.highest < limits[1] for side in sides):
         return None
-    for side in sorted(sides, key=lambda side: len(side.sizes), reverse=True):
-        sizes = [size for one in sides for size in chosen(one.sizes - side.sizes, example)]
-        if all(agrees(side.program, size) for size in sizes):
-            return side.program
-    return None
+    wholes = []
+    for side in sides:
+        agreeing = [one for one in sides if all(agrees(side.program, size) for size in chosen(one, side, example))]
+        sizes = frozenset[int]().union(*(one.sizes for one in agreeing))
+        low = high = example
+        while low - 1 in sizes and low > lowest:
+            low -= 1
+        while high + 1 in sizes:
+            high += 1
+        if example in sizes:
+            low, high = limits[0] if low == lowest else low, limits[1] if high == tried else high
+            others = [one.reason for one in sides if one not in agreeing] if agreeing != [first] else []
+            reason = next(iter(others), first.reason)
+            wholes.append(Whole(side.program, low, high, reason))
+    return max(wholes, key=lambda whole: whole.highest - whole.lowest, default=None)
 
 
 def nearest(sizes: Collection[int], example: int) -> int:
     return min(sizes, key=lambda size: (abs(size - example), size))
 
 
-def chosen(sizes: Collection[int], example: int) -> list[int]:
-    """The smallest, the one nearest to the example, and the one nearest to twice its size."""
-    return sorted({min(sizes), nearest(sizes, example), nearest(sizes, 2 * example)}) if sizes else []
+def chosen(side: Side, base: Side, example: int) -> set[int]:
+    """Sizes of a side at which the program of another is run: the smallest, the one nearest to the example, and the one
+    nearest to twice its size."""
+    sizes = side.sizes - base.sizes
+    return {min(sizes), nearest(sizes, example), nearest(sizes, 2 * example)} if sizes else set()
 
 
 def answers_agree(program: ExportedProgram, module: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:

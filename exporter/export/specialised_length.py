@@ -166,10 +166,16 @@ class AxisOfTrace:
         tried = range(max(low, 2), min(high, TRIED) + 1)
         if not low <= example <= high or not all(holds(guard, size) for guard in self.guards for size in tried):
             low = high = example
+        return self.sizes_between(low, high, self.reason(trace))
+
+    def reason(self, trace: Trace) -> str:
+        return trace.reasons(self.assumptions) or "torch.export does not say which line decides it"
+
+    def sizes_between(self, low: int, high: int, reason: str) -> Sizes | None:
+        """These sizes, if they are not all that are wanted."""
         # the proof runs single samples and tokens
         if low <= max(self.wanted[0], 2) and high >= self.wanted[1]:
             return None
-        reason = trace.reasons(self.assumptions) or "torch.export does not say which line decides it"
         return Sizes(self.axis, low if low > 2 else 1, high if high < LARGEST_SIZE else None, reason)
 
 

@@ -60,7 +60,7 @@ class OtherBesideMultiples(OneLayer):
 
 
 class PadsToABucket(OneLayer):
-    """Pads to the next of some lengths: the trace contains one of them only."""
+    """Pads to the next of some lengths: the trace contains one of them only, and the longest serves the others."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         n = hidden_states.shape[1]
@@ -103,7 +103,7 @@ def test_a_length_that_the_code_makes_a_constant_is_named_with_its_line(tmp_path
 @pytest.mark.parametrize(
     ("made", "sizes", "text"),
     [
-        (PadsToABucket, ("seq", 1, 128), "size >= n"),
+        (PadsToABucket, ("seq", 1, 512), "size >= n"),
         (OtherAboveALength, ("seq", 1, 900), "> 900"),
         (OtherAboveABatch, ("batch", 1, 9), "> 9"),
         (AtMost, ("seq", 1, 300), "<= 300"),
