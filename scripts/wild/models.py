@@ -173,9 +173,10 @@ PERCEIVER: dict[str, Any] = {
 VIT: dict[str, Any] = {"dim": DIM, "image_size": 64, "patch_size": 8, "num_classes": 10}
 
 
-def timm(name: str) -> Model:
+def timm(name: str, **of_sizes: Any) -> Model:
+    """A model for images of one size, as it is trained, unless of_sizes has fields that say otherwise."""
     make = of("timm", "create_model", name, pretrained=False, num_classes=10)
-    return Model(name, "timm", make, images, (96, 128, 160), {"x": FREE_IMAGE})
+    return replace(Model(name, "timm", make, images, (128, 128, 128)), **of_sizes)
 
 
 def efficient_vit() -> nn.Module:
@@ -301,7 +302,7 @@ MODELS = (
         lambda batch, side: {"pixel_values": torch.randn(batch, 2, 3, side, side)},
         (64, 64, 64),
     ),
-    timm("efficientvit_b1"),
+    timm("efficientvit_b1", lengths=(96, 128, 160), dynamic={"x": FREE_IMAGE}),
     timm("xcit_nano_12_p16_224"),
     timm("edgenext_small"),
     timm("mobilevitv2_100"),
