@@ -66,8 +66,10 @@ def loftr_inputs(batch: int, length: int) -> dict[str, Tensor]:
 
 
 def import_torchvision() -> None:
-    """Import torchvision, which timm, vit-pytorch and transformers do. Its wheel on PyPI has operators for CUDA; where
-    PyTorch is for CPUs it cannot load them, and then does not import. No model here uses them."""
+    """Import torchvision, which timm, vit-pytorch and transformers do, if it is there. Its wheel on PyPI has operators
+    for CUDA; where PyTorch is for CPUs it cannot load them, and then does not import. No model here uses them."""
+    if importlib.util.find_spec("torchvision") is None:
+        return
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
