@@ -188,7 +188,7 @@ def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe,
         quiet = contextlib.suppress(Exception)
         with quiet, frozen(original, adapted), recorded_results(original) as found, torch.inference_mode():
             results.append(found)
-            original(*tensors)
+            original.with_state(*tensors)
     if len(results) < 2:
         return
     for path, first in results[0].items():

@@ -29,6 +29,10 @@ MAY_MASK = (nn.Embedding, nn.EmbeddingBag, nn.ParameterList, nn.ParameterDict)
 LISTED = 3
 
 
+# Where a module has what it registers.
+TABLES = ("_parameters", "_buffers", "_modules")
+
+
 class UnexpectedOutputError(SpecError):
     """A model returned something that is not a tensor."""
 
@@ -98,7 +102,18 @@ class CalledByPosition(SameWeights):
         self.precision = dtype
 
     def by_name(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """The outputs by name, see `named_outputs`; one with the name of an input gets the suffix _out."""
+        """The outputs by name, see `named_outputs`; one with the name of an input gets the suffix _out.
+
+        The model is afterwards as it was: one that keeps a table, or chooses an algorithm for good, by the sizes of its
+        first input, answers as it does to its first.
+        """
+        # which reads the code of both as its own
+        is_read = torch.compiler.is_dynamo_compiling()
+        with contextlib.nullcontext() if is_read else attributes_restored(self._model):
+            return self.with_state(*tensors)
+
+    def with_state(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """The same of a model that may change."""
         # a model may write to its inputs, or return them, which an exported graph cannot
         named = {name: tensor.clone() for name, tensor in zip(self._names, tensors, strict=True)}
         positional, named = arguments_of(self._model, {**named, **self._constants})
@@ -111,6 +126,20 @@ class CalledByPosition(SameWeights):
         if self.precision is not None:
             outputs = {key: x.to(self.precision) if x.is_floating_point() else x for key, x in outputs.items()}
         return {f"{key}_out" if key in self._names else key: value for key, value in distinct(outputs).items()}
+
+
+@contextlib.contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Undo what is assigned to attributes of a module and its submodules, parts of it included."""
+    before = [(vars(child), dict(vars(child))) for child in model.modules()]
+    tables = [(one, dict(one)) for attributes, _ in before for one in map(attributes.get, TABLES) if one is not None]
+    try:
+        yield
+    finally:
+        for found, kept in (*before, *tables):
+            if found.keys() != kept.keys() or any(found[name] is not value for name, value in kept.items()):
+                found.clear()
+                found.update(kept)
 
 
 def called_by_position(model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> CalledByPosition:

@@ -18,12 +18,21 @@ from effexport.errors import StageError, UserError
 from effexport.export.failures import line_of_user, place_of, reason_of, unknown_op
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
+from effexport.export.other_branches import (
+    Side,
+    Whole,
+    answers_agree,
+    drawn,
+    program_of_sides,
+    resized,
+    side_of,
+)
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.size_arithmetic import size_translation
 from effexport.export.sizes_of_draws import sizes_of_draws, sizes_of_traced_draws
-from effexport.export.specialised_length import OtherSizesError, Sizes, Trace, sizes_of_trace, traced
+from effexport.export.specialised_length import AxisOfTrace, OtherSizesError, Sizes, Trace, axes_of_trace, traced
 from effexport.export.traced_graphs import (
     REMEDY,
     SCOPES_KEY,
@@ -282,18 +291,13 @@ def program_of_user(
     """
     from effexport.models.user_model import drawing_model
 
-    sizes = {
-        axis: size
-        for tensor, values in zip(signature.inputs, example, strict=True)
-        for axis, size in zip(tensor.dims, values.shape, strict=True)
-        if isinstance(axis, str)
-    }
+    sizes = sizes_of_example(example, signature.inputs)
     drawing = drawing_model(module)
-    if drawing is not None and (tied := sizes_of_draws(drawing, example, signature.inputs, sizes)):
-        raise OtherSizesError(STAGE, tied)
+    if drawing is not None and (drawn_for := sizes_of_draws(drawing, example, signature.inputs, sizes)):
+        raise OtherSizesError(STAGE, drawn_for)
     trace = trace_of_user(module, example, signature.inputs, spec)
-    if drawing is not None and (tied := sizes_of_traced_draws(drawing, trace, sizes)):
-        raise OtherSizesError(STAGE, tied)
+    if drawing is not None and (drawn_for := sizes_of_traced_draws(drawing, trace, sizes)):
+        raise OtherSizesError(STAGE, drawn_for)
     if trace.program is None:
         assert trace.error is not None
         # numpy.random refuses free sizes in words of its own
@@ -303,12 +307,64 @@ def program_of_user(
                 if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
                     raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
         raise failure(trace.error, module) from trace.error
+    axes = axes_of_trace(trace, sizes, signature.inputs, limits_of_spec(spec))
+    tied = {one.axis: found for one in axes if (found := one.sizes(sizes[one.axis], trace)) is not None}
+    if not tied:
+        return trace.program
+    if len(tied) == 1:
+        (branched,) = (one for one in axes if one.axis in tied)
+        whole = program_of_other_branches(module, trace, branched, example, signature.inputs, spec)
+        if whole is not None:
+            found = branched.sizes_between(whole.lowest, whole.highest, whole.reason)
+            if found is None:
+                return whole.program
+            tied[branched.axis] = found
+    raise OtherSizesError(STAGE, list(tied.values()))
+
+
+def sizes_of_example(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo]) -> dict[str, int]:
+    return {
+        axis: size
+        for tensor, values in zip(inputs, example, strict=True)
+        for axis, size in zip(tensor.dims, values.shape, strict=True)
+        if isinstance(axis, str)
+    }
+
+
+def limits_of_spec(spec: BuildSpec) -> dict[str, tuple[int, int]]:
     lowest = getattr(spec.model, "lowest", {})
     limits = {axis: (size, LARGEST_SIZE) for axis, size in lowest.items()}
-    limits["seq"] = (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)
-    if tied := sizes_of_trace(trace, sizes, signature.inputs, limits):
-        raise OtherSizesError(STAGE, tied)
-    return trace.program
+    return limits | {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
+
+
+def program_of_other_branches(
+    module: nn.Module,
+    first: Trace,
+    axis: AxisOfTrace,
+    example: tuple[torch.Tensor, ...],
+    inputs: Sequence[TensorInfo],
+    spec: BuildSpec,
+) -> Whole | None:
+    """The program for the most sizes of an axis, if branches that tie it compute the same; see `other_branches`."""
+    model = spec.model
+    assert isinstance(model, ModuleSpec)
+    traced_sizes = sizes_of_example(example, inputs)
+
+    def side(size: int) -> Side | None:
+        sizes = {**traced_sizes, axis.axis: size}
+        trace = trace_of_user(module, resized(example, inputs, sizes), inputs, spec)
+        if trace.program is None:
+            return None
+        found = {one.axis: one for one in axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))}
+        if any(one.sizes(sizes[name], trace) for name, one in found.items() if name != axis.axis):
+            return None
+        return side_of(trace, found[axis.axis])
+
+    def agrees(program: ExportedProgram, size: int) -> bool:
+        there = resized(example, inputs, {**traced_sizes, axis.axis: size})
+        return answers_agree(program, module, drawn(there, inputs, model))
+
+    return program_of_sides(side_of(first, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
 
 
 def trace_of_user(

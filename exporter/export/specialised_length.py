@@ -148,10 +148,44 @@ def assumed_sizes(trace: Trace) -> str:
     return f"the code of the module assumes sizes that should stay free: {lines}. {CHANGE}" if lines else ""
 
 
-def sizes_of_trace(
+@dataclass(frozen=True)
+class AxisOfTrace:
+    """What a program holds for of one axis: sizes from lowest to highest for which all guards hold. wanted: the limits
+    that the spec has. assumptions: those about the axis."""
+
+    axis: str
+    lowest: int
+    highest: int
+    guards: tuple[Any, ...]
+    wanted: tuple[int, int]
+    assumptions: tuple[Assumption, ...]
+
+    def takes(self, size: int) -> bool:
+        return self.lowest <= size <= self.highest and all(holds(guard, size) for guard in self.guards)
+
+    def sizes(self, example: int, trace: Trace) -> Sizes | None:
+        """For which sizes, if not all that are wanted; those of the example alone unless they are a range."""
+        low, high = self.lowest, self.highest
+        tried = range(max(low, 2), min(high, TRIED) + 1)
+        if not low <= example <= high or not all(holds(guard, size) for guard in self.guards for size in tried):
+            low = high = example
+        return self.sizes_between(low, high, self.reason(trace))
+
+    def reason(self, trace: Trace) -> str:
+        return trace.reasons(self.assumptions) or "torch.export does not say which line decides it"
+
+    def sizes_between(self, low: int, high: int, reason: str) -> Sizes | None:
+        """These sizes, if they are not all that are wanted."""
+        # the proof runs single samples and tokens
+        if low <= max(self.wanted[0], 2) and high >= self.wanted[1]:
+            return None
+        return Sizes(self.axis, low if low > 2 else 1, high if high < LARGEST_SIZE else None, reason)
+
+
+def axes_of_trace(
     trace: Trace, example: Mapping[str, int], inputs: Sequence[TensorInfo], limits: Mapping[str, tuple[int, int]]
-) -> list[Sizes]:
-    """The axes that a program does not take at every size within their limits. example: the sizes that were traced.
+) -> list[AxisOfTrace]:
+    """The free axes of a program. example: the sizes that were traced.
 
     limits: the smallest and the largest size; of an axis without, any.
     """
@@ -171,21 +205,16 @@ def sizes_of_trace(
                 # of one size only, or a multiple of another
                 only = (example[axis], example[axis])
                 found.setdefault(axis, []).append(only if bounds is None else limits_of_range(bounds))
-    tied = []
+    axes = []
     for axis, pairs in found.items():
         names = [symbol for symbol, place in trace.axes.items() if place.startswith(f"{axis} of ")]
-        mine = [one for one in trace.assumptions if one.mentions(names)]
-        smallest, largest = limits.get(axis, (1, LARGEST_SIZE))
-        low = max([smallest, *(lower for lower, _ in pairs)])
-        high = min([largest, *(upper for _, upper in pairs)])
-        guarded = [guards[one.expression] for one in mine if one.is_direct and one.expression in guards]
-        if not low <= example[axis] <= high or not all(holds(guard, low, high) for guard in guarded):
-            low = high = example[axis]
-        # the proof runs single samples and tokens
-        if low > max(smallest, 2) or high < largest:
-            reason = trace.reasons(mine) or "torch.export does not say which line decides it"
-            tied.append(Sizes(axis, low if low > 2 else 1, high if high < LARGEST_SIZE else None, reason))
-    return tied
+        mine = tuple(one for one in trace.assumptions if one.mentions(names))
+        wanted = limits.get(axis, (1, LARGEST_SIZE))
+        low = max([wanted[0], *(lower for lower, _ in pairs)])
+        high = min([wanted[1], *(upper for _, upper in pairs)])
+        guarded = tuple(guards[one.expression] for one in mine if one.is_direct and one.expression in guards)
+        axes.append(AxisOfTrace(axis, low, high, guarded, wanted, mine))
+    return axes
 
 
 def limits_of_range(bounds: ValueRanges[Any]) -> tuple[int, int]:
@@ -193,13 +222,10 @@ def limits_of_range(bounds: ValueRanges[Any]) -> tuple[int, int]:
     return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else LARGEST_SIZE
 
 
-def holds(guard: Any, lowest: int, highest: int) -> bool:
-    """Whether an assumption holds for every size, as far as they are tried; or is about several sizes."""
+def holds(guard: Any, size: int) -> bool:
+    """Whether an assumption holds for a size, or is about several sizes."""
     symbols = list(guard.free_symbols)
-    if len(symbols) != 1:
-        return True
-    sizes = range(max(lowest, 2), min(highest, TRIED) + 1)
-    return all(bool(guard.subs(symbols[0], size)) for size in sizes)
+    return len(symbols) != 1 or bool(guard.subs(symbols[0], size))
 
 
 def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> BuildSpec:

@@ -61,6 +61,50 @@ def padded_if_needed(x: Tensor) -> Tensor:
     return x.unflatten(1, (x.shape[1] // 8, 8)).mean(2).repeat_interleave(8, 1)[:, :n]
 
 
+class PadsAndRemembers(nn.Module):
+    """As some packages do: blocks by an `if`, a chunked path above a length, and a table kept for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.seen = nn.Linear(DIM, DIM), -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        x = self.linear(x)
+        if n != self.seen:
+            self.seen = n
+            x = x + 0
+        if n > 30:
+            return padded_if_needed(torch.cat([x[:, :16], x[:, 16:]], 1))
+        return padded_if_needed(x)
+
+
+def padded_if_needed_and_doubled_if_short(x: Tensor) -> Tensor:
+    return padded_if_needed(x) * (2 if x.shape[1] < 16 else 1)
+
+
+class ChoosesForGood(nn.Module):
+    """As BigBird of transformers: a short input changes what later ones become, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.is_sparse = nn.Linear(DIM, DIM), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 16:
+            self.is_sparse = False
+        return self.linear(x * 2 if self.is_sparse else x)
+
+
+def doubled_in_a_part_of_a_side(x: Tensor) -> Tensor:
+    """Beyond the first side, whose nearest sizes agree, is a side of its own that differs."""
+    if x.shape[1] > 30:
+        return x * 2 if x.shape[1] > 900 else x + 0
+    return x
+
+
 def sample_by_sample(x: Tensor) -> Tensor:
     return torch.stack([sample * 2 for sample in x])
 
@@ -117,25 +161,57 @@ def test_a_branch_of_the_length_limits_the_file_on_the_side_of_the_example(tmp_p
                 np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "length", "line"),
-    [
-        (other_at_one_length, 12, 1),
-        (token_by_token, 12, 1),
-        (padded_if_needed, 20, 2),
-        (padded_if_needed, 24, 2),
-    ],
-)
-def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(
-    change: Callable[[Tensor], Tensor], length: int, line: int, tmp_path: Path
-) -> None:
-    spec, note = built(change, vectors(2, length), tmp_path / "out")
-    assert (spec.input_dims, spec.output_dims) == ({"x": ["batch", length, DIM]}, {"output": ["batch", length, DIM]})
+def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(tmp_path: Path) -> None:
+    spec, note = built(token_by_token, vectors(2, 12), tmp_path / "out")
+    assert (spec.input_dims, spec.output_dims) == ({"x": ["batch", 12, DIM]}, {"output": ["batch", 12, DIM]})
     assert note.startswith(
-        f"The file takes seq = {length} only, because the code ties it to one size: {line_of(change, line)}: "
+        f"The file takes seq = 12 only, because the code ties it to one size: {line_of(token_by_token, 1)}: "
     )
     for way in ("build an artifact for each", "with dynamic", "no loop over tokens"):
         assert way in note
+
+
+@pytest.mark.parametrize(
+    ("change", "length", "sizes", "line"),
+    [
+        (other_at_one_length, 12, (10, None), 1),
+        (other_at_one_length, 6, (1, 8), 1),
+        (doubled_in_a_part_of_a_side, 20, (1, 900), 3),
+        (padded_if_needed_and_doubled_if_short, 24, (16, None), 1),
+    ],
+)
+def test_the_sizes_around_the_example_whose_branches_compute_the_same_are_taken(
+    change: Callable[[Tensor], Tensor], length: int, sizes: tuple[int, int | None], line: int, tmp_path: Path
+) -> None:
+    spec, note = built(change, vectors(2, length), tmp_path / "out")
+    assert (spec.shortest, spec.longest) == sizes
+    assert line_of(change, line) in note
+    model = Written(change).eval()
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        for other in {sizes[0], length + 1, sizes[1] or 100}:
+            x = vectors(3, other)
+            np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [20, 24, 40])
+def test_branches_that_compute_the_same_leave_the_length_free(length: int, tmp_path: Path) -> None:
+    model = PadsAndRemembers().eval()
+    result = effexport.export(model, vectors(2, length), tmp_path / "out")
+    assert result.artifact.spec.model.size_notes == {}
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        for other in (1, 2, 7, 8, 23, 24, 31, 96, 257, 1000):
+            x = vectors(3, other)
+            # float32 rounding of sums in another order
+            np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+def test_what_a_short_input_changes_for_good_does_not_change_the_file(tmp_path: Path) -> None:
+    model = ChoosesForGood().eval()
+    result = effexport.export(model, vectors(2, 20), tmp_path / "out")
+    assert (result.artifact.spec.min_seq_len, result.artifact.spec.max_seq_len, model.is_sparse) == (16, None, True)
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        x = vectors(3, 24)
+        np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(("change", "batch"), [(sample_by_sample, 3), (other_above_three_samples, 5)])

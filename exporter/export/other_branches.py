@@ -1,0 +1,168 @@
+"""Branches on a size whose sides compute the same, such as `if n % 8: pad`: one program then holds for every size.
+
+A trace takes one side. Every other side is traced as well, until together they cover all sizes, so that it is known for
+which sizes the code takes which path; and each program is run at sizes of all the others beside the module itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from effexport.export.specialised_length import TRIED
+from effexport.models.model_spec import shape_of
+from effexport.models.module_spec import ModuleSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.export import ExportedProgram
+
+    from effexport.dtypes import TensorInfo
+    from effexport.export.specialised_length import AxisOfTrace, Trace
+
+# Of a few branches in one module. A loop over the axis, whose traces hold for one size each, ends with the second.
+MOST_SIDES = 8
+
+
+@dataclass(frozen=True)
+class Side:
+    """A program, and the sizes for which the code takes its path. highest: beyond which it does not. reason: the lines
+    that decide it."""
+
+    program: ExportedProgram
+    sizes: frozenset[int]
+    highest: int
+    reason: str
+
+
+def side_of(trace: Trace, axis: AxisOfTrace) -> Side:
+    assert trace.program is not None
+    sizes = range(axis.lowest, min(axis.highest, TRIED) + 1)
+    taken = frozenset(size for size in sizes if axis.takes(size))
+    return Side(trace.program, taken, axis.highest, axis.reason(trace))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A program, and the sizes from lowest to highest at which it computes what the module does. reason: the lines that
+    decide it where there are others."""
+
+    program: ExportedProgram
+    lowest: int
+    highest: int
+    reason: str
+
+
+def program_of_sides(
+    first: Side,
+    example: int,
+    limits: tuple[int, int],
+    other: Callable[[int], Side | None],
+    agrees: Callable[[ExportedProgram, int], bool],
+) -> Whole | None:
+    """The program of a side that holds for the most sizes around the example, those of other sides included; None if
+    that cannot be known. A size of 1 is left to the proof.
+
+    example: the size of the first. other: the side of a size, None if it cannot be traced. agrees: whether a program
+    answers at a size as the module does.
+    """
+    sides = [first]
+    lowest, tried = max(limits[0], 2), min(limits[1], TRIED)
+    while missing := set(range(lowest, tried + 1)).difference(*(side.sizes for side in sides)):
+        is_loop = len(sides) > 1 and all(len(side.sizes) == 1 for side in sides)
+        found = None if is_loop or len(sides) == MOST_SIDES else other(nearest(missing, example))
+        if found is None or not found.sizes & missing:
+            break
+        sides.append(found)
+    if any(TRIED <= side.highest < limits[1] for side in sides):
+        return None
+    wholes = []
+    for side in sides:
+        agreeing = [one for one in sides if all(agrees(side.program, size) for size in chosen(one, side, example))]
+        sizes = frozenset[int]().union(*(one.sizes for one in agreeing))
+        low = high = example
+        while low - 1 in sizes and low > lowest:
+            low -= 1
+        while high + 1 in sizes:
+            high += 1
+        if example in sizes:
+            low, high = limits[0] if low == lowest else low, limits[1] if high == tried else high
+            others = [one.reason for one in sides if one not in agreeing] if agreeing != [first] else []
+            reason = next(iter(others), first.reason)
+            wholes.append(Whole(side.program, low, high, reason))
+    return max(wholes, key=lambda whole: whole.highest - whole.lowest, default=None)
+
+
+def nearest(sizes: Collection[int], example: int) -> int:
+    return min(sizes, key=lambda size: (abs(size - example), size))
+
+
+def chosen(side: Side, base: Side, example: int) -> set[int]:
+    """Sizes of a side at which the program of another is run: the smallest, the one nearest to the example, and the one
+    nearest to twice its size."""
+    sizes = side.sizes - base.sizes
+    return {min(sizes), nearest(sizes, example), nearest(sizes, 2 * example)} if sizes else set()
+
+
+def answers_agree(program: ExportedProgram, module: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a program answers as the module does, up to half of the digits of each type; False if it does not run."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    alone = program.module(check_guards=False)
+    alone._forward_pre_hooks.clear()  # which refuse sizes of other sides
+    with torch.no_grad():
+        expected = tree_leaves(module(*(value.clone() for value in inputs)))
+        try:
+            found = tree_leaves(alone(*(value.clone() for value in inputs)))
+        except Exception:  # whatever PyTorch raises for sizes that do not fit
+            return False
+    return len(expected) == len(found) and all(map(is_close, found, expected))
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    import torch
+
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    limit = torch.finfo(expected.dtype).eps ** 0.5
+    finite = expected[expected.isfinite()].double()
+    scale = float(finite.square().mean().sqrt()) if len(finite) else 0.0
+    return torch.allclose(found.double(), expected.double(), rtol=0.0, atol=limit * scale, equal_nan=True)
+
+
+def resized(
+    example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], sizes: Mapping[str, int]
+) -> tuple[torch.Tensor, ...]:
+    """An example whose tensors have one value each, with other sizes."""
+    pairs = zip(example, inputs, strict=True)
+    return tuple(value.flatten()[0].expand(shape_of(tensor.dims, sizes)).clone() for value, tensor in pairs)
+
+
+def drawn(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], model: ModuleSpec) -> list[torch.Tensor]:
+    """Random values in the place of those of an example: integers within their ranges, and a mask that hides the last
+    third of the tokens of one sample."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for tensor, value in zip(inputs, example, strict=True):
+        if tensor.name == model.mask:
+            batch, tokens = model.mask_axes
+            hidden: list[Any] = [slice(None)] * value.dim()
+            hidden[batch], hidden[tokens] = 0, slice(value.shape[tokens] - value.shape[tokens] // 3, None)
+            value = value.clone()
+            value[tuple(hidden)] = int(model.mask_ignores)
+        elif value.is_floating_point():
+            value = torch.randn(value.shape, generator=generator).to(value.dtype)
+        elif value.dtype == torch.bool:
+            value = torch.rand(value.shape, generator=generator) > 0.25
+        elif tensor.name in model.ranges:
+            low, high = model.ranges[tensor.name]
+            value = torch.randint(low, high, value.shape, generator=generator, dtype=value.dtype)
+        found.append(value)
+    return found
