@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from effexport.models.adapters.adapter import NotReplaceableError
 from effexport.models.adapters.fast_transformers import AllOnes, Keeping, check_mask
+from effexport.models.adapters.folding import detached_copy
 from effexport.models.layers import CallsOperators, at_least_float32
 from effexport.models.linear import ELEMENTWISE, causal_sums, total_sums
 from effexport.models.spec import LinearSpec
@@ -133,7 +134,7 @@ def linear_function(layer: nn.Module) -> LinearFunction | None:
     arguments = arguments_of(layer)
     if arguments is None:
         return None
-    original = Asked(layer, arguments)
+    original = Asked(detached_copy(layer), arguments)  # a layer may remember what it was given
     for features, heads in itertools.product(FEATURES, HEADS.values()):
         for causal in (False, True):
             formula = Formula(features, heads, causal, 0.0, (*arguments,), object_roles(arguments))

@@ -181,7 +181,10 @@ def layers_at_fault(error: ModuleFailedError | NotAsOriginalError, adapted: Adap
         return dict.fromkeys(changed, "with weights as evaluation mode computes them, the model has another answer")
     place = failing_module(error.__cause__ or error, adapted.module).partition(" (")[0]
     around = [path for path in ours if place and (is_below(path, place) or is_below(place, path))]
-    return dict.fromkeys(around or ours, f"with effexport's layer in its place, {' '.join(str(error).split())}")
+    why = f"with effexport's layer in its place, {' '.join(str(error).split())}"
+    if isinstance(error.__cause__, NotReplaceableError):  # of a call that ours does not take
+        why = str(error.__cause__)
+    return dict.fromkeys(around or ours, why)
 
 
 def exchanged_part(layer: nn.Module) -> str:

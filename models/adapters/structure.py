@@ -208,11 +208,12 @@ def counterpart(
     """
     if has_hooks(layer) or "forward" in vars(layer) or type(layer).__module__.startswith("effexport."):
         return None
-    if (function := linear_function(layer)) is not None:
-        return function, []
+    # whatever the user's code raises, and parts that no layer of ours has
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+        if (function := linear_function(layer)) is not None:
+            return function, []
     for form in FORMS:
-        # whatever the user's code raises, and parts that no layer of ours has
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
             if form.known in known and form.fits(layer):
                 return Candidate(form, *known[form.known], seq_len).proven(layer)
     return None

@@ -175,6 +175,23 @@ def test_a_layer_that_computes_something_else_at_the_length_of_the_export_is_kep
     assert any("with effexport's layer in its place, the model has another answer" in note for note in spec.remarks)
 
 
+def test_a_layer_that_is_called_with_what_was_not_proven_is_kept() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Derived(DIM, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, double=True)[0]  # type: ignore[no-any-return]
+
+    _, spec = model_and_spec(Model(), "Model", calling=Calling(examples=(tokens(1, 40, DIM),)))
+    assert not spec.replaced
+    assert any(
+        note.endswith("as PyTorch has it: it was called with double, which effexport's layer does not have.")
+        for note in spec.remarks
+    )
+
+
 FUNCTIONS: dict[str, tuple[nn.Module, dict[str, object]]] = {
     "LoFTR": (InLoFTR(), {"features": "elu", "eps": 1e-6, "roles": {"q_mask": "queries", "kv_mask": "keys"}}),
     "all weights": (ByWeights(elu1), {"features": "elu", "eps": 1e-3, "roles": {"pad": "keys"}}),
