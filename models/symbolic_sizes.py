@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._sympy import functions as sizes
 
+from effexport.models.adapters.sdpa import attention_calls_as_operators
 from effexport.models.adapters.traced_code import code_as_exported
 from effexport.models.model_spec import Dims
 from effexport.models.size_formula import axes_of, size_of, written
@@ -43,7 +44,7 @@ def output_formulas(
     axes = [{i: free for i, dim in enumerate(one) if isinstance(dim, str)} for one in dims]
     patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     # the user's code may raise anything, and keep symbols in its attributes; weights stay the same tensors
-    with contextlib.suppress(Exception), code_as_exported(module), patch:
+    with contextlib.suppress(Exception), attention_calls_as_operators(), code_as_exported(module), patch:
         weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         recorder = Recorder(copy.deepcopy(module, weights), notes.append)
         torch.export.export(recorder, tuple(tensors), dynamic_shapes=(tuple(axes),), strict=False)
