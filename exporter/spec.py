@@ -12,7 +12,8 @@ from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
-from effexport.models.model_spec import ModelSpec, Scope, shape_of
+from effexport.models.model_spec import ModelSpec, Scope
+from effexport.models.size_formula import shape_of
 from effexport.models.spec import (
     ATTENTION_SPECS,
     AttentionSpec,

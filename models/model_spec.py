@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from effexport.models.size_formula import size_of
-
 if TYPE_CHECKING:
     from effexport.models.spec import AttentionSpec
     from effexport.models.weight_shapes import Shapes
@@ -104,11 +102,6 @@ class ModelSpec(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON or TOML."""
-
-
-def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an input or output for sizes of the named axes."""
-    return tuple(size_of(dim, sizes) for dim in dims)
 
 
 def longer_length(seq_len: int) -> int:

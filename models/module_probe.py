@@ -33,6 +33,7 @@ from effexport.models.module_spec import ModuleSpec, is_constant
 from effexport.models.probe import ModuleFailedError, Probe, UnknownAxesError, probe_length
 from effexport.models.size_formula import with_fixed_axis
 from effexport.models.spec import PyTorchSpec
+from effexport.models.symbolic_sizes import output_formulas
 from effexport.models.user_model import (
     CalledByPosition,
     UserModel,
@@ -194,7 +195,8 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     original.drawn = module.drawn = module.draws_for(as_given)
     Probe(original, subject.name, inputs).check_examples()
     module.precision = own_precision(Probe(original, subject.name, inputs), subject.tuned)
-    lengths = lengths_of(subject, Probe(module, subject.name, inputs), Probe(original, subject.name, inputs))
+    traced = Probe(module, subject.name, inputs, output_formulas)
+    lengths = lengths_of(subject, traced, Probe(original, subject.name, inputs))
     tuned = lengths.tuned
     marked = marked_inputs(replace(lengths.inputs, inputs=inputs.inputs), original, lengths, subject.name)
     inputs = replace(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from effexport.models.model_spec import Dims, longer_length, shape_of
+from effexport.models.model_spec import Dims, longer_length
 from effexport.models.module_inputs import ModuleInputs
-from effexport.models.size_formula import size_of
+from effexport.models.size_formula import shape_of, size_of
 from effexport.models.user_model import CalledByPosition, UnexpectedOutputError, failing_module
 from effexport.models.validation import SpecError, require
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
 # The longest sequence that is tried in search of a limit: attention may need memory that is quadratic in it.
 FURTHEST = 4096
+# Axes of outputs by name; None for one that has no formula.
+Axes = dict[str, tuple[int | str | None, ...]]
 
 
 class ModuleFailedError(SpecError):
@@ -50,13 +52,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Probe:
-    """Runs a module, called by position, on short batches. inputs: what it is called with."""
+    """Runs a module, called by position, on short batches.
+
+    inputs: what it is called with. trace: finds formulas of sizes, see `output_formulas`; without it, there are none.
+    """
 
     module: CalledByPosition
     name: str
     inputs: ModuleInputs
+    trace: Callable[[CalledByPosition, Sequence[Tensor], Sequence[Dims]], Axes] = lambda *_: {}
     _seen: dict[tuple[int, int], Seen] = field(default_factory=dict, repr=False, compare=False)
-    _formulas: dict[str, tuple[int | str | None, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _formulas: Axes = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_free(self) -> bool:
@@ -242,12 +248,10 @@ class Probe:
             return formula[0]
         return observed[0] if is_constant else None
 
-    def formulas(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | str | None, ...]]:
+    def formulas(self, sizes: Mapping[str, int]) -> Axes:
         """Axes of the outputs by name, as PyTorch's trace has them. sizes: of a run of one sample; its length is free
         if there was a run of another one."""
         if not self._formulas:
-            from effexport.models.symbolic_sizes import output_formulas
-
             length, inputs = sizes.get("seq", 1), self.inputs
             if len({seq_len for _, seq_len in self._seen}) > 1:
                 # at a limit, the first `seq` of so many positions would be all of them, and `seq` a constant
@@ -255,7 +259,7 @@ class Probe:
             elif self.is_free:
                 inputs = replace(inputs, sizes={**inputs.sizes, "seq": length}).without_seq()
             tensors = list(inputs.tensors(self.sizes(self.batch, length)))
-            self._formulas.update(output_formulas(self.module, tensors, [one.dims for one in inputs.inputs]))
+            self._formulas.update(self.trace(self.module, tensors, [one.dims for one in inputs.inputs]))
             self._formulas.setdefault("", ())  # also those of a module that cannot be traced are found once
         return self._formulas
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from effexport.models.validation import LARGEST_SIZE, SpecError, require, shown
 
@@ -32,6 +32,11 @@ def size_of(dim: int | str, sizes: Mapping[str, int]) -> int:
     if not isinstance(dim, str):
         return dim
     return sizes[dim] if dim in sizes else value_of(parsed(dim), sizes)
+
+
+def shape_of(dims: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an input or output for sizes of the free axes. Raises as `size_of`."""
+    return tuple(size_of(dim, sizes) for dim in dims)
 
 
 def axes_of(formula: str) -> frozenset[str]:

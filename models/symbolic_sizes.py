@@ -7,11 +7,11 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.utils._sympy import functions as sizes
 
+from effexport.models.adapters.sdpa import attention_calls_as_operators
 from effexport.models.adapters.traced_code import code_as_exported
 from effexport.models.model_spec import Dims
 from effexport.models.size_formula import axes_of, size_of, written
@@ -44,7 +44,7 @@ def output_formulas(
     axes = [{i: free for i, dim in enumerate(one) if isinstance(dim, str)} for one in dims]
     patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     # the user's code may raise anything, and keep symbols in its attributes; weights stay the same tensors
-    with contextlib.suppress(Exception), code_as_exported(module), patch:
+    with contextlib.suppress(Exception), attention_calls_as_operators(), code_as_exported(module), patch:
         weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         recorder = Recorder(copy.deepcopy(module, weights), notes.append)
         torch.export.export(recorder, tuple(tensors), dynamic_shapes=(tuple(axes),), strict=False)
@@ -96,15 +96,16 @@ def in_integers(e: Any) -> Any:
     if isinstance(e, sizes.CeilToInt | sizes.FloorToInt | sizes.TruncToInt):
         above, below = quotient(e.args[0])
         return -floor(-above, below) if isinstance(e, sizes.CeilToInt) else floor(above, below)
-    if isinstance(e, sympy.Pow | sizes.PowByNatural) and e.args[1].is_Integer and 0 < e.args[1] <= 4:
+    if (e.is_Pow or isinstance(e, sizes.PowByNatural)) and e.args[1].is_Integer and 0 < e.args[1] <= 4:
         return in_integers(e.args[0]) ** e.args[1]
-    if not isinstance(e, sympy.Add | sympy.Mul | sizes.FloorDiv | sizes.Mod | sizes.PythonMod | sizes.Max | sizes.Min):
+    kinds = sizes.FloorDiv | sizes.Mod | sizes.PythonMod | sizes.Max | sizes.Min
+    if not (e.is_Add or e.is_Mul or isinstance(e, kinds)):
         raise UnknownSizeError(str(e))
     parts = [in_integers(part) for part in e.args]
     if isinstance(e, sizes.FloorDiv):
         return floor(*parts)
     if isinstance(e, sizes.Mod | sizes.PythonMod):
-        return sympy.expand(parts[0] - parts[1] * floor(*parts))
+        return (parts[0] - parts[1] * floor(*parts)).expand()
     return e.func(*parts)
 
 
@@ -116,7 +117,8 @@ def quotient(e: Any) -> tuple[Any, Any]:
     if number.is_Number and isinstance(rest, sizes.ToFloat):
         above, below = float(number).as_integer_ratio()
         if below <= LARGEST_DENOMINATOR:
-            return above * in_integers(rest.args[0]), sympy.Integer(below)
+            whole = in_integers(rest.args[0])
+            return above * whole, 0 * whole + below  # a number of the same library
     raise UnknownSizeError(str(e))
 
 
@@ -124,15 +126,19 @@ def floor(above: Any, below: Any) -> Any:
     """above // below, with whole multiples outside, and a floor within a floor as one. Raises UnknownSizeError."""
     if not below.is_Integer or below < 1:
         raise UnknownSizeError(f"{above} // {below}")
-    terms = sympy.Add.make_args(sympy.expand(above))
+    terms = terms_of(above.expand())
     outside = [term / below for term in terms if term.as_coeff_Mul()[0] % below == 0]
     inside = [term for term in terms if term.as_coeff_Mul()[0] % below != 0]
     floors = [term for term in inside if isinstance(term, sizes.FloorDiv)]
     if len(floors) == 1 and all(term.is_Integer for term in inside if term is not floors[0]):
         # floor((floor(x / c) + k) / b) = floor((x + k c) / (b c))
         (inner, by), others = floors[0].args, sum(terms) - floors[0]
-        return floor(sympy.expand(inner + others * by), below * by)
+        return floor((inner + others * by).expand(), below * by)
     return sum(outside) + (sizes.FloorDiv(sum(inside), below) if inside else 0)
+
+
+def terms_of(e: Any) -> tuple[Any, ...]:
+    return tuple(e.args) if e.is_Add else (e,)
 
 
 def text_of(e: Any, names: Mapping[Any, Any]) -> str:
@@ -148,7 +154,7 @@ def text_of(e: Any, names: Mapping[Any, Any]) -> str:
         return f"(({text_of(e.args[0], names)})//{e.args[1]})"
     if isinstance(e, sizes.Max | sizes.Min):
         return extreme(min if isinstance(e, sizes.Min) else max, [text_of(part, names) for part in e.args])
-    if not isinstance(e, sympy.Add):
+    if not e.is_Add:
         negative, text = product(e, names)
         return f"(-{text})" if negative else text
     # numbers come last, and what is subtracted comes after what is added
@@ -161,8 +167,8 @@ def product(e: Any, names: Mapping[Any, Any]) -> tuple[bool, str]:
     """Whether a product is subtracted, and the text of the rest: -floor(-x / c) is added as ceil(x / c)."""
     number, rest = e.as_coeff_Mul()
     texts = []
-    for factor in sympy.Mul.make_args(rest):
-        base, times = factor.args if isinstance(factor, sympy.Pow) else (factor, 1)
+    for factor in rest.args if rest.is_Mul else (rest,):
+        base, times = factor.args if factor.is_Pow else (factor, 1)
         if number < 0 and isinstance(base, sizes.FloorDiv) and times == 1 and base.args[0].could_extract_minus_sign():
             number = -number
             texts.append(f"ceil({text_of(-base.args[0], names)}/{base.args[1]})")

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +45,8 @@ from effexport.export.traced_graphs import (
     traced_weights,
 )
 from effexport.models.head_spec import MASKS
-from effexport.models.model_spec import shape_of
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.size_formula import shape_of
 from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
@@ -251,13 +251,17 @@ def program_from_module(
     return program
 
 
-def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
+    from effexport.models.adapters.sdpa import attention_calls_as_operators
     from effexport.models.adapters.traced_code import code_as_exported
 
-    if not isinstance(spec.model, ModuleSpec):
-        return contextlib.nullcontext()
-    return code_as_exported(module, turns=spec.fused)
+    with contextlib.ExitStack() as stack:
+        if isinstance(spec.model, ModuleSpec):
+            stack.enter_context(attention_calls_as_operators(turns=spec.fused))
+            stack.enter_context(code_as_exported(module))
+        yield
 
 
 def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:

@@ -16,10 +16,10 @@ from effexport.errors import StageError, is_out_of_memory
 from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.adapters.adapter import frozen, named
-from effexport.models.model_spec import shape_of
 from effexport.models.module_inputs import resized
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.one_precision import OnePrecision
+from effexport.models.size_formula import shape_of
 from effexport.models.user_model import tensors_of
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import KEPT, Case

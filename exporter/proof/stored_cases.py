@@ -11,8 +11,8 @@ import numpy as np
 
 from effexport.dtypes import named_sizes
 from effexport.errors import UserError
-from effexport.models.model_spec import shape_of
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.size_formula import shape_of
 from effexport.proof.cases import EXPECTED, Case, load_reference
 from effexport.proof.kept_tokens import has_tokens, kept_dims, kept_tokens
 from effexport.spec import BuildSpec

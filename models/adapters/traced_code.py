@@ -11,21 +11,16 @@ from torch import nn
 from effexport.models.adapters.einsum_calls import EinsumCalls
 from effexport.models.adapters.pooling import PoolingCalls
 from effexport.models.adapters.recurrent import RecurrentCalls
-from effexport.models.adapters.sdpa import attention_calls_as_operators
 from effexport.models.adapters.size_arithmetic import arithmetic_of_sizes
 from effexport.models.one_precision import WithoutAutocast
 
 
 @contextlib.contextmanager
-def code_as_exported(module: nn.Module, *, turns: bool = True) -> Iterator[None]:
-    """Read the code of a user's own module as it is exported, for the length of a `with` block.
-
-    turns: see `attention_calls_as_operators`.
-    """
+def code_as_exported(module: nn.Module) -> Iterator[None]:
+    """Read the code of a user's own module as it is exported, but for attention, for the length of a `with` block."""
     with (
         torch.random.fork_rng(devices=[]),  # the code may seed it
         WithoutAutocast(),
-        attention_calls_as_operators(turns),
         RecurrentCalls(),
         EinsumCalls(),
         PoolingCalls(),

@@ -14,7 +14,7 @@ from effexport.bench.grid import spec_from_case
 from effexport.bench.measuring.candidates import Candidate
 from effexport.bench.measuring.models import module_from_case, signature_of_case, tensors_from_arrays
 from effexport.bench.results import Case, Parity
-from effexport.models.model_spec import shape_of
+from effexport.models.size_formula import shape_of
 
 if TYPE_CHECKING:
     from torch import nn

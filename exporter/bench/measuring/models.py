@@ -12,7 +12,7 @@ from effexport.bench.grid import spec_from_case
 from effexport.bench.results import Case
 from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.export.onnx_graph import GraphSignature
-from effexport.models.model_spec import shape_of
+from effexport.models.size_formula import shape_of
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import named_sizes
 from effexport.errors import EffexportError
-from effexport.models.model_spec import shape_of
+from effexport.models.size_formula import shape_of
 from effexport.proof.checks.candidate import Candidate
 from effexport.spec import BuildSpec
 

@@ -13,7 +13,7 @@ from effexport.dtypes import named_sizes, numpy_dtype
 from effexport.environment import require_torch
 from effexport.errors import UserError
 from effexport.models.head_spec import SCORES, TOKENS, vocabulary
-from effexport.models.model_spec import shape_of
+from effexport.models.size_formula import shape_of
 from effexport.proof.answers import answered_case, with_hash_noise
 from effexport.proof.cases import Case, check_fits
 from effexport.proof.kept_tokens import kept_tokens

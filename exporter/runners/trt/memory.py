@@ -12,7 +12,7 @@ import numpy as np
 from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.engines.sidecar import EngineInfo, Shape, ShapeRange
 from effexport.errors import EffexportError
-from effexport.models.model_spec import shape_of
+from effexport.models.size_formula import shape_of
 from effexport.models.validation import SpecError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedMemory
 

@@ -225,3 +225,28 @@ def test_a_free_axis_of_the_users_own_that_is_declared_and_without_a_formula_is_
 
     with pytest.raises(UserError, match=r"expected axes that are constant, or formulas of free axes such as 2\*batch"):
         effexport.export(Square(), torch.ones(2, 9), tmp_path / "o", dynamic={"x": {0: "batch", 1: "width"}})
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers")
+def test_efficient_loftr_has_two_images_for_each_sample(tmp_path: Path) -> None:
+    from transformers import EfficientLoFTRConfig, EfficientLoFTRModel
+
+    config = EfficientLoFTRConfig(
+        stage_num_blocks=[1, 1, 1, 1],
+        out_features=[16, 16, 32, 64],
+        hidden_size=64,
+        num_attention_layers=1,
+        fine_fusion_dims=[64, 32, 16],
+        intermediate_size=128,
+    )
+    torch.manual_seed(0)
+    made = built(EfficientLoFTRModel(config), {"pixel_values": torch.rand(2, 2, 3, 64, 96)}, tmp_path / "loftr")
+    dims = [tensor.dims for tensor in made.artifact.spec.outputs]
+    assert dims == [("batch", 2, 64, 8, 12), ("2*batch", 16, 32, 48), ("2*batch", 32, 16, 24)]
+    pixels = torch.rand(3, 2, 3, 64, 96)
+    with torch.inference_mode(), effexport.load(made.artifact.path) as runner:
+        expected = made.model(pixels).feature_maps
+        for found, wanted in zip(runner.run({"pixel_values": pixels.numpy()}).values(), expected, strict=True):
+            scale = wanted.square().mean().sqrt()
+            assert (torch.from_numpy(found) - wanted).abs().max() <= LIMITS["fp32"] * 10 * scale

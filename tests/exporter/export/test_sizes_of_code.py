@@ -3,6 +3,7 @@ axis, and the report names the line."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,16 @@ def test_the_line_is_named_below_a_head(tmp_path: Path) -> None:
     result = effexport.export(model, vectors(2, 100), tmp_path / "out", pool="max")
     assert any(line_of(other_above_256, 1) in note for note in result.report.notes)
     assert result.artifact.spec.max_seq_len == 256
+
+
+def test_a_program_that_has_disabled_logging_is_told_too(tmp_path: Path) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        _, note = built(other_at_one_length, vectors(2, 12), tmp_path / "out")
+        assert logging.root.manager.disable == logging.CRITICAL
+    finally:
+        logging.disable(logging.NOTSET)
+    assert line_of(other_at_one_length, 1) in note
 
 
 def test_one_size_on_purpose_has_no_note(tmp_path: Path) -> None:
