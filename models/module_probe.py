@@ -15,7 +15,6 @@ from effexport.models.adapters.remarks import remarks_on
 from effexport.models.adapters.replace import NotAsOriginalError, check_folded, layers_at_fault, with_our_layers
 from effexport.models.model_spec import Dims
 from effexport.models.module_calls import (
-    FloatTypes,
     check_repeatable,
     draw_notes,
     operator_calls,
@@ -30,6 +29,7 @@ from effexport.models.module_inputs import (
     inputs_from_table,
 )
 from effexport.models.module_spec import ModuleSpec, is_constant
+from effexport.models.observers import FloatTypes
 from effexport.models.probe import ModuleFailedError, Probe, UnknownAxesError, probe_length
 from effexport.models.size_formula import with_fixed_axis
 from effexport.models.spec import PyTorchSpec

@@ -21,7 +21,7 @@ from effexport.models.adapters.fast_transformers import AllOnes, Keeping
 from effexport.models.adapters.folding import ROUNDING, detached_copy, has_hooks, widths_of, with_plain_projections
 from effexport.models.adapters.linear_function import linear_function
 from effexport.models.layers import AttentionLayer, SameWeights
-from effexport.models.module_calls import FloatTypes
+from effexport.models.observers import FloatTypes
 
 BATCH = 2
 # Parts of ours whose size tells how long a sequence must be to have several of them.

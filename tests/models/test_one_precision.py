@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.module_calls import FloatTypes
+from effexport.models.observers import FloatTypes
 from effexport.models.one_precision import OnePrecision
 from effexport.models.user_model import called_by_position
 
