@@ -46,18 +46,21 @@ def prepare() -> None:
     stamp, wanted = ENVIRONMENT / "effexport.stamp", hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
         print("creating .venv-wild (180 MB)", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", ENVIRONMENT], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", python(), "install", "--quiet", "--no-deps"]
+        subprocess.run([sys.executable, "-P", "-m", "venv", "--without-pip", "--clear", ENVIRONMENT], check=True)
+        pip = [sys.executable, "-P", "-m", "pip", "--python", python(), "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "-r", REQUIREMENTS], check=True)
-        where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-        folders = [subprocess.check_output([one, "-c", where], text=True).strip() for one in (sys.executable, python())]
         # its own packages come first
-        Path(folders[1], "effexport.pth").write_text(
-            f"import site; site.addsitedir({folders[0]!r})\n", encoding="utf-8"
+        Path(packages_of(python()), "effexport.pth").write_text(
+            f"import site; site.addsitedir({packages_of(sys.executable)!r})\n", encoding="utf-8"
         )
         stamp.write_text(wanted, encoding="utf-8")
     if get_library_path() is None:
-        subprocess.run([sys.executable, "-m", "effexport", "plugins", "build", "--no-cuda"], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "effexport", "plugins", "build", "--no-cuda"], check=True)
+
+
+def packages_of(interpreter: str) -> str:
+    where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return subprocess.check_output([interpreter, "-P", "-c", where], text=True).strip()
 
 
 def python() -> str:

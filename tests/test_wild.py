@@ -30,3 +30,10 @@ def test_a_file_that_is_wrong_is_called_wrong() -> None:
     assert problem_of({"max": 2 * LIMIT, "rms": 0.0})
     assert problem_of({"max": float("nan"), "rms": 0.0})
     assert not problem_of({"max": LIMIT / 2, "rms": 0.0})
+
+
+def test_every_model_has_a_name_of_its_own() -> None:
+    from wild.models import MODELS
+
+    names = [model.name for model in MODELS]
+    assert len(set(names)) == len(names) >= 30

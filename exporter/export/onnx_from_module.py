@@ -28,6 +28,7 @@ from effexport.export.other_branches import (
     side_of,
 )
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
+from effexport.export.promoted import with_casts
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.size_arithmetic import size_translation
@@ -230,7 +231,9 @@ def program_from_module(
     ):
         try:
             program = torch.onnx.export(
-                program_of_user(module, example, signature, spec) if isinstance(spec.model, ModuleSpec) else module,
+                with_casts(program_of_user(module, example, signature, spec))
+                if isinstance(spec.model, ModuleSpec)
+                else module,
                 example,
                 dynamo=True,
                 opset_version=spec.opset,

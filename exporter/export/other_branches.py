@@ -100,9 +100,9 @@ def nearest(sizes: Collection[int], example: int) -> int:
 
 
 def chosen(side: Side, base: Side, example: int) -> set[int]:
-    """Sizes of a side at which the program of another is run: the smallest, the one nearest to the example, and the one
-    nearest to twice its size."""
-    sizes = side.sizes - base.sizes
+    """Sizes of a side at which the program of another, or its own, is run: the smallest, the one nearest to the
+    example, and the one nearest to twice its size. A program may be tied to a size without a branch that says so."""
+    sizes = side.sizes if side is base else side.sizes - base.sizes
     return {min(sizes), nearest(sizes, example), nearest(sizes, 2 * example)} if sizes else set()
 
 

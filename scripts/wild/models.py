@@ -402,7 +402,7 @@ MODELS = (
         (8, 16, 24),
         {"hidden_states": FREE_IMAGE},
     ),
-    Model("Mamba", "mambapy", mamba, vectors, (8, 16, 24)),
+    Model("mamba.py", "mambapy", mamba, vectors, (8, 16, 24)),
     Model("Conformer", "conformer", of("conformer", "Conformer", **LAYERS, conv_kernel_size=15), vectors),
     Model(
         "Perceiver",

@@ -36,7 +36,7 @@ COLUMNS = """
 * *torch.onnx*: what plain `torch.onnx.export` does with the same module, example and free axes, at the same sizes.
 * *build*: seconds of `effexport.export`, which includes the proof and its report, and of `torch.onnx.export`.
 * *speed*: PyTorch's time divided by ours, and the time of plain torch.onnx's file divided by ours, at the largest size
-  that the file takes; medians of 9 interleaved runs on one thread. The models are small, and two run at a time.
+  that the file takes; medians of 9 interleaved runs on one thread, in processor time. The models are small.
 """
 
 

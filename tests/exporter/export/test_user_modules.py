@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import effexport
 from effexport.build import Build, Stopwatch, why_sizes_fail
 from effexport.errors import StageError
 from effexport.export.failures import first_paragraph
@@ -172,3 +173,16 @@ def test_a_file_of_a_package_is_known_wherever_the_tracer_cuts_its_path(tmp_path
         assert lies_in(str(file)[start:], tmp_path / "package")
     assert not lies_in("/elsewhere/package/below/signature.py", tmp_path / "package")
     assert not lies_in("package/below/other.py", tmp_path / "package")
+
+
+class FromOne(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + ((1.0 - mask) * -9.5 + (2 - mask) + torch.rsub(mask, 0.5))[..., None]
+
+
+def test_integers_are_subtracted_from_a_number_that_is_none(tmp_path: Path) -> None:
+    states, mask = torch.randn(2, 5, 4), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    result = effexport.export(FromOne().eval(), {"x": states, "mask": mask}, tmp_path / "out")
+    with OrtRunner(result.artifact.model_path) as runner:
+        found = runner.run({"x": states.numpy(), "mask": mask.numpy()})["output"]
+    np.testing.assert_allclose(found, FromOne()(states, mask).numpy(), rtol=1e-6, atol=1e-6)
