@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.export.specialised_length import TRIED
-from effexport.models.model_spec import shape_of
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.size_formula import shape_of
 
 if TYPE_CHECKING:
     import torch
