@@ -102,6 +102,10 @@ class Probe:
         if several is None:
             assert failed is not None
             remedy = "; if it takes other lengths, give one with --seq-len" * self.is_free
+            if others := [axis for axis in self.inputs.axes if axis not in ("batch", "seq")]:
+                remedy = (
+                    f"; name {' or '.join(others)} as free, in dynamic or in --inputs, only if any size of it works"
+                )
             raise ModuleFailedError(f"{failed}{remedy}") from failed.__cause__
         try:
             seen = [several, self.seen(1, tuned)]
@@ -273,7 +277,9 @@ class Probe:
 
     def run_text(self, batch: int, seq_len: int) -> str:
         tokens = f" × {seq_len} tokens" * self.is_free
-        return f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}"
+        sizes = self.sizes(batch, seq_len)
+        others = "".join(f", {axis} {size}" for axis, size in sizes.items() if axis not in ("batch", "seq"))
+        return (f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}") + others
 
     def run(self, batch: int, seq_len: int) -> dict[str, Tensor]:
         """What the module returns for these sizes, by name. Raises as `outputs_of`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -139,6 +140,12 @@ def module_cases(spec: BuildSpec, model: ModuleSpec, seed: int) -> dict[str, dic
     else:
         shapes["batch"] = (3, padded_len, None)
     cases = {name: random_inputs(spec, rng, *shape) for name, shape in shapes.items()}
+    if model.axis_sizes:
+        # different ones that divide by little, and those that every divisor of the example's divides
+        longer = {axis: longer_length(size) + i for i, (axis, size) in enumerate(model.axis_sizes.items())}
+        double = {axis: 2 * size for axis, size in model.axis_sizes.items()}
+        for name, sizes in (("other sizes", longer), ("double sizes", double)):
+            cases[name] = random_inputs(replace(spec, model=replace(model, axis_sizes=sizes)), rng, *shapes[EXPORT])
     marks = [tensor.name for tensor in spec.inputs if marks_tokens(tensor, model)]
     if model.padding or marks:
         # models make masks of padding tokens, or take marks of tokens under any name: at the end, and at the beginning

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import effexport
-from effexport.artifact import Artifact, open_artifact
+from effexport.artifact import REFERENCE, Artifact, open_artifact
 from effexport.dtypes import TensorInfo
 from effexport.engines.profile import default_profile, within
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import SpecError
+from effexport.proof.stored_cases import stored_cases
 from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.trt.memory import resolved
@@ -196,6 +197,10 @@ def test_a_size_of_two_axes_and_their_smallest_sizes(tmp_path: Path) -> None:
     examples = {"pixels": torch.randn(2, 3, 24, 24)}
     made = built(Image(), examples, tmp_path / "image", dynamic={"pixels": {0: "batch", 2: "height", 3: "width"}})
     spec = made.artifact.spec
+    # the proof has other sizes than the example's
+    cases = stored_cases(made.artifact.path / REFERENCE, spec)
+    shapes = {case.name: case.inputs["pixels"].shape[2:] for case in cases}
+    assert (shapes["export"], shapes["other sizes"], shapes["double sizes"]) == ((24, 24), (31, 32), (48, 48))
     assert [tensor.dims for tensor in spec.outputs] == [
         ("batch", "height//4*(width//4)+1", DIM),
         ("batch", 3, "(height-1)//16+1", "(width-1)//16+1"),
@@ -225,6 +230,15 @@ def test_a_free_axis_of_the_users_own_that_is_declared_and_without_a_formula_is_
 
     with pytest.raises(UserError, match=r"expected axes that are constant, or formulas of free axes such as 2\*batch"):
         effexport.export(Square(), torch.ones(2, 9), tmp_path / "o", dynamic={"x": {0: "batch", 1: "width"}})
+
+
+def test_an_axis_that_is_declared_free_and_takes_few_sizes_is_named_with_the_size_that_failed(tmp_path: Path) -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(x.shape[0], 2, -1).sum(1)
+
+    with pytest.raises(UserError, match=r"a batch of 3, width 11: .*; name width as free, in dynamic or --inputs, only if any size of it"):
+        effexport.export(Halves(), torch.ones(2, 8), tmp_path / "o", dynamic={"x": {0: "batch", 1: "width"}})
 
 
 @pytest.mark.slow
