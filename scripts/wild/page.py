@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from effexport.processor import Processor
+
 Result = Mapping[str, Any]
 # A sentence that only repeats what the first paragraphs of the page say.
 ADVICE = re.compile(r" For other (sizes|lengths), build .*", re.DOTALL)
@@ -70,19 +72,10 @@ def summary(results: Sequence[Result], root: Path) -> str:
     names = ("torch", "onnxruntime", "transformers")
     commits = sorted({found["commit"] for found in results if "commit" in found})
     texts.append(
-        f"{datetime.now(UTC):%Y-%m-%d}, {processor()}, {platform.system()}, Python {platform.python_version()}, "
+        f"{datetime.now(UTC):%Y-%m-%d}, {Processor.here().name}, {platform.system()}, Python {platform.python_version()}, "
         f"{', '.join(f'{name} {version(name)}' for name in names)}; effexport at {', '.join(commits)}."
     )
     return "\n".join(texts)
-
-
-def processor() -> str:
-    """The name of the processor, where Linux says it."""
-    file = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^model name\s*: (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if file.exists() else None
-    )
-    return found[1] if found else platform.machine()
 
 
 def commit(root: Path) -> str:
