@@ -72,7 +72,8 @@ def summary(results: Sequence[Result], root: Path) -> str:
     names = ("torch", "onnxruntime", "transformers")
     commits = sorted({found["commit"] for found in results if "commit" in found})
     texts.append(
-        f"{datetime.now(UTC):%Y-%m-%d}, {Processor.here().name}, {platform.system()}, Python {platform.python_version()}, "
+        f"{datetime.now(UTC):%Y-%m-%d}, {Processor.here().name}, {platform.system()}, "
+        f"Python {platform.python_version()}, "
         f"{', '.join(f'{name} {version(name)}' for name in names)}; effexport at {', '.join(commits)}."
     )
     return "\n".join(texts)
