@@ -103,9 +103,7 @@ class Probe:
             assert failed is not None
             remedy = "; if it takes other lengths, give one with --seq-len" * self.is_free
             if others := [axis for axis in self.inputs.axes if axis not in ("batch", "seq")]:
-                remedy = (
-                    f"; name {' or '.join(others)} as free, in dynamic or --inputs, only if any size of it works"
-                )
+                remedy = f"; name {' or '.join(others)} as free, in dynamic or --inputs, only if any size of it works"
             raise ModuleFailedError(f"{failed}{remedy}") from failed.__cause__
         try:
             seen = [several, self.seen(1, tuned)]
