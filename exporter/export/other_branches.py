@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Of a few branches in one module. A loop over the axis, whose traces hold for one size each, ends with the second.
 MOST_SIDES = 8
+# A size beyond those at which code commonly begins to compute something else.
+LARGE = 1100
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,15 @@ def nearest(sizes: Collection[int], example: int) -> int:
 
 
 def chosen(side: Side, base: Side, example: int) -> set[int]:
-    """Sizes of a side at which the program of another, or its own, is run: the smallest, the one nearest to the
-    example, and the one nearest to twice its size. A program may be tied to a size without a branch that says so."""
+    """Sizes of a side at which the program of another, or its own, is run. A program may be tied to a size without a
+    branch that says so, and what a side adds, such as a window of local attention, may begin to count, or to differ,
+    far from where the sides meet: the smallest size, those nearest to its multiples and to those of the example, and
+    those nearest to a large one."""
     sizes = side.sizes if side is base else side.sizes - base.sizes
-    return {min(sizes), nearest(sizes, example), nearest(sizes, 2 * example)} if sizes else set()
+    if not sizes:
+        return set()
+    least = min(sizes)
+    return {least, *(nearest(sizes, size) for size in (example, 2 * example, 2 * least, 4 * least, LARGE))}
 
 
 def answers_agree(program: ExportedProgram, module: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
@@ -143,9 +150,11 @@ def resized(
     return tuple(value.flatten()[0].expand(shape_of(tensor.dims, sizes)).clone() for value, tensor in pairs)
 
 
-def drawn(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], model: ModuleSpec) -> list[torch.Tensor]:
+def drawn(
+    example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], model: ModuleSpec, scale: float = 1.0
+) -> list[torch.Tensor]:
     """Random values in the place of those of an example: integers within their ranges, and a mask that hides the last
-    third of the tokens of one sample."""
+    third of the tokens of one sample. scale: standard deviation of floats."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +167,7 @@ def drawn(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], model: 
             value = value.clone()
             value[tuple(hidden)] = int(model.mask_ignores)
         elif value.is_floating_point():
-            value = torch.randn(value.shape, generator=generator).to(value.dtype)
+            value = (scale * torch.randn(value.shape, generator=generator)).to(value.dtype)
         elif value.dtype == torch.bool:
             value = torch.rand(value.shape, generator=generator) > 0.25
         elif tensor.name in model.ranges:

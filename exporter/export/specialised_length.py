@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import logging
 import re
 import sys
@@ -36,6 +37,8 @@ ASSUMPTION = re.compile(r"eval (?:\[guard suppressed\] )?(.+?) \[guard added\] \
 LISTED = 3
 # Up to this size, an assumption such as Mod(n, 8) = 0 is tried at every size.
 TRIED = 4096
+# Of several axes, at all combinations of these, and of those near the numbers in the assumption.
+SIZES = (2, 3, 5, 8, 33, 100, 1000)
 EQUAL = re.compile(r"Eq\((\w+), (\w+)\)")
 CONSTANT = re.compile(r"Eq\((\w+), \d+\)")
 CHANGE = (
@@ -205,16 +208,57 @@ def axes_of_trace(
                 # of one size only, or a multiple of another
                 only = (example[axis], example[axis])
                 found.setdefault(axis, []).append(only if bounds is None else limits_of_range(bounds))
-    axes = []
+    limited = {}
     for axis, pairs in found.items():
-        names = [symbol for symbol, place in trace.axes.items() if place.startswith(f"{axis} of ")]
-        mine = tuple(one for one in trace.assumptions if one.mentions(names))
         wanted = limits.get(axis, (1, LARGEST_SIZE))
         low = max([wanted[0], *(lower for lower, _ in pairs)])
-        high = min([wanted[1], *(upper for _, upper in pairs)])
-        guarded = tuple(guards[one.expression] for one in mine if one.is_direct and one.expression in guards)
-        axes.append(AxisOfTrace(axis, low, high, guarded, wanted, mine))
+        limited[axis] = low, min([wanted[1], *(upper for _, upper in pairs)])
+    named = {name: place.partition(" of ")[0] for name, place in trace.axes.items()}
+    first: dict[str, Any] = {}
+    for symbol in sorted({one for guard in guards.values() for one in guard.free_symbols}, key=str):
+        first.setdefault(named.get(str(symbol), str(symbol)), symbol)
+    symbols = {name: first[axis] for name, axis in named.items() if axis in first}
+    of_symbols = {str(first[axis]): pair for axis, pair in limited.items() if axis in first}
+    axes = []
+    for axis, (low, high) in limited.items():
+        names = [symbol for symbol, place in trace.axes.items() if place.startswith(f"{axis} of ")]
+        mine = tuple(one for one in trace.assumptions if one.mentions(names))
+        guarded = [guards[one.expression] for one in mine if one.is_direct and one.expression in guards]
+        of_one, of_several = [], []
+        for guard in (of_axes(guard, symbols) for guard in dict.fromkeys(guarded)):
+            (of_one if len(guard.free_symbols) == 1 else of_several).append(guard)
+        if not all(holds_everywhere(guard, of_symbols) for guard in of_several):
+            low = high = example[axis]
+        beyond = [size for size in numbers_of(of_one) if max(TRIED, low - 1) < size <= high]
+        high = min((size - 1 for size in beyond if not all(holds(guard, size) for guard in of_one)), default=high)
+        axes.append(AxisOfTrace(axis, low, high, tuple(of_one), limits.get(axis, (1, LARGEST_SIZE)), mine))
     return axes
+
+
+def of_axes(guard: Any, axes: Mapping[str, Any]) -> Any:
+    """An assumption in which an axis has one symbol, whatever the input. axes: these, by the name of every symbol."""
+    return guard.xreplace({symbol: axes.get(str(symbol), symbol) for symbol in guard.free_symbols})
+
+
+def holds_everywhere(guard: Any, limits: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether an assumption on several axes holds for all sizes that are tried; or is about something else, too.
+
+    limits: of sizes, by the name of a symbol.
+    """
+    symbols = list(guard.free_symbols)
+    if not all(str(symbol) in limits for symbol in symbols):
+        return True
+    ranges = []
+    for low, high in (limits[str(symbol)] for symbol in symbols):
+        ranges.append([size for size in {*SIZES, *numbers_of([guard])} if max(low, 2) <= size <= high])
+    return all(guard.subs(dict(zip(symbols, sizes, strict=True))) for sizes in itertools.product(*ranges))
+
+
+def numbers_of(guards: Sequence[Any]) -> list[int]:
+    """Sizes at which assumptions may change: the numbers in them, their quotients, and the sizes beside these."""
+    found = {abs(int(atom)) for guard in guards for atom in guard.atoms() if atom.is_Integer} - {0}
+    quotients = {one // other for one in found for other in found}
+    return sorted({size + i for size in quotients | found for i in (-1, 0, 1) if size + i > 0})
 
 
 def limits_of_range(bounds: ValueRanges[Any]) -> tuple[int, int]:

@@ -26,7 +26,7 @@ class FeedLimits:
 
     has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out. lowest: the
     smallest sizes of other axes than that of tokens. outputs: what every answer is held to; empty if something else
-    judges it.
+    judges it. is_of_code: whether branches of the user's code, and no positions, limit the longest sequence.
     """
 
     max_seq_len: int | None = None
@@ -36,6 +36,7 @@ class FeedLimits:
     min_seq_len: int = 1
     lowest: Mapping[str, int] = field(default_factory=dict)
     outputs: tuple[TensorInfo, ...] = ()
+    is_of_code: bool = False
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
@@ -44,7 +45,15 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     if MASK_NAME in defaults and mask == MASK_NAME and ignores:
         defaults[MASK_NAME] = 0
     lowest = getattr(spec.model, "lowest", {})
-    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults, spec.min_seq_len, lowest)
+    return FeedLimits(
+        spec.max_seq_len,
+        spec.model.input_limits,
+        mask == MASK_NAME,
+        defaults,
+        spec.min_seq_len,
+        lowest,
+        is_of_code="seq" in getattr(spec.model, "size_notes", {}),
+    )
 
 
 def limits_of_runner(spec: BuildSpec) -> FeedLimits:
@@ -162,6 +171,11 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
     seq_len = next(iter(feeds[tensor.name].shape[axis : axis + 1]), 0)
     is_free = not isinstance(next(iter(tensor.dims[axis : axis + 1]), 0), int)
     if is_free and limits.max_seq_len is not None and seq_len > limits.max_seq_len:
+        if limits.is_of_code:
+            raise UserError(
+                f"the sequence has {seq_len} tokens; this file takes at most {limits.max_seq_len}, as its report "
+                "explains: shorten or split the input, or build another file from a longer example"
+            )
         raise UserError(
             f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
             "shorten or split the input, or build with a larger --seq-len"

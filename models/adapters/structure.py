@@ -24,6 +24,8 @@ from effexport.models.layers import AttentionLayer, SameWeights
 from effexport.models.observers import FloatTypes
 
 BATCH = 2
+# Tokens of a long sequence, and the standard deviation of large numbers.
+LONG, LARGE = 1100, 30.0
 # Parts of ours whose size tells how long a sequence must be to have several of them.
 BLOCKS = ("num_landmarks", "chunk_length", "window")
 # Random arguments by the name that ours has for them: of so many tokens and channels, and a generator.
@@ -33,10 +35,10 @@ COMPARED = "compared"
 
 
 def kept_tokens(seq_len: int, generator: torch.Generator) -> Tensor:
-    """Boolean [batch, seq]: a sample with padding at its end, and one with holes; the first token is always kept."""
+    """Boolean [batch, seq]: a sample with padding at its end, and one with holes, whose first token is hidden."""
     keep = torch.rand(BATCH, seq_len, generator=generator) < 0.6
     keep[0] = torch.arange(seq_len) < seq_len - seq_len // 3
-    keep[:, 0] = True
+    keep[1, 0], keep[1, 1:2] = False, True
     return keep
 
 
@@ -250,15 +252,23 @@ class Candidate:
 
         Raises NotReplaceableError if they differ, or if the layer has no answer.
         """
-        layer, ours = detached_copy(layer).eval(), detached_copy(ours).eval()
         generator = torch.Generator().manual_seed(0)
-        for width in widths_of(layer):
+        for dtype, width in itertools.product(ROUNDING, widths_of(layer)):  # float64, or float32 if it takes only that
+            both = detached_copy(layer).eval().to(dtype), detached_copy(ours).eval().to(dtype)
             names: dict[str, str] = {}
-            for seq_len in lengths_of(ours):
+            lengths = lengths_of(ours)
+            for seq_len in lengths:
                 for call in self.form.calls(seq_len, width, generator):
-                    names |= same_answer(layer, ours, call)
-            if names:
-                return names
+                    names |= same_answer(*both, scaled(call, dtype))
+            if not names:
+                continue
+            # what a layer does with long sequences only, and with large numbers, which float32 would round too much
+            long = next(iter(self.form.calls(longest_of(ours, lengths[-1]), width, generator)))
+            same_answer(*both, scaled(long, dtype))
+            if dtype is torch.float64:
+                large = next(iter(self.form.calls(lengths[-1], width, generator)))
+                same_answer(*both, scaled(large, dtype, LARGE))
+            return names
         raise NotReplaceableError("it has no answer to random numbers")
 
 
@@ -293,11 +303,6 @@ def same_answer(layer: nn.Module, ours: nn.Module, call: Mapping[str, Any]) -> d
         if not (found - wanted)[known].abs().max() <= rounding * wanted[known].abs().max():
             raise NotReplaceableError("it has other answers")
     return {name: theirs[name] for name in call}
-
-
-def in_type(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor of floats in another type; other arguments as they are."""
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def names_of(layer: nn.Module, ours: nn.Module) -> dict[str, str]:
@@ -348,6 +353,23 @@ def lengths_of(ours: nn.Module) -> Sequence[int]:
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=4 * block)
     fixed = [spec.fixed_seq_len for spec in specs if spec.fixed_seq_len is not None]
     return fixed[:1] or sorted({min(length, limit) for length in (7, 2 * block + 5, 4 * block)})
+
+
+def longest_of(ours: nn.Module, usual: int) -> int:
+    """A length beyond those at which layers commonly change what they do, if ours takes others than `usual` at all."""
+    specs = [layer.spec for layer in ours.modules() if isinstance(layer, AttentionLayer)]
+    if any(spec.fixed_seq_len is not None for spec in specs):
+        return usual
+    return min([LONG, *(spec.max_seq_len for spec in specs if spec.max_seq_len is not None)])
+
+
+def scaled(call: Mapping[str, Any], dtype: torch.dtype, factor: float = 1.0) -> dict[str, Any]:
+    """A call whose tensors of floats have another type and are multiplied with a factor."""
+
+    def converted(value: Any) -> Any:
+        return (value * factor).to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: converted(value) for name, value in call.items()}
 
 
 class Renamed(SameWeights):

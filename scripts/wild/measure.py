@@ -86,10 +86,15 @@ def answers_of(model: Model, module: nn.Module, feed: Feed) -> Arrays:
     module = copy.deepcopy(module)
     with torch.no_grad():
         result = module(**{name: value.clone() for name, value in feed.items()})
-    parts = (
-        result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple | list) else (result,)
-    )
-    return kept([part.numpy() for part in parts if isinstance(part, Tensor)], model, feed)
+    return kept([tensor.numpy() for tensor in tensors_of(result)], model, feed)
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors of a result, in its order, also those of a tuple in it."""
+    if isinstance(result, Tensor):
+        return [result]
+    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple | list) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def kept(arrays: Arrays, model: Model, feed: Feed) -> Arrays:

@@ -106,6 +106,32 @@ def doubled_in_a_part_of_a_side(x: Tensor) -> Tensor:
     return x
 
 
+def other_for_many_tokens_of_all_samples(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] * x.shape[1] > 500 else x
+
+
+def local_if_long(x: Tensor) -> Tensor:
+    """A window that hides nothing just above the length from which it is used."""
+    if x.shape[1] > 64:
+        return x + F.pad(x[:, :-70], (0, 0, 70, 0)) if x.shape[1] > 70 else x + 0
+    return x
+
+
+def window_if_long(x: Tensor) -> Tensor:
+    """A window that hides nothing in the shortest inputs that do without it."""
+    places = torch.arange(x.shape[1])
+    near = (places[:, None] - places).abs() < (40 if x.shape[1] > 80 else 1000)
+    return near.to(x.dtype) @ x
+
+
+def other_at_5000(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] == 5000 else x
+
+
+def cut_off_if_long(x: Tensor) -> Tensor:
+    return x.clamp(-10, 10) if x.shape[1] > 30 else x
+
+
 def sample_by_sample(x: Tensor) -> Tensor:
     return torch.stack([sample * 2 for sample in x])
 
@@ -153,13 +179,44 @@ def test_a_branch_of_the_length_limits_the_file_on_the_side_of_the_example(tmp_p
     assert note.startswith("The file takes 257 tokens and more, ")
     model = Written(other_above_256).eval()
     with effexport.load(tmp_path / "short") as lower, effexport.load(tmp_path / "long") as upper:
-        for runner, other, message in ((lower, 257, "positions for 256"), (upper, 256, "takes at least 257: pad the ")):
+        for runner, other, message in ((lower, 257, "takes at most 256"), (upper, 256, "takes at least 257: pad the ")):
             with pytest.raises(UserError, match=message):
                 runner.run({"x": vectors(1, other).numpy()})
         with torch.no_grad():
             for runner, length in ((lower, 1), (lower, 256), (upper, 257), (upper, 900)):
                 x = vectors(3, length)
                 np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "scale"),
+    [
+        (other_for_many_tokens_of_all_samples, [(1, 501), (30, 20)], 1.0),
+        (local_if_long, [(1, 65), (1, 71), (1, 200)], 1.0),
+        (window_if_long, [(1, 60), (1, 80), (1, 81), (1, 200)], 1.0),
+        (other_at_5000, [(1, 4999), (1, 5000)], 1.0),
+        (cut_off_if_long, [(1, 31)], 60.0),
+    ],
+)
+def test_a_file_is_right_at_a_size_or_refuses_it(
+    change: Callable[[Tensor], Tensor], sizes: list[tuple[int, int]], scale: float, tmp_path: Path
+) -> None:
+    effexport.export(Written(change), vectors(2, 20), tmp_path / "out")
+    with effexport.load(tmp_path / "out") as runner, torch.inference_mode():
+        for size in [(2, 20), *sizes]:
+            x = scale * vectors(*size)
+            try:
+                (found,) = runner.run({"x": x.numpy()}).values()
+            except UserError as error:
+                refused = str(error)
+            else:
+                refused = ""
+            if refused:
+                assert size != (2, 20)
+                assert "positions" not in refused
+                continue
+            expected = Written(change)(x).numpy()
+            np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(tmp_path: Path) -> None:

@@ -51,11 +51,11 @@ class WithGain(OwnAFT):
 
 
 class Longer(OwnAFT):
-    """Something else for long sequences."""
+    """Something else for sequences of one length."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         result = super().forward(tokens)
-        return result if tokens.shape[1] < 500 else 2 * result
+        return result if tokens.shape[1] != 600 else 2 * result
 
 
 class Derived(nn.MultiheadAttention):
@@ -160,7 +160,40 @@ def test_a_copy_of_an_encoder_layer_inside_pytorchs_encoder() -> None:
         assert error(adapted.module(x, None, hidden), model(x, None, hidden)) <= ROUNDING
 
 
-@pytest.mark.parametrize("layer", [Scaled(DIM, HEADS, batch_first=True), WithGain()])
+class Windowed(nn.MultiheadAttention):
+    """Full attention of short sequences, a window in long ones."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **rest: Any) -> Any:
+        places = torch.arange(query.shape[1])
+        if len(places) > 100 and attn_mask is None:
+            attn_mask = (places[:, None] - places).abs() > 50
+        return super().forward(query, key, value, attn_mask=attn_mask, **rest)
+
+
+class Clamped(nn.MultiheadAttention):
+    """Cuts off what random numbers hardly reach."""
+
+    def forward(self, query: Tensor, *args: Any, **rest: Any) -> Any:
+        return super().forward(query.clamp(-10, 10), *args, **rest)
+
+
+class FirstVisible(nn.MultiheadAttention):
+    """Shows the first token, of the class, to all, whatever the mask says."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any = None, **rest: Any) -> Any:
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask & (torch.arange(key.shape[1]) > 0)
+        return super().forward(query, key, value, key_padding_mask, **rest)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Scaled(DIM, HEADS, batch_first=True),
+        WithGain(),
+        *(kind(DIM, HEADS, batch_first=True) for kind in (Windowed, Clamped, FirstVisible)),
+    ],
+)
 def test_a_layer_that_computes_something_else_stays(layer: nn.Module) -> None:
     adapted = with_our_layers(nn.Sequential(layer), SEQ_LEN)
     assert not adapted.replaced
