@@ -224,7 +224,8 @@ def axes_of_trace(
         names = [symbol for symbol, place in trace.axes.items() if place.startswith(f"{axis} of ")]
         mine = tuple(one for one in trace.assumptions if one.mentions(names))
         guarded = [guards[one.expression] for one in mine if one.is_direct and one.expression in guards]
-        of_one, of_several = [], []
+        of_one: list[Any] = []
+        of_several: list[Any] = []
         for guard in (of_axes(guard, symbols) for guard in dict.fromkeys(guarded)):
             (of_one if len(guard.free_symbols) == 1 else of_several).append(guard)
         if not all(holds_everywhere(guard, of_symbols) for guard in of_several):
