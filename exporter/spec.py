@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 # Which golden values an artifact keeps.
 Golden = Literal["full", "small", "none"]
-GOLDEN = ("full", "small", "none")
+GOLDEN: tuple[str, ...] = get_args(Golden)
 # fp8 in Q/DQ pairs
 OPSET_OF_FP8 = 19
 OPSETS = range(18, 25)

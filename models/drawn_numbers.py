@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from effexport.models.adapters.size_arithmetic import LIBRARIES
 from effexport.models.draw_formulas import FORMULAS
-from effexport.models.torch_functions import is_write, storage
+from effexport.models.torch_functions import storage, writes
 from effexport.models.validation import SpecError
 
 # Far from any seed with which a user is likely to have drawn weights: the same numbers again would not be random.
@@ -228,7 +228,7 @@ class _Mode(TorchFunctionMode):
         leaves, form = tree_flatten((args, kwargs))
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         name = getattr(func, "__name__", "")
-        in_place = is_write(name) or name == "__set__" or "out" in kwargs or kwargs.get("inplace", False)
+        in_place = writes(func, kwargs)
         is_drawn = bool(inputs) and all(id(x) in self.labels for x in inputs)
         if not is_drawn or name in ("__get__", "__set__"):
             result = func(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ def is_write(name: str) -> bool:
     """Whether a function writes into its first argument, whose type therefore stays."""
     in_place = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def writes(func: Any, kwargs: Any) -> bool:
+    """Whether a call of a PyTorch function writes into its first argument, or into `out`."""
+    name = getattr(func, "__name__", "")
+    return is_write(name) or name == "__set__" or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
 def storage(x: Tensor) -> int:

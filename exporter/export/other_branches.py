@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.export.specialised_length import TRIED
+from effexport.models import module_inputs
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.size_formula import shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -145,9 +145,9 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def resized(
     example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], sizes: Mapping[str, int]
 ) -> tuple[torch.Tensor, ...]:
-    """An example whose tensors have one value each, with other sizes."""
+    """An example with other sizes of its free axes."""
     pairs = zip(example, inputs, strict=True)
-    return tuple(value.flatten()[0].expand(shape_of(tensor.dims, sizes)).clone() for value, tensor in pairs)
+    return tuple(module_inputs.resized(value, tensor.dims, sizes) for value, tensor in pairs)
 
 
 def drawn(

@@ -61,6 +61,16 @@ def limits_of_runner(spec: BuildSpec) -> FeedLimits:
     return replace(limits_from_spec(spec), outputs=spec.outputs)
 
 
+def longest_text(limits: FeedLimits) -> str:
+    """How many tokens a model takes, and what to do for more."""
+    if limits.is_of_code:
+        return (
+            f"this file takes at most {limits.max_seq_len}, as its report explains: build another one from a longer "
+            "example"
+        )
+    return f"this model has positions for {limits.max_seq_len}: build with a larger --seq-len"
+
+
 def check_answer(
     answer: Mapping[str, Array], feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits
 ) -> None:
@@ -171,15 +181,7 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
     seq_len = next(iter(feeds[tensor.name].shape[axis : axis + 1]), 0)
     is_free = not isinstance(next(iter(tensor.dims[axis : axis + 1]), 0), int)
     if is_free and limits.max_seq_len is not None and seq_len > limits.max_seq_len:
-        if limits.is_of_code:
-            raise UserError(
-                f"the sequence has {seq_len} tokens; this file takes at most {limits.max_seq_len}, as its report "
-                "explains: shorten or split the input, or build another file from a longer example"
-            )
-        raise UserError(
-            f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
-            "shorten or split the input, or build with a larger --seq-len"
-        )
+        raise UserError(f"the sequence has {seq_len} tokens; {longest_text(limits)}, or shorten or split the input")
     if is_free and seq_len < limits.min_seq_len:
         raise UserError(
             f"the sequence has {seq_len} tokens; this model takes at least {limits.min_seq_len}: pad the input; its "

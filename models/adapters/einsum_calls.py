@@ -71,6 +71,8 @@ def product_of_pair(a: Tensor, a_axes: str, b: Tensor, b_axes: str, needed: set[
         return product_of_pair(b, b_axes, a, a_axes, needed)
     if not batch or len(summed) != 1 or max(len(rows), len(columns)) > 1 or not needed.issuperset(rows + columns):
         return None
+    if a.dtype == torch.bool:  # which has no matrix product
+        return None
     sizes = a.shape[a_axes.index(summed)], b.shape[b_axes.index(summed)]
     ones = [isinstance(size, int) and size == 1 for size in sizes]
     if ones[0] != ones[1]:  # einsum repeats it, which matmul does not

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from effexport.models.adapters.adapter import NotReplaceableError
 from effexport.models.adapters.fast_transformers import AllOnes, Keeping, check_mask
-from effexport.models.adapters.folding import detached_copy
+from effexport.models.adapters.folding import ROUNDING, detached_copy
 from effexport.models.layers import CallsOperators, at_least_float32
 from effexport.models.linear import ELEMENTWISE, causal_sums, total_sums
 from effexport.models.spec import LinearSpec
@@ -29,11 +29,11 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {**ELEMENTWISE, "squared relu"
 # x with φ(x) = SMALL: of one such key, a sum of weights is small enough to show what is added to it.
 SMALL = 3e-4
 INVERSE = {"elu": torch.log, "relu": lambda x: x, "exp": torch.log, "squared relu": torch.sqrt}
-# Rounding of float64, as a fraction of the largest value.
-ROUNDING = 1e-10
+# Tokens of a long sequence, and the standard deviation of large numbers.
+LONG, LARGE = 1100, 30.0
 BATCH, NUM_HEADS, HEAD_DIM, VALUE_DIM = 2, 3, 4, 6
 # Numbers of queries and of keys.
-LENGTHS = ((5, 7), (1100, 1090))
+LENGTHS = ((5, 7), (LONG, LONG - 10))
 # What an argument after the three may be. keys, queries: boolean [batch, keys] or [batch, queries], True = keep.
 # The rest are the masks of fast-transformers, which have to be given.
 ROLES = ("keys", "queries")
@@ -129,6 +129,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, formula: Formula) -> Te
     return attended.narrow(2, 0, queries)
 
 
+def kept_tokens(seq_len: int, generator: torch.Generator) -> Tensor:
+    """Boolean [batch, seq]: a sample with padding at its end, and one with holes, whose first token is hidden."""
+    keep = torch.rand(BATCH, seq_len, generator=generator) < 0.6
+    keep[0] = torch.arange(seq_len) < seq_len - seq_len // 3
+    keep[1, 0], keep[1, 1:2] = False, True
+    return keep
+
+
 def linear_function(layer: nn.Module) -> LinearFunction | None:
     """Ours for a module without weights, if its answers are those of one of the formulas."""
     arguments = arguments_of(layer)
@@ -200,14 +208,14 @@ class Asked:
         generator = torch.Generator().manual_seed(0)
         for lengths in LENGTHS:
             queries, keys = lengths if not formula.causal else (lengths[1], lengths[1])
-            keep = (
-                torch.rand(BATCH, queries if formula.roles.get(masked) == "queries" else keys, generator=generator)
-                < 0.6
-            )
-            keep[:, 0] = True
+            keep = kept_tokens(queries if formula.roles.get(masked) == "queries" else keys, generator)
             for qkv in numbers(queries, keys, generator):
                 theirs, ours = self.both(formula, qkv, {masked: keep} if masked else {})
-                if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= ROUNDING * ours.abs().max():
+                if theirs.shape != ours.shape:
+                    return False
+                # such as those of a query without keys
+                known = ~(theirs.isnan() & ours.isnan())
+                if not (theirs - ours)[known].abs().max() <= ROUNDING[torch.float64] * ours[known].abs().max():
                     return False
         return True
 
@@ -224,7 +232,8 @@ class Asked:
 
 
 def numbers(queries: int, keys: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values [batch, heads, …] of three magnitudes, of which the last makes small weights."""
+    """Queries, keys and values [batch, heads, …] of three magnitudes, of which the last makes small weights; and large
+    ones."""
 
     def drawn(tokens: int, channels: int) -> Tensor:
         return torch.randn(BATCH, NUM_HEADS, tokens, channels, generator=generator, dtype=torch.float64)
@@ -232,3 +241,6 @@ def numbers(queries: int, keys: int, generator: torch.Generator) -> Iterator[tup
     for scale, shift in ((1e-2, 1e-3), (1.0, 0.0), (3.0, -6.0)):
         q, k = drawn(queries, HEAD_DIM), drawn(keys, HEAD_DIM)
         yield q * scale + shift, k * scale + shift, drawn(keys, VALUE_DIM)
+    # positive, because elu(x) + 1 is all rounding far below 0
+    q, k = drawn(queries, HEAD_DIM).abs(), drawn(keys, HEAD_DIM).abs()
+    yield LARGE * q, LARGE * k, LARGE * drawn(keys, VALUE_DIM)

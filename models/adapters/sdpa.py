@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from effexport.models.torch_functions import storage, written_out
+from effexport.models.torch_functions import storage, writes, written_out
 from effexport.plugins.masked_attention.op import masked_attention
 
 # Masks at most this are taken as "hidden": e to it is 0 in every type, also after a large logit is added.
@@ -199,13 +199,6 @@ def is_position(func: Any, args: Any, kwargs: Any, positions: Mapping[int, Tenso
     if func in (Tensor.add, torch.add):
         return id(args[0]) in positions and type(args[1]) is int and args[1] >= 0 and not kwargs
     return func is Tensor.__getitem__ and id(args[0]) in positions
-
-
-def writes(func: Any, kwargs: Any) -> bool:
-    """Whether a PyTorch function writes into its first argument, or into `out`."""
-    name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (name.startswith("__i") and func not in ELEMENTWISE)
-    return in_place or (name.endswith("_") and not name.endswith("__")) or bool(kwargs.keys() & {"out", "inplace"})
 
 
 def is_one_row(mask: Tensor) -> bool:

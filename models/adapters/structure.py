@@ -19,27 +19,16 @@ from torch import Tensor, nn
 from effexport.models.adapters.adapter import Adapter, DrawsNumbers, NotReplaceableError, Replacement
 from effexport.models.adapters.fast_transformers import AllOnes, Keeping
 from effexport.models.adapters.folding import ROUNDING, detached_copy, has_hooks, widths_of, with_plain_projections
-from effexport.models.adapters.linear_function import linear_function
+from effexport.models.adapters.linear_function import BATCH, LARGE, LONG, kept_tokens, linear_function
 from effexport.models.layers import AttentionLayer, SameWeights
 from effexport.models.observers import FloatTypes
 
-BATCH = 2
-# Tokens of a long sequence, and the standard deviation of large numbers.
-LONG, LARGE = 1100, 30.0
 # Parts of ours whose size tells how long a sequence must be to have several of them.
 BLOCKS = ("num_landmarks", "chunk_length", "window")
 # Random arguments by the name that ours has for them: of so many tokens and channels, and a generator.
 Calls = Callable[[int, int, torch.Generator], Iterator[Mapping[str, Any]]]
 # The name under which a call says which tokens are compared, boolean [batch, seq]: all if it does not.
 COMPARED = "compared"
-
-
-def kept_tokens(seq_len: int, generator: torch.Generator) -> Tensor:
-    """Boolean [batch, seq]: a sample with padding at its end, and one with holes, whose first token is hidden."""
-    keep = torch.rand(BATCH, seq_len, generator=generator) < 0.6
-    keep[0] = torch.arange(seq_len) < seq_len - seq_len // 3
-    keep[1, 0], keep[1, 1:2] = False, True
-    return keep
 
 
 def added(keep: Tensor) -> Tensor:

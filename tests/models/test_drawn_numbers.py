@@ -12,24 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from written_module import DIM, Written
 
 from effexport.models.drawn_numbers import SEED, DrawnNumbers, NotFrozenError
 from effexport.models.user_model import CalledByPosition, called_by_position, training_note
 
-DIM = 16
 ROUNDING = 1e-6  # of float32, in a few operations
-
-
-class Written(nn.Module):
-    """A linear layer, and what a function makes of its result."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.change = nn.Linear(DIM, DIM), change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(self.linear(x))
 
 
 def learned(change: Callable[[Tensor], Tensor], x: Tensor) -> tuple[CalledByPosition, Tensor]:

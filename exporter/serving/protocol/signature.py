@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean, shown
-from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.spec import BuildSpec
@@ -76,11 +76,11 @@ _REMEDY = {
 
 def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> Signature:
     """Raises UserError for a --max-seq-len that the model has no positions for."""
-    own, wanted = spec.max_seq_len, settings.max_seq_len
+    limits, own, wanted = limits_from_spec(spec), spec.max_seq_len, settings.max_seq_len
     if own is not None and wanted is not None and wanted > own:
-        raise UserError(f"--max-seq-len is {wanted}; this model has positions for {own}: build with a larger --seq-len")
+        raise UserError(f"--max-seq-len is {wanted}; {longest_text(limits)}")
     longest = wanted or own or max(DEFAULT_MAX_SEQ_LEN, spec.seq_len)
-    return Signature(spec.inputs, spec.outputs, limits_from_spec(spec), {"batch": settings.max_batch, "seq": longest})
+    return Signature(spec.inputs, spec.outputs, limits, {"batch": settings.max_batch, "seq": longest})
 
 
 def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from written_module import DIM, Written, vectors
 
 import effexport
 from effexport.api import BuildResult
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 
-DIM = 16
 HEADS = 2
 # float32 rounding of sums in another order; other numbers differ by their own size
 LIMIT = 2e-5
@@ -92,22 +92,6 @@ class LinearAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.features(self.query(x), self.key(x))
         return x + q @ (k.transpose(1, 2) @ self.value(x)) / (q @ k.sum(1).unsqueeze(-1))
-
-
-class Written(nn.Module):
-    """A linear layer, and what a function makes of its result."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.change = nn.Linear(DIM, DIM), change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(self.linear(x))
-
-
-def vectors(batch: int, seq_len: int) -> Tensor:
-    return torch.randn(batch, seq_len, DIM, generator=torch.Generator().manual_seed(seq_len))
 
 
 def exported(model: nn.Module, example: Tensor, folder: Path, **options: object) -> tuple[BuildResult, str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from written_module import DIM, Written, vectors
 
 import effexport
 from effexport.artifact import open_artifact
@@ -27,20 +28,6 @@ from effexport.serving.settings import ServingSettings
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
-
-DIM = 8
-
-
-class Written(nn.Module):
-    """A linear layer, and what a function makes of its result."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.change = nn.Linear(DIM, DIM), change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(self.linear(x))
 
 
 def other_above_256(x: Tensor) -> Tensor:
@@ -143,10 +130,6 @@ def other_above_three_samples(x: Tensor) -> Tensor:
 def by_blocks_of_8(x: Tensor) -> Tensor:
     assert x.shape[1] % 8 == 0
     return x.unflatten(1, (-1, 8)).mean(2)
-
-
-def vectors(batch: int, seq_len: int) -> Tensor:
-    return torch.randn(batch, seq_len, DIM, generator=torch.Generator().manual_seed(seq_len))
 
 
 def line_of(function: Callable[..., Any], offset: int) -> str:

@@ -60,3 +60,9 @@ def test_an_axis_that_einsum_repeats_stays() -> None:
     assert product_of("bid,bjd->bij", (x, y)) is None
     with EinsumCalls():
         torch.testing.assert_close(torch.einsum("bid,bjd->bij", [x, y]), x * y.sum(-1)[:, None])
+
+
+def test_booleans_stay() -> None:
+    x = torch.ones(2, 3, 1, dtype=torch.bool)
+    with EinsumCalls():
+        assert torch.equal(torch.einsum("bid,bjd->bij", x, x), torch.ones(2, 3, 3, dtype=torch.bool))
