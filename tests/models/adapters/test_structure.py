@@ -265,7 +265,7 @@ def test_linear_attention_as_a_function_is_known_by_its_answers(function: nn.Mod
         ByWeights(lambda x: elu1(x.clamp(-30, 30))),
         nn.TripletMarginLoss(),
     ],
-    ids=["clamped", "scaled", "offset", "another for long sequences", "anticausal", "a loss"],
+    ids=["clamped", "scaled", "offset", "another for long sequences", "anticausal", "cut off", "a loss"],
 )
 def test_another_function_stays(function: nn.Module) -> None:
     assert not with_our_layers(function, SEQ_LEN).replaced
