@@ -1,0 +1,48 @@
+"""What scripts/house.py counts in a small package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOUSE = ROOT / "scripts" / "house.py"
+FILES = {
+    "README.md": "one\ntwo\n",
+    "plugins/ops.py": 'OPS = ["SegmentMeans"]\n',
+    "models/spec.py": "class Case: ...\n",
+    "exporter/__init__.py": "",
+    "exporter/one.py": "from effexport.two import g\n\nclass Case:\n    f = isinstance(0, EncoderSpec)\n",
+    "exporter/two.py": "def g(a, b, c, d, e, f, g, h, i, j, k, l, m):\n    from effexport import one\n    x = 'trt'\n",
+    "exporter/names.py": 'OP = "SegmentMeans"\nNEXT = getattr(spec.model, "mask", None)\n',
+}
+FIGURES = {
+    "README lines": 2,
+    "modules": 6,
+    "circles": 1,
+    "class names used twice": 1,
+    "functions above 12 parameters": 1,
+    "isinstance of model kinds": 1,
+    "getattr of a model": 1,
+    "operator names in exporter/": 1,
+    "runtime names outside the table": 1,
+    "files that name SegmentMeans": 2,
+}
+
+
+def house(*arguments: object) -> str:
+    done = subprocess.run([sys.executable, HOUSE, *map(str, arguments)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "-C", tmp_path, "add", "."], check=True)
+    found = json.loads(house("--checkout", tmp_path, "--json"))
+    assert {name: found[name] for name in FIGURES} == FIGURES
+    assert "effexport.one effexport.two" in house("--checkout", tmp_path, "--where", "circles")
