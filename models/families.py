@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -38,7 +39,7 @@ class Family:
     @property
     def module(self) -> Any:
         """The module that defines the model."""
-        return load(self.model.partition(".")[0])
+        return importlib.import_module(f"effexport.models.{self.model.rpartition('.')[0]}")
 
 
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json

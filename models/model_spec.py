@@ -115,7 +115,6 @@ def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
 
 
 def load(path: str) -> Any:
-    """The object that a table names: `module.name` within effexport.models, or the module itself for `module`."""
-    module, _, name = path.partition(".")
-    found = importlib.import_module(f"effexport.models.{module}")
-    return getattr(found, name) if name else found
+    """The class that a table names, as `module.Class` within effexport.models."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"effexport.models.{module}"), name)

@@ -52,7 +52,7 @@ def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -
     """How many nodes of each of our operators a model becomes. seq_len: a length that it takes."""
     from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
-    from effexport.models.lsh import LSHHash
+    from effexport.models.variants.lsh.layer import LSHHash
 
     names = {op.torch_name: op.onnx_name for op in OPS.values()}
     calls: Counter[str] = Counter()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.layers import LayerNorm
-from effexport.models.nystrom import NystromAttention
+from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.models.nystromformer_spec import FIRST_POSITION, HIDDEN_ACTS, NystromformerSpec
 from effexport.models.validation import SpecError
 

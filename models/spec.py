@@ -285,7 +285,7 @@ class SoftmaxSpec(QueryKeySpec):
     """
 
     variant: ClassVar[str] = "softmax"
-    layer: ClassVar[str] = "softmax.SoftmaxAttention"
+    layer: ClassVar[str] = "variants.softmax.layer.SoftmaxAttention"
     formula: ClassVar[str] = "softmax(QKᵀ/√d) V"
     cost: ClassVar[str] = "n²·d"
     is_quadratic: ClassVar[bool] = True
@@ -331,7 +331,7 @@ class LinearSpec(QueryKeySpec):
     """
 
     variant: ClassVar[str] = "linear"
-    layer: ClassVar[str] = "linear.LinearAttention"
+    layer: ClassVar[str] = "variants.linear.layer.LinearAttention"
     formula: ClassVar[str] = "φ(Q)(φ(K)ᵀV) / (φ(Q)Σφ(K) + ε), φ = elu + 1"
     cost: ClassVar[str] = "n·d²/heads"
     is_length_free: ClassVar[bool] = True
@@ -413,7 +413,7 @@ class NystromSpec(QueryKeySpec):
     """
 
     variant: ClassVar[str] = "nystrom"
-    layer: ClassVar[str] = "nystrom.NystromAttention"
+    layer: ClassVar[str] = "variants.nystrom.layer.NystromAttention"
     formula: ClassVar[str] = "softmax(QK̃ᵀ) Z(softmax(Q̃K̃ᵀ)) (softmax(Q̃Kᵀ) V) + conv(V)"
     cost: ClassVar[str] = "n·m·d"
     option_labels: ClassVar[Mapping[str, Callable[[Any], str]]] = {"num_landmarks": "nystrom-{}".format}
@@ -610,7 +610,7 @@ class LocalSpec(LookAroundSpec):
     """Reformer's local layer: chunks in their original order, with look-around."""
 
     variant: ClassVar[str] = "local"
-    layer: ClassVar[str] = "local.LocalAttention"
+    layer: ClassVar[str] = "variants.local.layer.LocalAttention"
 
 
 HF_ROUNDING = (
@@ -639,7 +639,7 @@ class LSHSpec(LookAroundSpec):
     """
 
     variant: ClassVar[str] = "lsh"
-    layer: ClassVar[str] = "lsh.LSHAttention"
+    layer: ClassVar[str] = "variants.lsh.layer.LSHAttention"
     formula: ClassVar[str] = "softmax over sorted hash chunks of QQ̂ᵀ, combined over rounds"
     cost: ClassVar[str] = "r·n·c·d"
     is_hashed: ClassVar[bool] = True
@@ -799,7 +799,7 @@ class AFTSimpleSpec(AFTSpec):
     """Attention-free transformer without position biases."""
 
     variant: ClassVar[str] = "aft-simple"
-    layer: ClassVar[str] = "aft_simple.AFTSimpleAttention"
+    layer: ClassVar[str] = "variants.aft_simple.layer.AFTSimpleAttention"
     formula: ClassVar[str] = "σ(Q) ⊙ Σ exp(K) V / Σ exp(K)"
     cost: ClassVar[str] = "n·d"
     is_length_free: ClassVar[bool] = True
@@ -842,7 +842,7 @@ class AFTFullSpec(AFTPositionSpec):
     """AFT with a learned bias for every pair of positions."""
 
     variant: ClassVar[str] = "aft-full"
-    layer: ClassVar[str] = "aft_full.AFTFullAttention"
+    layer: ClassVar[str] = "variants.aft_full.layer.AFTFullAttention"
     formula: ClassVar[str] = "σ(Q) ⊙ Σ exp(K + w) V / Σ exp(K + w)"
     cost: ClassVar[str] = "n²·d"
     is_quadratic: ClassVar[bool] = True
@@ -864,7 +864,7 @@ class AFTLocalSpec(AFTPositionSpec):
     """
 
     variant: ClassVar[str] = "aft-local"
-    layer: ClassVar[str] = "aft_local.AFTLocalAttention"
+    layer: ClassVar[str] = "variants.aft_local.layer.AFTLocalAttention"
     formula: ClassVar[str] = "as aft-full, w = 0 outside a window s"
     cost: ClassVar[str] = "n·s·d"
 
@@ -891,7 +891,7 @@ class AFTConvSpec(AFTSpec):
     """
 
     variant: ClassVar[str] = "aft-conv"
-    layer: ClassVar[str] = "aft_conv.AFTConvAttention"
+    layer: ClassVar[str] = "variants.aft_conv.layer.AFTConvAttention"
     formula: ClassVar[str] = "as aft-full, w from a filter of s taps per head"
     cost: ClassVar[str] = "n·s·d"
     is_length_free: ClassVar[bool] = True

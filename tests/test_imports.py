@@ -197,7 +197,7 @@ def test_imports_go_one_way() -> None:
         ("models/planted.py", "def f():\n    import onnxruntime.capi"),
         ("plugins/planted.py", "from effexport.models import attention_from_spec"),
         ("plugins/planted.py", "import effexport.errors"),
-        ("plugins/planted.py", "import importlib\nimportlib.import_module('effexport.models.lsh')"),
+        ("plugins/planted.py", "import importlib\nimportlib.import_module('effexport.models.variants.lsh.layer')"),
         ("exporter/proof/planted.py", "from models import spec"),
         ("exporter/proof/planted.py", "from effexport.report.model import Report"),
         ("exporter/export/planted.py", "def f():\n    from effexport.proof import cases"),

@@ -60,7 +60,7 @@ def arguments(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -
 
 def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Every hash of a module, by the name of its buckets in the graph."""
-    from effexport.models.lsh import LSHHash
+    from effexport.models.variants.lsh.layer import LSHHash
 
     return {bucket_name(path): child for path, child in module.named_modules() if isinstance(child, LSHHash)}
 

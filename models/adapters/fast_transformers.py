@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.layers import MultiHeadAttention, fused_operators, merge_heads, split_heads
-from effexport.models.linear import ELEMENTWISE, LinearAttention
-from effexport.models.softmax import SoftmaxAttention, softmax_attention
+from effexport.models.variants.linear.layer import ELEMENTWISE, LinearAttention
+from effexport.models.variants.softmax.layer import SoftmaxAttention, softmax_attention
 from effexport.models.spec import LinearSpec, SoftmaxSpec
 
 ATTENTION = "fast_transformers.attention"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.adapters.weights import weight_alone
 from effexport.models.layers import MultiHeadAttention, keep_from_mask, merge_heads, rotate_pairs, split_heads
-from effexport.models.linear import LinearAttention
-from effexport.models.local import LocalAttention
+from effexport.models.variants.linear.layer import LinearAttention
+from effexport.models.variants.local.layer import LocalAttention
 from effexport.models.spec import LinearSpec, LocalSpec
 
 PACKAGE = "linear_attention_transformer.linear_attention_transformer"

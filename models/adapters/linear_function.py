@@ -19,7 +19,7 @@ from effexport.models.adapters.adapter import NotReplaceableError
 from effexport.models.adapters.fast_transformers import AllOnes, Keeping, check_mask
 from effexport.models.adapters.folding import ROUNDING, detached_copy
 from effexport.models.layers import CallsOperators, at_least_float32
-from effexport.models.linear import ELEMENTWISE, causal_sums, total_sums
+from effexport.models.variants.linear.layer import ELEMENTWISE, causal_sums, total_sums
 from effexport.models.spec import LinearSpec
 from effexport.plugins.linear_attention.op import linear_attention
 

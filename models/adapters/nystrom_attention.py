@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError
 from effexport.models.adapters.weights import weight_alone
-from effexport.models.nystrom import NystromAttention
+from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.models.spec import NystromSpec
 
 # An eps that float32 loses in a sum with a count of tokens.

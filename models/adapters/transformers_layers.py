@@ -16,9 +16,9 @@ from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.adapters.given_draws import GivenDraws
 from effexport.models.adapters.weights import linear_weights, weight_alone
 from effexport.models.layers import AttentionLayer, keep_from_mask, split_heads, take_rows
-from effexport.models.local import LocalAttention
-from effexport.models.lsh import LSHAttention
-from effexport.models.nystrom import NystromAttention
+from effexport.models.variants.local.layer import LocalAttention
+from effexport.models.variants.lsh.layer import LSHAttention
+from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.models.spec import LocalSpec, LSHSpec, NystromSpec, automatic_num_buckets
 from effexport.models.validation import SpecError
 

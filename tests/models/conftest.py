@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from kept import code_of, digest_of, kept
 from torch import Tensor, nn
 
-from effexport.models.aft_conv import AFTConvAttention
-from effexport.models.aft_full import AFTFullAttention
+from effexport.models.variants.aft_conv.layer import AFTConvAttention
+from effexport.models.variants.aft_full.layer import AFTFullAttention
 from effexport.models.aft_layer import AFTPositionLayer
-from effexport.models.aft_local import AFTLocalAttention
-from effexport.models.aft_simple import AFTSimpleAttention
+from effexport.models.variants.aft_local.layer import AFTLocalAttention
+from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 from effexport.models.layers import AttentionLayer
 from effexport.models.spec import AFTConvSpec, AFTFullSpec, AFTLocalSpec, AFTSimpleSpec
 

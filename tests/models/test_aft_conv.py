@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effexport.models.aft_conv import AFTConvAttention
-from effexport.models.aft_simple import AFTSimpleAttention
+from effexport.models.variants.aft_conv.layer import AFTConvAttention
+from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 from effexport.models.spec import AFTConvSpec, AFTSimpleSpec
 
 DIM = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effexport.models.aft_full import AFTFullAttention
+from effexport.models.variants.aft_full.layer import AFTFullAttention
 from effexport.models.spec import AFTFullSpec
 from effexport.models.validation import SpecError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effexport.models.aft_full import AFTFullAttention
-from effexport.models.aft_local import AFTLocalAttention
-from effexport.models.aft_simple import AFTSimpleAttention
+from effexport.models.variants.aft_full.layer import AFTFullAttention
+from effexport.models.variants.aft_local.layer import AFTLocalAttention
+from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 from effexport.models.layers import fused_operators
 from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AFTSimpleSpec
 from effexport.models.validation import SpecError

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import State
-from effexport.models.linear import LinearAttention, causal_sums, feature_map, total_sums
+from effexport.models.variants.linear.layer import LinearAttention, causal_sums, feature_map, total_sums
 from effexport.models.spec import HostileInputs, LinearSpec
 from effexport.models.validation import SpecError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effexport.models.local import LocalAttention
+from effexport.models.variants.local.layer import LocalAttention
 from effexport.models.spec import LocalSpec
 
 # fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.encoder import module_from_spec
-from effexport.models.lsh import LSHAttention, LSHHash
+from effexport.models.variants.lsh.layer import LSHAttention, LSHHash
 from effexport.models.spec import LSHSpec, automatic_num_buckets
 from effexport.models.validation import SpecError
 from effexport.plugins.lsh_sort.op import lsh_sort

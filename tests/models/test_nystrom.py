@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import fused_operators
-from effexport.models.nystrom import NystromAttention, balanced_weights, landmark_weights
+from effexport.models.variants.nystrom.layer import NystromAttention, balanced_weights, landmark_weights
 from effexport.models.spec import NystromSpec
 from effexport.models.validation import SpecError
 

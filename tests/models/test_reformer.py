@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from effexport.models.checkpoint import fill_module
-from effexport.models.lsh import LSHHash
+from effexport.models.variants.lsh.layer import LSHHash
 from effexport.models.reformer import IGNORED, Reformer, weight_names
 from effexport.models.reformer_spec import ReformerSpec
 from effexport.models.spec import LocalSpec, LSHSpec

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import MultiHeadAttention, fused_operators, rotary_angles, rotate_pairs
-from effexport.models.local import LocalAttention
+from effexport.models.variants.local.layer import LocalAttention
 from effexport.models.spec import LinearSpec, LocalSpec, NystromSpec, QueryKeySpec, SoftmaxSpec
 from effexport.models.validation import SpecError
 

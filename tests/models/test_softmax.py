@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.encoder import module_from_spec
-from effexport.models.softmax import SoftmaxAttention, softmax_attention
+from effexport.models.variants.softmax.layer import SoftmaxAttention, softmax_attention
 from effexport.models.spec import SoftmaxSpec
 
 # Error of a logit in fp32 as a fraction of the largest Σ|q_i k_i| / √d: q and k are sums of 32 products, and so off by

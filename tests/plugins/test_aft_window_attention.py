@@ -12,8 +12,8 @@ from kernel_sessions import ort_value, run_poisoned, session
 from slow_cases import slow_after
 from torch import Tensor
 
-from effexport.models.aft_conv import AFTConvAttention
-from effexport.models.aft_local import AFTLocalAttention
+from effexport.models.variants.aft_conv.layer import AFTConvAttention
+from effexport.models.variants.aft_local.layer import AFTLocalAttention
 from effexport.models.layers import AttentionLayer, fused_operators
 from effexport.models.spec import AFTConvSpec, AFTLocalSpec
 from effexport.plugins.aft_window_attention.op import aft_window_attention, onnx_function_body, reference

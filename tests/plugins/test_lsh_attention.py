@@ -25,7 +25,7 @@ from lsh_attention_cases import (
 from torch import Tensor
 
 from effexport.models.layers import fused_operators
-from effexport.models.lsh import LSHAttention
+from effexport.models.variants.lsh.layer import LSHAttention
 from effexport.models.spec import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
 from effexport.plugins.lsh_sort.op import lsh_sort

@@ -11,7 +11,7 @@ import torch
 from kernel_sessions import session
 from one_node import one_node_model, run_body, run_kernel
 
-from effexport.models.nystrom import landmark_weights
+from effexport.models.variants.nystrom.layer import landmark_weights
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.segment_means.op import onnx_function_body, segment_means
 

@@ -37,7 +37,7 @@ def saved(folder: Path, kind: str, config: dict[str, Any], seed: int = 0) -> nn.
 @contextmanager
 def same_rotations(module: nn.Module) -> Iterator[None]:
     """Let transformers' LSH layers draw the rotations of our module, layer by layer."""
-    from effexport.models.lsh import LSHHash
+    from effexport.models.variants.lsh.layer import LSHHash
 
     rotations = itertools.cycle([child.rotations for child in module.modules() if isinstance(child, LSHHash)])
     real = torch.randn

@@ -96,7 +96,7 @@ def test_a_build_with_a_pytorch_that_is_wrong_at_first_stores_the_right_golden_f
 
 def draw_numbers(monkeypatch: pytest.MonkeyPatch, scale: float = 1e-6) -> None:
     """Softmax attention that is not repeatable, except in a graph."""
-    from effexport.models import softmax
+    from effexport.models.variants.softmax import layer as softmax
 
     right = softmax.softmax_attention
 
@@ -131,7 +131,7 @@ def test_verify_with_a_module_that_never_repeats_itself_names_pytorch(
 
 def spoil_calls(monkeypatch: pytest.MonkeyPatch, scale_of_call: Callable[[int], float]) -> None:
     """Softmax attention whose calls outside a graph, counted from 0, are scaled; a module calls it once per run."""
-    from effexport.models import softmax
+    from effexport.models.variants.softmax import layer as softmax
 
     right, calls = softmax.softmax_attention, itertools.count()
 

@@ -12,7 +12,7 @@ from exported_layers import OnnxFile, padded_mask, relative_error, trained_like
 from torch import Tensor, nn
 
 from effexport.models.adapters.replace import with_our_layers
-from effexport.models.linear import LinearAttention
+from effexport.models.variants.linear.layer import LinearAttention
 from effexport.models.spec import LinearSpec, LocalSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "foreign")

@@ -17,7 +17,7 @@ from effexport.models.adapters.adapter import NotExportableError
 from effexport.models.adapters.nystrom_attention import Replacement
 from effexport.models.adapters.replace import with_our_layers
 from effexport.models.layers import DepthwiseConv, fused_operators
-from effexport.models.nystrom import NystromAttention
+from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.runners.ort.settings import OrtSettings
 
 pytestmark = pytest.mark.requires("foreign", "torch", "onnx", "ort")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import effexport
 from effexport.models.adapters.adapter import Adapted, NotExportableError, frozen
 from effexport.models.adapters.replace import with_our_layers
-from effexport.models.lsh import LSHAttention, LSHHash
+from effexport.models.variants.lsh.layer import LSHAttention, LSHHash
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("foreign", "torch")

@@ -16,7 +16,7 @@ from effexport.models.layers import (
     at_least_float32,
     masked_softmax,
 )
-from effexport.models.softmax import softmax_attention
+from effexport.models.variants.softmax.layer import softmax_attention
 from effexport.models.spec import NystromSpec
 from effexport.models.validation import SpecError
 from effexport.plugins.iterative_pinv.op import iterative_pinv
