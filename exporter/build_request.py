@@ -16,9 +16,10 @@ from effexport.export.module_source import (
     source_from_path,
     source_from_user,
 )
+from effexport.models.attention_spec import field_names
 from effexport.models.families import check_weights_file
-from effexport.models.spec import ATTENTION_SPECS, field_names
 from effexport.models.validation import require
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.quiet import quiet
 from effexport.spec import (
     INDEPENDENT,

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
-from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
-from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
-from effexport.models.head_spec import TOKENS, Head, Pooling
-from effexport.models.model_spec import ModelSpec, Scope
-from effexport.models.size_formula import shape_of
-from effexport.models.spec import (
-    ATTENTION_SPECS,
+from effexport.models.attention_spec import (
     AttentionSpec,
     attention_from_dict,
     attention_spec,
     field_names,
     known_fields,
 )
+from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
+from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
+from effexport.models.head_spec import TOKENS, Head, Pooling
+from effexport.models.model_spec import ModelSpec, Scope
+from effexport.models.size_formula import shape_of
 from effexport.models.validation import (
     ShortRepr,
     SpecError,
@@ -31,6 +30,7 @@ from effexport.models.validation import (
     shown,
     shown_name,
 )
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.models.weight_shapes import count
 from effexport.toml_file import read_toml
 

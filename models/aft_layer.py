@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effexport.models.aft_spec import AFTPositionSpec
+from effexport.models.attention_spec import AttentionSpec
 from effexport.models.exp_sums import ExpSums, average, block_count, sums_of_tokens
 from effexport.models.layers import AttentionLayer, at_least_float32, split_heads
-from effexport.models.spec import AFTPositionSpec, AttentionSpec
 from effexport.models.validation import SpecError
 
 

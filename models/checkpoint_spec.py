@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from effexport.models.model_spec import Dims, Scope, counted
+from effexport.models.attention_spec import counted
+from effexport.models.model_spec import Scope
 from effexport.models.validation import check_field_types, did_you_mean, require, shown
-from effexport.models.weight_shapes import Shapes
+from effexport.models.weight_shapes import Dims, Shapes
 
 if TYPE_CHECKING:
-    from effexport.models.spec import AttentionSpec
+    from effexport.models.attention_spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)

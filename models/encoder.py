@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
+from effexport.models.attention_spec import AttentionSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.layers import AttentionLayer, LayerNorm, State
-from effexport.models.spec import AttentionSpec
 from effexport.models.validation import SpecError
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from effexport.models.model_spec import Dims, Scope, counted
+from effexport.models.attention_spec import AttentionSpec, attention_from_dict, counted, known_fields
+from effexport.models.model_spec import Scope
 from effexport.models.products import Product
-from effexport.models.spec import AttentionSpec, attention_from_dict, known_fields
 from effexport.models.validation import ShortRepr, check_field_types, check_layers, require, shown
-from effexport.models.weight_shapes import Shapes, linear, norm, within
+from effexport.models.weight_shapes import Dims, Shapes, linear, norm, within
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.models.attention_spec import known_fields
 from effexport.models.bounded_file import MOST_BYTES_OF_CONFIG, bounded_bytes
 from effexport.models.model_spec import load
 from effexport.models.other_names import MERGE
-from effexport.models.spec import known_fields
 from effexport.models.validation import SpecError, did_you_mean, near_path, require, shown, shown_name
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from effexport.models.model_spec import Dims, ModelSpec
+from effexport.models.model_spec import ModelSpec
 from effexport.models.validation import did_you_mean, require
+from effexport.models.weight_shapes import Dims
 
 Pooling = Literal["mean", "cls", "max"]
 POOLINGS: tuple[str, ...] = get_args(Pooling)

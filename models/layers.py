@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.spec import AttentionSpec, QueryKeySpec
+from effexport.models.attention_spec import AttentionSpec, QueryKeySpec
 from effexport.models.validation import SpecError
 
 # What a layer remembers between the steps of a decoder: float32 tensors by name.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from effexport.models.layers import at_least_float32
-from effexport.models.spec import LookAroundSpec
+from effexport.models.variants.local.spec import LookAroundSpec
 
 # Overwrites hidden logits, float32. The logit of a token itself lies between these and all others: a token attends to
 # itself only when nothing else is visible.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from effexport.models.spec import AttentionSpec
-    from effexport.models.weight_shapes import Shapes
+    from effexport.models.attention_spec import AttentionSpec
+    from effexport.models.weight_shapes import Dims, Shapes
 
-# The axes of an input or output: a size, the name of an axis whose size is free or, of an output, a formula of these.
-Dims = tuple[int | str, ...]
+
 Scope = Literal["encoder", "attention", "checkpoint"]
 
 
@@ -107,11 +105,6 @@ class ModelSpec(Protocol):
 def longer_length(seq_len: int) -> int:
     """A length beyond the one that a model is exported for, at which it is run if nothing limits it."""
     return seq_len + seq_len // 4 + 1
-
-
-def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
-    """How many nodes of each custom operator a model of these layers becomes."""
-    return dict(Counter(op for spec in layers for op in spec.operators(fused)))
 
 
 def load(path: str) -> Any:

@@ -13,12 +13,12 @@ import torch
 
 from effexport.models.adapters.adapter import Adapted, frozen, named
 from effexport.models.drawn_numbers import SEED, DrawnNumbers
-from effexport.models.model_spec import Dims
 from effexport.models.module_inputs import MaskKind, ModuleInput, ModuleInputs
 from effexport.models.observers import Observer, Selections
 from effexport.models.probe import PROBE_SEQ_LEN, ModuleFailedError, Probe
 from effexport.models.user_model import CalledByPosition, recorded_results
 from effexport.models.validation import SpecError, require
+from effexport.models.weight_shapes import Dims
 from effexport.plugins.ops import OPS
 
 if TYPE_CHECKING:

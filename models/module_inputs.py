@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.models.model_spec import Dims
 from effexport.models.validation import LARGEST_SIZE, SpecError, did_you_mean, require
+from effexport.models.weight_shapes import Dims
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

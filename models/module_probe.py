@@ -13,7 +13,6 @@ from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
 from effexport.models.adapters.folding import detached_copy
 from effexport.models.adapters.remarks import remarks_on
 from effexport.models.adapters.replace import NotAsOriginalError, check_folded, layers_at_fault, with_our_layers
-from effexport.models.model_spec import Dims
 from effexport.models.module_calls import (
     check_repeatable,
     draw_notes,
@@ -32,7 +31,6 @@ from effexport.models.module_spec import ModuleSpec, is_constant
 from effexport.models.observers import FloatTypes
 from effexport.models.probe import ModuleFailedError, Probe, UnknownAxesError, probe_length
 from effexport.models.size_formula import with_fixed_axis
-from effexport.models.spec import PyTorchSpec
 from effexport.models.symbolic_sizes import output_formulas
 from effexport.models.user_model import (
     CalledByPosition,
@@ -46,11 +44,13 @@ from effexport.models.user_model import (
     unwrapped,
 )
 from effexport.models.validation import SpecError, require
+from effexport.models.variants.pytorch.spec import PyTorchSpec
+from effexport.models.weight_shapes import Dims
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from effexport.models.spec import AttentionSpec
+    from effexport.models.attention_spec import AttentionSpec
 
 # The length to export for if neither the user nor a layer says one.
 DEFAULT_SEQ_LEN = 1024

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from effexport.models.attention_spec import AttentionSpec, attention_from_dict
 from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.model_spec import Dims
 from effexport.models.size_formula import axes_of, with_fixed_axis
-from effexport.models.spec import AttentionSpec, attention_from_dict
 from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
+from effexport.models.weight_shapes import Dims
 
 # PyTorch has at most this many axes.
 MOST_AXES = 64

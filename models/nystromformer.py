@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.layers import LayerNorm
-from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.models.nystromformer_spec import FIRST_POSITION, HIDDEN_ACTS, NystromformerSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.nystrom.layer import NystromAttention
 
 # Values of HIDDEN_ACTS → function.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

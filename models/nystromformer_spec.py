@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from effexport.models.attention_spec import AttentionSpec
 from effexport.models.checkpoint_spec import PublishedSpec, config_value
-from effexport.models.model_spec import Dims
-from effexport.models.spec import AttentionSpec, NystromSpec
 from effexport.models.validation import check_layers, did_you_mean, nearest_multiples, require, shown
-from effexport.models.weight_shapes import Shapes, linear, norm, within
+from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.weight_shapes import Dims, Shapes, linear, norm, within
 
 # The position table starts with two rows that are never read.
 FIRST_POSITION = 2

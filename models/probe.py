@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from effexport.models.model_spec import Dims, longer_length
+from effexport.models.model_spec import longer_length
 from effexport.models.module_inputs import ModuleInputs
 from effexport.models.size_formula import shape_of, size_of
 from effexport.models.user_model import CalledByPosition, UnexpectedOutputError, failing_module
 from effexport.models.validation import SpecError, require
+from effexport.models.weight_shapes import Dims
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
+from effexport.models.attention_spec import AttentionSpec
 from effexport.models.checkpoint_spec import PublishedSpec, config_value
-from effexport.models.spec import HF_ROUNDING, AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
 from effexport.models.validation import (
     MOST_LAYERS,
     as_written,
@@ -22,6 +22,8 @@ from effexport.models.validation import (
     require,
     shown,
 )
+from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.lsh.spec import HF_ROUNDING, LSHSpec, automatic_num_buckets
 from effexport.models.weight_shapes import Shapes, linear, norm, within
 
 KINDS = ("lsh", "local")

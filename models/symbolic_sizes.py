@@ -13,9 +13,9 @@ from torch.utils._sympy import functions as sizes
 
 from effexport.models.adapters.sdpa import attention_calls_as_operators
 from effexport.models.adapters.traced_code import code_as_exported
-from effexport.models.model_spec import Dims
 from effexport.models.size_formula import axes_of, size_of, written
 from effexport.models.validation import SpecError
+from effexport.models.weight_shapes import Dims
 
 if TYPE_CHECKING:
     from effexport.models.user_model import CalledByPosition

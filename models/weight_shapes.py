@@ -1,10 +1,13 @@
-"""Shapes of weights by name, from which the size of a model is known before anything is allocated. No torch here."""
+"""Shapes: axes of inputs and outputs, and weights by name, from which the size of a model is known before anything is
+allocated. No torch here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
+# The axes of an input or output: a size, the name of an axis whose size is free or, of an output, a formula of these.
+Dims = tuple[int | str, ...]
 # The shape of each parameter and buffer by its name in the module's state_dict; a tied weight occurs once.
 Shapes = dict[str, tuple[int, ...]]
 

@@ -211,7 +211,11 @@ def checks_of_kinds(here: Checkout, outside: tuple[str, ...]) -> Iterator[str]:
 def files_that_name(here: Checkout, name: str, folder: str) -> Iterator[str]:
     for path in here.tracked:
         place = str(path.relative_to(here.top))
-        if folder not in place and path.suffix not in {".svg", ".xz", ".json"} and name in path.read_text(errors="ignore"):
+        if (
+            folder not in place
+            and path.suffix not in {".svg", ".xz", ".json"}
+            and name in path.read_text(errors="ignore")
+        ):
             yield place
 
 

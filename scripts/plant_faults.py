@@ -45,7 +45,7 @@ from small_specs import spec_of  # noqa: E402
 from effexport.artifact import Artifact  # noqa: E402
 from effexport.build import artifact_from_spec  # noqa: E402
 from effexport.errors import EffexportError  # noqa: E402
-from effexport.models.spec import ATTENTION_SPECS  # noqa: E402
+from effexport.models.variants import ATTENTION_SPECS  # noqa: E402
 from effexport.proof.candidates import ModelCandidate, open_in_ort  # noqa: E402
 from effexport.proof.cases import Case, load_reference  # noqa: E402
 from effexport.proof.checks.function_bodies import check_function_body  # noqa: E402

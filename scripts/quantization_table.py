@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import effexport
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.checks.result import Kind
 from effexport.report.model import Report
 from effexport.runners.ort.runner import OrtRunner

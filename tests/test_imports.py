@@ -213,7 +213,7 @@ def test_a_forbidden_import_is_found(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("exporter/export/planted.py", "from effexport.models.spec import AttentionSpec\nimport onnx"),
+        ("exporter/export/planted.py", "from effexport.models.attention_spec import AttentionSpec\nimport onnx"),
         ("exporter/commands/planted.py", "from effexport.build import artifact_from_spec"),
         ("models/planted.py", "from effexport.plugins.lsh_sort.op import lsh_sort\nimport torch"),
         ("plugins/planted.py", "import onnx\nfrom effexport.plugins import DOMAIN"),
@@ -271,7 +271,7 @@ def loaded_by(statement: str) -> set[str]:
         "effexport.spec",
         "effexport.errors",
         "effexport.models",
-        "effexport.models.spec",
+        "effexport.models.variants",
         "effexport.plugins",
     ],
 )
@@ -286,7 +286,7 @@ def test_the_help_page_loads_no_framework() -> None:
 
 @pytest.mark.requires("torch")
 def test_models_with_custom_operators_load_no_onnx() -> None:
-    imports = "from effexport.models import attention_from_spec; from effexport.models.spec import attention_spec"
+    imports = "from effexport.models import attention_from_spec; from effexport.models.variants import attention_spec"
     layers = "[attention_from_spec(attention_spec(variant)) for variant in ('nystrom', 'lsh')]"
     assert loaded_by(f"{imports}; {layers}") & RUNTIMES == set()
 

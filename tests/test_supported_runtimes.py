@@ -19,7 +19,7 @@ from small_builds import built_artifact
 from small_specs import spec_of
 
 from effexport.artifact import open_artifact
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.building.library import get_library_path
 from effexport.plugins.ops import OPS
 from effexport.proof.cases import load_reference

@@ -10,10 +10,11 @@ from typing import Any
 from effexport.bench.results import Case
 from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.errors import UserError
+from effexport.models.attention_spec import AttentionSpec, attention_spec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.products import Product
-from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec, label_of
 from effexport.models.validation import did_you_mean
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.runtimes import BENCH_RUNTIMES
 from effexport.spec import BuildSpec
 from effexport.units import tokens_from_text
@@ -31,7 +32,7 @@ class Model:
 
     def __post_init__(self) -> None:
         if not self.label:
-            object.__setattr__(self, "label", label_of(self.variant, self.options))
+            object.__setattr__(self, "label", ATTENTION_SPECS[self.variant].label_with(self.options))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from effexport.bench.results import Case
 from effexport.errors import UserError
 from effexport.evaluation.estimates import BITS, LOSS, Estimate
 from effexport.evaluation.results import LANGUAGE, Evaluation
+from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.model_spec import ModelSpec
-from effexport.models.spec import SHARED_FIELDS
 from effexport.models.validation import SpecError
 from effexport.records import read_record
 from effexport.report.rendering.text import interval_text

@@ -129,7 +129,7 @@ class AdviceRequest:
     def models(self, results: Sequence[Judged], options: Mapping[str, Any]) -> tuple[Model, ...]:
         """Those of --variants, those that were judged, or all variants."""
         from effexport.bench.grid import Model, models_from_text
-        from effexport.models.spec import ATTENTION_SPECS
+        from effexport.models.variants import ATTENTION_SPECS
 
         text = self.flags["variants"]
         if text is None and results:
@@ -159,8 +159,9 @@ def grid_of(
     Raises SpecError for an option that no model has, and if no model can have its options.
     """
     from effexport.bench.grid import Grid, Model
-    from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec, field_names
+    from effexport.models.attention_spec import AttentionSpec, attention_spec, field_names
     from effexport.models.validation import SpecError, did_you_mean, require
+    from effexport.models.variants import ATTENTION_SPECS
 
     known = {name for model in models for name in field_names(ATTENTION_SPECS[model.variant])}
     for name in options:

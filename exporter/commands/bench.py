@@ -26,7 +26,7 @@ from effexport.commands._types import ListOf, OneOf
 from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.environment import require_torch
 from effexport.errors import InterruptError
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.runtimes import BENCH_RUNTIMES
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from effexport.environment import require_torch
 from effexport.errors import UserError
 from effexport.models.families import tasks
 from effexport.models.head_spec import POOLINGS
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.runtimes import ORT_RUNTIMES
 from effexport.spec import GOLDEN, SCOPES
 

@@ -12,7 +12,7 @@ from effexport.commands._options import common_options, result_console
 def command(as_json: bool) -> None:
     """List the attention variants with formula, cost and whether a causal form exists."""
     from effexport.cli import print_json
-    from effexport.models.spec import ATTENTION_SPECS
+    from effexport.models.variants import ATTENTION_SPECS
 
     if as_json:
         variants = [

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
+from effexport.models.attention_spec import AttentionSpec
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.families import CONFIG
-from effexport.models.spec import AttentionSpec
 from effexport.models.weight_shapes import count
 from effexport.spec import BuildSpec
 from effexport.units import listed, memory

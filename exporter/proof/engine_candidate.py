@@ -13,7 +13,7 @@ from effexport.engines.profile import Profile, Range, profile_from_shapes
 from effexport.engines.sidecar import EngineInfo
 from effexport.engines.spec import EngineSpec
 from effexport.export.onnx_graph import external_sizes, load_graph, model_digest
-from effexport.models.spec import LSHSpec
+from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.candidates import RunnerCandidate
 from effexport.proof.given_values import bucket_dims, given_values, with_given_values
 from effexport.runners.cuda.opening import current_compute_capability

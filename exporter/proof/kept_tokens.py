@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.dtypes import named_sizes
-from effexport.models.model_spec import Dims
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.size_formula import shape_of
+from effexport.models.weight_shapes import Dims
 from effexport.proof.cases import KEPT
 from effexport.spec import MASK_NAME, BuildSpec
 

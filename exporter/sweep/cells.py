@@ -12,8 +12,8 @@ from effexport.bench.grid import Model
 from effexport.engines.profile import profiles_from_texts
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
-from effexport.models.spec import label_of
 from effexport.models.validation import SpecError, require
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.sweep.cell import ONNX_ONLY, Cell, deciding_versions
 from effexport.sweep.sweep_file import CELL_KEYS, SweepFile
@@ -108,7 +108,7 @@ def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mappi
         excluding = exclusion(point)
         problem = f"the cell {point} cannot be built: {error}"
         raise UserError(problem, f"  To leave such cells out: {excluding}") from error
-    label = label_of(point.model.variant, {**point.model.options, **(own or {})})
+    label = ATTENTION_SPECS[point.model.variant].label_with({**point.model.options, **(own or {})})
     return Cell(label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target))
 
 

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from effexport.models import attention_from_spec
 from effexport.models.adapters.adapter import Adapter, NotExportableError
 from effexport.models.adapters.weights import linear_weights
+from effexport.models.attention_spec import AttentionSpec
 from effexport.models.layers import AttentionLayer
-from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AFTSimpleSpec, AttentionSpec
+from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
 NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "project": "out"}
 

@@ -13,8 +13,9 @@ from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.adapters.weights import weight_alone
 from effexport.models.layers import MultiHeadAttention, keep_from_mask, merge_heads, rotate_pairs, split_heads
 from effexport.models.variants.linear.layer import LinearAttention
+from effexport.models.variants.linear.spec import LinearSpec
 from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.spec import LinearSpec, LocalSpec
+from effexport.models.variants.local.spec import LocalSpec
 
 PACKAGE = "linear_attention_transformer.linear_attention_transformer"
 # The default of the causal function, which has no attribute of the layer.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError
 from effexport.models.adapters.weights import weight_alone
 from effexport.models.variants.nystrom.layer import NystromAttention
-from effexport.models.spec import NystromSpec
+from effexport.models.variants.nystrom.spec import NystromSpec
 
 # An eps that float32 loses in a sum with a count of tokens.
 LARGEST_EPS = torch.finfo(torch.float32).eps / 2

@@ -17,9 +17,9 @@ from effexport.models.adapters.given_draws import GivenDraws
 from effexport.models.adapters.weights import weight_alone
 from effexport.models.layers import causal_mask, keep_from_mask, merge_heads, split_heads
 from effexport.models.look_around import window_attention
-from effexport.models.variants.lsh.layer import LSHAttention, scaled_unit_keys
-from effexport.models.spec import LSHSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.lsh.layer import LSHAttention, scaled_unit_keys
+from effexport.models.variants.lsh.spec import LSHSpec
 
 # The logit of a token's own key, a constant of the package.
 SELF_LOGIT = -5e4

@@ -16,11 +16,13 @@ from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.adapters.given_draws import GivenDraws
 from effexport.models.adapters.weights import linear_weights, weight_alone
 from effexport.models.layers import AttentionLayer, keep_from_mask, split_heads, take_rows
-from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.variants.lsh.layer import LSHAttention
-from effexport.models.variants.nystrom.layer import NystromAttention
-from effexport.models.spec import LocalSpec, LSHSpec, NystromSpec, automatic_num_buckets
 from effexport.models.validation import SpecError
+from effexport.models.variants.local.layer import LocalAttention
+from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.lsh.layer import LSHAttention
+from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
+from effexport.models.variants.nystrom.layer import NystromAttention
+from effexport.models.variants.nystrom.spec import NystromSpec
 
 # transformers adds 0 to the logits of kept tokens, and the lowest number of its type to those of padding.
 HIDES = -1e4

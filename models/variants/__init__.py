@@ -1,0 +1,16 @@
+"""Attention variants, one folder each: `spec.py` has the options and facts, `layer.py` the layer.
+
+A folder whose spec has a `place` is a variant for users. No torch here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from effexport.models.attention_spec import offered
+
+for folder in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{folder.name}.spec")
+
+ATTENTION_SPECS = offered()

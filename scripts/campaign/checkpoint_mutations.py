@@ -408,7 +408,8 @@ DAMAGED_TOML = (
 
 def spec_toml(path: Path, dice: random.Random) -> str:
     """A spec file with a few wild fields, or one that is damaged."""
-    from effexport.models.spec import ATTENTION_SPECS, field_names
+    from effexport.models.attention_spec import field_names
+    from effexport.models.variants import ATTENTION_SPECS
     from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS
 
     variant = dice.choice(list(ATTENTION_SPECS))

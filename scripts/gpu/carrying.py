@@ -54,7 +54,7 @@ def carry(python: str) -> None:
 
 
 def variants() -> tuple[str, ...]:
-    from effexport.models.spec import ATTENTION_SPECS
+    from effexport.models.variants import ATTENTION_SPECS
 
     return tuple(ATTENTION_SPECS)
 

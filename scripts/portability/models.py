@@ -13,7 +13,7 @@ from small_builds import what_decides_a_build
 
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import at_precision, onnx_from_module
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.answers import answered_case, with_hash_noise
 from effexport.proof.cases import Case, load_reference, save_reference
 from effexport.proof.inputs.random import REFERENCE_SEED_OFFSET, random_inputs

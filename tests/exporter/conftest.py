@@ -21,7 +21,7 @@ from small_specs import spec_of
 
 from effexport.artifact import Artifact, Manifest, write_manifest
 from effexport.cli import main
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.spec import BuildSpec
 
 VARIANTS = tuple(ATTENTION_SPECS)

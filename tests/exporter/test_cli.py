@@ -26,7 +26,7 @@ from effexport import __version__
 from effexport.artifact import Artifact
 from effexport.cli import cli as effexport_cli
 from effexport.errors import UserError
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.building.library import find_library
 from effexport.termination import Terminated
 
@@ -154,7 +154,7 @@ def test_python_dash_m_imports_nothing_from_the_current_folder(tmp_path: Path) -
 OWN_MODULE = """
 from effexport.models.encoder import Encoder
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.spec import AFTSimpleSpec
+from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
 
 def make():

@@ -17,7 +17,9 @@ from small_specs import spec_of
 import effexport
 from effexport.errors import StageError
 from effexport.models import attention_from_spec
-from effexport.models.spec import AttentionSpec, LinearSpec, LSHSpec
+from effexport.models.attention_spec import AttentionSpec
+from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.cases import load_reference
 from effexport.proof.references.answers_file import load_answers
 

@@ -113,6 +113,6 @@ def test_processes_on_the_gpu_get_the_carried_packages_and_the_libraries_of_pyto
 
 
 def test_every_variant_is_carried() -> None:
-    from effexport.models.spec import ATTENTION_SPECS
+    from effexport.models.variants import ATTENTION_SPECS
 
     assert carrying.variants() == tuple(ATTENTION_SPECS)

@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from kept import code_of, digest_of, kept
 from torch import Tensor, nn
 
-from effexport.models.variants.aft_conv.layer import AFTConvAttention
-from effexport.models.variants.aft_full.layer import AFTFullAttention
 from effexport.models.aft_layer import AFTPositionLayer
-from effexport.models.variants.aft_local.layer import AFTLocalAttention
-from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 from effexport.models.layers import AttentionLayer
-from effexport.models.spec import AFTConvSpec, AFTFullSpec, AFTLocalSpec, AFTSimpleSpec
+from effexport.models.variants.aft_conv.layer import AFTConvAttention
+from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft_full.layer import AFTFullAttention
+from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.aft_local.layer import AFTLocalAttention
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
+from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
 DIM = 8
 # Nodes that some runtime lacks, runs serially, computes unsafely or draws at random.

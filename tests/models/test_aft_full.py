@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.spec import AFTFullSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.aft_full.layer import AFTFullAttention
+from effexport.models.variants.aft_full.spec import AFTFullSpec
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6

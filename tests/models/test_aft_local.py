@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.variants.aft_local.layer import AFTLocalAttention
-from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 from effexport.models.layers import fused_operators
-from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AFTSimpleSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.aft_full.layer import AFTFullAttention
+from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.aft_local.layer import AFTLocalAttention
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
+from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6

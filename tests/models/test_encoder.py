@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from effexport.models.attention_spec import attention_spec
 from effexport.models.encoder import Encoder, FeedForward, ReversibleBlock, module_from_spec
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.spec import ATTENTION_SPECS, attention_spec
 from effexport.models.validation import SpecError
+from effexport.models.variants import ATTENTION_SPECS
 
 BLOCKS = ["pre-norm", "post-norm", "reversible"]
 # Options that bring every part of a variant into play within 63 tokens of width 32.

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from effexport.models.attention_spec import HostileInputs
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import State
-from effexport.models.variants.linear.layer import LinearAttention, causal_sums, feature_map, total_sums
-from effexport.models.spec import HostileInputs, LinearSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.linear.layer import LinearAttention, causal_sums, feature_map, total_sums
+from effexport.models.variants.linear.spec import LinearSpec
 
 # Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64.
 # The largest of several thousand elements was 9e-7 of the RMS.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.spec import LocalSpec
+from effexport.models.variants.local.spec import LocalSpec
 
 # fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the
 # weights.

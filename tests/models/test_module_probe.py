@@ -12,11 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
+from effexport.models.attention_spec import AttentionSpec
 from effexport.models.families import checkpoint_from_dict
 from effexport.models.module_probe import Calling, model_and_spec, spec_from_module
-from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AttentionSpec, LinearSpec, NystromSpec
 from effexport.models.user_model import check_weights
 from effexport.models.validation import SpecError
+from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.nystrom.spec import NystromSpec
 
 LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)
 FIXED = NystromSpec(

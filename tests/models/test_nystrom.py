@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import fused_operators
-from effexport.models.variants.nystrom.layer import NystromAttention, balanced_weights, landmark_weights
-from effexport.models.spec import NystromSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.nystrom.layer import NystromAttention, balanced_weights, landmark_weights
+from effexport.models.variants.nystrom.spec import NystromSpec
 
 # Two fp32 evaluations whose matrix products are cut into different blocks differ in the last bits, 6e-8
 # relative, and the pseudo-inverse multiplies what reaches it; measured up to 6e-6 of the RMS.

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from effexport.models.checkpoint import fill_module
-from effexport.models.variants.lsh.layer import LSHHash
 from effexport.models.reformer import IGNORED, Reformer, weight_names
 from effexport.models.reformer_spec import ReformerSpec
-from effexport.models.spec import LocalSpec, LSHSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.lsh.layer import LSHHash
+from effexport.models.variants.lsh.spec import LSHSpec
 
 pytestmark = pytest.mark.requires("torch")
 

@@ -10,27 +10,19 @@ import sys
 
 import pytest
 
+from effexport.models.attention_spec import AttentionSpec, attention_from_dict, attention_spec, field_names
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
-from effexport.models.spec import (
-    ATTENTION_SPECS,
-    AFTConvSpec,
-    AFTFullSpec,
-    AFTLocalSpec,
-    AFTSimpleSpec,
-    AttentionSpec,
-    LinearSpec,
-    LocalSpec,
-    LSHSpec,
-    NystromSpec,
-    SoftmaxSpec,
-    attention_from_dict,
-    attention_spec,
-    automatic_num_buckets,
-    field_names,
-    nearest_divisors,
-    nearest_multiples,
-)
-from effexport.models.validation import SpecError
+from effexport.models.validation import SpecError, nearest_divisors, nearest_multiples
+from effexport.models.variants import ATTENTION_SPECS
+from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
+from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.softmax.spec import SoftmaxSpec
 
 # Values that differ from every default.
 CHANGED: dict[str, AttentionSpec] = {
@@ -394,6 +386,6 @@ def test_nearest_divisors(value: int, total: int, text: str) -> None:
 
 
 def test_specs_load_no_framework() -> None:
-    script = "import sys, effexport.models.spec; print(sorted({'torch', 'onnx', 'numpy'} & set(sys.modules)))"
+    script = "import sys, effexport.models.variants; print(sorted({'torch', 'onnx', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from effexport.models.attention_spec import AttentionSpec, attention_spec
 from effexport.models.checkpoint_spec import PublishedSpec
 from effexport.models.encoder import module_from_spec
 from effexport.models.encoder_spec import EncoderSpec
@@ -15,8 +16,8 @@ from effexport.models.families import FAMILIES
 from effexport.models.model_spec import load
 from effexport.models.nystromformer_spec import NystromformerSpec
 from effexport.models.reformer_spec import ReformerSpec
-from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec
 from effexport.models.validation import SpecError, nearest_divisors
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.models.weight_shapes import count
 
 LAYERS: list[tuple[str, dict[str, Any]]] = [

@@ -10,9 +10,9 @@ import torch
 from kernel_sessions import ort_value, run_poisoned, session
 from torch import Tensor
 
-from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 from effexport.models.layers import fused_operators
-from effexport.models.spec import AFTSimpleSpec
+from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
+from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention, onnx_function_body, reference
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 

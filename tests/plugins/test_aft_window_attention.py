@@ -12,10 +12,11 @@ from kernel_sessions import ort_value, run_poisoned, session
 from slow_cases import slow_after
 from torch import Tensor
 
-from effexport.models.variants.aft_conv.layer import AFTConvAttention
-from effexport.models.variants.aft_local.layer import AFTLocalAttention
 from effexport.models.layers import AttentionLayer, fused_operators
-from effexport.models.spec import AFTConvSpec, AFTLocalSpec
+from effexport.models.variants.aft_conv.layer import AFTConvAttention
+from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft_local.layer import AFTLocalAttention
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
 from effexport.plugins.aft_window_attention.op import aft_window_attention, onnx_function_body, reference
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 

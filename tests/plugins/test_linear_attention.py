@@ -14,7 +14,7 @@ from torch import Tensor
 
 from effexport.models.layers import fused_operators
 from effexport.models.variants.linear.layer import LinearAttention
-from effexport.models.spec import LinearSpec
+from effexport.models.variants.linear.spec import LinearSpec
 from effexport.plugins.linear_attention.op import linear_attention, onnx_function_body, reference
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 

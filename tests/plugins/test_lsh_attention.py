@@ -26,7 +26,7 @@ from torch import Tensor
 
 from effexport.models.layers import fused_operators
 from effexport.models.variants.lsh.layer import LSHAttention
-from effexport.models.spec import LSHSpec
+from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
 from effexport.plugins.lsh_sort.op import lsh_sort
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE

@@ -13,7 +13,7 @@ from kernel_sessions import session
 from one_node import one_node_model, run_body, run_kernel
 
 from effexport.models.variants.lsh.layer import LSHHash
-from effexport.models.spec import LSHSpec
+from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.plugins.lsh_hash.op import lsh_hash, onnx_function_body
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 

@@ -17,7 +17,7 @@ def copy_tree(target: Path) -> Path:
     """The sources that packaging reads, away from the working tree: a build leaves files behind."""
     for folder in PACKAGE_OF_FOLDER:
         shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, target)
     return target

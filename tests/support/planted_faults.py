@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from effexport.artifact import Artifact
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
 from effexport.spec import BuildSpec
 

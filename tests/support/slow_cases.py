@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 
 
 def slow_after(count: int, cases: Iterable[object], soak_after: int | None = None) -> list[object]:

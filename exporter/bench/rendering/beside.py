@@ -10,7 +10,7 @@ from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curve
 from effexport.bench.rendering.headline import status_of
 from effexport.bench.rendering.published import Cell, Published, published_of
 from effexport.bench.results import BenchResults, Row
-from effexport.models.spec import NystromSpec
+from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.units import NOTHING, duration_with, three_digits
 
 # (row, softmax at the same length if that was timed) → the cell of measured figures

@@ -9,7 +9,7 @@ from typing import Any
 
 from effexport.bench.grid import model_of_case
 from effexport.bench.results import Case
-from effexport.models.spec import field_names
+from effexport.models.attention_spec import field_names
 from effexport.runtimes import RUNTIMES
 from effexport.shell import Word, command_line
 from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml

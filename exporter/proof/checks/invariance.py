@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.models.head_spec import MASKS
-from effexport.models.spec import LSHSpec
+from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run

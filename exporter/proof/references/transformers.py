@@ -14,7 +14,7 @@ from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.head_spec import EMBEDDING, LOGITS, POSITIONS, SCORES, TOKENS, Head
 from effexport.models.nystromformer_spec import NystromformerSpec
 from effexport.models.reformer_spec import ReformerSpec
-from effexport.models.spec import LSHSpec
+from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.proof.warm_up import warm_up

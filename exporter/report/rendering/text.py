@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import Unavailable
-from effexport.models.spec import PyTorchSpec
+from effexport.models.variants.pytorch.spec import PyTorchSpec
 from effexport.proof.checks.result import METRIC, Check, outcome_of, outcomes_text
 from effexport.proof.trace.trace import Suspect, Trace
 from effexport.report.problems import problems_of

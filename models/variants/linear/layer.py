@@ -18,8 +18,8 @@ from effexport.models.layers import (
     merge_heads,
     split_heads,
 )
-from effexport.models.spec import LinearSpec
 from effexport.models.validation import require
+from effexport.models.variants.linear.spec import LinearSpec
 from effexport.plugins.linear_attention.op import linear_attention as fused_linear_attention
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effexport.models.layers import MultiHeadAttention
 from effexport.models.look_around import chunk_count, look_around, window_attention
-from effexport.models.spec import LocalSpec
+from effexport.models.variants.local.spec import LocalSpec
 
 
 class LocalAttention(MultiHeadAttention):

@@ -13,7 +13,7 @@ from effexport.models.layers import (
     causal_mask,
     masked_softmax,
 )
-from effexport.models.spec import SoftmaxSpec
+from effexport.models.variants.softmax.spec import SoftmaxSpec
 from effexport.plugins.masked_attention.op import masked_attention
 from effexport.plugins.sequence_conv.op import sequence_conv
 

@@ -172,8 +172,8 @@ class Call:
 
 def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
     """The specs to build: all variants, and the causal ones that decode. Raises SetupError for an unknown name."""
-    from effexport.models.spec import ATTENTION_SPECS
     from effexport.models.validation import SpecError
+    from effexport.models.variants import ATTENTION_SPECS
     from effexport.spec import build_spec_from_options
 
     variants = options.variants.split(",") if options.variants else list(ATTENTION_SPECS)

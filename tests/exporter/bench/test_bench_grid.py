@@ -8,8 +8,9 @@ from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers
 from effexport.bench.presets import PRESETS
 from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.errors import UserError
-from effexport.models.spec import LSHSpec, attention_spec
+from effexport.models.attention_spec import attention_spec
 from effexport.models.validation import SpecError
+from effexport.models.variants.lsh.spec import LSHSpec
 
 
 def test_cases_are_every_combination_shorter_sequences_first() -> None:

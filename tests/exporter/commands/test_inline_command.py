@@ -16,7 +16,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.build_request import BuildRequest
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_graph import all_nodes, external_sizes, load_graph
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.trace.trace_from_model import trace_from_model
 from effexport.proof.trace.traced_module import TracedModule

@@ -10,7 +10,7 @@ from small_specs import spec_of
 
 from effexport.commands.run import amount_of
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.spec import PyTorchSpec
+from effexport.models.variants.pytorch.spec import PyTorchSpec
 from effexport.spec import BuildSpec
 
 

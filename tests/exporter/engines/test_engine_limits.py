@@ -22,7 +22,7 @@ from effexport.errors import UserError
 from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import FORBIDDEN_OPS
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 

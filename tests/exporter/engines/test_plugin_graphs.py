@@ -23,7 +23,7 @@ from effexport.engines.profile import Profile, Range
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
 from effexport.export.onnx_graph import load_graph
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.gpu_check import Case, load_gpu_check
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 

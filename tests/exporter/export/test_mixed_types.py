@@ -21,8 +21,9 @@ from effexport.export.onnx_from_module import at_precision
 from effexport.models import attention_from_spec
 from effexport.models.adapters import remarks, replace
 from effexport.models.adapters.adapter import Adapter
-from effexport.models.spec import AFTLocalSpec, LinearSpec
 from effexport.models.user_model import CalledByPosition
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.linear.spec import LinearSpec
 from effexport.proof.cases import load_reference
 from effexport.proof.tolerances import ARITHMETIC, OWN_ERROR_FACTOR
 

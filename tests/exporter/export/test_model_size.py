@@ -14,7 +14,7 @@ from effexport.environment import address_space_bytes, memory_info, total_memory
 from effexport.errors import StageError, UserError
 from effexport.export import module_source
 from effexport.export.module_source import check_memory, module_from_path, module_from_seed
-from effexport.models.spec import attention_spec
+from effexport.models.attention_spec import attention_spec
 from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_options
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

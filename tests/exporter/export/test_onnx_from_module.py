@@ -27,7 +27,7 @@ from effexport.export.onnx_graph import (
     graph_tensors,
 )
 from effexport.models.encoder import module_from_spec
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.proof.inputs.random import random_inputs
 from effexport.proof.metrics import relative_error

@@ -21,7 +21,8 @@ from effexport.errors import StageError, UserError
 from effexport.models import attention_from_spec
 from effexport.models.adapters import remarks, replace
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, Replacement
-from effexport.models.spec import LSHSpec, SoftmaxSpec
+from effexport.models.variants.lsh.spec import LSHSpec
+from effexport.models.variants.softmax.spec import SoftmaxSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -23,7 +23,7 @@ from effexport.dtypes import TensorInfo
 from effexport.errors import MissingExtraError, UserError
 from effexport.export.exported_model import EXPORT_JSON, output_class
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.spec import LinearSpec
+from effexport.models.variants.linear.spec import LinearSpec
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")

@@ -13,8 +13,8 @@ import pytest
 from effexport.build import check_axes
 from effexport.errors import StageError, UserError
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.spec import PyTorchSpec
 from effexport.models.validation import SpecError
+from effexport.models.variants.pytorch.spec import PyTorchSpec
 from effexport.proof.cases import Case, load_reference, save_reference
 from effexport.proof.checks.arithmetic import check_arithmetic
 from effexport.proof.inputs.random import random_inputs

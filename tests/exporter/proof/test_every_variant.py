@@ -16,7 +16,7 @@ import pytest
 from effexport.build import artifact_from_spec
 from effexport.build_quantization import QuantizationData
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.spec import BuildSpec, build_spec_from_options
 
 pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]

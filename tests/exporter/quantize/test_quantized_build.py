@@ -15,7 +15,7 @@ from small_specs import spec_of
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import StageError, UserError
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.result import Kind
 from effexport.proof.tolerances import ARITHMETIC

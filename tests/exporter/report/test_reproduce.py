@@ -12,7 +12,7 @@ from shell_words import words_in_bash
 
 from effexport.artifact import EngineEntry
 from effexport.errors import UserError
-from effexport.models.spec import attention_spec
+from effexport.models.attention_spec import attention_spec
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind
 from effexport.proof.references.choice import parse_choice

@@ -19,7 +19,7 @@ from small_specs import spec_of
 from effexport.artifact import Artifact
 from effexport.dtypes import TensorInfo
 from effexport.errors import EffexportError, MissingExtraError, RuntimeUnsupportedError, UserError
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.result import Check
 from effexport.proof.verify import verify_in_runtime

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.replace import with_our_layers
 from effexport.models.variants.linear.layer import LinearAttention
-from effexport.models.spec import LinearSpec, LocalSpec
+from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.local.spec import LocalSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "foreign")
 

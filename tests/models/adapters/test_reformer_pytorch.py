@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import effexport
 from effexport.models.adapters.adapter import Adapted, NotExportableError, frozen
 from effexport.models.adapters.replace import with_our_layers
-from effexport.models.variants.lsh.layer import LSHAttention, LSHHash
 from effexport.models.validation import SpecError
+from effexport.models.variants.lsh.layer import LSHAttention, LSHHash
 
 pytestmark = pytest.mark.requires("foreign", "torch")
 

@@ -18,7 +18,7 @@ from small_specs import spec_of
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import Unavailable
 from effexport.export.module_source import source_from_path
-from effexport.models.spec import ATTENTION_SPECS
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.metrics import value_error
