@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.errors import RuntimeFailedError
-from effexport.evaluation.estimates import Quality, changes, differences, estimates_of
+from effexport.evaluation.estimates import Quality, Scores, changes, differences, estimates_of
 from effexport.evaluation.files import rows_of_data
 from effexport.evaluation.labelled import IGNORED, Windows, objective_of
 from effexport.evaluation.results import LANGUAGE, Objective
-from effexport.evaluation.scores import Run, Scores, joined, run_of_module, scores_of_logits
+from effexport.evaluation.scores import Run, joined, run_of_module, scores_of_logits
 from effexport.files import file_digest
 from effexport.models.head_spec import LOGITS
 from effexport.proof.case_label import CaseLabel

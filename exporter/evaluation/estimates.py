@@ -13,7 +13,6 @@ from effexport.records import Figure, figure
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.evaluation.scores import Scores
 
 # Of a normal distribution, on both sides of 95 %.
 DEVIATIONS = 1.96
@@ -58,6 +57,21 @@ class Quality:
     pytorch: tuple[Estimate, ...]
     differences: Annotated[tuple[Estimate, ...], Meta(description="The model's minus PyTorch's, row by row.")]
     changes: Annotated[Changes, Meta(description="The most probable answers that are not PyTorch's.")]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each row, [rows]: nats, the negative log-probability of all its right answers; asked, how many there are;
+    right, how many of them are the model's own; text_bytes, of the text that they stand for, None if unknown.
+
+    answers: the model's own, for all labels of all rows, in their order.
+    """
+
+    nats: Array
+    asked: Array
+    right: Array
+    text_bytes: Array | None
+    answers: Array
 
 
 def estimates_of(scores: Scores, *, language: bool) -> list[Estimate]:

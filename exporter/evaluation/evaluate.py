@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
-from effexport.evaluation.estimates import changes, differences, estimates_of
+from effexport.evaluation.estimates import Scores, changes, differences, estimates_of
 from effexport.evaluation.files import rows_of_data
 from effexport.evaluation.labelled import LabelledRows, Windows, objective_of, same_labels
 from effexport.evaluation.results import LANGUAGE, Comparison, Evaluation
-from effexport.evaluation.scores import Run, Scores, run_of_module, scores_of
+from effexport.evaluation.scores import Run, run_of_module, scores_of
 from effexport.files import file_digest
 from effexport.models.validation import did_you_mean
 from effexport.runners.artifact_runner import check_runtime, runner_from_artifact

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.evaluation.estimates import Scores
 from effexport.evaluation.labelled import IGNORED, LabelledRows
 from effexport.models.head_spec import LOGITS
 from effexport.proof.module_runs import run_module
@@ -30,21 +30,6 @@ def run_of_module(artifact: Artifact, weights: Weights | None, option: str) -> R
         raise UserError(f"{option}: {module}")
     spec, limits = artifact.spec, limits_from_spec(artifact.spec)
     return lambda feeds: run_module(module, spec, checked_feeds(feeds, spec.inputs, limits))
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of each row, [rows]: nats, the negative log-probability of all its right answers; asked, how many there are;
-    right, how many of them are the model's own; text_bytes, of the text that they stand for, None if unknown.
-
-    answers: the model's own, for all labels of all rows, in their order.
-    """
-
-    nats: Array
-    asked: Array
-    right: Array
-    text_bytes: Array | None
-    answers: Array
 
 
 def scores_of(run: Run, data: Sequence[LabelledRows]) -> Scores:

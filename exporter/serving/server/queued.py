@@ -5,23 +5,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from effexport.runners.joining import rows_of
 from effexport.serving.protocol.body import Receive
 from effexport.serving.protocol.errors import ClientGoneError
-from effexport.serving.server.batcher import Job, waited_too_long
+from effexport.serving.server.batcher import Batcher, Job, waited_too_long
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.serving.server.served_model import ServedModel
+    from effexport.serving.protocol.signature import Signature
+    from effexport.serving.settings import ServingSettings
 
 Gone = asyncio.Future[None]
 
 
-async def outputs_of(
-    model: ServedModel, feeds: Mapping[str, Array], timeout_s: float, gone: Gone
-) -> Mapping[str, Array]:
+class Queued(Protocol):
+    """A model with a queue, as requests see it."""
+
+    @property
+    def batcher(self) -> Batcher: ...
+
+    @property
+    def signature(self) -> Signature: ...
+
+    @property
+    def settings(self) -> ServingSettings: ...
+
+
+async def outputs_of(model: Queued, feeds: Mapping[str, Array], timeout_s: float, gone: Gone) -> Mapping[str, Array]:
     """Queue feeds and wait for their outputs. gone: see `watched`.
 
     Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.

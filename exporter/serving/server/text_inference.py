@@ -17,7 +17,7 @@ from effexport.models.validation import shown
 from effexport.serving.protocol.body import aside
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.text_request import ANSWER, CONTEXT, EMBEDDING, TEXT, TextRequest
-from effexport.serving.server.queued import outputs_of
+from effexport.serving.server.queued import Queued, outputs_of
 from effexport.serving.server.waiting import Waiting
 from effexport.serving.settings import MAX_TEXTS
 from effexport.text.embedding import Embedding
@@ -29,7 +29,6 @@ from effexport.text.tokenizer_files import json_of
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
-    from effexport.serving.server.served_model import ServedModel
 
 # Shorter texts are tokenised in less than a millisecond.
 THREAD_CHARACTERS = 2048
@@ -71,7 +70,7 @@ class Texts:
         }
 
     async def outputs_of(
-        self, model: ServedModel, request: TextRequest, waiting: Waiting
+        self, model: Queued, request: TextRequest, waiting: Waiting
     ) -> Mapping[str, Array | Sequence[bytes]]:
         """The outputs of a request, as arrays or as strings of JSON. Raises as `answers_of`."""
         task = self.task(options_from_parameters(request.parameters))
@@ -83,7 +82,7 @@ class Texts:
         return outputs
 
     async def embeddings_of(
-        self, model: ServedModel, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting
+        self, model: Queued, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting
     ) -> list[Any]:
         """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `answers_of`."""
         task = self.task(TextOptions())
@@ -118,7 +117,7 @@ def prepared_tokens(task: Embedding, ids: Sequence[int]) -> Prepared:
     return reader.prepared("", None, encoding, [tuple(range(count))])
 
 
-async def answers_of(model: ServedModel, task: Task, texts: Sequence[Unprepared], waiting: Waiting) -> list[Any]:
+async def answers_of(model: Queued, task: Task, texts: Sequence[Unprepared], waiting: Waiting) -> list[Any]:
     """The answers of the task, in the order of the texts. Each text is a request to the queue, or several if its
     windows are more rows than a run has.
 
@@ -145,7 +144,7 @@ async def answers_of(model: ServedModel, task: Task, texts: Sequence[Unprepared]
     return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
 
 
-async def answer_of(model: ServedModel, task: Task, text: Unprepared, waiting: Waiting) -> Any:
+async def answer_of(model: Queued, task: Task, text: Unprepared, waiting: Waiting) -> Any:
     is_long = text.characters > THREAD_CHARACTERS
     prepared = await asyncio.to_thread(text.prepare) if is_long else text.prepare()
     if len(prepared.windows) > MAX_TEXTS:
