@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -181,7 +181,7 @@ class AttentionSpec(ShortRepr, ABC):
         return self
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
-        return counted([self], fused)
+        return dict(Counter(self.operators(fused)))
 
     @property
     def hostile_inputs(self) -> HostileInputs:
@@ -338,11 +338,6 @@ def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
     if variant in list(SPECS) and variant not in offered():  # a layer in models, which nobody chooses
         return SPECS[variant](**known_fields(SPECS[variant], options, f"{variant} attention"))
     return attention_spec(variant, options)
-
-
-def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
-    """How many nodes of each custom operator a model of these layers becomes."""
-    return dict(Counter(op for spec in layers for op in spec.operators(fused)))
 
 
 def field_names(spec_class: type[DataclassInstance]) -> list[str]:

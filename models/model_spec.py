@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ class ModelSpec(Protocol):
 def longer_length(seq_len: int) -> int:
     """A length beyond the one that a model is exported for, at which it is run if nothing limits it."""
     return seq_len + seq_len // 4 + 1
+
+
+def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
+    """How many nodes of each custom operator a model of these layers becomes."""
+    return dict(Counter(op for spec in layers for op in spec.operators(fused)))
 
 
 def load(path: str) -> Any:

@@ -286,7 +286,9 @@ def test_the_help_page_loads_no_framework() -> None:
 
 @pytest.mark.requires("torch")
 def test_models_with_custom_operators_load_no_onnx() -> None:
-    imports = "from effexport.models import attention_from_spec; from effexport.models.variants import attention_spec"
+    imports = (
+        "from effexport.models import attention_from_spec; from effexport.models.attention_spec import attention_spec"
+    )
     layers = "[attention_from_spec(attention_spec(variant)) for variant in ('nystrom', 'lsh')]"
     assert loaded_by(f"{imports}; {layers}") & RUNTIMES == set()
 

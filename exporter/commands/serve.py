@@ -175,8 +175,8 @@ def serve_here(targets: Sequence[ServingTarget], allow_load: Path | None, host: 
     require(*SERVER_MODULES, extra="serve")
     from effexport.cli import print_json
     from effexport.serving.server.app import create_app
-    from effexport.serving.server.model_repository import repository_from_targets
     from effexport.serving.server.server import bound_socket, run_server, url_of
+    from effexport.serving.server.target import repository_from_targets
 
     console = stderr_console()
     bound = bound_socket(host, port)

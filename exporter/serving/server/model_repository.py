@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from effexport.errors import EffexportError, UserError
 from effexport.models.validation import shown
 from effexport.process_memory import give_back_freed
 from effexport.serving.protocol.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.server.served_model import VERSION, ServedModel
-from effexport.serving.server.target import LoadableModels, ServingTarget
 from effexport.serving.settings import ServingSettings
 from effexport.units import listed
 
 logger = logging.getLogger("effexport.serving")
 READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
+
+
+class Target(Protocol):
+    def load(self) -> ServedModel: ...
+
+
+class Loadable(Protocol):
+    """Models that a running server may load. Both methods read the disk."""
+
+    def names(self) -> list[str]: ...
+
+    def target(self, name: str) -> Target:
+        """Raises UserError for a name that it does not have."""
 
 
 class ModelRepository:
@@ -29,7 +40,7 @@ class ModelRepository:
     """
 
     def __init__(
-        self, models: Sequence[ServedModel], settings: ServingSettings, loadable: LoadableModels | None = None
+        self, models: Sequence[ServedModel], settings: ServingSettings, loadable: Loadable | None = None
     ) -> None:
         check_names([model.name for model in models])
         self.settings = settings
@@ -126,7 +137,7 @@ class ModelRepository:
         if self._changes.get(name, ("",))[0] == UNLOADING:
             self._changes[name] = UNAVAILABLE, "unloaded"
 
-    def _checked_loadable(self) -> LoadableModels:
+    def _checked_loadable(self) -> Loadable:
         if self._loadable is None:
             raise RequestError(
                 "this server does not load or unload models; start it with --allow-load FOLDER, the folder of the "
@@ -140,29 +151,6 @@ class ModelRepository:
         await asyncio.gather(*self._retiring)
         for model in self:
             await asyncio.to_thread(model.close)
-
-
-def repository_from_targets(
-    targets: Sequence[ServingTarget], allow_load: Path | None, on_stage: Callable[[str], None]
-) -> ModelRepository:
-    """Load all models of a server, or none: mistakes are found before the first is loaded. Raises UserError.
-
-    allow_load: the folder of artifacts that may be loaded later; None: none may. on_stage: called with a text before
-    each model.
-    """
-    names = [target.checked()[1] for target in targets]
-    check_names(names)
-    models: list[ServedModel] = []
-    try:
-        for target in targets:
-            on_stage(f"loading {target.artifact} for {target.runtime}")
-            models.append(target.load())
-    except BaseException:
-        for model in models:
-            model.close()
-        raise
-    loadable = LoadableModels(allow_load, dict(zip(names, targets, strict=True))) if allow_load else None
-    return ModelRepository(models, targets[0].settings, loadable)
 
 
 async def retire(model: ServedModel) -> None:

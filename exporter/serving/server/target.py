@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from effexport.units import memory
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.generation.text_generator import TextGenerator
+    from effexport.serving.server.model_repository import ModelRepository
     from effexport.serving.server.served_model import ServedModel
     from effexport.serving.server.text_inference import Texts
 
@@ -133,6 +134,31 @@ class LoadableModels:
         if not (path / MANIFEST).is_file():
             raise UserError(f"no artifact {name!r} in {self.folder}; the repository index lists what can be loaded")
         return replace(next(iter(self.started.values())), artifact=path, name=name)
+
+
+def repository_from_targets(
+    targets: Sequence[ServingTarget], allow_load: Path | None, on_stage: Callable[[str], None]
+) -> ModelRepository:
+    """Load all models of a server, or none: mistakes are found before the first is loaded. Raises UserError.
+
+    allow_load: the folder of artifacts that may be loaded later; None: none may. on_stage: called with a text before
+    each model.
+    """
+    from effexport.serving.server.model_repository import ModelRepository, check_names
+
+    names = [target.checked()[1] for target in targets]
+    check_names(names)
+    models: list[ServedModel] = []
+    try:
+        for target in targets:
+            on_stage(f"loading {target.artifact} for {target.runtime}")
+            models.append(target.load())
+    except BaseException:
+        for model in models:
+            model.close()
+        raise
+    loadable = LoadableModels(allow_load, dict(zip(names, targets, strict=True))) if allow_load else None
+    return ModelRepository(models, targets[0].settings, loadable)
 
 
 def texts_of(artifact: Artifact, name: str) -> Texts | str:
