@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ from effexport.models.user_model import failing_module
 # Largest difference by stored weights, as a fraction of the RMS of an answer: far above rounding.
 FOLDED_ERROR = 1e-4
 # Of parts that another class has taken the place of, such as one with an adapter of low rank.
+# Attributes of layers that PyTorch and the exporter set.
+SET_BY_US = ("training", "fused")
 READ = "PyTorch reads its weight and its bias in evaluation mode without gradients, and does not call it"
 # Where the parts of known layers come from, beside their own package: a part of any other has been exchanged.
 PARTS = ("torch", "local_attention", "axial_positional_embedding", "product_key_memory", "einops")
@@ -66,6 +69,8 @@ def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] |
                 if made is not child:
                     replaced[path.partition(".")[2]] = made
                 visit(made, f"{path}.")
+                if made is not child:
+                    seal(made)
             if made is not child:
                 setattr(parent, name, made)
 
@@ -128,6 +133,21 @@ def replacement_of(
     folded += [prefix + part for part in parts]
     kept.update({prefix + part: READ for part in read})
     return made
+
+
+def seal(layer: nn.Module) -> None:
+    """Let a layer of ours raise NotReplaceableError when the model that called the original sets an attribute of it,
+    such as a scale that depends on the length: ours would not read it."""
+    kind = type(layer)
+
+    def refuse(self: nn.Module, name: str, value: Any) -> None:
+        own = (self._parameters, self._buffers, self._modules)
+        if not isinstance(value, nn.Module) and name not in SET_BY_US and not any(name in kept for kept in own):
+            raise NotReplaceableError(f"the model sets its attribute {name} while it runs")
+        super(sealed, self).__setattr__(name, value)  # type: ignore[arg-type]
+
+    sealed = type(kind.__name__, (kind,), {"__setattr__": refuse, "__module__": kind.__module__})
+    layer.__class__ = sealed
 
 
 def why_changed(layer: nn.Module) -> str:

@@ -315,3 +315,48 @@ def test_two_images_of_different_sizes_are_one_file(tmp_path: Path) -> None:
         actual = runner.run({name: value.numpy() for name, value in zip(names, others, strict=True)})
         expected = model(*others).numpy()
     assert np.abs(next(iter(actual.values())) - expected).max() <= 1e-5 * np.sqrt(np.square(expected).mean())
+
+
+class Sets(nn.Module):
+    """Sets an attribute of its attention, which reads it, or its method, for long sequences or for all."""
+
+    def __init__(self, name: str, values: tuple[Any, Any], longest: int = 20) -> None:
+        super().__init__()
+        self.qkv, self.attention = nn.Linear(DIM, 3 * DIM), Scaled()
+        self.name, self.values, self.longest = name, values, longest
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.values[1] if x.shape[1] > self.longest else self.values[0]
+        if value is not None:
+            setattr(self.attention, self.name, value)
+        return self.attention(*(part.unflatten(-1, (HEADS, -1)) for part in self.qkv(x).chunk(3, -1))).flatten(-2)
+
+
+class Scaled(InLoFTR):
+    scale = 1.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.scale * super().forward(q, k, v)
+
+
+@pytest.mark.requires("onnx", "ort")
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("scale", (1.0, 2.0)), ("scale", (None, 2.0)), ("scale", (1.0, 1.0)), ("forward", (None, lambda q, k, v: 2 * v))],
+    ids=["by length", "of long ones", "always", "another method"],
+)
+def test_a_model_that_sets_what_its_attention_reads_is_right_or_refused(
+    tmp_path: Path, name: str, values: tuple[Any, Any]
+) -> None:
+    model = Sets(name, values).eval()
+    assert "attention" in with_our_layers(model, SEQ_LEN).replaced
+    result = effexport.export(model, tokens(2, 12, DIM), tmp_path / "out")
+    assert result.artifact.spec.max_seq_len == (None if values == (1.0, 1.0) else 20)
+    with torch.no_grad(), effexport.load(result.path) as runner:
+        for size in (7, 20, 21, 1200)[: 4 if values == (1.0, 1.0) else 2]:
+            x = tokens(1, size, DIM)
+            fresh = Sets(name, values).eval()
+            fresh.load_state_dict(model.state_dict())
+            expected = fresh(x).numpy()
+            actual = next(iter(runner.run({runner.inputs[0].name: x.numpy()}).values()))
+            assert np.abs(actual - expected).max() <= 1e-5 * np.sqrt(np.square(expected).mean())
