@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 TRACER = "torch.fx.experimental.symbolic_shapes"
 SYMBOL = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 ASSUMPTION = re.compile(r"eval (?:\[guard suppressed\] )?(.+?) \[guard added\] \((.+?):(\d+) in ")
-# How many assumptions a sentence lists.
-LISTED = 3
+# How many assumptions a sentence lists, and how many characters of one.
+LISTED, LONGEST_CONDITION = 3, 80
 # Up to this size, an assumption such as Mod(n, 8) = 0 is tried at every size.
 TRIED = 4096
 # Of several axes, at all combinations of these, and of those near the numbers in the assumption.
@@ -345,10 +346,47 @@ def lies_in(file: str, folder: Path) -> bool:
 
 
 def readable(expression: str, axes: Mapping[str, str]) -> str:
-    """An assumption with the names of the axes in place of symbols."""
+    """An assumption as the user would write it: with the names of the axes, and Python's operators."""
     if (constant := CONSTANT.fullmatch(expression)) and constant[1] in axes:
-        return f"({axes[constant[1]]}) becomes a constant"
-    return re.sub(r"\w+", lambda word: f"({axes[word[0]]})" if word[0] in axes else word[0], expression)
+        return f"{axes[constant[1]].partition(' of ')[0]} becomes a constant"
+    symbols = [symbol for symbol in axes if re.search(rf"\b{symbol}\b", expression)]
+    short = {symbol: axes[symbol].partition(" of ")[0] for symbol in symbols}
+    # the same axis of two inputs, whose sizes may differ
+    names = short if len(set(short.values())) == len(short) else {symbol: axes[symbol] for symbol in symbols}
+    with contextlib.suppress(SyntaxError, RecursionError):
+        text = ast.unparse(InPython().visit(ast.parse(expression, mode="eval")))
+        text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+        if len(text) <= LONGEST_CONDITION:
+            return text
+    return f"a condition on {' and '.join(dict.fromkeys(names.values())) or 'a size'}"
+
+
+class InPython(ast.NodeTransformer):
+    """The functions of torch's symbolic sizes as Python's operators: Ne(Mod(n, 8), 0) is n % 8 != 0."""
+
+    OPERATORS: Mapping[str, ast.operator | ast.cmpop] = {
+        "Eq": ast.Eq(),
+        "Ne": ast.NotEq(),
+        "Mod": ast.Mod(),
+        "PythonMod": ast.Mod(),
+        "FloorDiv": ast.FloorDiv(),
+        "IntTrueDiv": ast.Div(),
+        "FloatTrueDiv": ast.Div(),
+        "PowByNatural": ast.Pow(),
+        "FloatPow": ast.Pow(),
+    }
+    FUNCTIONS: Mapping[str, str] = {"CeilToInt": "ceil", "FloorToInt": "floor", "TruncToInt": "int", "ToFloat": ""}
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        name = ast.unparse(node.func)
+        match self.OPERATORS.get(name), node.args:
+            case ast.operator() as operator, [left, right]:
+                return ast.BinOp(left, operator, right)
+            case ast.cmpop() as comparison, [left, right]:
+                return ast.Compare(left, [comparison], [right])
+        known = self.FUNCTIONS.get(name, name.removeprefix("OpaqueUnaryFn_").lower())
+        return ast.Call(ast.Name(known), node.args, []) if known else node.args[0]
 
 
 def line_of_user(frame: FrameType | None) -> str:

@@ -19,7 +19,7 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.engines.profile import Profile, Range, within
 from effexport.errors import StageError, UserError
-from effexport.export.specialised_length import Assumption, Trace
+from effexport.export.specialised_length import Assumption, Trace, readable
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.inputs.random import case_inputs
 from effexport.serving.protocol.errors import RequestError
@@ -313,7 +313,7 @@ def test_an_axis_that_was_declared_free_is_not_fixed_and_nothing_is_proven_befor
 def test_that_two_inputs_have_one_batch_is_not_a_reason() -> None:
     found = (Assumption("Eq(s1, s0)", "a.py, line 1", True), Assumption("Eq(s0, 2)", "a.py, line 2", True))
     trace = Trace(None, None, found, {"s0": "batch of x", "s1": "batch of mask"})
-    assert trace.reasons(found) == "a.py, line 2: (batch of x) becomes a constant"
+    assert trace.reasons(found) == "a.py, line 2: batch becomes a constant"
 
 
 def spec_of(**fields: Any) -> ModuleSpec:
@@ -364,3 +364,21 @@ def test_a_profile_has_no_length_that_the_file_does_not_take() -> None:
     spec = BuildSpec(model=spec_of(shortest=257))
     profile = Profile({"batch": Range(1, 1, 4), "seq": Range(1, 300, 450)})
     assert str(within(profile, spec)) == "batch=1:1:4,seq=257:300:450"
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("Ne(Mod(s0, 16), 0)", "seq % 16 != 0"),
+        ("Eq(s0, 7)", "seq becomes a constant"),
+        ("Eq(s0, s1)", "seq of x == seq of y"),
+        ("s0*s2 >= 8", "seq * batch >= 8"),
+        ("((s0//16)) > 0", "seq // 16 > 0"),
+        ("IntTrueDiv(s0, 8) > CeilToInt(OpaqueUnaryFn_sqrt(ToFloat(s0)))", "seq / 8 > ceil(sqrt(seq))"),
+        ("PowByNatural(2, Min(1, s0)) > 1", "2 ** min(1, seq) > 1"),
+        (" + ".join(f"Min(1, s0//{2**i})" for i in range(64)), "a condition on seq"),
+        ("no Python <", "a condition on a size"),
+    ],
+)
+def test_an_assumption_is_shown_as_its_user_would_write_it(expression: str, text: str) -> None:
+    assert readable(expression, {"s0": "seq of x", "s1": "seq of y", "s2": "batch of x"}) == text
