@@ -23,7 +23,8 @@ PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r"Could not (?:guard on|extract specialized integer from) data-dependent expression"),
         "the code asks for the value of a tensor, as `if`, float(), int(), .item() and .tolist() do, and a graph has "
-        "one path for all values: compute both sides and choose with torch.where, or decide it outside of the model",
+        "one path for all values: keep it a tensor, compute both sides of a branch and choose with torch.where, or "
+        "decide it outside of the model",
     ),
     (
         re.compile(r"\.numpy\(\) is not supported for tensor subclasses"),

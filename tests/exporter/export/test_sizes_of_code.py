@@ -255,6 +255,25 @@ def test_what_a_short_input_changes_for_good_does_not_change_the_file(tmp_path: 
         np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda x: F.adaptive_avg_pool1d(x.mT, 4).mT, "with a free size, outputs are"),
+        (lambda x: x * (x.shape[1] & 3), "with a free size, torch.onnx could not export the module"),
+    ],
+    ids=["a graph that is wrong", "no graph"],
+)
+def test_what_torch_onnx_cannot_say_of_every_size_is_exported_for_one(
+    tmp_path: Path, forward: Callable[[Tensor], Tensor], reason: str
+) -> None:
+    model, x = Written(forward).eval(), vectors(2, 16)
+    result = effexport.export(model, x, tmp_path / "out")
+    assert result.artifact.spec.fixed_seq_len == 16
+    assert any(reason in note for note in result.report.notes)
+    with pytest.raises(StageError, match=r"graph check|export"):
+        effexport.export(model, x, tmp_path / "other", dynamic={"x": {0: "batch", 1: "seq"}})
+
+
 @pytest.mark.parametrize(("change", "batch"), [(sample_by_sample, 3), (other_above_three_samples, 5)])
 def test_a_batch_that_the_code_is_tied_to_is_that_of_the_example(
     change: Callable[[Tensor], Tensor], batch: int, tmp_path: Path
