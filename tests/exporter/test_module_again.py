@@ -54,6 +54,15 @@ class Renamed(Small):
     def forward(self, states):
         return super().forward(states)
 
+class Loud(Small):
+    # the samples share a scale, which one of them decides if it is far louder than all others
+    def forward(self, x):
+        return super().forward(x) * torch.where(x.abs().max() > 100, 0.5, 1.0)
+
+class Quiet(Small):
+    def forward(self, x):
+        return super().forward(x) * torch.where(x.square().mean((1, 2)).min() < 1e-3, 2.0, 1.0)
+
 class Two(Small):
     def forward(self, x):
         return super().forward(x), x.sum(-1)
@@ -76,6 +85,8 @@ def wide(): return small(1, width=8)
 def renamed(): return small(kind=Renamed)[0]
 def two(): return small(kind=Two)
 def mixing(): return small(mixed=0.01)
+def loud(): return small(kind=Loud)
+def quiet(): return small(kind=Quiet)
 def empty(): return None
 """
 
@@ -300,6 +311,13 @@ def test_samples_that_depend_on_others_are_refused_with_the_output_and_its_error
     assert "limit 0.0002; leave --independent-samples out" in error
     assert not target.exists()
     assert "only works with --module" in cli("build", "--variant", "lsh", "--independent-samples").error()
+
+
+@pytest.mark.parametrize("name", ["loud", "quiet"])
+def test_samples_that_depend_on_others_of_another_size_are_refused(cli: Cli, code: Path, name: str) -> None:
+    refused = cli("build", "--module", f"{code}:{name}", "--independent-samples", "-o", code.parent / "out")
+    assert refused.code == 1
+    assert re.search(r"worst in output of sample \d beside samples [\d.e+-]+ times as large", refused.err)
 
 
 def test_inputs_without_a_batch_cannot_be_independent_samples() -> None:
