@@ -28,6 +28,10 @@ class AFTFullAttention(AFTPositionLayer):
     def does_without_mask(self) -> bool:
         return not self.spec.causal
 
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor | None) -> Tensor:
+        self.check_length(projected[0].shape[-2])
+        return self.mixed(projected, keep)
+
     def sums(self, keys: ExpSums) -> ExpSums:
         seq_len = keys.m.shape[-2]
         if self.spec.causal:

@@ -36,7 +36,11 @@ class AFTLayer(AttentionLayer):
         layers = (self.query, self.key, self.value)
         return tuple(split_heads(layer(hidden_states), self.heads) for layer in layers)
 
-    def mix(self, projected: tuple[Tensor, ...], keep: Tensor | None) -> Tensor:
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        return self.mixed(projected, keep)
+
+    def mixed(self, projected: tuple[Tensor, ...], keep: Tensor | None) -> Tensor:
+        """`mix`, also without a mask where `sums` does without one."""
         query, key, value = projected
         context = average(self.sums(sums_of_tokens(key, value, keep)))
         return torch.sigmoid(query) * context.to(query.dtype)
@@ -68,8 +72,8 @@ class AFTPositionLayer(AFTLayer):
             self.position_bias = nn.Parameter(torch.empty(spec.seq_len, spec.seq_len))
             nn.init.normal_(self.position_bias, std=0.01)
 
-    def mix(self, projected: tuple[Tensor, ...], keep: Tensor | None) -> Tensor:
-        self.check_length(projected[0].shape[-2])
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        self.check_length(keep.shape[1])
         return super().mix(projected, keep)
 
     def check_length(self, seq_len: int | torch.SymInt) -> None:

@@ -168,15 +168,19 @@ class AttentionLayer(CallsOperators):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """hidden_states [batch, seq, dim]; attention_mask [batch, seq], 1 = keep. Returns [batch, seq, dim]."""
-        without = attention_mask is None and self.does_without_mask
-        keep = None if without else keep_from_mask(hidden_states, attention_mask)
-        projected: Tensor = self.out(self.attend(hidden_states, keep))
+        projected: Tensor = self.out(self.attend(hidden_states, self.keep(hidden_states, attention_mask)))
         return projected
 
     @property
     def does_without_mask(self) -> bool:
         """Whether `mix` takes None for a mask that hides nothing, and computes less then."""
         return False
+
+    def keep(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """The mask as `mix` takes it."""
+        if attention_mask is None and self.does_without_mask:
+            return None
+        return keep_from_mask(hidden_states, attention_mask)
 
     def attend(self, hidden_states: Tensor, keep: Tensor | None) -> Tensor:
         """Everything before the output projection: [batch, seq, dim], boolean [batch, seq] → [batch, seq, inner]."""

@@ -72,6 +72,7 @@ def program_of_sides(
     answers at a size as the module does.
     """
 
+    @functools.cache
     def agrees_on(side: Side, base: Side) -> bool:
         return all(agrees(base.program, size) for size in sorted(chosen(side, base, example)))
 
