@@ -188,7 +188,7 @@ def build(
     with user_errors():
         for target in targets:
             check_target(target)
-        resolved, source, notes, name = request.resolve()
+        resolved, source, notes, name = request.resolve(lambda stage: progress(stage, None))
         profiles = profiles_from_texts((), resolved) if targets else ()
         wanted_engines = [*engines, *(EngineSpec(target=target, profiles=profiles) for target in targets)]
         folder = optional_path("output", output) or Path("artifacts") / name

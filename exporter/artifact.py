@@ -19,7 +19,7 @@ from effexport.export.onnx_graph import (
     GraphSignature,
     external_sizes,
     graph_inputs,
-    load_graph,
+    graph_outline,
     opset_of,
     signature_with_state,
     why_another,
@@ -229,7 +229,7 @@ def check_graph_of_artifact(
     states: the state that the decode step takes, which the prefill must take, too. Returns the state of this graph.
     """
     file, manifest, spec = artifact.path / name, artifact.manifest, artifact.spec
-    graph = load_graph(file)
+    graph = graph_outline(file)
     problem = why_invalid(file)
     if opset_of(graph) != manifest.opset:
         problem = f"its opset is {opset_of(graph)}; expected {manifest.opset}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,17 +60,22 @@ class BuildRequest:
         """Where the tokenizer comes from. Raises UserError for a path that is not a folder."""
         return tokenizer_of_build(self.tokenizer, self.checkpoint)
 
-    def resolve(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+    def resolve(
+        self, on_stage: Callable[[str], None] = lambda name: None
+    ) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
         """The spec, where its module comes from, notes for the report, and a name for the folder.
 
+        on_stage: called before a module is run to learn its spec.
         Raises SpecError and UserError for requests that contradict themselves or cannot work, and for models that this
         machine has no memory for.
         """
-        resolved = self.resolve_sizes()
+        resolved = self.resolve_sizes(on_stage)
         check_memory(resolved[0])
         return resolved
 
-    def resolve_sizes(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+    def resolve_sizes(
+        self, on_stage: Callable[[str], None] = lambda name: None
+    ) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
         """As `resolve`, for models of any size."""
         given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]
         given += ["--module"] * (self.module is not None) + ["--spec"] * (self.spec is not None)
@@ -86,7 +91,7 @@ class BuildRequest:
                 given == ["--module"],
                 f"{' and '.join(given)} cannot be combined; the module includes its spec and weights",
             )
-            return self.resolve_module(self.module)
+            return self.resolve_module(self.module, on_stage)
         require(self.inputs is None, "--inputs describes the inputs of a --module; without one, leave it out")
         if isinstance(self.spec, BuildSpec):
             flags = [name for name, value in self.flags.items() if value is not None]
@@ -103,7 +108,9 @@ class BuildRequest:
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec)
         return spec, source_from_path(self.weights, OF_OPTIONS), (), spec.variant
 
-    def resolve_module(self, module: nn.Module | str) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+    def resolve_module(
+        self, module: nn.Module | str, on_stage: Callable[[str], None]
+    ) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
         """As `resolve`, for a module. The caller's own module stays as it is."""
         from effexport.models.module_probe import Calling, model_and_spec
 
@@ -118,6 +125,7 @@ class BuildRequest:
                 examples is None, f"--inputs {self.inputs} and example inputs of {origin} were both given; give one"
             )
         calling = Calling(examples=examples, dynamic=dynamic, table=table)
+        on_stage("running the module, to see what it takes and which of its sizes are free")
         with quiet(streams=True):
             user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
         spec = build_spec_from_module(self.flags, model)

@@ -38,6 +38,10 @@ class AFTLayer(AttentionLayer):
         return tuple(split_heads(layer(hidden_states), self.heads) for layer in layers)
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        return self.mixed(projected, keep)
+
+    def mixed(self, projected: tuple[Tensor, ...], keep: Tensor | None) -> Tensor:
+        """`mix`, also without a mask where `sums` does without one."""
         query, key, value = projected
         context = average(self.sums(sums_of_tokens(key, value, keep)))
         return torch.sigmoid(query) * context.to(query.dtype)

@@ -21,6 +21,8 @@ from effexport.models.layers import at_least_float32
 # exp(ABSENT − stabiliser) is exactly 0 even where nothing at all is visible.
 ABSENT = -1e30
 FLOOR = -1e29
+# A sum of e^x is larger, unless every e^x in it is 0.
+TINY = torch.finfo(torch.float32).tiny
 
 # Rows per block on the levels of a prefix scan, which leave seq / 1024 rows for the last step. Small blocks
 # first: the memory of a level is its rows times its block size.
@@ -44,21 +46,23 @@ class ExpSums(NamedTuple):
         return ExpSums(F.pad(self.m, widths, value=ABSENT), F.pad(self.n, widths), F.pad(self.d, widths))
 
 
-def sums_of_tokens(key: Tensor, value: Tensor, keep: Tensor) -> ExpSums:
-    """One triple per token.
+def sums_of_tokens(key: Tensor, value: Tensor, keep: Tensor | None) -> ExpSums:
+    """One triple per token; without a mask, one d for all of them.
 
     key [batch, heads, seq, 1 or channels]; value [batch, heads, seq, channels]; keep boolean [batch, seq].
     Padding is replaced, not multiplied by zero: it may hold anything, NaN too.
     """
+    if keep is None:
+        m = at_least_float32(key)
+        return ExpSums(m, at_least_float32(value), m.new_ones(1, 1, 1, 1))
     visible = keep[:, None, :, None]
     m = torch.where(visible, at_least_float32(key), ABSENT)
     return ExpSums(m, torch.where(visible, at_least_float32(value), 0.0), visible.to(m.dtype).expand_as(m))
 
 
 def average(sums: ExpSums) -> Tensor:
-    """n / d, and 0 where no key is visible."""
-    seen = sums.d > 0
-    return torch.where(seen, sums.n / torch.where(seen, sums.d, 1.0), 0.0)
+    """n / d, and 0 where no key is visible: n and d are 0 there."""
+    return sums.n / sums.d.clamp(min=TINY)
 
 
 def merge(a: ExpSums, b: ExpSums) -> ExpSums:
@@ -90,6 +94,13 @@ def weighted_sums(keys: ExpSums, bias: Tensor) -> ExpSums:
     products = torch.exp(bias - top_bias) @ columns
     channels = keys.n.shape[-1]
     return ExpSums(top_key + top_bias, products[..., :channels], products[..., channels:])
+
+
+def sums_with_weights(keys: ExpSums, weights: Tensor, top_bias: Tensor) -> ExpSums:
+    """As `weighted_sums`, for e^(bias - top_bias) [..., queries, keys]. keys: of tokens, also without a mask."""
+    top_key = keys.m.amax(dim=-2, keepdim=True).clamp(min=FLOOR)
+    scale = torch.exp(keys.m - top_key)
+    return ExpSums(top_key + top_bias, weights @ (scale * keys.n), weights @ (scale * keys.d))
 
 
 def causal_pair_sums(keys: ExpSums, bias: Tensor | None = None) -> ExpSums:

@@ -27,12 +27,16 @@ def keep_from_mask(hidden_states: Tensor, attention_mask: Tensor | None) -> Tens
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[batch, seq, heads·head_dim] → [batch, heads, seq, head_dim]."""
+    """[batch, seq, heads·head_dim] → [batch, heads, seq, head_dim]. Of a single head, nothing is moved."""
+    if heads == 1:
+        return x.unsqueeze(1)
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
     """[batch, heads, seq, head_dim] → [batch, seq, heads·head_dim]."""
+    if isinstance(x.shape[1], int) and x.shape[1] == 1:
+        return x.squeeze(1)
     return x.transpose(1, 2).flatten(-2)
 
 
@@ -164,13 +168,23 @@ class AttentionLayer(CallsOperators):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """hidden_states [batch, seq, dim]; attention_mask [batch, seq], 1 = keep. Returns [batch, seq, dim]."""
-        keep = keep_from_mask(hidden_states, attention_mask)
-        projected: Tensor = self.out(self.attend(hidden_states, keep))
+        projected: Tensor = self.out(self.attend(hidden_states, self.keep(hidden_states, attention_mask)))
         return projected
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
+    @property
+    def does_without_mask(self) -> bool:
+        """Whether `mix` takes None for a mask that hides nothing, and computes less then."""
+        return False
+
+    def keep(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """The mask as `mix` takes it."""
+        if attention_mask is None and self.does_without_mask:
+            return None
+        return keep_from_mask(hidden_states, attention_mask)
+
+    def attend(self, hidden_states: Tensor, keep: Tensor | None) -> Tensor:
         """Everything before the output projection: [batch, seq, dim], boolean [batch, seq] → [batch, seq, inner]."""
-        return merge_heads(self.mix(self.project(hidden_states), keep))
+        return merge_heads(self.mix(self.project(hidden_states), keep))  # type: ignore[arg-type]
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """What `mix` works on: [batch, seq, dim] → some tensors [batch, heads, seq, channels]."""

@@ -43,11 +43,18 @@ def written_out(
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    root = math.sqrt(abs(factor))  # of both, so that float16 does not overflow
-    scores = (query * math.copysign(root, factor)) @ (key * root).transpose(-2, -1)
+    if factor != 1:
+        root = math.sqrt(abs(factor))  # of both, so that float16 does not overflow
+        query, key = query * math.copysign(root, factor), key * root
+    scores = query @ key.transpose(-2, -1)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is None:
         return scores.softmax(-1) @ value
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1) @ value).masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0)
+    is_exact = mask.dtype != torch.float16  # in which a large negative number in a mask becomes -inf with a score
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
+    scores = scores + mask
+    # a mask is usually smaller than the scores
+    hidden = (mask if is_exact else scores).amax(-1, keepdim=True) == -math.inf
+    return (scores.softmax(-1) @ value).masked_fill(hidden, 0)

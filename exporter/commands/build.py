@@ -268,7 +268,8 @@ def command(
     flags = with_scales_for_engines(flags, [target for target in engine_flags["targets"] if target != "none"])
     request = BuildRequest(flags, spec_file, checkpoint, weights, factory, inputs, tokenizer=tokenizer)
     settings = settings_from_options(runtime, implementation, device)
-    spec, source, notes, name = request.resolve()
+    with stage_progress(stderr_console()) as progress:
+        spec, source, notes, name = request.resolve(progress)
     if implementation == "kernel" and not spec.custom_ops:
         what = f"{spec.model.title} with --inline" if spec.inline else spec.model.title
         raise UserError(f"--implementation kernel: {what} has no custom operators; leave it out")

@@ -19,9 +19,9 @@ from effexport.export.failures import line_of_user, place_of, reason_of, unknown
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.other_branches import (
+    Agreement,
     Side,
     Whole,
-    answers_agree,
     drawn,
     program_of_sides,
     resized,
@@ -367,11 +367,12 @@ def program_of_other_branches(
             return None
         return side_of(trace, found[axis.axis])
 
-    def agrees(program: ExportedProgram, size: int) -> bool:
+    def values(size: int) -> list[list[torch.Tensor]]:
         there = resized(example, inputs, {**traced_sizes, axis.axis: size})
         # also large numbers, of which a side may cut off some
-        return all(answers_agree(program, module, drawn(there, inputs, model, scale)) for scale in (1.0, 100.0))
+        return [drawn(there, inputs, model, scale) for scale in (1.0, 100.0)]
 
+    agrees = Agreement(module, values)
     return program_of_sides(side_of(first, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ FORBIDDEN_OPS: dict[str, str] = RANDOM_OPS | {
 MOST_NODES = 2_000_000
 # Of protobuf. Larger models keep their weights in files beside them.
 MOST_BYTES = 2**31 - 1
+# From this size on, reading a file takes longer than knowing that it is the same; and a weight is left out of it.
+LARGE_FILE_BYTES, LARGE_WEIGHT_BYTES = 1 << 24, 1 << 12
 OLDEST_IR_VERSION = 3
 # dtype and dims of a value; None for a dimension without a name
 ValueType = tuple[str, tuple[int | str | None, ...]]
@@ -76,12 +79,9 @@ def signature_with_state(spec: BuildSpec, states: tuple[TensorInfo, ...], *, one
 
 def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, str] = FORBIDDEN_OPS) -> None:
     """Raise StageError unless the file is valid ONNX and has the signature, and no node of a forbidden type."""
-    import onnx
-
     if problem := why_invalid(path, infer_shapes=True):
         raise StageError(STAGE, f"onnx rejects the graph: {problem}")
-    model = onnx.load(str(path), load_external_data=False)
-
+    model = graph_outline(path)
     if problem := why_another(model, signature):
         raise StageError(STAGE, problem)
     found = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
@@ -169,9 +169,7 @@ def opset_of(model: onnx.ModelProto) -> int | None:
 
 def not_for_tensorrt(path: Path) -> tuple[str, ...]:
     """A sentence on the standard operators of a file that no engine may contain; none if it has none of them."""
-    import onnx
-
-    model = onnx.load(str(path), load_external_data=False)
+    model = graph_outline(path)
     constants = small_constants(model)
     found = sorted({node.op_type for node in all_nodes(model) if why_forbidden(node, constants)})
     if not found:
@@ -208,9 +206,7 @@ def small_constants(model: onnx.ModelProto) -> dict[str, int]:
 
 def check_portable(path: Path) -> None:
     """Raise StageError if the graph or a function body holds a construct that a known tool misreads."""
-    import onnx
-
-    for trap in traps(onnx.load(str(path), load_external_data=False)):
+    for trap in traps(graph_outline(path)):
         raise StageError(STAGE, f"other tools would misread the graph: {trap}; see docs/function_bodies.md")
 
 
@@ -317,6 +313,38 @@ def load_graph(path: Path) -> onnx.ModelProto:
     return model
 
 
+def graph_outline(path: Path) -> onnx.ModelProto:
+    """What `load_graph` returns, without the numbers of large weights. Not to be changed: a large file, which takes a
+    second to read, is read once as long as it stays the same."""
+    found = path.stat() if path.is_file() else None
+    if found is None or found.st_size < LARGE_FILE_BYTES:
+        return load_graph(path)
+    state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    model = _outline(_File(path, state))
+    check_external_data(model, path)
+    return model
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file in one state, wherever its folder has been moved."""
+
+    path: Path = field(compare=False)
+    state: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4)
+def _outline(file: _File) -> onnx.ModelProto:
+    from onnx import ModelProto
+
+    model, outline = load_graph(file.path), ModelProto()
+    for tensor in all_tensors(model):
+        if len(tensor.raw_data) > LARGE_WEIGHT_BYTES:
+            tensor.ClearField("raw_data")
+    outline.CopyFrom(model)  # which leaves the memory of the numbers behind
+    return outline
+
+
 def why_not_readable(model: onnx.ModelProto) -> str:
     """What no runtime could make sense of, before one is asked, or "": versions, attributes, functions without end."""
     import onnx
@@ -413,13 +441,13 @@ def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
     """Names of our operators in a model, which may be serialised. Raises UserError for a file that is not a model."""
     import onnx
 
-    proto = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
+    proto = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else graph_outline(model)
     return tuple(sorted({node.op_type for node in all_nodes(proto) if node.domain == DOMAIN}))
 
 
 def operators_of_model(path: Path) -> dict[str, int]:
     """How many nodes of each custom operator a model has."""
-    return dict(Counter(node.op_type for node in load_graph(path).graph.node if node.domain == DOMAIN))
+    return dict(Counter(node.op_type for node in graph_outline(path).graph.node if node.domain == DOMAIN))
 
 
 def ops_without_body(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -433,7 +461,7 @@ def external_files(model: Path | bytes, folder: Path | None = None) -> list[Path
     import onnx
 
     if isinstance(model, Path):
-        return sorted(model.parent / location for location in external_sizes(load_graph(model)))
+        return sorted(model.parent / location for location in external_sizes(graph_outline(model)))
     locations = external_sizes(onnx.ModelProto.FromString(model))
     return sorted((folder or Path()) / location for location in locations)
 

@@ -6,6 +6,7 @@ which sizes the code takes which path; and each program is run at sizes of all t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,13 @@ def program_of_sides(
     example: the size of the first. other: the side of a size, None if it cannot be traced. agrees: whether a program
     answers at a size as the module does.
     """
+
+    @functools.cache
+    def agrees_on(side: Side, base: Side) -> bool:
+        return all(agrees(base.program, size) for size in sorted(chosen(side, base, example)))
+
+    if not agrees_on(first, first):  # it is tied to a size by more than branches
+        return None
     sides = [first]
     lowest, tried = max(limits[0], 2), min(limits[1], TRIED)
     while missing := set(range(lowest, tried + 1)).difference(*(side.sizes for side in sides)):
@@ -82,7 +90,7 @@ def program_of_sides(
         return None
     wholes = []
     for side in sides:
-        agreeing = [one for one in sides if all(agrees(side.program, size) for size in chosen(one, side, example))]
+        agreeing = [one for one in sides if agrees_on(one, side)]
         sizes = frozenset[int]().union(*(one.sizes for one in agreeing))
         low = high = example
         while low - 1 in sizes and low > lowest:
@@ -94,6 +102,8 @@ def program_of_sides(
             others = [one.reason for one in sides if one not in agreeing] if agreeing != [first] else []
             reason = next(iter(others), first.reason)
             wholes.append(Whole(side.program, low, high, reason))
+            if (low, high) == limits:  # no other can hold for more
+                break
     return max(wholes, key=lambda whole: whole.highest - whole.lowest, default=None)
 
 
@@ -113,20 +123,47 @@ def chosen(side: Side, base: Side, example: int) -> set[int]:
     return {least, *(nearest(sizes, size) for size in (example, 2 * example, 2 * least, 4 * least, LARGE))}
 
 
-def answers_agree(program: ExportedProgram, module: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a program answers as the module does, up to half of the digits of each type; False if it does not run."""
-    import torch
-    from torch.utils._pytree import tree_leaves
+class Agreement:
+    """Compares programs with their module, each program made runnable once, and the module run once on the same inputs.
 
+    inputs: for a size, those to compare at.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Callable[[int], Sequence[Sequence[torch.Tensor]]]) -> None:
+        self._module, self._inputs = module, functools.cache(inputs)
+        self._answers = functools.cache(self._run_module)
+        self._alone = functools.cache(runnable)
+
+    def __call__(self, program: ExportedProgram, size: int) -> bool:
+        """Whether a program answers at a size as the module does, up to half of the digits of each type; False if it
+        does not run."""
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        for index, inputs in enumerate(self._inputs(size)):
+            try:
+                with torch.no_grad():
+                    found = tree_leaves(self._alone(program)(*(value.clone() for value in inputs)))
+            except Exception:  # whatever PyTorch raises for sizes that do not fit
+                return False
+            expected = self._answers(size, index)
+            if len(expected) != len(found) or not all(map(is_close, found, expected)):
+                return False
+        return True
+
+    def _run_module(self, size: int, index: int) -> list[torch.Tensor]:
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        with torch.no_grad():
+            return tree_leaves(self._module(*(value.clone() for value in self._inputs(size)[index])))
+
+
+def runnable(program: ExportedProgram) -> nn.Module:
+    """A program as a module that takes any sizes, also those of other sides."""
     alone = program.module(check_guards=False)
-    alone._forward_pre_hooks.clear()  # which refuse sizes of other sides
-    with torch.no_grad():
-        expected = tree_leaves(module(*(value.clone() for value in inputs)))
-        try:
-            found = tree_leaves(alone(*(value.clone() for value in inputs)))
-        except Exception:  # whatever PyTorch raises for sizes that do not fit
-            return False
-    return len(expected) == len(found) and all(map(is_close, found, expected))
+    alone._forward_pre_hooks.clear()  # which refuse them
+    return alone
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -8,10 +8,11 @@ import functools
 import importlib.util
 import itertools
 import logging
+import math
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -253,7 +254,7 @@ def holds_everywhere(guard: Any, limits: Mapping[str, tuple[int, int]]) -> bool:
     ranges = []
     for low, high in (limits[str(symbol)] for symbol in symbols):
         ranges.append([size for size in {*SIZES, *numbers_of([guard])} if max(low, 2) <= size <= high])
-    return all(guard.subs(dict(zip(symbols, sizes, strict=True))) for sizes in itertools.product(*ranges))
+    return all(itertools.starmap(condition(guard, tuple(symbols)), itertools.product(*ranges)))
 
 
 def numbers_of(guards: Sequence[Any]) -> list[int]:
@@ -270,8 +271,33 @@ def limits_of_range(bounds: ValueRanges[Any]) -> tuple[int, int]:
 
 def holds(guard: Any, size: int) -> bool:
     """Whether an assumption holds for a size, or is about several sizes."""
-    symbols = list(guard.free_symbols)
-    return len(symbols) != 1 or bool(guard.subs(symbols[0], size))
+    symbols = symbols_of(guard)
+    return len(symbols) != 1 or bool(condition(guard, symbols)(size))
+
+
+@functools.lru_cache(maxsize=1024)
+def symbols_of(guard: Any) -> tuple[Any, ...]:
+    return tuple(guard.free_symbols)
+
+
+@functools.lru_cache(maxsize=1024)
+def condition(guard: Any, symbols: tuple[Any, ...]) -> Callable[..., bool]:
+    """An assumption as a function of the sizes that its symbols stand for: thousands are tried, and substitution takes
+    a thousand times as long."""
+    import torch
+    from torch.utils._sympy.printers import PythonPrinter
+
+    def substituted(*sizes: int) -> bool:
+        return bool(guard.subs(dict(zip(symbols, sizes, strict=True))))
+
+    try:
+        text = PythonPrinter().doprint(guard)
+        compiled: Callable[..., bool] = eval(
+            f"lambda {', '.join(map(str, symbols))}: {text}", {"torch": torch, "math": math}
+        )
+    except Exception:  # a function that has no text, or a text that is too long for Python
+        return substituted
+    return compiled
 
 
 def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> BuildSpec:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.export.onnx_graph import load_graph
+from effexport.export.onnx_graph import graph_outline
 from effexport.proof.given_values import GIVEN_SUFFIX, given_values, with_given_values
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits
@@ -66,7 +66,7 @@ class ModelCandidate(RunnerCandidate):
     """A model file in a runtime; if it hashes or rounds, it is opened a second time with its decisions as inputs."""
 
     def __init__(self, path: Path, decisions: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
-        load_graph(path)
+        graph_outline(path)
         runner = open_model(path, limits, None)
         super().__init__(runner, *opened_with_given(path, decisions, limits, open_model))
 

@@ -12,7 +12,7 @@ from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import Profile, Range, profile_from_shapes
 from effexport.engines.sidecar import EngineInfo
 from effexport.engines.spec import EngineSpec
-from effexport.export.onnx_graph import external_sizes, load_graph, model_digest
+from effexport.export.onnx_graph import external_sizes, graph_outline, model_digest
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.candidates import RunnerCandidate
 from effexport.proof.given_values import bucket_dims, given_values, with_given_values
@@ -75,7 +75,7 @@ def engine_with_given_buckets(
     """Build the engine of a model whose buckets are inputs and outputs, into `folder`."""
     changed = folder / model.name
     changed.write_bytes(with_given_values(model, values))
-    for location in external_sizes(load_graph(model)):
+    for location in external_sizes(graph_outline(model)):
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
         (folder / location).symlink_to((model.parent / location).resolve())
     path = folder / f"given{ENGINE_SUFFIX}"

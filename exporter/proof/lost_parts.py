@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.export.onnx_graph import graph_inputs, graph_tensors, load_graph, ops_without_body
+from effexport.export.onnx_graph import graph_inputs, graph_outline, graph_tensors, ops_without_body
 from effexport.plugins.ops import DOMAIN
 from effexport.spec import MASK_NAME, BuildSpec
 
@@ -69,7 +69,7 @@ def check_nothing_lost(path: Path, spec: BuildSpec) -> None:
     dimensions of the inputs. A file without bodies is refused even if kernels can run it here, because nothing else
     can. Also raises what `load_graph` raises, for example for a missing file with weights.
     """
-    found = list(losses(load_graph(path), spec))
+    found = list(losses(graph_outline(path), spec))
     if not found:
         return
     reason = "it has more than the artifact" if {loss for loss, _ in found} == {ADDED} else "parts are lost"
@@ -84,7 +84,7 @@ def check_nothing_lost(path: Path, spec: BuildSpec) -> None:
 def check_same_inputs(path: Path, artifact: Artifact) -> None:
     """Raise UserError if nothing in a file resembles the data that the artifact reads: it has lost nothing, it is
     another model. A renamed input still has its type and rank; the mask is an input of nearly every model."""
-    given, expected = graph_inputs(load_graph(path)), artifact.spec.inputs
+    given, expected = graph_inputs(graph_outline(path)), artifact.spec.inputs
     data, theirs = ([tensor for tensor in inputs if tensor.name != MASK_NAME] for inputs in (expected, given))
     names = {tensor.name for tensor in theirs}
     kinds = {(tensor.dtype, len(tensor.dims)) for tensor in theirs}

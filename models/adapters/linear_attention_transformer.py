@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.adapters.weights import weight_alone
-from effexport.models.layers import MultiHeadAttention, keep_from_mask, merge_heads, rotate_pairs, split_heads
+from effexport.models.layers import MultiHeadAttention, merge_heads, rotate_pairs, split_heads
 from effexport.models.variants.linear.layer import LinearAttention
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.models.variants.local.layer import LocalAttention
@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
         if pos_emb is not None and not self.receives_context:
             sines, cosines = pos_emb[0].chunk(2, dim=-1)
             q, k = rotate_pairs(q, sines, cosines), rotate_pairs(k, sines, cosines)
-        part: Tensor = layer.out(merge_heads(layer.mix((q, k, v), keep_from_mask(source, mask))))
+        part: Tensor = layer.out(merge_heads(layer.mix((q, k, v), layer.keep(source, mask))))
         return part
 
 

@@ -36,10 +36,12 @@ class Log2:
 
     def __floor__(self) -> Any:
         # each power of two that is not above the size counts
-        return sum(torch.sym_min(self.size // 2**i, 1) for i in range(1, LARGEST_SIZE.bit_length()))
+        size = math.floor(self.size)
+        return sum(torch.sym_min(size // 2**i, 1) for i in range(1, largest(size).bit_length()))
 
     def __ceil__(self) -> Any:
-        return sum(torch.sym_min((self.size - 1) // 2**i, 1) for i in range(LARGEST_SIZE.bit_length()))
+        size = math.ceil(self.size) - 1
+        return sum(torch.sym_min(size // 2**i, 1) for i in range(largest(size).bit_length()))
 
     def __trunc__(self) -> Any:
         return math.floor(self)
@@ -50,6 +52,12 @@ class Log2:
             lambda one: logarithm(one.size, 2) if isinstance(one, cls) else one, (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+
+def largest(size: Any) -> int:
+    """The largest number that a free size can be, by what the code has asked of it so far."""
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if upper <= LARGEST_SIZE else LARGEST_SIZE
 
 
 def logarithm(size: Any, base: float = math.e) -> Tensor:

@@ -72,3 +72,10 @@ def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(bias,
     # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases
     layer = aft_full.build(causal=causal, seq_len=64, position_bias=bias)
     assert aft_onnx_answers(layer, 24, (64, 65, 72, 200)) == [(1, 64), (3, 64)]
+
+
+def test_no_mask_is_a_mask_that_hides_nothing(aft_full):
+    layer = aft_full.build(causal=False)
+    x = torch.randn(2, 30, layer.spec.dim)
+    assert layer.keep(x, None) is None
+    torch.testing.assert_close(layer(x), layer(x, torch.ones(2, 30, dtype=torch.int64)))

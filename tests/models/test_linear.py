@@ -419,3 +419,13 @@ def test_only_the_default_formula_has_a_fused_operator() -> None:
     assert LinearSpec().operators(fused=True) == ("EluLinearAttention",)
     for fields in CAUSAL_OPTIONS.values():
         assert LinearSpec(causal=True, **fields).operators(fused=True) == ()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_mask_is_a_mask_that_hides_nothing(option: str, causal: bool) -> None:
+    layer = trained_like(causal=causal, **OPTIONS[option])
+    x = tokens(2, 70, layer.spec.dim)
+    assert layer.keep(x, None) is None
+    assert layer.keep(x, all_kept(x)) is not None
+    torch.testing.assert_close(layer(x), layer(x, all_kept(x)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.errors import EffexportError, StageError, UserError
-from effexport.export.onnx_graph import load_graph
+from effexport.export.onnx_graph import graph_outline
 from effexport.plugins.known_ops import known_ops
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import METRIC, Check, Worst, function_body_of, judged, not_run
@@ -38,7 +38,7 @@ def check_function_bodies(model: Path, spec: BuildSpec) -> list[Check]:
 
     Bodies run in ONNX Runtime on the CPU, whatever runtime the model is proven in: they are a part of the file.
     """
-    return [check_function_body(op, uses) for op, uses in uses_by_operator(load_graph(model), spec).items()]
+    return [check_function_body(op, uses) for op, uses in uses_by_operator(graph_outline(model), spec).items()]
 
 
 def check_function_body(op: str, uses: Sequence[OperatorUse]) -> Check:

@@ -15,7 +15,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.environment import require_torch
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.export.module_source import ModuleSource
-from effexport.export.onnx_graph import graph_inputs, load_graph
+from effexport.export.onnx_graph import graph_inputs, graph_outline
 from effexport.models.validation import did_you_mean, near_path
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import check_buckets
@@ -349,7 +349,7 @@ def opened_reference(
 def check_same_model(choice: ReferenceChoice, artifact: Artifact, path: Path, hashes: Sequence[str]) -> None:
     """Raises UserError for a model that cannot answer the cases: it lacks an input of the artifact, or it hashes in
     other layers, so that the buckets of a case do not fit it."""
-    given, expected = graph_inputs(load_graph(path)), artifact.spec.inputs
+    given, expected = graph_inputs(graph_outline(path)), artifact.spec.inputs
     if not {tensor.name for tensor in expected} <= {tensor.name for tensor in given}:
         raise UserError(
             f"--reference {choice.title} is another model: its inputs are {tensors_text(given)}; those of "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from effexport.models.aft_layer import AFTPositionLayer, near_diagonal
 from effexport.models.block_sums import causal_block_size, causal_block_sums, earlier_block_sums
-from effexport.models.exp_sums import ExpSums, join_blocks, merge, split_blocks, weighted_sums
+from effexport.models.exp_sums import ExpSums, join_blocks, merge, split_blocks, sums_with_weights
 from effexport.models.layers import at_least_float32
 
 # Causal: with more blocks than this on the top level, blocks are made larger. The memory grows with their
@@ -21,22 +21,35 @@ class AFTFullAttention(AFTPositionLayer):
     w is one number for each pair of positions, learned as u vᵀ or as it is. The causal form sums over t' ≤ t.
     O(seq² · dim) time; O(seq² + seq · dim) memory, with 16 times the second term in the causal form. The sums
     are matrix products of e^w and e^k, exact while the largest visible k + w of a row is within 80 of max k +
-    max w over the keys of the product.
+    max w over the keys of the product; in a graph for any length, max w is that of all positions of the row.
     """
+
+    @property
+    def does_without_mask(self) -> bool:
+        return not self.spec.causal
+
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor | None) -> Tensor:
+        self.check_length(projected[0].shape[-2])
+        return self.mixed(projected, keep)
 
     def sums(self, keys: ExpSums) -> ExpSums:
         seq_len = keys.m.shape[-2]
         if self.spec.causal:
             return self.causal_sums(keys, seq_len)
-        return weighted_sums(keys, self.biases(seq_len))
+        bias = self.biases(seq_len)
+        # of a symbolic length, all positions: what depends on parameters only is computed once
+        top_bias = bias.amax(dim=-1, keepdim=True)
+        weights = torch.exp(bias - top_bias)[:seq_len, :seq_len]
+        return sums_with_weights(keys, weights, top_bias[:seq_len])
 
     def biases(self, seq_len: int | torch.SymInt) -> Tensor:
-        """w of the first positions, float32 [seq, seq]."""
+        """w of the first positions, or of all for a symbolic length, float32."""
         if not self.is_factored:
-            return at_least_float32(self.position_bias)[:seq_len, :seq_len]
+            rows, _ = self.positions_and_blocks(seq_len, 1)
+            return at_least_float32(self.position_bias)[:rows, :rows]
         # without the spare row: a graph given more positions than are learned must fail, not run on
         u, v = (x.flatten(0, 1)[: self.spec.seq_len] for x in self.position_factors(seq_len, 1))
-        return (u @ v.T)[:seq_len, :seq_len]
+        return u @ v.T
 
     def causal_sums(self, keys: ExpSums, seq_len: int) -> ExpSums:
         size = causal_block_size(self.spec.seq_len, MOST_BLOCKS)

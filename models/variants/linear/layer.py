@@ -32,14 +32,24 @@ class LinearAttention(MultiHeadAttention):
 
     spec: LinearSpec
 
-    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+    @property
+    def calls_fused(self) -> bool:
+        return self.fused and self.spec.has_fused_operator
+
+    @property
+    def does_without_mask(self) -> bool:
+        return not self.calls_fused
+
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor | None) -> Tensor:
         spec = self.spec
-        if self.fused and spec.has_fused_operator:
+        if self.calls_fused:
+            assert keep is not None
             fused: Tensor = fused_linear_attention(*projected, keep, spec.eps, spec.causal, spec.chunk_length)
             return fused
         q, k, v = (at_least_float32(x) for x in projected)
-        # the mask multiplies φ(k), not k: φ(0) is 1
-        q, k = self.query_features(q), self.key_features(k, keep) * keep[:, None, :, None].to(k.dtype)
+        q, k = self.query_features(q), self.key_features(k, keep)
+        if keep is not None:  # of φ(k), not k: φ(0) is 1
+            k = k * keep[:, None, :, None].to(k.dtype)
         if spec.causal:
             sums = causal_sums(q, k, v, spec.chunk_length, spec.blindspot)
             context = self.normalized(sums[..., :-1], sums[..., -1:])
@@ -60,7 +70,7 @@ class LinearAttention(MultiHeadAttention):
             # e^k of padding may overflow, and infinity · 0 is not a number
             k = torch.where(keep[:, None, :, None], k, MASKED_LOGIT)
         if name == "softmax":
-            return torch.exp(k) if self.spec.causal else torch.softmax(k, dim=-2)
+            return torch.exp(k) if self.spec.causal else softmax_of_tokens(k)
         return ELEMENTWISE[name](k)
 
     def normalized(self, numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -111,6 +121,11 @@ class LinearAttention(MultiHeadAttention):
 def feature_map(x: Tensor) -> Tensor:
     """elu(x) + 1, written so that it does not round to zero for x below -18 (float32) or -9 (float16)."""
     return torch.where(x > 0, x + 1, torch.exp(torch.clamp(x, max=0)))
+
+
+def softmax_of_tokens(k: Tensor) -> Tensor:
+    """softmax over tokens, [..., seq, channels], on the last axis: of others, ONNX Runtime takes ten times as long."""
+    return torch.softmax(k.transpose(-1, -2), dim=-1).transpose(-1, -2)
 
 
 # By the names of `LinearSpec.feature_map`.

@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import helper
 
 from effexport.errors import UserError
-from effexport.export.onnx_graph import load_graph, why_invalid, why_not_readable
+from effexport.export import onnx_graph
+from effexport.export.onnx_graph import graph_outline, load_graph, why_invalid, why_not_readable
 
 pytestmark = pytest.mark.requires("onnx")
 OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
@@ -213,3 +215,37 @@ def test_a_file_that_is_larger_than_any_model_is_refused_before_it_is_read(tmp_p
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe is not a regular file"):
         load_graph(tmp_path / "pipe")
+
+
+def weighted_model(path: Path, name: str) -> Path:
+    value = helper.make_tensor_value_info
+    weights = [
+        onnx.numpy_helper.from_array(np.arange(5000, dtype=np.float32), "large"),
+        onnx.numpy_helper.from_array(np.array([3], dtype=np.int64), "small"),
+    ]
+    node = helper.make_node("Add", ["x", "large"], ["y"], name=name)
+    graph = helper.make_graph([node], "g", [value("x", 1, [5000])], [value("y", 1, [5000])], weights)
+    onnx.save(helper.make_model(graph, opset_imports=OPSETS[:1]), path)
+    return path
+
+
+def test_an_outline_is_the_graph_without_large_weights_and_follows_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_graph, "LARGE_FILE_BYTES", 1)
+    (tmp_path / "new").mkdir()
+    path = weighted_model(tmp_path / "new" / "model.onnx", "first")
+    outline = graph_outline(path)
+    large, small = outline.graph.initializer
+    assert (large.raw_data, list(large.dims)) == (b"", [5000])
+    assert onnx.numpy_helper.to_array(small) == [3]
+    assert outline.graph.node == load_graph(path).graph.node
+    moved = (tmp_path / "new").rename(tmp_path / "finished") / "model.onnx"
+    assert graph_outline(moved) is outline  # read once
+    weighted_model(moved, "other")
+    assert graph_outline(moved).graph.node[0].name == "other"
+
+
+def test_the_outline_of_a_file_that_is_not_a_model_is_refused_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no model file at"):
+        graph_outline(tmp_path / "absent.onnx")

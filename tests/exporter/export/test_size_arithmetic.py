@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import effexport
 from effexport.export.size_arithmetic import size_translation
-from effexport.models.adapters.size_arithmetic import arithmetic_of_sizes
+from effexport.models.adapters.size_arithmetic import Log2, arithmetic_of_sizes
 from effexport.quiet import quiet
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -41,6 +41,8 @@ def counts(n: Any) -> dict[str, Any]:
         "int(math.log2(n))": int(math.log2(n)),
         "math.ceil(np.log2(n))": math.ceil(np.log2(n)),
         "2 ** math.ceil(math.log2(n))": 2 ** math.ceil(math.log2(n)),
+        "math.ceil(math.log2(n / 2 + 1))": math.ceil(math.log2(n / 2 + 1)),
+        "int(math.log2(n / 2 + 1))": int(math.log2(n / 2 + 1)),
         "int(n / 2)": int(n / 2),
         "math.ceil(n / 7)": math.ceil(n / 7),
         "int(np.floor(n / 7))": int(np.floor(n / 7)),
@@ -63,6 +65,21 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         # nothing is in these tensors, so that their sizes cost nothing
         return tuple(x.new_zeros(int(count), 0) for count in counts(x.shape[0]).values())
+
+
+def test_a_logarithm_is_as_long_as_the_size_can_be() -> None:
+    formulas: list[str] = []
+
+    class Limited(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            n = x.shape[1]
+            assert n <= 64
+            formulas.extend(str(whole.node.expr) for whole in (math.ceil(Log2(n)), math.floor(Log2(n))))
+            return x
+
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        torch.export.export(Limited(), (torch.zeros(2, 20),), dynamic_shapes=({1: torch.export.Dim.AUTO},))
+    assert [formula.count("Min") for formula in formulas] == [6, 6]
 
 
 def test_counts_are_those_of_python(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ axis, and the report names the line."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.engines.profile import Profile, Range, within
 from effexport.errors import StageError, UserError
-from effexport.export.specialised_length import Assumption, Trace, readable
+from effexport.export.other_branches import Side, program_of_sides
+from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.inputs.random import case_inputs
 from effexport.serving.protocol.errors import RequestError
@@ -327,6 +329,53 @@ def test_an_axis_that_was_declared_free_is_not_fixed_and_nothing_is_proven_befor
     assert line_of(token_by_token, 1) in str(caught.value)
     assert stages[-1] == "exporting to ONNX"
     assert not (tmp_path / "out").exists()
+
+
+def test_other_sides_are_not_looked_for_where_the_first_is_wrong_on_its_own() -> None:
+    first: Any = Side("program", frozenset(range(10, 5000)), 5000, "")  # type: ignore[arg-type]
+
+    def other(size: int) -> Side:
+        raise AssertionError(size)
+
+    assert program_of_sides(first, 100, (1, 5000), other, lambda program, size: size == 100) is None
+
+
+def test_nothing_is_compared_once_a_program_holds_for_every_size() -> None:
+    many: Any = Side("many", frozenset(range(10, 4097)), 9000, "many")  # type: ignore[arg-type]
+    few: Any = Side("few", frozenset(range(2, 10)), 9, "few")  # type: ignore[arg-type]
+    asked: list[tuple[Any, int]] = []
+
+    def agrees(program: Any, size: int) -> bool:
+        asked.append((program, size))
+        return True
+
+    whole = program_of_sides(many, 100, (1, 9000), lambda size: few, agrees)
+    assert whole is not None
+    assert (whole.program, whole.lowest, whole.highest) == ("many", 1, 9000)
+    assert {program for program, _ in asked} == {"many"}
+    assert len(asked) == len(set(asked))
+
+
+def test_assumptions_hold_where_pytorch_says_so() -> None:
+    guards: list[Any] = []
+
+    class Guarded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            n = x.shape[1]
+            least = torch.sym_min(n, 50)
+            tests = (n % 8 == 4, n // 7 > 12, least * 3 < 151, math.ceil(n / 3) <= 34, 2 * n**2 != 7 * n + 1)
+            guards.extend(test.node.expr for test in tests)  # type: ignore[attr-defined]
+            guards.append((math.floor(torch.sym_sqrt(n)) == 10).node.expr)  # type: ignore[attr-defined]
+            return x
+
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        torch.export.export(Guarded(), (vectors(2, 100),), dynamic_shapes=({1: torch.export.Dim.AUTO},))
+    assert len(guards) == 6
+    for guard in guards:
+        (symbol,) = guard.free_symbols
+        assert condition(guard, (symbol,)).__name__ == "<lambda>"  # it is compiled
+        for size in (2, 3, 8, 12, 33, 91, 99, 100, 101, 102, 103, 121, 1000, 4096):
+            assert holds(guard, size) == bool(guard.subs(symbol, size)), (guard, size)
 
 
 def test_that_two_inputs_have_one_batch_is_not_a_reason() -> None:

@@ -448,4 +448,5 @@ def test_a_report_shows_itself_in_a_notebook(factory: Path) -> None:
     assert "<table>" in page
     assert "arithmetic" in page
     assert "passed" in page
+    assert stages[0] == "running the module, to see what it takes and which of its sizes are free"
     assert "exporting to ONNX" in stages
