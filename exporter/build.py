@@ -55,6 +55,7 @@ from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
 from effexport.export.same_graph import why_other_graph
 from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_sizes, spec_with_sizes
 from effexport.export.traced_graphs import read_traced
+from effexport.export.written_attention import remarks_on_written
 from effexport.models.families import CONFIG
 from effexport.models.module_spec import ModuleSpec
 from effexport.processor import Processor
@@ -480,7 +481,8 @@ def with_operators_of_graph(spec: BuildSpec, model: Path) -> BuildSpec:
     if not isinstance(described, ModuleSpec) or (found := operators_of_model(model)) == spec.custom_ops:
         return spec
     if spec.fused:
-        return replace(spec, model=replace(described, fused_op_counts=found))
+        remarks = (*described.remarks, *remarks_on_written(found, spec.custom_ops))
+        return replace(spec, model=replace(described, fused_op_counts=found, remarks=remarks))
     return replace(spec, model=replace(described, unfused_op_counts=found))
 
 

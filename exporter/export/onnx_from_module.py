@@ -45,6 +45,7 @@ from effexport.export.traced_graphs import (
     read_traced,
     traced_weights,
 )
+from effexport.export.written_attention import turn_attentions
 from effexport.models.head_spec import MASKS
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.size_formula import shape_of
@@ -68,6 +69,9 @@ STAGE = "export"
 BUCKETS_SUFFIX = "buckets"
 # In errors of code that calculates with a size as with a number, such as np.sqrt(x.shape[1]).
 OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for tensor subclasses")
+
+# Of a model in memory: the operators that stand for what the code of a module writes out.
+WRITTEN = "written out"
 
 
 def onnx_from_module(
@@ -125,6 +129,7 @@ def write_graph(
             raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
     else:
         program = program_from_module(module, example, signature, spec, optimize=False)
+        signature = replace(signature, custom_ops=Counter(signature.custom_ops) + program.model.meta[WRITTEN])
         graph = graph_without_weights(program.model, module)
         if traced is not None:
             # what else a user's own module computes with is not in its state_dict, so that it is always traced anew
@@ -223,6 +228,7 @@ def program_from_module(
     }
     if isinstance(spec.model, ModuleSpec):
         table |= recurrent_translation(spec.opset) | size_translation(spec.opset)
+    written = Counter[str]()
     with (
         quiet(streams=True),
         without_shape_cache(),
@@ -231,7 +237,7 @@ def program_from_module(
     ):
         try:
             program = torch.onnx.export(
-                with_casts(program_of_user(module, example, signature, spec))
+                finished(program_of_user(module, example, signature, spec), spec, written)
                 if isinstance(spec.model, ModuleSpec)
                 else module,
                 example,
@@ -251,6 +257,7 @@ def program_from_module(
     for value in [value for node in program.model.graph for value in node.outputs]:
         if not value.is_graph_output():
             value.name = inner_name(value.name, signature.outputs)
+    program.model.meta[WRITTEN] = written
     return program
 
 
@@ -265,6 +272,14 @@ def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
             stack.enter_context(attention_calls_as_operators(turns=spec.fused))
             stack.enter_context(code_as_exported(module))
         yield
+
+
+def finished(program: ExportedProgram, spec: BuildSpec, written: Counter[str]) -> ExportedProgram:
+    """The program of a user's own module as torch.onnx gets it. written: gets the operators that stand for what its
+    code writes out."""
+    if spec.fused:
+        written += turn_attentions(program, spec.seq_len)
+    return with_casts(program)
 
 
 def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:

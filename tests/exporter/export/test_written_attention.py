@@ -1,0 +1,163 @@
+"""Softmax attention written out as products and a softmax becomes the operator where it is the same for every input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from slow_cases import slow_after
+from torch import Tensor, nn
+
+import effexport
+from effexport.export import written_attention
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+DIM, HEADS = 16, 2
+NOTE = "1 attention that the code writes out as products and a softmax became effexport's softmax attention."
+
+
+@dataclass
+class Form:
+    """How an attention is written. logits: of queries and transposed keys. hidden: of a mask [batch, keys] of 0 and 1.
+
+    weights: of logits; mixed: of weights and values.
+    """
+
+    heads: int = HEADS
+    keys: Callable[[Tensor], Tensor] = lambda k: k.transpose(-2, -1)
+    logits: Callable[[Tensor, Tensor], Tensor] = lambda q, k: q @ k / math.sqrt(q.shape[-1])
+    hidden: Callable[[Tensor], Tensor] | None = None
+    low: float = -1e9
+    weights: Callable[[Tensor], Tensor] = lambda logits: logits.softmax(-1)
+    mixed: Callable[[Tensor, Tensor], Tensor] = lambda weights, v: weights @ v
+
+
+class Attention(nn.Module):
+    def __init__(self, form: Form, dim: int = DIM) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.qkv, self.dropout = form, nn.Linear(dim, 3 * dim), nn.Dropout()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        form = self.form
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if form.heads:
+            q, k, v = (part.unflatten(-1, (form.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        logits = form.logits(q, form.keys(k))
+        if form.hidden is not None:
+            assert mask is not None
+            logits = logits.masked_fill(form.hidden(mask), form.low)
+        mixed = form.mixed(self.dropout(form.weights(logits)), v)
+        return mixed.transpose(1, 2).flatten(2) if form.heads else mixed
+
+
+def padding(mask: Tensor) -> Tensor:
+    return mask[:, None, None] == 0
+
+
+def later(mask: Tensor) -> Tensor:
+    return torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).triu(1)
+
+
+TURNED = {
+    "masked": Form(hidden=padding),
+    "hidden by infinity": Form(hidden=padding, low=-math.inf),
+    "without a mask": Form(),
+    "keys by permute": Form(keys=lambda k: k.permute(0, 1, 3, 2)),
+    "a scaled query": Form(logits=lambda q, k: (q * 0.3) @ k),
+    "a factor": Form(logits=lambda q, k: 0.3 * (q @ k) * 2),
+    "one head": Form(heads=0, hidden=lambda mask: mask[:, None] == 0),
+    "one mask for all samples": Form(hidden=lambda mask: mask[:1, None, None] == 0),
+    "torch.softmax of the fourth axis": Form(weights=lambda logits: torch.softmax(logits, 3)),
+}
+KEPT = {
+    "a mask that hides little": Form(hidden=padding, low=-5.0),
+    "a causal mask": Form(hidden=later),
+    "a mask of pairs": Form(hidden=lambda mask: (mask[:, None, None] == 0) | (mask[:, None, :, None] == 0)),
+    "a factor after the mask": Form(hidden=padding, weights=lambda logits: (0.1 * logits).softmax(-1)),
+    "two masks": Form(hidden=padding, weights=lambda logits: logits.masked_fill(logits.isnan(), -1e9).softmax(-1)),
+    "a softmax over queries": Form(weights=lambda logits: logits.softmax(-2)),
+    "a softmax over heads": Form(weights=lambda logits: logits.softmax(1)),
+    "positions added": Form(weights=lambda logits: (logits + torch.arange(logits.shape[-1])).softmax(-1)),
+    "weights that are used again": Form(mixed=lambda weights, v: weights @ v + weights.amax(-1, keepdim=True)),
+    "weights that are changed": Form(mixed=lambda weights, v: weights.square() @ v),
+    "values on the left": Form(mixed=lambda weights, v: (v.transpose(-2, -1) @ weights).transpose(-2, -1)),
+    "logits with a minus": Form(logits=lambda q, k: -(q @ k)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes at which the operator does not pay, but is as right."""
+    monkeypatch.setattr(written_attention, "LEAST_CHANNELS", 1)
+    monkeypatch.setattr(written_attention, "LEAST_TOKENS", 1)
+
+
+def check(form: Form, folder: Path, precision: str = "fp32") -> effexport.BuildResult:
+    """Build from masks that hide nothing; the file answers as PyTorch does to others, also where all is hidden."""
+    model = Attention(form).eval()
+    example = {"x": torch.randn(2, 12, DIM)} | ({"mask": torch.ones(2, 12, dtype=torch.int64)} if form.hidden else {})
+    result = effexport.export(model, example, folder / "out", precision=precision)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), effexport.load(result.path) as runner:
+        for batch, seq_len in ((1, 1), (3, 9), (2, 300)):
+            inputs = {"x": torch.randn(batch, seq_len, DIM, generator=generator)}
+            if form.hidden:
+                inputs["mask"] = (torch.rand(batch, seq_len, generator=generator) < 0.6).long()
+                inputs["mask"][-1] = 0
+            expected = model(**inputs).numpy()
+            if precision == "fp16":
+                inputs["x"] = inputs["x"].half()
+            (actual,) = runner.run({name: value.numpy() for name, value in inputs.items()}).values()
+            assert (np.isnan(actual) == np.isnan(expected)).all()
+            scale = np.sqrt(np.square(expected[~np.isnan(expected)]).mean()) if not np.isnan(expected).all() else 0
+            # rounding of float32 in another order; of float16, in weights and results
+            limit = (1e-5 if precision == "fp32" else 2e-2) * scale
+            assert np.nanmax(np.abs(actual.astype(np.float64) - expected), initial=0) <= limit
+    return result
+
+
+@pytest.mark.parametrize("name", slow_after(4, TURNED))
+def test_an_attention_becomes_the_operator(tmp_path: Path, name: str) -> None:
+    result = check(TURNED[name], tmp_path)
+    assert result.artifact.spec.custom_ops == {"MaskedAttention": 1}
+    assert NOTE in result.report.notes
+    assert result.report.verdict == "passed"
+
+
+@pytest.mark.parametrize("name", slow_after(4, KEPT))
+def test_what_the_operator_does_not_compute_stays(tmp_path: Path, name: str) -> None:
+    result = check(KEPT[name], tmp_path)
+    assert result.artifact.spec.custom_ops == {}
+
+
+@pytest.mark.slow
+def test_half_precision(tmp_path: Path) -> None:
+    assert check(TURNED["masked"], tmp_path, "fp16").artifact.spec.custom_ops == {"MaskedAttention": 1}
+
+
+def test_an_unfused_build_keeps_it(tmp_path: Path) -> None:
+    result = effexport.export(Attention(Form()).eval(), torch.randn(2, 12, DIM), tmp_path / "out", fused=False)
+    assert result.artifact.spec.custom_ops == {}
+
+
+def test_every_layer_of_a_stack(tmp_path: Path) -> None:
+    stack = nn.Sequential(*(Attention(Form()) for _ in range(3))).eval()
+    result = effexport.export(stack, torch.randn(2, 12, DIM), tmp_path / "out")
+    assert result.artifact.spec.custom_ops == {"MaskedAttention": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seq_len", "dim", "count"), [(1024, 128, 1), (1023, 128, 0), (1024, 126, 0)])
+def test_it_stays_where_the_operator_would_be_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, dim: int, count: int
+) -> None:
+    monkeypatch.undo()
+    model = Attention(Form(), dim).eval()
+    result = effexport.export(model, torch.randn(1, seq_len, dim), tmp_path / "out")
+    assert result.artifact.spec.custom_ops == ({"MaskedAttention": 1} if count else {})
