@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     # a node of torch.fx, whose arguments have any type
     Node = Any
 
-# The speed of the kernel beside ONNX Runtime's own products and softmax, on one thread and on two: 0.65 to 0.9 for heads
-# of 16 and 32 channels, 0.96 to 0.99 for 64 and 128 channels and up to 512 tokens, 1.0 to 1.3 from 1,024 tokens on, where
-# it also needs no memory for tokens × tokens. AMD EPYC with AVX-512, 2026-11-27.
+# The speed of the kernel beside ONNX Runtime's own products and softmax, on one thread and on two: 0.65 to 0.9 for
+# heads of 16 and 32 channels, 0.96 to 0.99 for 64 and 128 channels and up to 512 tokens, 1.0 to 1.3 from 1,024 tokens
+# on, where it also needs no memory for tokens × tokens. AMD EPYC with AVX-512, 2026-11-27.
 LEAST_CHANNELS, LEAST_TOKENS = 64, 1024
 
 
@@ -67,7 +67,7 @@ def written_at(softmax: Any) -> Written | None:
     """The attention around a softmax over keys, None if it is another one, or if its weights are used elsewhere."""
     import torch
 
-    from effexport.models.adapters.sdpa import HIDES
+    from effexport.plugins.masked_attention.op import HIDES
 
     aten = torch.ops.aten
     if softmax.target is not aten.softmax.int or softmax.args[1] not in (-1, rank(softmax) - 1):

@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from effexport.models.torch_functions import storage, writes, written_out
-from effexport.plugins.masked_attention.op import masked_attention
+from effexport.plugins.masked_attention.op import HIDES, masked_attention
 
-# Masks at most this are taken as "hidden": e to it is 0 in every type, also after a large logit is added.
-HIDES = -1e4
 TO_BOOL = {Tensor.to, Tensor.bool}
 ELEMENTWISE = TO_BOOL | {
     *(Tensor.float, Tensor.half, Tensor.type_as, Tensor.contiguous, Tensor.clone, Tensor.sub, torch.sub),

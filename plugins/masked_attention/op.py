@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # Logit of a hidden key: finite, so that a sample that sees nothing averages over all of its keys.
 HIDDEN_LOGIT = torch.finfo(torch.float32).min
+# What other code adds to a logit, or puts in its place, to hide a key: e to it is 0 in every type, also after a large
+# logit is added.
+HIDES = -1e4
 
 SIGNATURE = Signature(
     "MaskedAttention",
