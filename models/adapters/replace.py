@@ -69,7 +69,7 @@ def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] |
                 if made is not child:
                     replaced[path.partition(".")[2]] = made
                 visit(made, f"{path}.")
-                if made is not child:
+                if made is not child and not type(made).__module__.startswith("torch."):
                     seal(made)
             if made is not child:
                 setattr(parent, name, made)

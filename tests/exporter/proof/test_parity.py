@@ -223,6 +223,13 @@ def is_weight(array: np.ndarray, variant: str) -> bool:
     return array.ndim >= 2 and array.dtype == np.float32 and (variant != "lsh" or array.size != ROTATIONS)
 
 
+def one_percent_off(array: np.ndarray) -> np.ndarray:
+    """Every second column: a factor of all weights of an average, such as e^w of AFT, changes nothing."""
+    changed = array.copy()
+    changed[..., ::2] *= array.dtype.type(1.01)
+    return changed
+
+
 def test_each_weight_that_is_one_percent_off_is_caught(built: Built, tmp_path: Path, variant: str) -> None:
     artifact = built(variant, "attention")
     cases = [c for c in load_reference(artifact.reference_path) if c.name in ("export", "padded batch")]
@@ -231,7 +238,7 @@ def test_each_weight_that_is_one_percent_off_is_caught(built: Built, tmp_path: P
     assert len(names) >= 3
     for target in names:
         changed = damaged_copy(
-            artifact, tmp_path / "model.onnx", lambda name, a, t=target: a * a.dtype.type(1.01) if name == t else None
+            artifact, tmp_path / "model.onnx", lambda name, a, t=target: one_percent_off(a) if name == t else None
         )
         assert changed == [target]
         checks = list(run_checks(candidate_of(artifact, tmp_path / "model.onnx"), cases, artifact.spec))
