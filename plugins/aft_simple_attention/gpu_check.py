@@ -7,15 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
+from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,
-    AtMost,
     Case,
-    GpuCheck,
     Limit,
     Output,
-    Timed,
     generator,
     in_all_types,
     normal,
@@ -23,6 +20,7 @@ from effexport.plugins.gpu_check import (
     random_mask,
     with_peaks,
 )
+from effexport.plugins.gpu_check import AtMost, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, moved, parts
 
 

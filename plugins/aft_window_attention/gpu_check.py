@@ -11,16 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
+from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,
-    AtMost,
     Case,
-    FasterThan,
-    GpuCheck,
     Limit,
     Output,
-    Timed,
     generator,
     in_all_types,
     normal,
@@ -28,6 +24,7 @@ from effexport.plugins.gpu_check import (
     random_mask,
     with_peaks,
 )
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
 
 # Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels].

@@ -7,18 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
-    ROUNDING,
-    AtMost,
-    Case,
-    FasterThan,
-    GpuCheck,
-    Limit,
-    Output,
-    Timed,
-    generator,
-    in_all_types,
-)
+from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
 
 # softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero

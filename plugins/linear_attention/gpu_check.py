@@ -11,21 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
-    PEAKS,
-    ROUNDING,
-    AtMost,
-    Case,
-    FasterThan,
-    GpuCheck,
-    Limit,
-    Output,
-    Timed,
-    generator,
-    in_all_types,
-    normal,
-    peak,
-)
+from effexport.plugins.contract import PEAKS, ROUNDING, Case, Limit, Output, generator, in_all_types, normal, peak
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, moved, parts, product
 
 EPS = (1e-6,)

@@ -13,20 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
-    ROUNDING,
-    AtMost,
-    Case,
-    FasterThan,
-    GpuCheck,
-    Limit,
-    Output,
-    Timed,
-    generator,
-    in_all_types,
-    normal,
-    sdpa_baselines,
-)
+from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types, normal
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed, sdpa_baselines
 from effexport.plugins.gpu_work import Work, attention_core, parts
 
 BUCKETS = 8

@@ -9,18 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
-    AtMost,
-    Case,
-    FasterThan,
-    GpuCheck,
-    Limit,
-    Output,
-    Timed,
-    generator,
-    in_all_types,
-    token_mask,
-)
+from effexport.plugins.contract import Case, Limit, Output, generator, in_all_types, token_mask
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_hash import op
 

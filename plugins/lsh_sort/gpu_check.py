@@ -7,16 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
-    AtMost,
-    Case,
-    FasterThan,
-    GpuCheck,
-    Limit,
-    Output,
-    Timed,
-    generator,
-)
+from effexport.plugins.contract import Case, Limit, Output, generator
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_sort import op
 

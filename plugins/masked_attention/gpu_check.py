@@ -7,24 +7,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
+from effexport.plugins.contract import (
     PEAK_LOGIT,
     PEAKS,
     ROUNDING,
     Case,
-    FasterThan,
-    GpuCheck,
     Limit,
     Output,
-    Timed,
     generator,
     in_all_types,
     normal,
     peak,
     random_mask,
-    sdpa_baselines,
     with_peaks,
 )
+from effexport.plugins.gpu_check import FasterThan, GpuCheck, Timed, sdpa_baselines
 from effexport.plugins.gpu_work import Work, attention_core, parts
 from effexport.plugins.masked_attention import op
 

@@ -7,19 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
-    ROUNDING,
-    AtMost,
-    Case,
-    GpuCheck,
-    Limit,
-    Output,
-    Timed,
-    generator,
-    in_all_types,
-    normal,
-    token_mask,
-)
+from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types, normal, token_mask
+from effexport.plugins.gpu_check import AtMost, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, moved, parts
 
 

@@ -8,20 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.gpu_check import (
-    ROUNDING,
-    AtMost,
-    Case,
-    FasterThan,
-    GpuCheck,
-    Limit,
-    Output,
-    Timed,
-    generator,
-    in_all_types,
-    normal,
-    token_mask,
-)
+from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types, normal, token_mask
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
 
 

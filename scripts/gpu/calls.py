@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import Case, GpuCheck
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import GpuCheck
 from gpu.device import DTYPE_NUMBERS
 
 

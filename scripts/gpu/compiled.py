@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from effexport.environment import usable_cores
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import Op
 from gpu.building import PLUGINS, call, emulating_toolchain, make_library
 from gpu.device import Device, Kernels, SetupError, find_nvcc

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import Case, GpuCheck, Output, load_gpu_check
+from effexport.plugins.contract import Case, Output
+from effexport.plugins.gpu_check import GpuCheck, load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
 from gpu.device import ALL_BLOCKS, FEW_BLOCKS, KernelError, Kernels

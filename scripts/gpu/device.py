@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from effexport.plugins.gpu_check import Case
+    from effexport.plugins.contract import Case
 
 # How native/gpu_check.h numbers element types. LSHSort has one type and ignores the number.
 DTYPE_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}

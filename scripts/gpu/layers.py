@@ -21,7 +21,8 @@ from effexport.models.variants.linear.spec import LinearSpec
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.models.variants.softmax.spec import SoftmaxSpec
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
 from gpu.device import Kernels

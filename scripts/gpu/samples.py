@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import Case, GpuCheck
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import GpuCheck
 
 # What the reference of some samples may take, of a GPU with 80 GB that four processes share.
 PART_BYTES = 8 << 30

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import AtMost, Case, FasterThan, GpuCheck, Timed, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed, load_gpu_check
 from effexport.plugins.gpu_work import Work
 from effexport.plugins.ops import OPS
 from gpu.bounds import Rates, bound_of

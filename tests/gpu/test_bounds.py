@@ -8,7 +8,8 @@ import pytest
 from gpu.bounds import Rates, bound_of
 from gpu.budget import GPUS
 
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.gpu_work import ACCESS_BYTES, Work, attention_core, product
 from effexport.plugins.ops import OPS
 

@@ -14,7 +14,8 @@ from gpu.samples import relative_error
 from gpu.stages import FAILED, NOT_RUN, PASSED
 from torch import Tensor
 
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 
 CHECK = load_gpu_check(OPS["MaskedAttention"])

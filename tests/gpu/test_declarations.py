@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from effexport.plugins.gpu_check import ROUNDING, FasterThan, load_gpu_check
+from effexport.plugins.contract import ROUNDING
+from effexport.plugins.gpu_check import FasterThan, load_gpu_check
 from effexport.plugins.ops import OPS, Op
 
 PLUGINS = Path(__file__).parents[2] / "plugins"

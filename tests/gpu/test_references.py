@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS, Op
 
 # op.py's reference, called with the inputs and what a case says

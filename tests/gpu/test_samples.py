@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from effexport.plugins.gpu_check import Case, GpuCheck, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import GpuCheck, load_gpu_check
 from effexport.plugins.ops import OPS, Op
 
 MOST_CALLS = 2000

@@ -17,7 +17,8 @@ from gpu.stages import FAILED, NOT_RUN, PASSED, Run
 from gpu.stopwatch import FEWEST_TURNS, MOST_CALLS, MOST_TURNS, readings, repeats_for
 from torch import Tensor
 
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 
 EMULATION = Device(emulated=True)

@@ -14,7 +14,7 @@ from lsh_attention_cases import CUDA_LIMITS, assert_close, assert_computes_the_f
 from lsh_attention_cases import HALVES as ATTENTION_HALVES
 from lsh_attention_cases import Case as AttentionCase
 
-from effexport.plugins import gpu_check
+from effexport.plugins.contract import Case
 from effexport.plugins.lsh_attention.gpu_check import formula
 from effexport.plugins.lsh_attention.op import reference as attention_reference
 
@@ -128,7 +128,7 @@ def test_half_precision_is_off_by_at_most_twice_what_the_formula_is(
     sizes = (case.batch, case.heads, seq, head_dim, head_dim, rounds, *case.attributes.values())
     tensors = [torch.from_numpy(arrays[x].astype(np.float32)).to(getattr(torch, dtype)) for x in ("qk", "v")]
     tensors += [torch.from_numpy(arrays[x]) for x in ("order", "keep")]
-    theirs = formula(gpu_check.Case(sizes, dtype=dtype), *tensors).double().numpy()
+    theirs = formula(Case(sizes, dtype=dtype), *tensors).double().numpy()
     ours = emulated.attend(case, arrays).astype(np.float64)
     assert np.abs(ours - expected).max() <= 2 * np.abs(theirs - expected).max()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, guarded
 
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.lsh_hash import op
 from effexport.plugins.ops import FLOAT_TYPES, OPS
 

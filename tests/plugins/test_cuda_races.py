@@ -22,7 +22,8 @@ from gpu.device import FEW_BLOCKS, Device, find_compiler
 from gpu.stages import Run
 from kept import kept, native_sources
 
-from effexport.plugins.gpu_check import Case, in_all_types, load_gpu_check
+from effexport.plugins.contract import Case, in_all_types
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 
 BY_NAME = {op.torch_name: op for op in OPS.values()}

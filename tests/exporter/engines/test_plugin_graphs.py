@@ -24,7 +24,8 @@ from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
 from effexport.export.onnx_graph import load_graph
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.contract import Case
+from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 
 pytestmark = [pytest.mark.requires("torch", "onnx"), pytest.mark.usefixtures("registered")]
