@@ -157,6 +157,15 @@ def test_logits_far_above_all_others_count_wherever_their_keys_are(first: int) -
 
 
 @pytest.mark.requires("native", "onnx", "ort")
+def test_a_slice_without_a_visible_key_adds_nothing_to_the_merge() -> None:
+    """Whatever lies in the memory of its sums: here infinity, from the sample before."""
+    feeds = random_feeds(3, 2500, batch=2)
+    feeds["v"][0], feeds["keep"][1, :2048] = np.inf, False
+    expected = exact_attention({name: array[1:] for name, array in feeds.items()})
+    assert_close(run_kernel(OP, feeds, shape_of(feeds), threads=1, scale=SCALE)[1:], expected, FP32)
+
+
+@pytest.mark.requires("native", "onnx", "ort")
 def test_logits_far_below_zero_count_like_any_others() -> None:
     feeds = random_feeds(9, 1500)
     feeds["q"][...] = 100

@@ -1,0 +1,363 @@
+#!/usr/bin/env python3
+"""Plant one fault at a time into the kernels of the operators, and show which ones their tests catch.
+
+    .venv/bin/python scripts/mutants.py                             # all; results are kept, so it may be interrupted
+    .venv/bin/python scripts/mutants.py --operator sequence_conv --limit 3
+
+Works on a copy of the files, in build/mutants. CUDA kernels are tested in the CPU emulation. Barriers are not among the
+faults: tests/plugins/test_cuda_races.py leaves out each of them. A result is taken again from results.json as long as
+neither the native sources nor the tests that decide it change. Exit status 1 if a fault survives, does not compile or
+does not apply any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "mutants"
+TREE = FOLDER / "tree"
+RESULTS = FOLDER / "results.json"
+LIBRARY = FOLDER / "library"
+TIMEOUT_S = 1200
+COMPILER_ERROR = re.compile(r"\.(?:cu|cc|h):\d+:\d+: error: .*")
+CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: `new` in place of `old`, which is in the file once. file: below plugins/."""
+
+    file: str
+    old: str
+    new: str
+
+    @property
+    def operator(self) -> str:
+        return self.file.split("/")[0]
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.file.split("/")[1] in CUDA_FILES
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The files that should catch it."""
+        own = f"test_cuda_{self.operator}.py" if self.on_cuda else f"test_{self.operator}.py"
+        return tuple(
+            f"tests/plugins/{name}" for name in (own, "test_contract.py") if (ROOT / "tests/plugins" / name).exists()
+        )
+
+
+def mutants_of(file: str, *faults: tuple[str, str]) -> tuple[Mutant, ...]:
+    return tuple(Mutant(file, old, new) for old, new in faults)
+
+
+MUTANTS = (
+    *mutants_of(
+        "segment_means/kernel_cuda.cu",
+        ("token < last; token += kRows * kAtOnce", "token < last; token += kRows"),
+        ("token + i * kRows < last && is_set", "is_set"),
+        ("if (tile::lane() == 0) lengths[tile::warp()]", "if (threadIdx.x == 0) lengths[tile::warp()]"),
+        ("count == 0 ? 0.0f : sum / static_cast<float>(count)", "sum / static_cast<float>(count)"),
+    ),
+    *mutants_of(
+        "segment_means/kernel_cpu.cc",
+        ("(kept_length(keep, p.seq) + p.segments - 1)", "(p.seq + p.segments - 1)"),
+        ("if (group / p.heads != sample) {", "if (sample < 0) {"),
+    ),
+    *mutants_of(
+        "segment_means/vectors.h",
+        ("if (!r.keep[i]) continue;", ""),
+        ("for (; channel < r.channels; ++channel) {", "for (; channel + 1 < r.channels; ++channel) {"),
+    ),
+    *mutants_of("segment_means/ort.cc", ("keep != Shape{x[0], x[2]}", "keep.size() != 2")),
+    *mutants_of(
+        "sequence_conv/kernel_cuda.cu",
+        ("token - shift + taps - 1)", "token - shift + taps - 3)"),
+        ("from >= seq || !is_set(kept + from)", "from >= seq || (taps == 0 && !is_set(kept + from))"),
+        ("Tap before = own[first - 8];", "Tap before = own[first];"),
+        ("taps[kOwn + r - i]", "taps[kOwn + r - i - 1]"),
+        ("before = after;", "before = here;"),
+        ("(group % heads) * taps", "(group / heads) * taps"),
+    ),
+    *mutants_of("sequence_conv/kernel_cpu.cc", ("token >= p.seq || !keep[token]", "token >= p.seq")),
+    *mutants_of(
+        "sequence_conv/vectors.h",
+        ("case 1: return panel<1>(s, channel);", "case 1: return;"),
+        ("for (; token < s.tokens; ++token) tile<1", "for (; token + 1 < s.tokens; ++token) tile<1"),
+        ("for (int i = r + 1; i < kRows; ++i) {", "for (int i = r + 1; i < kRows - 1; ++i) {"),
+    ),
+    *mutants_of("sequence_conv/ort.cc", (" || weight[2] % 2 != 1", "")),
+    *mutants_of(
+        "masked_attention/kernel_cuda.cu",
+        ("highest = fmaxf(highest, first[slice * slice_floats]);", "highest = first[slice * slice_floats];"),
+        ("distance < tile::kWarpSize; distance *= 2", "distance < tile::kWarpSize / 2; distance *= 2"),
+        ("total += factor * partial[1];", "total += partial[1];"),
+        ("context += factor * partial", "context += partial"),
+        ("row % s.n * std::int64_t{kStatistics + s.e}", "row * std::int64_t{kStatistics + s.e}"),
+        ("key >= keys_ ? -INFINITY : is_set", "key >= keys_ ? attention::kLowest : is_set"),
+        ("job.group / s.heads) * s.m", "job.group % s.heads) * s.m"),
+    ),
+    *mutants_of(
+        "masked_attention/kernel_cpu.cc",
+        ("if (nothing_yet) std::fill", "if (false) std::fill"),
+        ("for (std::int64_t s = 1; s < parts; ++s) top", "for (std::int64_t s = 2; s < parts; ++s) top"),
+        ("sum += factor * from[1];", "sum += from[1];"),
+        ("visible == kTileKeys, nothing_yet", "visible == keys, nothing_yet"),
+    ),
+    *mutants_of("masked_attention/vectors.h", ("sum = sum * factor + sum_of_lanes", "sum = sum + sum_of_lanes")),
+    *mutants_of(
+        "masked_attention/ort.cc", ("v != Shape{q[0], q[1], k[2], v[3]}", "v != Shape{q[0], q[1], v[2], v[3]}")
+    ),
+    *mutants_of(
+        "iterative_pinv/tensor_cores.h",
+        ("tile::multiply_add<Half>(products, left.low[k], high[side]);", ""),
+        ("row < m && column < m ? widen", "row < m && row * m + column < m * m ? widen"),
+        ("scales[i] = scale.value;", "scales[i] = 1.0f;"),
+        ("i / 2 == j % 2 && tile::warp() == j / 2", "i / 2 == j % 2 && tile::warp() == j % 4 / 2"),
+    ),
+    *mutants_of(
+        "iterative_pinv/scratch.h",
+        ("product = {z, x, p, 0.0f, 0.25f, -1}", "product = {x, z, p, 0.0f, 0.25f, -1}"),
+        ("if (quad * kQuad + i < m) narrow", "narrow"),
+    ),
+    *mutants_of(
+        "iterative_pinv/vectors.h",
+        ("for (std::int64_t k = kSumBlock; k < m; k", "for (std::int64_t k = kSumBlock; k + kSumBlock <= m; k"),
+        ("constexpr std::int64_t kSumBlock = 64;", "constexpr std::int64_t kSumBlock = 1 << 20;"),
+        ("sum *= 0.25;", "sum = __builtin_convertvector(__builtin_convertvector(sum * 0.25, HalfFloats), Doubles);"),
+    ),
+    *mutants_of("iterative_pinv/kernel_cpu.cc", ("to_float(scale[i])", "to_float(scale[0])")),
+    *mutants_of(
+        "lsh_hash/kernel_cuda.cu",
+        ("if (projection > highest) {", "if (projection >= highest) {"),
+        ("bucket += (highest >= -lowest ?", "bucket += (highest > -lowest ?"),
+        ("fmaf(left[i], right[j], sums[j][i])", "left[i] * right[j] + sums[j][i]"),
+        ("kept ? search.bucket : hidden", "kept || hidden > 0 ? search.bucket : hidden"),
+        ("- channel) + kUnroll - 1) / kUnroll", "- channel)) / kUnroll"),
+        ("stride *= 2 * place;", "stride *= place;"),
+    ),
+    *mutants_of(
+        "lsh_hash/vectors.h",
+        ("at_highest[v] = projection > highest[v]", "at_highest[v] = projection >= highest[v]"),
+        ("highest[v] >= -lowest[v] ?", "highest[v] > -lowest[v] ?"),
+        ("stride *= 2 * place;", "stride *= place;"),
+    ),
+    *mutants_of(
+        "lsh_hash/kernel_cpu.cc",
+        ("if (head != packed)", "if (packed < 0)"),
+        ("t < tokens && keep[t] ?", "t < tokens ?"),
+    ),
+    *mutants_of(
+        "lsh_sort/kernel_cuda.cu",
+        ("(digits.passes - pass) % 2 == 1 ? order", "pass % 2 == 0 ? order"),
+        ("min(start + segment, size)", "(start + segment)"),
+        ("if (lane >= distance) sum += earlier;", "if (lane > distance) sum += earlier;"),
+        ("position < begin ? earlier", "position <= begin ? earlier"),
+        ("min(max(bucket, 0), num_buckets - 1)", "max(bucket, 0)"),
+    ),
+    *mutants_of(
+        "lsh_sort/kernel_cpu.cc",
+        ("for (; t < n; ++t) ++counters", "for (; t + 1 < n; ++t) ++counters"),
+        ("std::stable_sort(", "std::sort("),
+        ("n == 0 || highest < static_cast", "n == 0 || highest <= static_cast"),
+    ),
+    *mutants_of(
+        "linear_attention/kernel_cuda.cu",
+        ("sums[place] = sum;", "sums[place] = {sum.x + value.x, sum.y + value.y, sum.z + value.z, sum.w + value.w};"),
+        ("sums_column() + i % 2 <= row + i / 2 * 8 ? weight", "sums_column() + i % 2 < row + i / 2 * 8 ? weight"),
+        ("if (block > 0) change<T>(rows, exponents, next);", ""),
+        ("eps * power_of_two(exponents.upper)", "eps"),
+        ("change<T>(state, {exponent, exponent}, {next, next});", ""),
+        ("hide_rows(state, keys.count);", "hide_rows(state, kSide);"),
+    ),
+    *mutants_of(
+        "linear_attention/kernel_cpu.cc",
+        ("before += std::exchange(*own, before);", "*own = before += *own;"),
+        ("for (std::int64_t slice = 1; slice < slices", "for (std::int64_t slice = 1; slice + 1 < slices"),
+    ),
+    *mutants_of(
+        "linear_attention/vectors.h",
+        ("i >= rows || (keep != nullptr && keep[i] == 0)", "i >= rows"),
+        ("for (std::int64_t j = row + 1; j <", "for (std::int64_t j = row + 2; j <"),
+    ),
+    *mutants_of(
+        "aft_simple_attention/kernel_cuda.cu",
+        ("n += scale * other.n;", "n += other.n;"),
+        ("at < rows && is_set(keep + at)", "at < rows"),
+        ("for (int other = 1; other < kGroups; ++other)", "for (int other = 1; other < kGroups - 1; ++other)"),
+        ("sums.d == 0.0f ? 0.0f : sums.n / sums.d", "sums.n / sums.d"),
+        ("head / heads_per_sample * seq", "head % heads_per_sample * seq"),
+    ),
+    *mutants_of(
+        "aft_simple_attention/vectors.h",
+        ("visible += keep[row];", "++visible;"),
+        ("scale * partial.read(group, 1) + n", "partial.read(group, 1) + n"),
+        ("n += scale * partial(slice)", "n += partial(slice)"),
+        ("for (; done < visible; ++done)", "for (; done + 1 < visible; ++done)"),
+    ),
+    *mutants_of(
+        "aft_window_attention/kernel_cuda.cu",
+        ("token - (first + query) + reach;", "token - (first + query) + reach - 1;"),
+        ("other < tile::warp(); ++other", "other <= tile::warp(); ++other"),
+        ("const float share = ptx::exp2_approx(-largest_bias[query]);", "const float share = 1.0f;"),
+        ("others.n *= scale;", ""),
+        ("x.after, last_block - 1, lane", "x.after, last_block, lane"),
+        ("all.d == 0.0f ? all.n : all.n / all.d", "all.n / all.d"),
+    ),
+    *mutants_of(
+        "aft_window_attention/vectors.h",
+        ("store(space.rest + c, load(space.rest + c) * scale);", ""),
+        ("load(close + c) + share * load(other + c)", "load(close + c) + load(other + c)"),
+        ("if (raises(token)) last = std::max(token, first + 1);", "if (raises(token)) last = token + 1;"),
+        ("for (; block > s.last_block(unit); --block)", "for (; block >= s.last_block(unit) + 2; --block)"),
+    ),
+    *mutants_of(
+        "lsh_attention/kernel_cuda.cu",
+        ("min(after, s.chunks() - 1 - in_round)", "min(after, s.chunks() - in_round)"),
+        ("return query == key.token ? kSelfScore : score;", "return score;"),
+        ("static_cast<int>(place % s.padded) >= kept", "static_cast<int>(place % s.padded) > kept"),
+        ("round = 1; round < rounds; ++round) highest", "round = 1; round < rounds - 1; ++round) highest"),
+        ("i = whole * 16 + static_cast", "i = whole * 16 + 1 + static_cast"),
+    ),
+    *mutants_of(
+        "lsh_attention/kernel_cpu.cc",
+        ("const float highest = *std::max_element(lse, lse + rounds);", "const float highest = lse[0];"),
+    ),
+    *mutants_of(
+        "lsh_attention/vectors.h",
+        ("x = at == own ? self_logit : x;", ""),
+        ("if (causal) unseen |= at > own;", ""),
+    ),
+)
+
+
+def copy_tree() -> None:
+    """Make the copy equal to the tracked files; what is equal keeps its time, for the sake of incremental builds."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, TREE / name
+        if not source.is_file():
+            target.unlink(missing_ok=True)
+        elif not target.exists() or target.read_bytes() != source.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    # before the installed package on the path, as one tree
+    for link, to in (("path/effexport", "exporter"), ("exporter/models", "models"), ("exporter/plugins", "plugins")):
+        (TREE / link).parent.mkdir(exist_ok=True)
+        if not (TREE / link).is_symlink():
+            (TREE / link).symlink_to(TREE / to)
+
+
+def build_library() -> str:
+    """Compile what has changed into the library of CPU kernels; returns a compiler's error, or an empty text."""
+    from effexport.plugins.building.headers import find_headers
+
+    if not (LIBRARY / "CMakeCache.txt").exists():
+        include = find_headers(lambda stage: None).folder
+        configure = ["cmake", "-S", str(TREE / "plugins"), "-B", str(LIBRARY), f"-DEFFEXPORT_ORT_INCLUDE_DIR={include}"]
+        subprocess.run(configure, check=True, capture_output=True)
+    build = ["cmake", "--build", str(LIBRARY), "--parallel", str(os.cpu_count() or 1)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else last_line(done.stdout + done.stderr)
+
+
+def last_line(text: str) -> str:
+    errors = COMPILER_ERROR.findall(text)
+    return errors[0] if errors else (text.strip().splitlines() or [""])[-1]
+
+
+def tested(tests: Sequence[str]) -> tuple[str, str]:
+    """Run tests on the copy as it is: "caught", "survives" or "error", and a line that says more."""
+    if problem := build_library():
+        return "error", problem
+    environment = os.environ | {
+        "PYTHONPATH": str(TREE / "path"),
+        "EFFEXPORT_LIBRARY": str(next(LIBRARY.glob("libeffexport_ort.*"))),
+        "EFFEXPORT_REQUIRE": "torch,onnx,ort,native",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-n0", "-m", "not soak", "--no-header", *tests]
+    try:
+        done = subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "caught", f"no end within {TIMEOUT_S} s"
+    if error := COMPILER_ERROR.search(done.stdout):
+        return "error", error[0]
+    failed = re.search(r"^FAILED \S*?::(.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if done.returncode == 0:
+        return "survives", last_line(done.stdout)
+    if failed or done.returncode < 0:  # a signal
+        return "caught", failed[1] if failed else f"signal {-done.returncode}"
+    return "error", last_line(done.stdout + done.stderr)
+
+
+def plant(mutant: Mutant) -> tuple[str, str]:
+    """As `tested`, with the mutant in the copy."""
+    path = TREE / "plugins" / mutant.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return "error", f"its text is there {text.count(mutant.old)} times; expected once"
+    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        return tested(mutant.tests)
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+
+def key_of(mutant: Mutant) -> str:
+    """A digest of the mutant and of what decides its result."""
+    folders = (ROOT / "plugins" / mutant.operator, ROOT / "plugins" / "native", ROOT / "tests" / "plugins" / "native")
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in {".h", ".cc", ".cu"}]
+    digest = hashlib.sha256(repr(mutant).encode())
+    for path in [*files, *(ROOT / test for test in mutant.tests)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    operators = sorted({mutant.operator for mutant in MUTANTS})
+    parser.add_argument("--operator", action="append", choices=operators, help="only this one; repeatable")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most so many that have no result yet")
+    args = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if not args.operator or mutant.operator in args.operator]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    todo = [mutant for mutant in chosen if key_of(mutant) not in results][: args.limit]
+    copy_tree()
+    healthy: dict[tuple[str, ...], tuple[str, str]] = {}
+    for mutant in todo:
+        if mutant.tests not in healthy:
+            healthy[mutant.tests] = tested(mutant.tests)
+            if healthy[mutant.tests][0] != "survives":
+                sys.exit(f"{', '.join(mutant.tests)} fail without a fault: {healthy[mutant.tests][1]}")
+        results[key_of(mutant)] = plant(mutant)
+        RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        print(line(mutant, *results[key_of(mutant)]), flush=True)
+    known = [(mutant, *results[key_of(mutant)]) for mutant in chosen if key_of(mutant) in results]
+    print("\n".join(line(*row) for row in known if row[0] not in todo))
+    counts = {verdict: sum(row[1] == verdict for row in known) for verdict in ("caught", "survives", "error")}
+    print(f"{len(known)} of {len(chosen)} mutants: {counts}")
+    return int(counts["caught"] < len(known))
+
+
+def line(mutant: Mutant, verdict: str, why: str) -> str:
+    return f"{verdict:8} {mutant.file}: {mutant.old} -> {mutant.new or '(nothing)'}  [{why}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
