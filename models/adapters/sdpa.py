@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from effexport.models.torch_functions import storage, writes, written_out
-from effexport.plugins.masked_attention.op import HIDES, masked_attention
+from effexport.plugins.masked_attention.op import hides_when_added, masked_attention
 
 TO_BOOL = {Tensor.to, Tensor.bool}
 ELEMENTWISE = TO_BOOL | {
@@ -167,8 +167,9 @@ class _Mode(TorchFunctionMode):
         if func in TO_BOOL and result.dtype == torch.bool:
             made.nonzero_of = args[0]
         hides = entries[1] if func in (Tensor.masked_fill, torch.masked_fill) and len(entries) == 2 else None
-        if hides is not None and hides.nonzero_of is args[0] and isinstance(args[2], float) and args[2] <= HIDES:
-            made.hidden, made.low = hides.row, args[2]
+        low = args[2] if hides is not None and hides.nonzero_of is args[0] and result.is_floating_point() else None
+        if hides is not None and isinstance(low, float) and hides_when_added(low, result.dtype):
+            made.hidden, made.low = hides.row, low
         self.known[id(result)] = made
 
     def forget(self, written: Any) -> None:

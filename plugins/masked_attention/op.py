@@ -21,6 +21,14 @@ HIDDEN_LOGIT = torch.finfo(torch.float32).min
 # What other code adds to a logit, or puts in its place, to hide a key: e to it is 0 in every type, also after a large
 # logit is added.
 HIDES = -1e4
+# Of what is added to logits: at most this, it gives itself, so that without a visible key all weights are alike.
+NO_LOGIT_COUNTS = -1e30
+
+
+def hides_when_added(low: float, dtype: torch.dtype) -> bool:
+    """Whether a number of this type, added to a logit, hides a key as the operator does. The lowest one is meant to."""
+    return low <= max(NO_LOGIT_COUNTS, torch.finfo(dtype).min)
+
 
 SIGNATURE = Signature(
     "MaskedAttention",

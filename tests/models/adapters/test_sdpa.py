@@ -42,6 +42,12 @@ def additive(keep: Tensor) -> Tensor:
     return inverted.masked_fill(inverted.to(torch.bool), torch.finfo(torch.float32).min)
 
 
+def of_ten_thousand(keep: Tensor) -> Tensor:
+    """Without a visible key, logits still differ."""
+    inverted = 1.0 - keep[:, None, None, :].expand(-1, 1, keep.shape[1], -1).to(torch.float32)
+    return inverted.masked_fill(inverted.to(torch.bool), -1e4)
+
+
 def of_all_pairs(keep: Tensor, first: int) -> Tensor:
     """As transformers 5 makes it. first: the number of the first query; below 0, it hides all keys from some."""
     batch, query, key = torch.arange(keep.shape[0]), torch.arange(keep.shape[1]) + first, torch.arange(keep.shape[1])
@@ -81,6 +87,7 @@ KEPT: dict[str, Callable[[Tensor], dict[str, object]]] = {
     "numbers for all queries": lambda keep: {
         "attn_mask": (keep[:, None, None, :].expand(-1, 1, keep.shape[1], -1).float() * 3)
     },
+    "-10000 for hidden keys": lambda keep: {"attn_mask": of_ten_thousand(keep)},
     "two axes": lambda keep: {"attn_mask": causal(keep)[0, 0]},
 }
 
