@@ -100,8 +100,8 @@ class Node:
     """What a node takes, and which nodes are supported.
 
     inputs: such as "q: T [batch heads n d]". attributes: their names in the order of TensorRT's fields, with int,
-    float, or tuple for ints; a node must carry all of them. at_least: the smallest value of an integer attribute, by
-    default 0. fixed: dimensions that must be known when the engine is built, with their range, which has a step of 2
+    float, or tuple for ints; a node must carry all of them but `later`, which nodes of earlier versions lack: their values
+    then. at_least: the smallest value of an integer attribute, by default 0. fixed: dimensions that must be known when the engine is built, with their range, which has a step of 2
     for odd numbers, and more for multiples. types: what T may be. further: what else is wrong with dimensions (by name,
     as `bound` returns them) and attributes that pass these checks, as `why_not` says it. title: what takes the node, in
     these sentences.
@@ -111,6 +111,7 @@ class Node:
     inputs: tuple[str, ...]
     attributes: Mapping[str, type[int] | type[float] | type[tuple[int, ...]]] = field(default_factory=dict)
     at_least: Mapping[str, int] = field(default_factory=dict)
+    later: Mapping[str, int] = field(default_factory=dict)
     fixed: Mapping[str, range] = field(default_factory=dict)
     types: tuple[str, ...] = FLOAT_TYPES
     further: Callable[[Mapping[str, int | str | None], Mapping[str, Any]], str | None] = lambda sizes, attributes: None
@@ -190,6 +191,7 @@ class Node:
         return None
 
     def _why_not_attributes(self, attributes: Mapping[str, Any]) -> str | None:
+        attributes = {**self.later, **attributes}
         for name, kind in self.attributes.items():
             if name not in attributes:
                 return f"The node has no attribute `{name}`; attributes of TensorRT plugins have no defaults."
@@ -255,4 +257,4 @@ class Rewrite(Node):
         self, dtypes: Sequence[str], dims: Sequence[Sequence[int | str | None]], attributes: Mapping[str, Any]
     ) -> str:
         """The nodes in place of one."""
-        return self.nodes(SimpleNamespace(T=self.type_of_t(dtypes), **{**self.bound(dims), **attributes}))
+        return self.nodes(SimpleNamespace(T=self.type_of_t(dtypes), **{**self.bound(dims), **self.later, **attributes}))

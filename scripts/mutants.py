@@ -183,6 +183,11 @@ MUTANTS = (
         ("hide_rows(state, keys.count);", "hide_rows(state, kSide);"),
     ),
     *mutants_of(
+        "linear_attention/features.h",
+        ("largest > 0.0f ? scale_exponent(largest) : 0", "scale_exponent(fmaxf(largest, 0.0f))"),
+        ("return x < 0.0f ? 0.0f : x * scale;", "return x * scale;"),
+    ),
+    *mutants_of(
         "linear_attention/kernel_cpu.cc",
         ("before += std::exchange(*own, before);", "*own = before += *own;"),
         ("for (std::int64_t slice = 1; slice < slices", "for (std::int64_t slice = 1; slice + 1 < slices"),
@@ -190,6 +195,7 @@ MUTANTS = (
     *mutants_of(
         "linear_attention/vectors.h",
         ("i >= rows || (keep != nullptr && keep[i] == 0)", "i >= rows"),
+        ("if (relu) return x < zero ? zero : x;", "if (relu) return x;"),
         ("for (std::int64_t j = row + 1; j <", "for (std::int64_t j = row + 2; j <"),
     ),
     *mutants_of(

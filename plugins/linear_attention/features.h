@@ -1,4 +1,4 @@
-// Features φ(x) = elu(x) + 1 of tiles of queries and keys, in place, and the powers of two that keep them, and sums of
+// Features φ(x) = elu(x) + 1, or relu(x), of tiles of queries and keys, in place, and the powers of two that keep them, and sums of
 // them, within the range of float16: its smallest number is 2⁻²⁴, but exp(-16) is a feature like any other. A tile or a
 // row that is stored with an exponent holds its values times 2^exponent. float32 and bfloat16 need none.
 #pragma once
@@ -46,7 +46,8 @@ inline __device__ int scale_exponent(float largest) {
 }
 
 // For features of numbers whose largest is this.
-inline __device__ int feature_exponent(float largest) {
+inline __device__ int feature_exponent(float largest, bool relu) {
+  if (relu) return largest > 0.0f ? scale_exponent(largest) : 0;
   const float below = fmaxf(largest, -static_cast<float>(kMostExponent)) * kLog2E;
   const int exponent = largest > 0.0f ? exponent_of(largest + 1.0f) : static_cast<int>(floorf(below));
   return max(-kMostExponent, min(kLargest - exponent, kMostExponent));
@@ -54,7 +55,8 @@ inline __device__ int feature_exponent(float largest) {
 
 // φ(x) · 2^exponent, where scale is that power.
 template <class T>
-__device__ float feature(float x, int exponent, float scale) {
+__device__ float feature(float x, int exponent, float scale, bool relu) {
+  if (relu) return x < 0.0f ? 0.0f : x * scale;
   if constexpr (std::is_same_v<T, float>) {
     const float below = expf(fminf(x, 0.0f));
     return x > 0.0f ? x + 1.0f : x == x ? below : x;
@@ -99,7 +101,7 @@ __device__ float largest_of(const Chunk<T>& chunk) {
 
 // mask: all bits, or none for zeros.
 template <class T>
-__device__ void store_features(T* to, const Chunk<T>& chunk, int exponent, std::uint32_t mask) {
+__device__ void store_features(T* to, const Chunk<T>& chunk, int exponent, bool relu, std::uint32_t mask) {
   constexpr int kCount = Chunk<T>::kCount;
   const float scale = power_of_two(exponent);
   std::uint32_t words[4];
@@ -107,7 +109,9 @@ __device__ void store_features(T* to, const Chunk<T>& chunk, int exponent, std::
   for (int i = 0; i < 4; ++i) {
     float values[kCount / 4];
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) values[j] = feature<T>(chunk.values[i * (kCount / 4) + j], exponent, scale);
+    for (int j = 0; j < kCount / 4; ++j) {
+      values[j] = feature<T>(chunk.values[i * (kCount / 4) + j], exponent, scale, relu);
+    }
     if constexpr (kCount == 4) {
       memcpy(&words[i], values, sizeof words[i]);
     } else {
@@ -119,7 +123,7 @@ __device__ void store_features(T* to, const Chunk<T>& chunk, int exponent, std::
 
 // Queries: every row has an exponent of its own, which goes to `exponents` [64].
 template <class T>
-__device__ void map_queries(const Tile<T, kSide>& tile, int* exponents) {
+__device__ void map_queries(const Tile<T, kSide>& tile, bool relu, int* exponents) {
   const OwnChunks<T> own = {tile};
 #pragma unroll OwnChunks<T>::kAtOnce
   for (int n = 0; n < own.kCount; ++n) {
@@ -131,10 +135,10 @@ __device__ void map_queries(const Tile<T, kSide>& tile, int* exponents) {
       for (int apart = 1; apart < Tile<T, kSide>::kChunks; apart *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, apart));
       }
-      exponent = feature_exponent(largest);
+      exponent = feature_exponent(largest, relu);
       if (threadIdx.x % Tile<T, kSide>::kChunks == 0) exponents[own.row(n)] = exponent;
     }
-    store_features(own.chunk(n), chunk, exponent, ~0u);
+    store_features(own.chunk(n), chunk, exponent, relu, ~0u);
   }
 }
 
@@ -170,7 +174,7 @@ __device__ void hide_columns(Chunk<T>& chunk, int columns) {
 // Keys, whose products are summed over rows: one exponent for the tile, which is returned. What is not kept becomes
 // zero, and if kHide, so do all columns after the first `columns`.
 template <bool kHide, class T>
-__device__ int map_keys(const Tile<T, kSide>& tile, unsigned kept, int columns, float* maxima) {
+__device__ int map_keys(const Tile<T, kSide>& tile, bool relu, unsigned kept, int columns, float* maxima) {
   const OwnChunks<T> own = {tile};
   const auto hidden = [&](int n) { return (kept >> n & 1u) == 0; };
   int exponent = 0;
@@ -182,14 +186,14 @@ __device__ int map_keys(const Tile<T, kSide>& tile, unsigned kept, int columns, 
       if (kHide && columns < kSide) hide_columns(chunk, columns);
       largest = fmaxf(largest, hidden(n) ? kNone : largest_of(chunk));
     }
-    exponent = feature_exponent(largest_in_block(largest, maxima));
+    exponent = feature_exponent(largest_in_block(largest, maxima), relu);
   }
   // read again, because registers are scarce where other sums wait
 #pragma unroll OwnChunks<T>::kAtOnce
   for (int n = 0; n < own.kCount; ++n) {
     Chunk<T> chunk(own.chunk(n));
     if (kHide && columns < kSide) hide_columns(chunk, columns);
-    store_features(own.chunk(n), chunk, exponent, hidden(n) ? 0u : ~0u);
+    store_features(own.chunk(n), chunk, exponent, relu, hidden(n) ? 0u : ~0u);
   }
   return exponent;
 }

@@ -14,12 +14,13 @@ linear_attention::Arrays<T> sized(const std::int64_t* sizes) {
   x.seq = sizes[2];
   x.head_dim = sizes[3];
   x.value_dim = sizes[4];
+  x.relu = sizes[6] != 0;
   return x;
 }
 
 }  // namespace
 
-// sizes: batch, heads, seq, head_dim, value_dim, causal; numbers: eps.
+// sizes: batch, heads, seq, head_dim, value_dim, causal, relu; numbers: eps.
 EFFEXPORT_GPU_CHECK(linear_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;

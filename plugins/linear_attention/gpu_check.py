@@ -1,6 +1,6 @@
 """What scripts/gpu checks and times of EluLinearAttention.
 
-Sizes of a case: batch, heads, seq, head_dim, value_dim, causal. Number: eps.
+Sizes of a case: batch, heads, seq, head_dim, value_dim, causal, relu. Number: eps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from effexport.plugins.gpu_work import Work, moved, parts, product
 EPS = (1e-6,)
 
 
-def both_forms(*shapes: tuple[int, ...], kind: str = "random") -> tuple[Case, ...]:
+def both_forms(*shapes: tuple[int, ...], kind: str = "random", relu: int = 0) -> tuple[Case, ...]:
     """Not causal and causal, in all types."""
-    return in_all_types(*(Case((*shape, causal), EPS, kind) for shape in shapes for causal in (0, 1)))
+    return in_all_types(*(Case((*shape, causal, relu), EPS, kind) for shape in shapes for causal in (0, 1)))
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     their exponent from tile to tile. PEAKS: a feature of a query and a key is far above all others, so that whoever
     misses it chooses an exponent with which it is infinite.
     """
-    batch, heads, seq, head_dim, value_dim, _ = case.sizes
+    batch, heads, seq, head_dim, value_dim, *_ = case.sizes
     source = generator(case, device)
     q, k, v = (normal(case, source, batch, heads, seq, dim) for dim in (head_dim, head_dim, value_dim))
     if case.kind in ("rising", "falling"):
@@ -52,7 +52,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
 
 
 def outputs(case: Case) -> dict[str, Output]:
-    batch, heads, seq, _, value_dim, _ = case.sizes
+    batch, heads, seq, _, value_dim, *_ = case.sizes
     return {"out": Output((batch, heads, seq, value_dim), case.torch_dtype)}
 
 
@@ -61,9 +61,9 @@ def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Where causal, the sums over j ≤ i are taken by way of all weights φ(q_i)·φ(k_j): O(seq²).
     """
-    (eps,), causal = case.numbers, case.sizes[-1]
+    (eps,), (causal, relu) = case.numbers, case.sizes[-2:]
     q, k, v, keep = inputs.values()
-    q, k, v = features(q.double()), features(k.double()) * keep[:, None, :, None], v.double()
+    q, k, v = features(q.double(), relu), features(k.double(), relu) * keep[:, None, :, None], v.double()
     if causal:
         weights = (q @ k.mT).tril()
         return {"out": weights @ v / (weights.sum(dim=-1, keepdim=True) + eps)}
@@ -71,13 +71,13 @@ def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def intermediate(case: Case) -> int:
-    _, heads, seq, _, _, causal = case.sizes
+    _, heads, seq, _, _, causal, _ = case.sizes
     return heads * seq**2 if causal else 0
 
 
-def features(x: Tensor) -> Tensor:
-    """φ(x) = elu(x) + 1."""
-    return x.clamp(min=0) + x.clamp(max=0).exp()
+def features(x: Tensor, relu: int) -> Tensor:
+    """φ(x) = relu(x) or elu(x) + 1."""
+    return x.clamp(min=0) if relu else x.clamp(min=0) + x.clamp(max=0).exp()
 
 
 def limit(case: Case) -> Limit:
@@ -92,11 +92,11 @@ def limit(case: Case) -> Limit:
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     """The formula in standard operators, in float32 as layers compute it; where causal, block by block."""
-    (eps,), causal = case.numbers, case.sizes[-1]
+    (eps,), (causal, relu) = case.numbers, case.sizes[-2:]
     q, k, v, keep = inputs.values()
 
     def formula() -> Tensor:
-        queries, keys = features(q.float()), features(k.float()) * keep[:, None, :, None]
+        queries, keys = features(q.float(), relu), features(k.float(), relu) * keep[:, None, :, None]
         # one more column makes the denominator a column of the same products
         values = F.pad(v.float(), (0, 1), value=1.0)
         sums = causal_sums(queries, keys, values) if causal else queries @ (keys.mT @ values)
@@ -116,7 +116,7 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, block: int = 64) -> Tensor:
 
 def work(case: Case) -> Work:
     """Tiles of 64 × 64; a state has 9 rows of 4 numbers for each of 128 threads. Features are made in place."""
-    batch, heads, seq, head_dim, value_dim, causal = case.sizes
+    batch, heads, seq, head_dim, value_dim, causal, _ = case.sizes
     size, groups = case.torch_dtype.itemsize, batch * heads
     keys, values, tiles = parts(head_dim, 64), parts(value_dim, 64), parts(seq, 64)
     slices = parts(seq, (64 if head_dim > 64 else 256) if causal else 512)
@@ -145,7 +145,9 @@ def work(case: Case) -> Work:
 
 
 def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:
-    large, small = (Case((*shape, causal), EPS, dtype=dtype) for shape in ((32, 8, 6000, 64, 64), (1, 2, 100, 16, 16)))
+    large, small = (
+        Case((*shape, causal, 0), EPS, dtype=dtype) for shape in ((32, 8, 6000, 64, 64), (1, 2, 100, 16, 16))
+    )
     return Timed(large, small, goals)
 
 
@@ -159,6 +161,7 @@ CHECK = GpuCheck(
     small=(
         *both_forms((1, 1, 1, 1, 1), (2, 1, 63, 16, 24), (1, 1, 66, 65, 40)),
         *both_forms((1, 1, 70, 8, 4), kind="no token"),
+        *both_forms((1, 1, 66, 65, 40), relu=1),
         *(case for kind in ("rising", "falling") for case in both_forms((1, 1, 300, 8, 4), kind=kind)),
         *(case for kind in PEAKS for case in both_forms((1, 1, 150, 64, 8), kind=kind)),
     ),
@@ -168,6 +171,7 @@ CHECK = GpuCheck(
             (2, 2, 64, 64, 64), (2, 2, 600, 5, 3), (2, 2, 1100, 8, 4), (1, 2, 70, 128, 128), (2, 8, 6000, 64, 64)
         ),
         *both_forms((2, 2, 600, 16, 24), kind="no token"),
+        *both_forms((2, 2, 600, 128, 24), (2, 8, 6000, 64, 64), relu=1),
         *(case for kind in ("rising", "falling", *PEAKS) for case in both_forms((2, 2, 2000, 64, 64), kind=kind)),
     ),
     timed=(
@@ -176,6 +180,6 @@ CHECK = GpuCheck(
         timed("float16", 1, AtMost(1.3, "products hide behind the loads")),
     ),
     # q, k, v and out: 4200 · 8 · 1000 · 64 elements each
-    huge=(Case((4200, 8, 1000, 64, 64, 0), EPS, dtype="float16"),),
+    huge=(Case((4200, 8, 1000, 64, 64, 0, 0), EPS, dtype="float16"),),
     intermediate=intermediate,
 )

@@ -25,6 +25,7 @@ struct Arrays {
   std::int64_t head_dim;
   std::int64_t value_dim;
   float eps;
+  bool relu;  // φ(x) = relu(x), otherwise elu(x) + 1
 };
 
 // On the CPU, in pieces that callers share out among threads: a sequence is cut into slices of a fixed length, so that

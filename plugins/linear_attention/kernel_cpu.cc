@@ -136,13 +136,13 @@ class Head {
  private:
   void map_queries(std::int64_t start, std::int64_t rows) {
     const Rows q = rows_of(q_ + start * x_.head_dim, rows, x_.head_dim, widened_);
-    steps_.features(q.first, q.stride, rows, kBlock, x_.head_dim, nullptr, query_features_);
+    steps_.features(q.first, q.stride, rows, kBlock, x_.head_dim, x_.relu, nullptr, query_features_);
   }
 
   // The features of a block of keys; returns its values.
   Rows map_keys(std::int64_t start, std::int64_t rows) {
     const Rows k = rows_of(k_ + start * x_.head_dim, rows, x_.head_dim, widened_);
-    steps_.features(k.first, k.stride, rows, kBlock, x_.head_dim, keep_ + start, key_features_);
+    steps_.features(k.first, k.stride, rows, kBlock, x_.head_dim, x_.relu, keep_ + start, key_features_);
     return rows_of(v_ + start * x_.value_dim, rows, x_.value_dim, values_);
   }
 

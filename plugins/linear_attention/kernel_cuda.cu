@@ -30,7 +30,7 @@ constexpr bool kFourTiles = sizeof(T) == 2;
 
 // Sizes, which all kernels take. `count` heads of all samples.
 struct Sizes {
-  std::int32_t count, heads, seq, head_dim, value_dim, slice;
+  std::int32_t count, heads, seq, head_dim, value_dim, slice, relu;
 
   __device__ int slices() const { return parts_of(seq, slice); }
   __device__ int key_blocks() const { return parts_of(head_dim, kSide); }
@@ -252,7 +252,7 @@ __device__ void write_states(const T* k, const T* v, const std::uint8_t* keep, c
       start_rows(shared.b, values, first, item.end - first);
       const unsigned own = kept_rows<T>(kept + first, item.end - first);
       wait_for_tiles<0>();
-      const int next = map_keys<false>(shared.a, own, keys.count, shared.maxima[0]);
+      const int next = map_keys<false>(shared.a, sizes.relu != 0, own, keys.count, shared.maxima[0]);
       __syncthreads();
       change<T>(state, {exponent, exponent}, {next, next});
       exponent = next;
@@ -290,7 +290,7 @@ __device__ void write_outputs(const T* q, const float* states, const Sizes& size
         start_rows(shared.a, queries, first, item.end - first);
         if (key_blocks > 1) of_state = stage(block);
         wait_for_tiles<0>();
-        map_queries(shared.a, shared.exponents);
+        map_queries(shared.a, sizes.relu != 0, shared.exponents);
         __syncthreads();
         const Exponents next = exponents_of_rows<T>(shared.exponents) + Exponents{of_state, of_state};
         if (block > 0) change<T>(rows, exponents, next);
@@ -349,9 +349,9 @@ struct CausalSlice {
     const unsigned kept = kept_rows<T>(keep + first, count);
     const int staged = of_state + stage_state(StateOfRows{state}, shared.b, shared.column, shared.maxima[0]);
     wait_for_tiles<0>();
-    map_queries(shared.a, shared.exponents);
+    map_queries(shared.a, sizes.relu != 0, shared.exponents);
     int of_keys = 0;
-    if (kFourTiles<T>) of_keys = map_keys<true>(shared.c, kept, keys.count, shared.maxima[1]);
+    if (kFourTiles<T>) of_keys = map_keys<true>(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
     __syncthreads();
     const Exponents of_queries = exponents_of_rows<T>(shared.exponents);
     add(rows, of_rows, of_queries + Exponents{staged, staged}, block);
@@ -361,7 +361,7 @@ struct CausalSlice {
       __syncthreads();
       start_rows(shared.c, keys, first, count);
       wait_for_tiles<0>();
-      of_keys = map_keys<true>(shared.c, kept, keys.count, shared.maxima[1]);
+      of_keys = map_keys<true>(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
       __syncthreads();
     }
     add(weights, of_weights, of_queries + Exponents{of_keys, of_keys}, block);
@@ -435,21 +435,21 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
   extern "C" __global__ void __launch_bounds__(kThreads, 4) effexport_linear_attention_states_##dtype(                 \
       const T* __restrict__ k, const T* __restrict__ v, const std::uint8_t* __restrict__ keep, std::int32_t count,     \
       std::int32_t heads, std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice,         \
-      float* __restrict__ states) {                                                                                    \
-    write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice}, states);                                 \
+      std::int32_t relu, float* __restrict__ states) {                                                                                    \
+    write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice, relu}, states);                                 \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                \
       const T* __restrict__ q, const float* __restrict__ states, std::int32_t count, std::int32_t heads,               \
-      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, float eps,                  \
+      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu, float eps,                  \
       T* __restrict__ out) {                                                                                           \
-    write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice}, eps, out);                               \
+    write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice, relu}, eps, out);                               \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_causal_outputs_##dtype(            \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,                                       \
       const std::uint8_t* __restrict__ keep, const float* __restrict__ states, std::int32_t count, std::int32_t heads, \
-      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, float eps,                  \
+      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu, float eps,                  \
       T* __restrict__ out) {                                                                                           \
-    write_causal_outputs(q, k, v, keep, states, {count, heads, seq, head_dim, value_dim, slice}, eps, out);            \
+    write_causal_outputs(q, k, v, keep, states, {count, heads, seq, head_dim, value_dim, slice, relu}, eps, out);            \
   }
 
 EFFEXPORT_LINEAR_ATTENTION(float32, float)
@@ -499,7 +499,7 @@ int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, b
   const cudaLaunchConfig_t first = launch_of(sizes.count * slices * blocks, kThreads, Shared<T, false>::kBytes, stream);
   const auto error =
       cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep, sizes.count,
-                         sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, states);
+                         sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu, states);
   if (error != cudaSuccess) return error;
   const std::int64_t quads = blocks * kStateQuads;
   const cudaLaunchConfig_t second = launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
@@ -528,7 +528,7 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
   }
   if (x.batch == 0 || x.heads == 0 || x.seq == 0 || x.value_dim == 0) return cudaSuccess;
   const Sizes sizes = {int32(x.batch * x.heads), int32(x.heads),     int32(x.seq),
-                       int32(x.head_dim),        int32(x.value_dim), int32(slice)};
+                       int32(x.head_dim),        int32(x.value_dim), int32(slice), x.relu};
   float* const states = static_cast<float*>(scratch);
   if (x.head_dim > 0) {
     const int error = launch_states(x, sizes, slices, causal, states, stream);
@@ -540,12 +540,12 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
     const cudaLaunchConfig_t last = launch(Shared<T, kFourTiles<T>>::kBytes);
     return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v,
                               x.keep, static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq,
-                              sizes.head_dim, sizes.value_dim, sizes.slice, x.eps, x.out);
+                              sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu, x.eps, x.out);
   }
   const cudaLaunchConfig_t last = launch(Shared<T, false>::kBytes);
   return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_outputs), x.q,
                             static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq, sizes.head_dim,
-                            sizes.value_dim, sizes.slice, x.eps, x.out);
+                            sizes.value_dim, sizes.slice, sizes.relu, x.eps, x.out);
 }
 
 #define EFFEXPORT_INSTANTIATE(T)                                   \

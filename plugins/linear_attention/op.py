@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SIGNATURE = Signature(
     "EluLinearAttention",
-    "φ(q_i)ᵀ S / (φ(q_i)·z + eps) with φ(x) = elu(x) + 1, S = Σ φ(k_j) v_jᵀ, z = Σ φ(k_j) over kept j.",
+    "φ(q_i)ᵀ S / (φ(q_i)·z + eps) with S = Σ φ(k_j) v_jᵀ, z = Σ φ(k_j) over kept j, and φ(x) = elu(x) + 1 or relu(x).",
     inputs=(
         Parameter("q", "batch heads seq head_dim"),
         Parameter("k", "batch heads seq head_dim"),
@@ -31,16 +31,17 @@ SIGNATURE = Signature(
         Attribute("eps", float, at_least=0),
         Attribute("causal", int, default=0),
         Attribute("chunk_length", int, default=128, at_least=1),
+        Attribute("relu", int, default=0),
     ),
 )
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool, relu: bool = False) -> Tensor:
     """out_i = φ(q_i)ᵀ S / (φ(q_i)·z + eps) by way of all weights φ(q_i)·φ(k_j): O(seq²), in float32 or float64."""
     exact = torch.promote_types(q.dtype, torch.float32)
     q, k, values = (x.to(exact) for x in (q, k, v))
-    q = q.clamp(min=0) + q.clamp(max=0).exp()
-    k = (k.clamp(min=0) + k.clamp(max=0).exp()) * keep[:, None, :, None].to(exact)
+    q, k = (x.clamp(min=0) if relu else x.clamp(min=0) + x.clamp(max=0).exp() for x in (q, k))
+    k = k * keep[:, None, :, None].to(exact)
     weights = q @ k.transpose(-1, -2)
     if causal:
         weights = weights.tril()
@@ -49,22 +50,36 @@ def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal:
 
 @torch.library.custom_op("effexport::linear_attention", mutates_args=())
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool = False, chunk_length: int = 128
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    eps: float,
+    causal: bool = False,
+    chunk_length: int = 128,
+    relu: bool = False,
 ) -> Tensor:
-    """Linear attention with φ(x) = elu(x) + 1 (arXiv 2006.16236, eq. 4 to 12), of values that are not mapped yet.
+    """Linear attention (arXiv 2006.16236, eq. 4 to 12) with φ(x) = elu(x) + 1, of queries and keys before φ.
 
     q, k [batch, heads, seq, head_dim]; v [batch, heads, seq, value_dim]; one float dtype; keep boolean [batch, seq].
-    chunk_length is the length of the blocks into which the function body cuts a causal sequence. Returns the shape and
-    dtype of v. No gradient.
+    chunk_length is the length of the blocks into which the function body cuts a causal sequence. With relu, φ(x) is
+    max(x, 0), which leaves any features that are not negative as they are. Returns the shape and dtype of v. No gradient.
     Raises ValueError for other shapes, dtypes or attributes.
     """
     SIGNATURE.check(q, k, v, keep, eps=eps, chunk_length=chunk_length)
-    return reference(q, k, v, keep, eps, causal)
+    return reference(q, k, v, keep, eps, causal, relu)
 
 
 @linear_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool = False, chunk_length: int = 128
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    eps: float,
+    causal: bool = False,
+    chunk_length: int = 128,
+    relu: bool = False,
 ) -> Tensor:
     SIGNATURE.check(q, k, v, keep, eps=eps, chunk_length=chunk_length)
     return torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -73,28 +88,21 @@ def _(
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators.
 
-    One body serves all nodes of a model. Raises ValueError when they differ in `eps`, in `causal` or, if causal, in
+    One body serves all nodes of a model. Raises ValueError when they differ in `eps`, `causal`, `relu` or, if causal, in
     `chunk_length`. Axes count from the front: in an empty tensor, ONNX Runtime ignores axes that count from the back.
     """
     sums = _SUMS
-    eps, causal = SIGNATURE.common_attributes(nodes, "eps", "causal").values()
+    eps, causal, relu = SIGNATURE.common_attributes(nodes, "eps", "causal", "relu").values()
+    features = _RELU if relu else _ELU
     if causal:
         sums = _causal_sums(**SIGNATURE.common_attributes(nodes, "chunk_length"))
     body = f"""
-        zero = 0.0
         eps = {eps:.9e}
         keep_axes = [1, 3]
         q_float = Cast <to = 1> (q)
         k_float = Cast <to = 1> (k)
         v_float = Cast <to = 1> (v)
-        q_above = Relu (q_float)
-        q_below = Min (q_float, zero)
-        q_exp = Exp (q_below)
-        q_features = Add (q_above, q_exp)
-        k_above = Relu (k_float)
-        k_below = Min (k_float, zero)
-        k_exp = Exp (k_below)
-        k_mapped = Add (k_above, k_exp)
+        {features}
         keep_float = Cast <to = 1> (keep)
         keep_column = Unsqueeze (keep_float, keep_axes)
         k_features = Mul (k_mapped, keep_column)
@@ -104,6 +112,21 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     return SIGNATURE.function_body(opset, body)
 
 
+_ELU = """
+        zero = 0.0
+        q_above = Relu (q_float)
+        q_below = Min (q_float, zero)
+        q_exp = Exp (q_below)
+        q_features = Add (q_above, q_exp)
+        k_above = Relu (k_float)
+        k_below = Min (k_float, zero)
+        k_exp = Exp (k_below)
+        k_mapped = Add (k_above, k_exp)
+"""
+_RELU = """
+        q_features = Relu (q_float)
+        k_mapped = Relu (k_float)
+"""
 _SUMS = """
         k_transposed = Transpose <perm = [0, 1, 3, 2]> (k_features)
         s = MatMul (k_transposed, v_float)

@@ -101,6 +101,7 @@ class Kernel : public KernelDefaults {
     }
     // the block size of the function body, which kernels do not use
     integer_attribute(info, kName, "chunk_length", {1}, &kChunkLength);
+    relu_ = integer_attribute(info, kName, "relu", kFlag, &kElu) != 0;
   }
 
   Ort::Status compute(const Ort::KernelContext& context) {
@@ -129,7 +130,8 @@ class Kernel : public KernelDefaults {
                            q[2],
                            q[3],
                            v[3],
-                           eps_};
+                           eps_,
+                           relu_};
     if (q[0] == 0 || q[1] == 0 || q[2] == 0 || v[3] == 0) return Ort::Status{nullptr};
     // the sums of all slices of the sequence, which have at least 64 positions each
     check_count("an intermediate result", {q[0], q[1], (q[2] + 63) / 64, q[3], v[3]});
@@ -146,8 +148,10 @@ class Kernel : public KernelDefaults {
  private:
   static constexpr std::int64_t kCausal = 0;          // the schema's defaults
   static constexpr std::int64_t kChunkLength = 128;
+  static constexpr std::int64_t kElu = 0;
   float eps_;
   std::int64_t causal_;
+  bool relu_;
 };
 
 }  // namespace

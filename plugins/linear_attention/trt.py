@@ -42,7 +42,7 @@ def shared_bytes(s: Sizes, tiles: int) -> int:
 
 
 def sizes_of_kernels(s: Sizes) -> tuple[Size, ...]:
-    return (s.batch * s.heads, s.heads, s.seq, s.head_dim, s.value_dim, s.slice)
+    return (s.batch * s.heads, s.heads, s.seq, s.head_dim, s.value_dim, s.slice, s.relu)
 
 
 def states(s: Sizes) -> Launch:
@@ -69,7 +69,7 @@ STATES = Plugin(
     entry="effexport_linear_attention_states_{T}",
     inputs=INPUTS[1:],
     outputs=(states_of_slices("states"),),
-    attributes={"least": int},
+    attributes={"least": int, "relu": int},
     at_least={"least": SIDE},
     sizes=lambda s: {**slices(s), "blocks": cdiv(s.head_dim, SIDE) * cdiv(s.value_dim, SIDE)},
     launch=states,
@@ -89,7 +89,7 @@ OUTPUTS = Plugin(
     entry="effexport_linear_attention_outputs_{T}",
     inputs=(INPUTS[0], states_of_slices("sums")),
     outputs=("out: T [batch heads seq value_dim]",),
-    attributes={"eps": float, "least": int, "value_dim": int},
+    attributes={"eps": float, "least": int, "relu": int, "value_dim": int},
     at_least={"least": SIDE, "value_dim": 1},
     sizes=lambda s: {"slice": slices(s)["slice"]},
     launch=lambda s: outputs(s, 2),
@@ -100,7 +100,7 @@ CAUSAL_OUTPUTS = Plugin(
     entry="effexport_linear_attention_causal_outputs_{T}",
     inputs=(*INPUTS, states_of_slices("sums")),
     outputs=("out: T [batch heads seq value_dim]",),
-    attributes={"eps": float, "least": int},
+    attributes={"eps": float, "least": int, "relu": int},
     at_least={"least": SIDE},
     sizes=lambda s: {"slice": slices(s)["slice"]},
     # float32 has room for two tiles
@@ -110,14 +110,15 @@ CAUSAL_OUTPUTS = Plugin(
 
 def nodes(s: Sizes) -> str:
     """Causal slices with several blocks of keys are one tile."""
+    relu = int(s.relu != 0)
     least = SLICE if not s.causal else SIDE if s.head_dim > SIDE else CAUSAL_SLICE
     last = (
-        f"EluLinearAttentionCausalOutputs <eps: float = @eps, least = {least}> (q, k, v, keep, sums)"
+        f"EluLinearAttentionCausalOutputs <eps: float = @eps, least = {least}, relu = {relu}> (q, k, v, keep, sums)"
         if s.causal
-        else f"EluLinearAttentionOutputs <eps: float = @eps, least = {least}, value_dim = {s.value_dim}> (q, sums)"
+        else f"EluLinearAttentionOutputs <eps: float = @eps, least = {least}, relu = {relu}, value_dim = {s.value_dim}> (q, sums)"
     )
     return f"""
-        states = effexport.EluLinearAttentionStates <least = {least}> (k, v, keep)
+        states = effexport.EluLinearAttentionStates <least = {least}, relu = {relu}> (k, v, keep)
         sums = effexport.EluLinearAttentionCombine <causal = {int(s.causal != 0)}> (states)
         out = effexport.{last}
     """
@@ -126,7 +127,8 @@ def nodes(s: Sizes) -> str:
 IN_STEPS = Rewrite(
     name=OPERATOR,
     inputs=INPUTS,
-    attributes={"eps": float, "causal": int, "chunk_length": int},
+    attributes={"eps": float, "causal": int, "chunk_length": int, "relu": int},
+    later={"relu": 0},
     fixed={"head_dim": range(1, LARGEST_DIM), "value_dim": range(1, LARGEST_DIM)},
     nodes=nodes,
 )

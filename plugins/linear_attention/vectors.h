@@ -27,8 +27,9 @@ inline Floats exp_of_negative(Floats x) {
   return x < lowest ? Floats{} : result;
 }
 
-inline Floats feature(Floats x) {
+inline Floats feature(Floats x, bool relu) {
   const Floats zero{};
+  if (relu) return x < zero ? zero : x;
   return x > zero ? x + 1.0f : exp_of_negative(x > zero ? zero : x);
 }
 
@@ -43,14 +44,14 @@ inline float folded_sum(Floats x) {
 
 // φ of `rows` rows, zeros for those that are not kept (keep may be null) and for the rows up to `all_rows`.
 inline void features(const float* x, std::int64_t stride, std::int64_t rows, std::int64_t all_rows,
-                     std::int64_t head_dim, const std::uint8_t* keep, float* __restrict out) {
+                     std::int64_t head_dim, bool relu, const std::uint8_t* keep, float* __restrict out) {
   const std::int64_t width = padded(head_dim);
   for (std::int64_t i = 0; i < all_rows; ++i, out += width) {
     if (i >= rows || (keep != nullptr && keep[i] == 0)) {
       std::memset(out, 0, static_cast<std::size_t>(width) * sizeof(float));
       continue;
     }
-    for (std::int64_t j = 0; j < width; j += kLanes) store(out + j, feature(load(x + i * stride + j)));
+    for (std::int64_t j = 0; j < width; j += kLanes) store(out + j, feature(load(x + i * stride + j), relu));
     for (std::int64_t j = head_dim; j < width; ++j) out[j] = 0.0f;
   }
 }

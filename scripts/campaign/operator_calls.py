@@ -108,7 +108,7 @@ def linear_attention(dice: Dice) -> Call:
     q, k = (dice.normal(batch, heads, tokens, channels).astype(dtype) for _ in range(2))
     v, keep = dice.normal(batch, heads, tokens, width).astype(dtype), dice.keep(batch, tokens)
     attributes = {"eps": dice.choices.choice((1e-6, 1e-3)), "causal": dice.choices.choice((0, 1))}
-    attributes["chunk_length"] = dice.choices.choice((16, 128))
+    attributes |= {"chunk_length": dice.choices.choice((16, 128)), "relu": dice.choices.choice((0, 1))}
     limit = share_of(float(np.abs(v.astype(np.float64)).max()), 2e-6 + 4e-6 + ROUNDING[dtype])
     return Call("EluLinearAttention", {"q": q, "k": k, "v": v, "keep": keep}, attributes, ("out",), limit)
 

@@ -48,8 +48,8 @@ GOALS = {
 # What a case of the operator is, from the arguments of its torch operator.
 CASES: dict[str, Callable[..., Case]] = {
     "iterative_pinv": lambda a, scale, iterations=6: case_of(a, *a.shape[:2], iterations),
-    "linear_attention": lambda q, k, v, keep, eps, causal=False, chunk_length=128: case_of(
-        q, *q.shape, v.shape[3], causal, numbers=(eps,)
+    "linear_attention": lambda q, k, v, keep, eps, causal=False, chunk_length=128, relu=False: case_of(
+        q, *q.shape, v.shape[3], causal, relu, numbers=(eps,)
     ),
     "lsh_hash": lambda qk, rotations, keep, factors, chunk_length: case_of(
         qk, *qk.shape, rotations.shape[2], chunk_length, len(factors), *factors

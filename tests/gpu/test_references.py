@@ -16,7 +16,7 @@ from effexport.plugins.ops import OPS, Op
 # op.py's reference, called with the inputs and what a case says
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "iterative_pinv": lambda reference, case, inputs: reference(*inputs, case.sizes[2]),
-    "linear_attention": lambda reference, case, inputs: reference(*inputs, case.numbers[0], bool(case.sizes[5])),
+    "linear_attention": lambda reference, case, inputs: reference(*inputs, case.numbers[0], *map(bool, case.sizes[5:])),
     "lsh_attention": lambda reference, case, inputs: reference(*inputs, *case.sizes[6:]),
     "aft_simple_attention": lambda reference, case, inputs: reference(*inputs),
     "aft_window_attention": lambda reference, case, inputs: reference(*inputs, bool(case.sizes[8])),

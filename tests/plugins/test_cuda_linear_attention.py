@@ -35,11 +35,12 @@ class EmulatedLinearAttention(Emulated):
         keep: np.ndarray,
         *,
         causal: bool,
+        relu: bool = False,
         seed: int = 0,
         max_blocks: int = ALL_BLOCKS,
     ) -> np.ndarray:
         out, whole = guarded(v.shape, v.dtype)
-        sizes = np.array([*q.shape, v.shape[-1], causal], np.int64)
+        sizes = np.array([*q.shape, v.shape[-1], causal, relu], np.int64)
         scratch_bytes = self.library.linear_attention_scratch_bytes(sizes.ctypes.data)
         scratch, whole_scratch = guarded((scratch_bytes // 4,), np.dtype(np.float32))
         self.library.set_schedule(seed, max_blocks)
@@ -74,22 +75,24 @@ def attention_case(seq: int, dims: tuple[int, int], dtype: type = np.float32) ->
     return q, k, v, keep
 
 
-def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, keep: np.ndarray, *, causal: bool) -> np.ndarray:
+def exact_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, keep: np.ndarray, *, causal: bool, relu: bool = False
+) -> np.ndarray:
     """Σ_j φ(q_i)·φ(k_j) v_j / (Σ_j φ(q_i)·φ(k_j) + eps) over kept j, j ≤ i where causal, in float64."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k))
+    q, k = (np.maximum(x, 0) if relu else np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k))
     weights = q @ k.swapaxes(-1, -2) * keep[:, None, None, :]
     if causal:
         weights = np.tril(weights)
     return weights @ v / (weights.sum(axis=-1, keepdims=True) + EPS)
 
 
-def attention_error(actual: np.ndarray, given: tuple[np.ndarray, ...], *, causal: bool) -> float:
+def attention_error(actual: np.ndarray, given: tuple[np.ndarray, ...], *, causal: bool, relu: bool = False) -> float:
     """Largest difference from the formula as a share of the largest value."""
     actual = actual.astype(np.float64)
     assert np.isfinite(actual).all()
     largest = np.abs(given[2].astype(np.float64)).max()
-    return float(np.abs(actual - exact_attention(*given, causal=causal)).max() / largest)
+    return float(np.abs(actual - exact_attention(*given, causal=causal, relu=relu)).max() / largest)
 
 
 # Outputs are means of values with positive weights, so nothing cancels; a sum has at most 512 terms in a row, with 6e-8
@@ -101,6 +104,7 @@ DTYPE_ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}
 
 
 @pytest.mark.requires("native")
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -109,31 +113,39 @@ DTYPE_ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}
     [(1, (8, 8)), (63, (16, 24)), (65, (64, 64)), (130, (65, 40)), (300, (5, 3)), (70, (100, 136))],
 )
 def test_linear_attention_computes_the_formula(
-    emulated: EmulatedLinearAttention, seq: int, dims: tuple[int, int], dtype: np.dtype, causal: bool
+    emulated: EmulatedLinearAttention, seq: int, dims: tuple[int, int], dtype: np.dtype, causal: bool, relu: bool
 ) -> None:
     given = attention_case(seq, dims, dtype)
-    out = emulated.attention(*given, causal=causal)
+    out = emulated.attention(*given, causal=causal, relu=relu)
     assert out.dtype == dtype
     limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING[dtype.name]
-    assert attention_error(out, given, causal=causal) <= limit
+    assert attention_error(out, given, causal=causal, relu=relu) <= limit
 
 
 @pytest.mark.requires("native")
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_attention_computes_the_formula_on_the_oldest_gpus(
-    emulated_sm_75: EmulatedLinearAttention, dtype: np.dtype, causal: bool
+    emulated_sm_75: EmulatedLinearAttention, dtype: np.dtype, causal: bool, relu: bool
 ) -> None:
     given = attention_case(150, (40, 24), dtype)
     limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING[dtype.name]
-    assert attention_error(emulated_sm_75.attention(*given, causal=causal), given, causal=causal) <= limit
+    assert (
+        attention_error(emulated_sm_75.attention(*given, causal=causal, relu=relu), given, causal=causal, relu=relu)
+        <= limit
+    )
 
 
 @pytest.mark.requires("native")
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_linear_attention_sums_several_slices(emulated: EmulatedLinearAttention, causal: bool) -> None:
+def test_linear_attention_sums_several_slices(emulated: EmulatedLinearAttention, causal: bool, relu: bool) -> None:
     given = attention_case(1100, (8, 4))
-    assert attention_error(emulated.attention(*given, causal=causal), given, causal=causal) <= ATTENTION_FP32
+    assert (
+        attention_error(emulated.attention(*given, causal=causal, relu=relu), given, causal=causal, relu=relu)
+        <= ATTENTION_FP32
+    )
 
 
 def half_formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, keep: np.ndarray, *, causal: bool) -> np.ndarray:
@@ -195,10 +207,11 @@ def test_features_that_grow_or_shrink_from_tile_to_tile_keep_their_digits(
 
 # In a tile: the first and the last row and channel, those of every warp and of the last value of a chunk.
 @pytest.mark.requires("native")
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("token", "channel"), [(0, 0), (15, 40), (63, 63), (64, 31), (149, 7)])
 def test_a_feature_far_above_all_others_counts_wherever_it_stands(
-    emulated: EmulatedLinearAttention, token: int, channel: int, causal: bool
+    emulated: EmulatedLinearAttention, token: int, channel: int, causal: bool, relu: bool
 ) -> None:
     """In float16 the largest of a tile chooses its exponent; one that was missed would become infinite."""
     q, k, v, keep = attention_case(150, (64, 8), np.float16)
@@ -206,8 +219,42 @@ def test_a_feature_far_above_all_others_counts_wherever_it_stands(
     keep[:, token] = True
     limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING["float16"]
     for values in (v, v / 1000):  # the sums of values are the largest of a state, or those of features
-        out = emulated.attention(q, k, values, keep, causal=causal)
-        assert attention_error(out, (q, k, values, keep), causal=causal) <= limit
+        out = emulated.attention(q, k, values, keep, causal=causal, relu=relu)
+        assert attention_error(out, (q, k, values, keep), causal=causal, relu=relu) <= limit
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(2.0**-14, 2.0**-14), (2.0**-14, 2.0**6), (2.0**8, 2.0**8)])
+def test_rectified_features_of_any_magnitude_keep_their_digits(
+    emulated: EmulatedLinearAttention, queries: float, keys: float, causal: bool
+) -> None:
+    """Sums over products of the smallest numbers of float16 with all their digits, and beyond the largest."""
+    q, k, v, keep = attention_case(150, (64, 8))
+    given = tuple(x.astype(np.float16) for x in (queries * q, keys * k, v))
+    limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING["float16"]
+    out = emulated.attention(*given, keep, causal=causal, relu=True)
+    assert attention_error(out, (*given, keep), causal=causal, relu=True) <= limit
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(8, 8), (65, 40), (140, 5)])
+def test_rectified_features_may_all_be_zero(
+    emulated: EmulatedLinearAttention, dims: tuple[int, int], causal: bool
+) -> None:
+    """Those of a query, of a tile of keys or of a channel, between rows of other magnitudes."""
+    q, k, v, keep = attention_case(200, dims)
+    choices = np.random.default_rng(0)
+    for x in (q, k):
+        x[..., choices.random(dims[0]) < 0.5] = -1
+        x[:, :, choices.random(200) < 0.3] = 0
+        x *= 2.0 ** choices.integers(-12, 8, size=(2, 2, 200, 1))
+    k[:, :, 64:128] = 0
+    given = (*(x.astype(np.float16) for x in (q, k, v)), keep)
+    limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING["float16"]
+    out = emulated.attention(*given, causal=causal, relu=True)
+    assert attention_error(out, given, causal=causal, relu=True) <= limit
 
 
 @pytest.mark.requires("native")
@@ -245,19 +292,20 @@ def test_linear_attention_does_not_depend_on_the_schedule_or_batch_mates(
 
 
 @pytest.mark.requires("native")
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_masked_keys_have_no_influence_on_linear_attention(
-    emulated: EmulatedLinearAttention, dtype: type, causal: bool
+    emulated: EmulatedLinearAttention, dtype: type, causal: bool, relu: bool
 ) -> None:
     q, k, v, keep = attention_case(100, (8, 8), dtype)
-    before = emulated.attention(q, k, v, keep, causal=causal)
+    before = emulated.attention(q, k, v, keep, causal=causal, relu=relu)
     huge = np.finfo(dtype).max / 4
     for array, hidden in ((k, huge), (v, -huge)):
         np.copyto(array, dtype(hidden), where=~keep[:, None, :, None])
-    np.testing.assert_array_equal(emulated.attention(q, k, v, keep, causal=causal), before)
+    np.testing.assert_array_equal(emulated.attention(q, k, v, keep, causal=causal, relu=relu), before)
     nothing = np.zeros_like(keep)
-    assert (emulated.attention(q, k, v, nothing, causal=causal) == 0).all()
+    assert (emulated.attention(q, k, v, nothing, causal=causal, relu=relu) == 0).all()
 
 
 @pytest.mark.requires("native")
@@ -266,7 +314,7 @@ def test_masked_keys_have_no_influence_on_linear_attention(
 def test_linear_attention_accepts_empty_inputs(
     emulated: EmulatedLinearAttention, sizes: tuple[int, ...], causal: bool
 ) -> None:
-    given = np.array([*sizes, causal], np.int64)
+    given = np.array([*sizes, causal, 0], np.int64)
     nothing = [None] * 4
     assert emulated.library.linear_attention_float32(*nothing, given.ctypes.data, EPS, None, None) == 0
 
@@ -279,5 +327,5 @@ def test_linear_attention_accepts_empty_inputs(
 def test_linear_attention_refuses_what_its_kernels_cannot_count(
     emulated: EmulatedLinearAttention, sizes: tuple[int, ...]
 ) -> None:
-    given = np.array([*sizes, 0], np.int64)
+    given = np.array([*sizes, 0, 0], np.int64)
     assert emulated.library.linear_attention_float32(*[None] * 4, given.ctypes.data, EPS, None, None) == 1

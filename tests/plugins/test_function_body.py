@@ -22,6 +22,7 @@ pytestmark = pytest.mark.requires("torch", "onnx")
 CHOICES: dict[str, list[Any]] = {
     "bucket_factors": [(4,), (2, 2)],
     "causal": [0, 1],
+    "relu": [0, 1],
     "chunk_length": [16],
     "chunks_after": [0, 1],
     "chunks_before": [0, 1, 2],

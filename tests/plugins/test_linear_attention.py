@@ -64,10 +64,10 @@ def make_case(
     return Case(q, k, v, keep)
 
 
-def exact(case: Case, *, causal: bool, eps: float = EPS) -> np.ndarray:
+def exact(case: Case, *, causal: bool, eps: float = EPS, relu: bool = False) -> np.ndarray:
     """out_i = Σ_j φ(q_i)·φ(k_j) v_j / (Σ_j φ(q_i)·φ(k_j) + eps) over kept j, j ≤ i where causal, in float64."""
     q, k, v = (x.astype(np.float64) for x in (case.q, case.k, case.v))
-    features = [np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k)]
+    features = [np.maximum(x, 0) if relu else np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k)]
     weights = features[0] @ features[1].swapaxes(-1, -2) * case.keep[:, None, None, :]
     if causal:
         weights = np.tril(weights)
@@ -143,19 +143,20 @@ def kernel_of(dtype: str = "float32", *, causal: bool = False, threads: int = 2,
     return session(node_model(dtype, body=False, nodes=nodes), library=True, threads=threads)
 
 
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq", [1, 63, 100, 1000])
-def test_the_operator_computes_the_formula(seq: int, causal: bool) -> None:
+def test_the_operator_computes_the_formula(seq: int, causal: bool, relu: bool) -> None:
     case = make_case(2, 2, seq, (32, 24))
     largest = np.abs(case.v).max()
-    out = linear_attention(*case.tensors(), EPS, causal)
+    out = linear_attention(*case.tensors(), EPS, causal, relu=relu)
     # one product over the sequence in a row where the kernel has blocks: a few roundings more
-    assert_close(out.numpy(), exact(case, causal=causal), 2 * FP32, largest)
+    assert_close(out.numpy(), exact(case, causal=causal, relu=relu), 2 * FP32, largest)
     q, k, v, keep = case.tensors()
-    double = reference(q.double(), k.double(), v.double(), keep, EPS, causal)
+    double = reference(q.double(), k.double(), v.double(), keep, EPS, causal, relu=relu)
     assert double.dtype == torch.float64
     # the same operations in another order, in float64
-    assert_close(double.numpy(), exact(case, causal=causal), 1e-12, largest)
+    assert_close(double.numpy(), exact(case, causal=causal, relu=relu), 1e-12, largest)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -213,29 +214,33 @@ def test_wrong_inputs_are_refused(change: dict[str, Any], text: str) -> None:
 
 @NEEDS_RUNTIME
 @pytest.mark.parametrize("opset", [18, 20, 24])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq", [1, 63, 100, 1000])
-def test_the_body_computes_the_formula(seq: int, causal: bool, opset: int) -> None:
+def test_the_body_computes_the_formula(seq: int, causal: bool, relu: bool, opset: int) -> None:
     import onnx
 
-    model = node_model(opset=opset, nodes=[{"eps": EPS, "causal": int(causal), "chunk_length": 16}])
+    model = node_model(opset=opset, nodes=[{"eps": EPS, "causal": int(causal), "relu": int(relu), "chunk_length": 16}])
     onnx.checker.check_model(model)
     opened = session(model, library=False)
     for case in (make_case(3, 2, seq, (32, 24)), make_case(1, 1, seq, (5, 7))):
         (out,) = opened.run(None, case.feeds)
-        assert_close(out, exact(case, causal=causal), 2 * FP32, np.abs(case.v).max())
+        assert_close(out, exact(case, causal=causal, relu=relu), 2 * FP32, np.abs(case.v).max())
 
 
 @NEEDS_RUNTIME
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_body_computes_half_precision_in_float32(causal: bool, dtype: str) -> None:
-    opened = session(node_model(dtype, nodes=[{"eps": EPS, "causal": int(causal)}]), library=False)
+def test_the_body_computes_half_precision_in_float32(causal: bool, relu: bool, dtype: str) -> None:
+    opened = session(node_model(dtype, nodes=[{"eps": EPS, "causal": int(causal), "relu": int(relu)}]), library=False)
     # sums over 3000 positions exceed what float16 holds
     case = make_case(2, 1, 3000, (64, 64), dtype)
     out = run_poisoned(opened, case)
     assert out.dtype == np.dtype(dtype)
-    assert_close(out, exact(case, causal=causal), LIMITS[dtype] + FP32, np.abs(case.v.astype(np.float64)).max())
+    assert_close(
+        out, exact(case, causal=causal, relu=relu), LIMITS[dtype] + FP32, np.abs(case.v.astype(np.float64)).max()
+    )
 
 
 @NEEDS_RUNTIME
@@ -251,6 +256,8 @@ def test_the_body_accepts_empty_inputs(batch: int, seq: int, causal: bool) -> No
 def test_nodes_that_cannot_share_a_body_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different causal \[0, 1\] cannot share one body"):
         node_model(nodes=[{"eps": EPS, "causal": 1}, {"eps": EPS}])
+    with pytest.raises(ValueError, match=r"different relu \[0, 1\] cannot share one body"):
+        node_model(nodes=[{"eps": EPS, "relu": 1}, {"eps": EPS}])
     with pytest.raises(ValueError, match=r"different chunk_length \[16, 128\] cannot share one body"):
         node_model(nodes=[{"eps": EPS, "causal": 1, "chunk_length": 16}, {"eps": EPS, "causal": 1}])
     with pytest.raises(ValueError, match=r"different eps \[.*, 30.0\] cannot share one body"):
@@ -296,7 +303,7 @@ def test_the_schema_says_what_the_operator_takes() -> None:
     register_schemas()
     schema = onnx.defs.get_schema("EluLinearAttention", OPSET_VERSION, DOMAIN)
     assert [p.name for p in schema.inputs] == ["q", "k", "v", "keep"]
-    assert set(schema.attributes) == {"eps", "causal", "chunk_length", PLUGIN_NAMESPACE}
+    assert set(schema.attributes) == {"eps", "causal", "chunk_length", "relu", PLUGIN_NAMESPACE}
     assert schema.attributes["eps"].required
     # the same defaults as the torch operator's
     assert schema.attributes["causal"].default_value.i == 0
@@ -314,26 +321,30 @@ def test_the_kernel_computes_the_formula(seq: int, causal: bool) -> None:
 
 
 @NEEDS_KERNEL
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", HEAD_DIMS)
-def test_the_kernel_takes_heads_of_any_size(dims: tuple[int, int], causal: bool) -> None:
-    opened = kernel_of(causal=causal)
+def test_the_kernel_takes_heads_of_any_size(dims: tuple[int, int], causal: bool, relu: bool) -> None:
+    opened = kernel_of(causal=causal, relu=int(relu))
     for seq in (70, 1100):
         case = make_case(2, 2, seq, dims)
-        assert_close(run_poisoned(opened, case), exact(case, causal=causal), FP32, np.abs(case.v).max())
+        assert_close(run_poisoned(opened, case), exact(case, causal=causal, relu=relu), FP32, np.abs(case.v).max())
 
 
 @NEEDS_KERNEL
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize("dims", [(64, 64), (40, 24)])
-def test_the_kernel_computes_half_precision_in_float32(dims: tuple[int, int], dtype: str, causal: bool) -> None:
-    opened = kernel_of(dtype, causal=causal)
+def test_the_kernel_computes_half_precision_in_float32(
+    dims: tuple[int, int], dtype: str, causal: bool, relu: bool
+) -> None:
+    opened = kernel_of(dtype, causal=causal, relu=int(relu))
     # sums over 3000 positions exceed what float16 holds
     case = make_case(2, 1, 3000, dims, dtype)
     out = run_poisoned(opened, case)
     assert out.dtype == np.dtype(dtype)
-    assert_close(out, exact(case, causal=causal), LIMITS[dtype], np.abs(case.v.astype(np.float64)).max())
+    assert_close(out, exact(case, causal=causal, relu=relu), LIMITS[dtype], np.abs(case.v.astype(np.float64)).max())
 
 
 @NEEDS_KERNEL
@@ -354,10 +365,11 @@ def test_the_exponential_is_exact_to_two_units_in_the_last_place(causal: bool) -
 
 
 @NEEDS_KERNEL
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_is_masked_has_no_influence(causal: bool) -> None:
-    opened = kernel_of(causal=causal)
-    body = session(node_model(nodes=[{"eps": EPS, "causal": int(causal)}]), library=False)
+def test_what_is_masked_has_no_influence(causal: bool, relu: bool) -> None:
+    opened = kernel_of(causal=causal, relu=int(relu))
+    body = session(node_model(nodes=[{"eps": EPS, "causal": int(causal), "relu": int(relu)}]), library=False)
     case = make_case(2, 2, 300)
     before = [run_poisoned(opened, case), body.run(None, case.feeds)[0]]
     for array, huge in ((case.k, 1e30), (case.v, -1e30)):
@@ -381,9 +393,10 @@ def test_the_future_has_no_influence() -> None:
 
 @NEEDS_KERNEL
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_is_not_finite_stays_in_its_head(causal: bool, poison: float) -> None:
-    opened = kernel_of(causal=causal)
+def test_what_is_not_finite_stays_in_its_head(causal: bool, relu: bool, poison: float) -> None:
+    opened = kernel_of(causal=causal, relu=int(relu))
     case = make_case(2, 2, 200)
     clean = run_poisoned(opened, case)
     case.k[0, 1, 5, 3] = poison

@@ -180,7 +180,10 @@ def attributes_of(source: random.Random) -> dict[str, dict[str, Any]]:
     factors = [2 * source.randint(1, 8) for _ in range(source.randint(1, 3))]
     return {
         "IterativePinv": {"iterations": source.randint(1, 8)},
-        "EluLinearAttention": {"eps": source.choice([1e-6, 0.1]), "causal": source.randint(0, 1), "chunk_length": 128},
+        "EluLinearAttention": {
+            **{"eps": source.choice([1e-6, 0.1]), "causal": source.randint(0, 1), "chunk_length": 128},
+            "relu": source.randint(0, 1),
+        },
         "LSHSort": {},
         "LSHAttention": {"chunk_length": chunk_length, **around, **flags},
         "AFTSimpleAttention": {},

@@ -41,7 +41,10 @@ ATTRIBUTES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "LSHSort": lambda case: {"num_buckets": case.sizes[2]},
     "LSHHash": lambda case: {"bucket_factors": case.sizes[7:], "chunk_length": case.sizes[5]},
     "LSHAttention": lambda case: dict(zip(LSH_ATTRIBUTES, case.sizes[6:], strict=True)),
-    "EluLinearAttention": lambda case: {"eps": case.numbers[0], "causal": case.sizes[5], "chunk_length": 128},
+    "EluLinearAttention": lambda case: {
+        **{"eps": case.numbers[0], "causal": case.sizes[5], "chunk_length": 128},
+        "relu": case.sizes[6],
+    },
     "AFTSimpleAttention": lambda case: {},
     "AFTWindowAttention": lambda case: {"causal": case.sizes[8]},
     "MaskedAttention": lambda case: {"scale": case.numbers[0]},

@@ -4,8 +4,8 @@
 namespace {
 
 template <class T>
-void attend(std::int64_t seq, std::int64_t head_dim, std::int64_t value_dim, bool causal) {
-  const std::int64_t sizes[6] = {2, 2, seq, head_dim, value_dim, causal};
+void attend(std::int64_t seq, std::int64_t head_dim, std::int64_t value_dim, bool causal, bool relu = false) {
+  const std::int64_t sizes[7] = {2, 2, seq, head_dim, value_dim, causal, relu};
   const auto positions = static_cast<std::size_t>(4 * seq);
   std::vector<T> q(positions * static_cast<std::size_t>(head_dim), effexport::from_float<T>(0.5f)), k(q);
   std::vector<T> v(positions * static_cast<std::size_t>(value_dim), effexport::from_float<T>(1.0f)), out(v.size());
@@ -26,6 +26,7 @@ int main() {
       attend<effexport::BFloat16>(seq, 8, 5, causal);
     }
     attend<effexport::Half>(600, 2, 1, causal);
+    attend<effexport::Half>(130, 70, 5, causal, true);
     for (const std::int64_t dim : {1, 31, 64, 70}) attend<float>(70, dim, dim + 1, causal);
   }
   return 0;
