@@ -100,11 +100,11 @@ class Node:
     """What a node takes, and which nodes are supported.
 
     inputs: such as "q: T [batch heads n d]". attributes: their names in the order of TensorRT's fields, with int,
-    float, or tuple for ints; a node must carry all of them but `later`, which nodes of earlier versions lack: their values
-    then. at_least: the smallest value of an integer attribute, by default 0. fixed: dimensions that must be known when the engine is built, with their range, which has a step of 2
-    for odd numbers, and more for multiples. types: what T may be. further: what else is wrong with dimensions (by name,
-    as `bound` returns them) and attributes that pass these checks, as `why_not` says it. title: what takes the node, in
-    these sentences.
+    float, or tuple for ints. A node must carry all of them but `later`, which nodes of earlier versions lack, with the
+    values that they have then. at_least: the smallest value of an integer attribute, by default 0. fixed: dimensions
+    that must be known when the engine is built, with their range, which has a step of 2 for odd numbers, and more for
+    multiples. types: what T may be. further: what else is wrong with dimensions (by name, as `bound` returns them) and
+    attributes that pass these checks, as `why_not` says it. title: what takes the node, in these sentences.
     """
 
     name: str

@@ -46,6 +46,7 @@ from effexport.export.traced_graphs import (
     traced_weights,
 )
 from effexport.export.written_attention import turn_attentions
+from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.head_spec import MASKS
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.size_formula import shape_of
@@ -278,7 +279,7 @@ def finished(program: ExportedProgram, spec: BuildSpec, written: Counter[str]) -
     """The program of a user's own module as torch.onnx gets it. written: gets the operators that stand for what its
     code writes out."""
     if spec.fused:
-        written += turn_attentions(program, spec.seq_len)
+        written += turn_attentions(program, spec.seq_len) + turn_linear_attentions(program, {spec.model.mask})
     return with_casts(program)
 
 

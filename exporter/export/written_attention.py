@@ -6,9 +6,10 @@ Without a visible key, PyTorch averages all values, or has no number if that of 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -151,13 +152,7 @@ def turn(graph: Graph, written: Written) -> None:
     from effexport.plugins.masked_attention.op import masked_attention
 
     assert masked_attention is not None
-    with graph.inserting_before(written.out):
-
-        def call(target: Callable[..., Any], *args: Any, **options: Any) -> Node:
-            node = graph.call_function(target, args, options)
-            node.meta = {**written.out.meta, "val": target(*(value_of(x) for x in args), **options)}
-            return node
-
+    with inserting(graph, written.out) as call:
         has_heads = rank(written.q) == 4
         k = call(aten.transpose.int, written.k_transposed, -2, -1)
         q, k, v = (x if has_heads else call(aten.unsqueeze.default, x, 1) for x in (written.q, k, written.v))
@@ -183,15 +178,33 @@ def turn(graph: Graph, written: Written) -> None:
     written.out.replace_all_uses_with(out)
 
 
-def remarks_on_written(found: Mapping[str, int], called: Mapping[str, int]) -> list[str]:
-    """A sentence for the report. found: operators of the graph by name. called: those that the model itself calls."""
-    from effexport.plugins.masked_attention.op import SIGNATURE
+@contextlib.contextmanager
+def inserting(graph: Graph, place: Node) -> Iterator[Callable[..., Node]]:
+    """A function that calls an operator with arguments, in the graph before a place in whose name it is exported."""
 
-    count = found.get(SIGNATURE.onnx_name, 0) - called.get(SIGNATURE.onnx_name, 0)
-    if count <= 0:
-        return []
-    what = "1 attention" if count == 1 else f"{count} attentions"
-    return [f"{what} that the code writes out as products and a softmax became effexport's softmax attention."]
+    def call(target: Callable[..., Any], *args: Any, **options: Any) -> Node:
+        node = graph.call_function(target, args, options)
+        node.meta = {**place.meta, "val": target(*(value_of(x) for x in args), **options)}
+        return node
+
+    with graph.inserting_before(place):
+        yield call
+
+
+def remarks_on_written(found: Mapping[str, int], called: Mapping[str, int]) -> list[str]:
+    """Sentences for the report. found: operators of the graph by name. called: those that the model itself calls."""
+    from effexport.plugins.linear_attention.op import SIGNATURE as LINEAR
+    from effexport.plugins.masked_attention.op import SIGNATURE as SOFTMAX
+
+    ways = {
+        SOFTMAX: ("attention", "products and a softmax", "softmax"),
+        LINEAR: ("linear attention", "products", "linear"),
+    }
+    return [
+        f"{count} {what}{'s' * (count > 1)} that the code writes out as {parts} became effexport's {ours} attention."
+        for signature, (what, parts, ours) in ways.items()
+        if (count := found.get(signature.onnx_name, 0) - called.get(signature.onnx_name, 0)) > 0
+    ]
 
 
 def value_of(x: Any) -> Any:

@@ -56,10 +56,10 @@ class Formula:
 
 
 class LinearFunction(CallsOperators):
-    """Linear attention between any queries and keys: for elu + 1, one operator.
+    """Linear attention between any queries and keys: one operator, of which elu + 1 and ReLU are a part.
 
-    O(seq · head_dim²) time for each head. The formula is written as products of matrices: ONNX Runtime computes them up
-    to twice as fast as the Einsums of the originals.
+    O(seq · head_dim²) time for each head. Without the operator, the formula is written as products of matrices: ONNX
+    Runtime computes them up to twice as fast as the Einsums of the originals.
     """
 
     variant = "linear"
@@ -104,7 +104,7 @@ class LinearFunction(CallsOperators):
         """[batch, heads, queries, head_dim], [batch, heads, keys, head_dim], [batch, heads, keys, value_dim], boolean
         [batch, keys] → [batch, heads, queries, value_dim]."""
         formula = self.formula
-        if self.fused and formula.features == "elu":
+        if self.fused:
             return fused(q, k, v, keep, formula)
         features = FEATURES[formula.features]
         q, k, values = (at_least_float32(x) for x in (q, k, v))
@@ -119,14 +119,18 @@ class LinearFunction(CallsOperators):
 
 def fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, formula: Formula) -> Tensor:
     """`LinearFunction.mix` by the operator, which takes as many queries as keys: the fewer get neighbours of zeros."""
-    queries, keys = q.shape[2], k.shape[2]
+    queries, keys, dtype = q.shape[2], k.shape[2], v.dtype
+    if formula.features not in ("elu", "relu"):
+        q, k, v = (at_least_float32(x) for x in (q, k, v))
+        q, k = (FEATURES[formula.features](x) for x in (q, k))
     if not statically_known_true(queries == keys):
         longest = torch.sym_max(queries, keys)
         q = F.pad(q, (0, 0, 0, longest - queries))
         k, v = (F.pad(x, (0, 0, 0, longest - keys)) for x in (k, v))
         keep = F.pad(keep, (0, longest - keys))
-    attended: Tensor = linear_attention(q, k, v, keep, formula.eps, formula.causal)
-    return attended.narrow(2, 0, queries)
+    relu = formula.features != "elu"
+    attended: Tensor = linear_attention(q, k, v, keep, formula.eps, formula.causal, relu=relu)
+    return attended.narrow(2, 0, queries).to(dtype)
 
 
 def kept_tokens(seq_len: int, generator: torch.Generator) -> Tensor:

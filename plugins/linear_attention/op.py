@@ -63,7 +63,8 @@ def linear_attention(
 
     q, k [batch, heads, seq, head_dim]; v [batch, heads, seq, value_dim]; one float dtype; keep boolean [batch, seq].
     chunk_length is the length of the blocks into which the function body cuts a causal sequence. With relu, φ(x) is
-    max(x, 0), which leaves any features that are not negative as they are. Returns the shape and dtype of v. No gradient.
+    max(x, 0), which leaves any features that are not negative as they are. Returns the shape and dtype of v. It has no
+    gradient.
     Raises ValueError for other shapes, dtypes or attributes.
     """
     SIGNATURE.check(q, k, v, keep, eps=eps, chunk_length=chunk_length)
@@ -88,8 +89,10 @@ def _(
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators.
 
-    One body serves all nodes of a model. Raises ValueError when they differ in `eps`, `causal`, `relu` or, if causal, in
-    `chunk_length`. Axes count from the front: in an empty tensor, ONNX Runtime ignores axes that count from the back.
+    One body serves all nodes of a model. Raises ValueError when they differ in `eps`, `causal`, `relu` or, if causal,
+    in `chunk_length`.
+
+    Axes count from the front: in an empty tensor, ONNX Runtime ignores axes that count from the back.
     """
     sums = _SUMS
     eps, causal, relu = SIGNATURE.common_attributes(nodes, "eps", "causal", "relu").values()

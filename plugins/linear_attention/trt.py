@@ -115,7 +115,8 @@ def nodes(s: Sizes) -> str:
     last = (
         f"EluLinearAttentionCausalOutputs <eps: float = @eps, least = {least}, relu = {relu}> (q, k, v, keep, sums)"
         if s.causal
-        else f"EluLinearAttentionOutputs <eps: float = @eps, least = {least}, relu = {relu}, value_dim = {s.value_dim}> (q, sums)"
+        else f"EluLinearAttentionOutputs <eps: float = @eps, least = {least}, relu = {relu}, value_dim = {s.value_dim}>"
+        " (q, sums)"
     )
     return f"""
         states = effexport.EluLinearAttentionStates <least = {least}, relu = {relu}> (k, v, keep)

@@ -181,8 +181,9 @@ def attributes_of(source: random.Random) -> dict[str, dict[str, Any]]:
     return {
         "IterativePinv": {"iterations": source.randint(1, 8)},
         "EluLinearAttention": {
-            **{"eps": source.choice([1e-6, 0.1]), "causal": source.randint(0, 1), "chunk_length": 128},
-            "relu": source.randint(0, 1),
+            "eps": source.choice([1e-6, 0.1]),
+            **{name: source.randint(0, 1) for name in ("causal", "relu")},
+            "chunk_length": 128,
         },
         "LSHSort": {},
         "LSHAttention": {"chunk_length": chunk_length, **around, **flags},

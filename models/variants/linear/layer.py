@@ -44,7 +44,8 @@ class LinearAttention(MultiHeadAttention):
         spec = self.spec
         if self.calls_fused:
             assert keep is not None
-            fused: Tensor = fused_linear_attention(*projected, keep, spec.eps, spec.causal, spec.chunk_length)
+            relu = spec.feature_map == "relu"
+            fused: Tensor = fused_linear_attention(*projected, keep, spec.eps, spec.causal, spec.chunk_length, relu)
             return fused
         q, k, v = (at_least_float32(x) for x in projected)
         q, k = self.query_features(q), self.key_features(k, keep)

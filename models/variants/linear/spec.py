@@ -62,7 +62,12 @@ class LinearSpec(QueryKeySpec):
     @property
     def has_fused_operator(self) -> bool:
         """Whether `EluLinearAttention` computes this layer."""
-        return self.feature_map == "elu" and self.normalizer and self.min_denominator == 0 and self.blindspot == 1
+        return (
+            self.feature_map in ("elu", "relu")
+            and self.normalizer
+            and self.min_denominator == 0
+            and self.blindspot == 1
+        )
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("EluLinearAttention",) if fused and self.has_fused_operator else ()

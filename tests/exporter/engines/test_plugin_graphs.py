@@ -42,7 +42,9 @@ ATTRIBUTES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "LSHHash": lambda case: {"bucket_factors": case.sizes[7:], "chunk_length": case.sizes[5]},
     "LSHAttention": lambda case: dict(zip(LSH_ATTRIBUTES, case.sizes[6:], strict=True)),
     "EluLinearAttention": lambda case: {
-        **{"eps": case.numbers[0], "causal": case.sizes[5], "chunk_length": 128},
+        "eps": case.numbers[0],
+        "causal": case.sizes[5],
+        "chunk_length": 128,
         "relu": case.sizes[6],
     },
     "AFTSimpleAttention": lambda case: {},

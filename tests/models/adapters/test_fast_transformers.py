@@ -148,7 +148,7 @@ def test_queries_may_have_keys_of_another_length_and_width(attention: str) -> No
 ONNX_CASES: dict[str, tuple[Any, bool, dict[str, int]]] = {
     "linear": (lambda: FT.LinearAttention(8), False, {"EluLinearAttention": 2}),
     "causal": (lambda: FT.CausalLinearAttention(8), True, {"EluLinearAttention": 2}),
-    "causal, relu": (lambda: FT.CausalLinearAttention(8, activation(F.relu)), True, {}),
+    "causal, relu": (lambda: FT.CausalLinearAttention(8, activation(F.relu)), True, {"EluLinearAttention": 2}),
     "full": (lambda: FT.FullAttention(), False, {"MaskedAttention": 2}),
     "full, causal": (lambda: FT.FullAttention(), True, {}),
 }

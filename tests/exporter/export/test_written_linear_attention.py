@@ -1,0 +1,217 @@
+"""Linear attention that code writes out becomes the operator where it is the same for every input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from slow_cases import slow_after
+from torch import Tensor, nn
+
+import effexport
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+DIM, HEADS = 16, 2
+OPERATOR = "EluLinearAttention"
+NOTE = "1 linear attention that the code writes out as products became effexport's linear attention."
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+RANDOM = torch.randn(DIM // HEADS, 6, generator=torch.Generator().manual_seed(1))
+
+
+def two_products(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:
+    return q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) + eps)
+
+
+def column_of_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """timm's LiteMLA."""
+    out = q @ (k.transpose(-1, -2) @ F.pad(v, (0, 1), mode="constant", value=1.0))
+    return out[..., :-1] / (out[..., -1:] + 1e-5)
+
+
+def channels_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """SANA's processor in diffusers, whose queries and values have the tokens last."""
+    q, v = q.transpose(2, 3), F.pad(v.transpose(2, 3), (0, 0, 0, 1), mode="constant", value=1.0)
+    out = torch.matmul(torch.matmul(v, k), q)
+    return (out[:, :, :-1] / (out[:, :, -1:] + 1e-15)).transpose(2, 3)
+
+
+def einsums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """performer-pytorch's."""
+    inverse = 1.0 / torch.einsum("...nd,...d->...n", q, k.sum(dim=-2).type_as(q))
+    return torch.einsum("...de,...nd,...n->...ne", torch.einsum("...nd,...ne->...de", k, v), q, inverse)
+
+
+def tokens_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """fast-transformers', whose heads come after the tokens."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    inverse = 1 / (torch.einsum("nlhd,nhd->nlh", q, k.sum(dim=1)) + 1e-6)
+    return torch.einsum("nlhd,nhmd,nlh->nlhm", q, torch.einsum("nshd,nshm->nhmd", k, v), inverse).transpose(1, 2)
+
+
+def sums_of_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q @ (k.transpose(-2, -1) @ v) / (q * k.sum(dim=-2, keepdim=True)).sum(-1, keepdim=True)
+
+
+def joined_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = q @ (k.mT @ torch.cat((v, torch.ones_like(v[..., :1])), -1))
+    return out[..., :-1] / out[..., -1:]
+
+
+@dataclass
+class Form:
+    """How an attention is written. features: φ. core: of features and values, [batch, heads, tokens, channels].
+
+    is_masked: whether features of keys are multiplied by a mask.
+    """
+
+    features: Callable[[Tensor], Tensor] = F.relu
+    core: Core = two_products
+    is_masked: bool = False
+    heads: int = HEADS
+
+
+TURNED = {
+    "relu, masked": Form(is_masked=True),
+    "a column of ones": Form(core=column_of_ones),
+    "channels first": Form(core=channels_first),
+    "einsums of positive features": Form(
+        lambda x: torch.exp(x @ RANDOM - x.square().sum(-1, keepdim=True) / 2) + 1e-4, einsums
+    ),
+    "tokens first, masked": Form(lambda x: F.relu(x @ RANDOM) + 1e-3, tokens_first, is_masked=True),
+    "exp": Form(lambda x: x.exp(), sums_of_rows),
+    "elu": Form(lambda x: F.elu(x) + 1, joined_ones),
+    "squared relu": Form(lambda x: F.relu(x) ** 2),
+    "one head": Form(heads=0, is_masked=True),
+}
+KEPT = {
+    "features that could be negative": Form(lambda x: x + 8),
+    "elu with less than 1": Form(lambda x: F.elu(x) + 0.9),
+    "a difference of features": Form(lambda x: x.exp() + 1 - 0.1),
+    "a bounded denominator": Form(core=lambda q, k, v: q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1)).clamp(min=1e-2)),
+    "the mean of keys": Form(core=lambda q, k, v: q @ (k.mT @ v) / (q @ k.mean(-2).unsqueeze(-1) + 1e-6)),
+    "the sum of queries": Form(
+        core=lambda q, k, v: q @ (k.mT @ v) / (q.sum(-2, keepdim=True) @ k.mT + 1e-6).sum(-1, keepdim=True)
+    ),
+    "no denominator": Form(core=lambda q, k, v: q @ (k.mT @ v)),
+    "a number for a denominator": Form(core=lambda q, k, v: q @ (k.mT @ v) / 7),
+    "twos beside values": Form(
+        core=lambda q, k, v: (lambda o: o[..., :-1] / o[..., -1:])(q @ (k.mT @ F.pad(v, (0, 1), value=2.0)))
+    ),
+    "other keys than values": Form(
+        core=lambda q, k, v: q @ (k.mT @ v)[..., :, :] / (q @ k.flip(-1).sum(-2).unsqueeze(-1) + 1e-6)
+    ),
+    "causal": Form(core=lambda q, k, v: (q @ k.mT).tril() @ v / ((q @ k.mT).tril().sum(-1, keepdim=True) + 1e-6)),
+    "half of the tokens": Form(core=lambda q, k, v: two_products(q, k[:, :, ::2], v[:, :, ::2])),
+    "heads added up": Form(
+        core=lambda q, k, v: q @ (k.mT @ v) / ((q @ k.sum(-2).unsqueeze(-1)).sum(1, keepdim=True) + 1e-6)
+    ),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.qkv = form, nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        form = self.form
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if form.heads:
+            q, k, v = (part.unflatten(-1, (form.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        q, k = form.features(q), form.features(k)
+        if mask is not None:
+            k = k * (mask[:, None, :, None] if form.heads else mask[:, :, None])
+        out = form.core(q, k, v)
+        return out.transpose(1, 2).flatten(2) if form.heads else out
+
+
+def check(model: nn.Module, folder: Path, *, is_masked: bool = False, precision: str = "fp32") -> effexport.BuildResult:
+    """Build, and compare with PyTorch at other sizes, with masks that hide some keys or all."""
+    example = {"x": torch.randn(2, 12, DIM)} | ({"mask": torch.ones(2, 12, dtype=torch.int64)} if is_masked else {})
+    result = effexport.export(model.eval(), example, folder / "out", precision=precision)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), effexport.load(result.path) as runner:
+        for batch, tokens in ((1, 1), (3, 9), (2, 300)):
+            inputs = {"x": torch.randn(batch, tokens, DIM, generator=generator)}
+            if is_masked:
+                inputs["mask"] = (torch.rand(batch, tokens, generator=generator) < 0.6).long()
+                inputs["mask"][-1] = 0
+            expected = model(**inputs).numpy()
+            if precision == "fp16":
+                inputs["x"] = inputs["x"].half()
+            (actual,) = runner.run({name: value.numpy() for name, value in inputs.items()}).values()
+            assert (np.isnan(actual) == np.isnan(expected)).all()
+            scale = math.sqrt(np.nanmean(np.square(expected))) if np.isfinite(expected).any() else 0
+            # rounding of float32 in another order; of float16, in features, sums and results
+            limit = (1e-5 if precision == "fp32" else 2e-2) * scale
+            assert np.nanmax(np.abs(actual - expected), initial=0) <= limit
+    return result
+
+
+@pytest.mark.parametrize("name", slow_after(4, TURNED))
+def test_a_linear_attention_becomes_the_operator(name: str, tmp_path: Path) -> None:
+    form = TURNED[name]
+    result = check(Attention(form), tmp_path, is_masked=form.is_masked)
+    assert result.artifact.spec.custom_ops == {OPERATOR: 1}
+    assert NOTE in result.report.notes
+
+
+@pytest.mark.parametrize("name", slow_after(2, KEPT))
+def test_what_is_another_function_stays(name: str, tmp_path: Path) -> None:
+    form = KEPT[name]
+    assert not check(Attention(form), tmp_path, is_masked=form.is_masked).artifact.spec.custom_ops
+
+
+class Image(nn.Module):
+    """SANA's attention as a whole: channels are moved to the front, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).transpose(1, 2).unflatten(1, (HEADS, -1)) for part in (self.q, self.k, self.v))
+        k, v = F.relu(k.transpose(2, 3)), F.pad(v, (0, 0, 0, 1), mode="constant", value=1.0)
+        out = torch.matmul(torch.matmul(v, k), F.relu(q))
+        return (out[:, :, :-1] / (out[:, :, -1:] + 1e-15)).flatten(1, 2).transpose(1, 2)
+
+
+def test_channels_that_were_moved_cost_one_transpose(tmp_path: Path) -> None:
+    result = check(Image(), tmp_path)
+    assert result.artifact.spec.custom_ops == {OPERATOR: 1}
+    import onnx
+
+    nodes = onnx.load(result.path / "model.onnx").graph.node
+    assert sum(node.op_type == "Transpose" for node in nodes) == 4
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Attention(Form())
+        self.second = Attention(Form(core=lambda q, k, v: two_products(q, k, v, 1e-3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_layers_with_another_eps_stay(tmp_path: Path) -> None:
+    """All nodes of a model share one function body."""
+    assert check(Two(), tmp_path).artifact.spec.custom_ops == {OPERATOR: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form", [Form(torch.exp, column_of_ones), Form(torch.exp, is_masked=True)], ids=["ones", "masked"]
+)
+def test_half_precision(form: Form, tmp_path: Path) -> None:
+    result = check(Attention(form), tmp_path, is_masked=form.is_masked, precision="fp16")
+    assert result.artifact.spec.custom_ops == {OPERATOR: 1}
