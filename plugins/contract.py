@@ -1,17 +1,20 @@
-"""How an operator declares what it promises: the types, and helpers for its inputs.
+"""How an operator declares what all its implementations promise: the types, and helpers for its inputs.
 
-Loads PyTorch and nothing else.
+A declaration is CONTRACT in the contract.py of an operator's folder. Loads PyTorch and nothing else.
 """
 
 from __future__ import annotations
 
+import importlib
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import FLOAT_TYPES
+from effexport.plugins.ops import FLOAT_TYPES, Op
 
 # The relative error of one rounding, which every kernel may make when it writes its results.
 ROUNDING = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
@@ -57,6 +60,53 @@ class Limit:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What the torch operator, the function body and all kernels of an operator compute.
+
+    inputs(case, device): the input tensors by name, in the order of the signature, the same ones on every call.
+    outputs(case): the outputs.
+    exact(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow and
+    obvious, in plain PyTorch, on the device of the inputs; all samples at once, because it is called for some samples
+    at a time (scripts/gpu/samples.py).
+    intermediate(case): how many elements the largest array in `exact` has for one sample, if inputs and outputs are
+    smaller. It decides how many samples are computed at once.
+    shared: inputs that all samples share. All other inputs and outputs begin with an axis of sizes[0] samples, or of as
+    many rows for each sample.
+    limit(case): the largest error that passes.
+    attributes(case): those of the call.
+    small: cases that also compute-sanitizer runs, which is slow. cases: further ones that the emulation runs as well.
+    larger: too slow for it. empty: some size is zero.
+    hidden: what hidden tokens of these inputs may hold without a change of any bit.
+    body_hides: the body takes NaN there, too. body_limit: what its own roundings add in half types.
+    wrong_attributes: with the words of the error. uncountable: sizes that the CUDA kernels refuse.
+    """
+
+    inputs: Callable[[Case, str], dict[str, Tensor]]
+    outputs: Callable[[Case], dict[str, Output]]
+    exact: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]
+    limit: Callable[[Case], Limit]
+    small: tuple[Case, ...]
+    intermediate: Callable[[Case], int] = lambda case: 0
+    shared: tuple[str, ...] = ()
+    attributes: Callable[[Case], dict[str, Any]] = lambda case: {}
+    cases: tuple[Case, ...] = ()
+    larger: tuple[Case, ...] = ()
+    empty: tuple[Case, ...] = ()
+    hidden: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    body_hides: bool = True
+    body_limit: float = 0.0
+    wrong_attributes: tuple[tuple[Mapping[str, Any], str], ...] = ()
+    uncountable: tuple[tuple[int, ...], ...] = ()
+
+
+def load_contract(op: Op) -> Contract:
+    """The operator's declaration."""
+    contract = importlib.import_module(f"effexport.plugins.{op.torch_name}.contract").CONTRACT
+    assert isinstance(contract, Contract)
+    return contract
+
+
 def in_all_types(*cases: Case) -> tuple[Case, ...]:
     """The cases in float32, float16 and bfloat16."""
     return tuple(replace(case, dtype=dtype) for case in cases for dtype in FLOAT_TYPES)
@@ -80,7 +130,7 @@ def random_mask(source: torch.Generator, *shape: int) -> Tensor:
 def token_mask(source: torch.Generator, batch: int, seq: int) -> Tensor:
     """A mask [batch, seq] that hides a tenth of all tokens, and the last quarter of the last sample."""
     keep = torch.rand(batch, seq, generator=source, device=source.device) < 0.9
-    keep[-1, seq - seq // 4 :] = False
+    keep[-1:, seq - seq // 4 :] = False
     return keep
 
 

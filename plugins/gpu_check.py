@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from effexport.plugins.contract import Case, Limit, Output
+from effexport.plugins.contract import Case, Contract
 from effexport.plugins.gpu_work import Work
 from effexport.plugins.ops import Op
 
@@ -47,40 +47,23 @@ class Timed:
     goals: tuple[AtMost | FasterThan, ...]
 
 
-@dataclass(frozen=True)
-class GpuCheck:
-    """Everything that scripts/gpu needs to know about one operator.
+@dataclass(frozen=True, kw_only=True)
+class GpuCheck(Contract):
+    """Everything that scripts/gpu needs to know about one operator, besides its contract.
 
-    inputs(case, device): the input tensors by name, in the order of the shim's arrays, the same ones on every call.
-    outputs(case): the outputs, which follow the inputs in the shim's arrays.
-    reference(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow
-    and obvious, in plain PyTorch, on the device of the inputs; all samples at once, because it is called for some
-    samples at a time (scripts/gpu/samples.py).
-    intermediate(case): how many elements the reference's largest array has for one sample, if inputs and outputs are
-    smaller. It decides how many samples are computed at once.
-    shared: inputs that all samples share. All other inputs and outputs begin with an axis of sizes[0] samples, or of as
-    many rows for each sample.
-    limit(case): the largest error that passes.
+    inputs and outputs are in the order of the shim's arrays.
     work(case): what the kernels of a call do, of which scripts/gpu/bounds.py makes a lower bound of the time.
     baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
-    small: for the emulation on a CPU and for compute-sanitizer, both of which are slow. checked: more sizes for the
-    GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
-    compared: how many samples of a huge case are compared with the reference, if that is too slow for all of them. All
+    checked: more sizes for the GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
+    compared: how many samples of a huge case are compared with `exact`, if that is too slow for all of them. All
     elements of the others must be finite, so that none is left unwritten.
     """
 
-    inputs: Callable[[Case, str], dict[str, Tensor]]
-    outputs: Callable[[Case], dict[str, Output]]
-    reference: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]
-    limit: Callable[[Case], Limit]
     work: Callable[[Case], Work]
     baselines: Callable[[Case, dict[str, Tensor]], dict[str, Callable[[], object]]]
-    small: tuple[Case, ...]
     checked: tuple[Case, ...]
     timed: tuple[Timed, ...]
     huge: tuple[Case, ...] = ()
-    intermediate: Callable[[Case], int] = lambda case: 0
-    shared: tuple[str, ...] = ()
     compared: int | None = None
 
 

@@ -167,7 +167,7 @@ def work(case: Case) -> Work:
 CHECK = GpuCheck(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,

@@ -152,7 +152,7 @@ def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:
 CHECK = GpuCheck(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,

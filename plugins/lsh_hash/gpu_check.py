@@ -94,7 +94,7 @@ def timed(dtype: str, goal: AtMost) -> Timed:
 CHECK = GpuCheck(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,

@@ -79,7 +79,7 @@ def timed(rows: int, n: int, num_buckets: int, *goals: AtMost) -> Timed:
 CHECK = GpuCheck(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,

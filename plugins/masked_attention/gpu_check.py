@@ -8,67 +8,14 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.contract import (
-    PEAK_LOGIT,
-    PEAKS,
-    ROUNDING,
     Case,
-    Limit,
-    Output,
-    generator,
     in_all_types,
-    normal,
-    peak,
-    random_mask,
     with_peaks,
 )
 from effexport.plugins.gpu_check import FasterThan, GpuCheck, Timed, sdpa_baselines
 from effexport.plugins.gpu_work import Work, attention_core, parts
 from effexport.plugins.masked_attention import op
-
-
-def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """Kind "random": some keys are hidden, and all keys of the last of several samples. Kind "visible": none.
-
-    PEAKS: the logits of a key are far above all others, and all are exact.
-    """
-    batch, heads, n, m, d, e = case.sizes
-    source = generator(case, device)
-    q, k, v = (normal(case, source, batch, heads, *shape) for shape in ((n, d), (m, d), (m, e)))
-    keep = random_mask(source, batch, m)
-    if case.kind in PEAKS:
-        highest = peak(case.kind, m)
-        q[..., 0], k[..., 0] = PEAK_LOGIT / 8, 0
-        k[:, :, highest] = 0
-        k[:, :, highest, 0] = 8 / case.numbers[0]
-        keep[:, highest] = True
-    if case.kind == "visible":
-        keep = torch.ones_like(keep)
-    elif batch > 1:
-        keep[-1] = False
-    return {"q": q, "k": k, "v": v, "keep": keep}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    batch, heads, n, _, _, e = case.sizes
-    return {"out": Output((batch, heads, n, e), case.torch_dtype)}
-
-
-def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The operator's definition in float64."""
-    q, k, v, keep = inputs.values()
-    return {"out": op.reference(q.double(), k.double(), v.double(), keep, case.numbers[0])}
-
-
-def intermediate(case: Case) -> int:
-    """The logits."""
-    _, heads, n, m, _, _ = case.sizes
-    return heads * n * m
-
-
-def limit(case: Case) -> Limit:
-    # float32 weights are not rounded: one of its roundings more makes no difference to 2e-5
-    reason = "the contract's 2e-5 for values of about 1, and in half types one rounding of weights and one of results"
-    return Limit(2e-5 + 2 * ROUNDING[case.dtype], reason)
+from effexport.plugins.masked_attention.contract import CONTRACT
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
@@ -111,21 +58,9 @@ def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
 
 
 CHECK = GpuCheck(
-    inputs=inputs,
-    outputs=outputs,
-    reference=reference,
-    limit=limit,
+    **vars(CONTRACT),
     baselines=baselines,
     work=work,
-    small=in_all_types(
-        Case((1, 1, 1, 1, 1, 1), (0.5,)),
-        Case((1, 1, 3, 0, 8, 8), (0.5,)),  # without keys: zeros
-        Case((2, 2, 5, 70, 24, 40), (0.2,)),
-        Case((1, 2, 20, 130, 64, 64), (0.125,), "visible"),
-        *with_peaks(Case((1, 1, 3, 600, 8, 8), (0.5,))),  # slices of 256 keys
-        *with_peaks(Case((1, 1, 70, 130, 8, 8), (0.5,))),  # tiles of 32 or 64 keys
-        Case((1, 1, 1, 8500, 4, 4), (0.5,), "last"),  # more slices than a warp has lanes
-    ),
     checked=in_all_types(
         Case((2, 3, 63, 100, 24, 40), (0.2,)),
         Case((1, 2, 17, 1000, 100, 100), (0.1,)),
@@ -144,5 +79,4 @@ CHECK = GpuCheck(
     ),
     # queries and results: 64 · 524352 · 64 elements each
     huge=(Case((32, 2, 524_352, 3, 64, 64), (0.125,), "visible", "float16"),),
-    intermediate=intermediate,
 )

@@ -7,52 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types, normal, token_mask
+from effexport.plugins.contract import Case, in_all_types
 from effexport.plugins.gpu_check import AtMost, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, moved, parts
-
-
-def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """A tenth of the tokens and the last quarter of the last sample are hidden, and hold NaN.
-
-    Kind "no token": all of the last sample is hidden. Kind "visible": no token is, because kernels do not read those.
-    """
-    batch, heads, seq, channels, _ = case.sizes
-    source = generator(case, device)
-    x = normal(case, source, batch, heads, seq, channels)
-    keep = token_mask(source, batch, seq)
-    if case.kind == "no token":
-        keep[-1] = False
-    elif case.kind == "visible":
-        keep[:] = True
-    return {"x": x.masked_fill_(~keep[:, None, :, None], torch.nan), "keep": keep}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    batch, heads, _, channels, segments = case.sizes
-    return {"means": Output((batch, heads, segments, channels), case.torch_dtype)}
-
-
-def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every token is added to its segment, in float64; 0 where a segment has no token."""
-    batch, heads, seq, channels, segments = case.sizes
-    x, keep = inputs.values()
-    position = torch.arange(seq, device=x.device)
-    length = ((position + 1) * keep).amax(dim=1, keepdim=True)
-    owner = position // (-(-length // segments)).clamp(min=1)
-    owner = torch.where(keep, owner, segments)[:, None, :, None]  # one more segment, for hidden tokens
-    kept = torch.where(keep[:, None, :, None], x.double(), 0)
-    sums = kept.new_zeros(batch, heads, segments + 1, channels).scatter_add_(2, owner.expand_as(kept), kept)
-    counts = kept.new_zeros(batch, 1, segments + 1, 1).scatter_add_(2, owner, torch.ones_like(owner).double())
-    return {"means": (sums / counts.clamp(min=1))[:, :, :segments]}
-
-
-def limit(case: Case) -> Limit:
-    reason = (
-        "the contract's 1e-5: float32 sums of up to 1000 values of about 1, one after another, whose roundings have "
-        "either sign; and one rounding of the result"
-    )
-    return Limit(1e-5 + ROUNDING[case.dtype], reason)
+from effexport.plugins.segment_means.contract import CONTRACT
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
@@ -75,17 +33,9 @@ def timed(dtype: str, goal: AtMost) -> Timed:
 
 
 CHECK = GpuCheck(
-    inputs=inputs,
-    outputs=outputs,
-    reference=reference,
-    limit=limit,
+    **vars(CONTRACT),
     baselines=baselines,
     work=work,
-    small=in_all_types(
-        Case((2, 1, 1, 1, 1)),
-        Case((2, 2, 5, 8, 16)),  # more segments than tokens
-        Case((2, 3, 63, 33, 8), kind="no token"),
-    ),
     checked=in_all_types(
         Case((3, 2, 1000, 100, 7)), Case((2, 2, 100, 64, 64), kind="no token"), Case((8, 8, 8192, 64, 64))
     ),

@@ -8,48 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types, normal, token_mask
+from effexport.plugins.contract import Case, in_all_types
 from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
-
-
-def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """A tenth of the tokens and the last quarter of the last sample are hidden: NaN in x.
-
-    Kind "visible": no token is, because kernels do not read those.
-    """
-    batch, heads, seq, channels, taps = case.sizes
-    source = generator(case, device)
-    x, residual = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
-    weight = normal(case, source, heads, 1, taps, 1) / taps**0.5
-    keep = token_mask(source, batch, seq)
-    if case.kind == "visible":
-        keep[:] = True
-    x.masked_fill_(~keep[:, None, :, None], torch.nan)
-    return {"x": x, "weight": weight, "keep": keep, "residual": residual}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    return {"out": Output(case.sizes[:4], case.torch_dtype)}
-
-
-def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """residual[t] + Σ_j weight[j] x[t + j − (taps − 1) / 2] over kept tokens, in float64."""
-    seq, taps = case.sizes[2], case.sizes[4]
-    x, weight, keep, residual = inputs.values()
-    padded = F.pad(torch.where(keep[:, None, :, None], x.double(), 0), (0, 0, taps // 2, taps // 2))
-    total = residual.double()
-    for j in range(taps):
-        total = total + weight[:, :, j].double() * padded[:, :, j : j + seq]
-    return {"out": total}
-
-
-def limit(case: Case) -> Limit:
-    reason = (
-        "66 additions in float32 with a rounding of at most 6e-8 of the largest value each: 4e-6; and one rounding of "
-        "the result"
-    )
-    return Limit(4e-6 + ROUNDING[case.dtype], reason)
+from effexport.plugins.sequence_conv.contract import CONTRACT
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
@@ -88,17 +50,9 @@ REPLACED = FasterThan("conv2d", "PyTorch's own convolution and sum")
 
 
 CHECK = GpuCheck(
-    inputs=inputs,
-    outputs=outputs,
-    reference=reference,
-    limit=limit,
+    **vars(CONTRACT),
     baselines=baselines,
     work=work,
-    small=in_all_types(
-        Case((2, 2, 1, 1, 1)),
-        Case((1, 1, 10, 8, 33)),  # a filter longer than the sequence
-        Case((2, 2, 63, 33, 3)),
-    ),
     checked=in_all_types(Case((2, 3, 1000, 24, 65)), Case((4, 8, 8192, 64, 65))),
     timed=(
         timed("float16", AtMost(2.7, "few blocks at a time, each of which loads before it multiplies"), REPLACED),
@@ -106,5 +60,4 @@ CHECK = GpuCheck(
     ),
     # x, residual and out: 4200 · 8 · 1000 · 64 elements each
     huge=(Case((4200, 8, 1000, 64, 3), dtype="float16"),),
-    shared=("weight",),
 )

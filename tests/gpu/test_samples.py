@@ -72,7 +72,7 @@ def test_parts_are_as_large_as_memory_allows_and_make_up_the_whole(op: Op, monke
     check = load_gpu_check(op)
     case = max(check.small, key=lambda case: case.sizes[0])
     inputs = check.inputs(case, "cpu")
-    expected = check.reference(case, inputs)
+    expected = check.exact(case, inputs)
     outputs = {name: expected[name].to(one.dtype) for name, one in check.outputs(case).items()}
     assert parts(check, case, {**inputs, **outputs}) == [range(case.sizes[0])]
     monkeypatch.setattr(samples, "PART_BYTES", 1)
@@ -89,7 +89,7 @@ def in_some_samples(count: int) -> GpuCheck:
 
 def error_with(change: Callable[[Tensor], object], check: GpuCheck) -> Tensor:
     inputs = check.inputs(CASE, "cpu")
-    out = check.reference(CASE, inputs)["out"].float()
+    out = check.exact(CASE, inputs)["out"].float()
     change(out)
     return relative_error(check, CASE, inputs, {"out": out})
 
@@ -109,7 +109,7 @@ def test_an_unwritten_integer_is_found_in_a_sample_that_is_not_compared() -> Non
     case = Case((6, 20, 3), dtype="int32")
     check = replace(check, huge=(case,), compared=2)
     inputs = check.inputs(case, "cpu")
-    outputs = check.reference(case, inputs)
+    outputs = check.exact(case, inputs)
     assert relative_error(check, case, inputs, outputs) == 0
     outputs["rank"][2, 5] = -1
     assert relative_error(check, case, inputs, outputs).isnan()
