@@ -330,7 +330,9 @@ def key_of(mutant: Mutant) -> str:
     folders = (ROOT / "plugins" / mutant.operator, ROOT / "plugins" / "native", ROOT / "tests" / "plugins" / "native")
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in {".h", ".cc", ".cu"}]
     digest = hashlib.sha256(repr(mutant).encode())
-    for path in [*files, *(ROOT / test for test in mutant.tests)]:
+    contract = [ROOT / "plugins" / "contract.py", ROOT / "plugins" / mutant.operator / "contract.py"]
+    support = [ROOT / "tests" / "support" / "implementations.py"]
+    for path in [*files, *contract, *support, *(ROOT / test for test in mutant.tests)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

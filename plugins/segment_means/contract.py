@@ -1,6 +1,8 @@
-"""What all implementations of SegmentMeans promise. Sizes of a case: batch, heads, seq, channels, segments."""
+"""The contract of SegmentMeans. Sizes of a case: batch, heads, seq, channels, segments."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -8,15 +10,18 @@ from torch import Tensor
 
 from effexport.plugins.contract import (
     ROUNDING,
+    AtMost,
     Case,
     Contract,
     Limit,
     Output,
+    Timed,
     generator,
     in_all_types,
     normal,
     token_mask,
 )
+from effexport.plugins.gpu_work import Work, moved, parts
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -63,6 +68,25 @@ def limit(case: Case) -> Limit:
     return Limit(1e-6 + ROUNDING[case.dtype], reason)
 
 
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """A mean over equal segments: nearly the same work without a mask, and so a lower bound for PyTorch."""
+    x, segments = inputs["x"], case.sizes[-1]
+    return {"mean": lambda: x.unflatten(2, (segments, -1)).mean(dim=3, dtype=torch.float32)}
+
+
+def work(case: Case) -> Work:
+    """An addition for each number; the sums of a block's threads meet in shared memory."""
+    batch, heads, seq, channels, segments = case.sizes
+    rows = 8 if case.dtype == "float32" else 16
+    blocks = batch * heads * segments * parts(channels, 64)
+    return Work(fused=float(batch * heads * seq * channels)) + moved(2 * 4 * rows * 64) * blocks
+
+
+def timed(dtype: str, goal: AtMost) -> Timed:
+    large, small = (Case(sizes, (), "visible", dtype) for sizes in ((8, 8, 8192, 64, 64), (1, 2, 64, 8, 4)))
+    return Timed(large, small, (goal,))
+
+
 CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
@@ -92,4 +116,15 @@ CONTRACT = Contract(
         ({"num_segments": 2**40}, f"num_segments is {2**40}"),
     ),
     uncountable=((2**31, 1, 4, 8, 3), (1, 1, 2**31 - 1, 8, 3), (1, 1, 4, 8, 2**31), (2**30, 1, 4, 8, 2)),
+    baselines=baselines,
+    work=work,
+    checked=in_all_types(
+        Case((3, 2, 1000, 100, 7)), Case((2, 2, 100, 64, 64), kind="no token"), Case((8, 8, 8192, 64, 64))
+    ),
+    timed=(
+        timed("float16", AtMost(1.6, "a block begins with the length of its sample")),
+        timed("float32", AtMost(1.6, "as for float16")),
+    ),
+    # x and means: 4200 · 8 · 1000 · 64 elements each
+    huge=(Case((4200, 8, 1000, 64, 1000), dtype="float16"),),
 )

@@ -14,11 +14,10 @@ from gpu.samples import relative_error
 from gpu.stages import FAILED, NOT_RUN, PASSED
 from torch import Tensor
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import OPS
 
-CHECK = load_gpu_check(OPS["MaskedAttention"])
+CHECK = load_contract(OPS["MaskedAttention"])
 CASE = Case((2, 1, 3, 5, 4, 4), (0.5,))
 SCRATCH_BYTES = 16
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, guarded
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.lsh_hash import op
 from effexport.plugins.ops import FLOAT_TYPES, OPS
 
-CHECK = load_gpu_check(OPS["LSHHash"])
+CHECK = load_contract(OPS["LSHHash"])
 NUMBERS = {name: number for number, name in enumerate(FLOAT_TYPES)}
 
 

@@ -49,7 +49,7 @@ class Torch(Implementation):
 
 
 class Ort(Implementation):
-    ways = ({"threads": 1}, {"threads": 5})
+    ways: tuple[dict[str, int], ...] = ({"threads": 1}, {"threads": 5})
     run_node = staticmethod(run_kernel)
 
     def run(self, case: Case, inputs: Inputs, **how: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of LSHSort. Sizes of a case: rows, n, num_buckets."""
+"""The contract of LSHSort. Sizes of a case: rows, n, num_buckets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Limit, Output, generator
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Output, Timed, generator
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_sort import op
 
@@ -76,7 +75,7 @@ def timed(rows: int, n: int, num_buckets: int, *goals: AtMost) -> Timed:
     return Timed(case(rows, n, num_buckets), case(2, 100, num_buckets), (faster, *goals))
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
     exact=reference,

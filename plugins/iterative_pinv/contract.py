@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of IterativePinv. Sizes of a case: count, m, iterations."""
+"""The contract of IterativePinv. Sizes of a case: count, m, iterations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
+from effexport.plugins.contract import (
+    ROUNDING,
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+)
 from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
 
 # softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero
@@ -99,7 +109,7 @@ def timed(count: int, m: int, *goals: AtMost | FasterThan) -> Timed:
 FUSED = FasterThan("products", "one launch that keeps everything in shared memory, instead of 24 products", times=5)
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
     exact=reference,

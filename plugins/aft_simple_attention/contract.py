@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of AFTSimpleAttention. Sizes of a case: batch, heads, seq, channels."""
+"""The contract of AFTSimpleAttention. Sizes of a case: batch, heads, seq, channels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch import Tensor
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,
+    AtMost,
     Case,
+    Contract,
     Limit,
     Output,
+    Timed,
     generator,
     in_all_types,
     normal,
@@ -20,7 +23,6 @@ from effexport.plugins.contract import (
     random_mask,
     with_peaks,
 )
-from effexport.plugins.gpu_check import AtMost, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, moved, parts
 
 
@@ -91,7 +93,7 @@ def work(case: Case) -> Work:
     return products + meeting
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
     exact=reference,

@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of LSHHash. Sizes of a case: batch, heads, seq, head_dim, rounds, chunk_length, how
+"""The contract of LSHHash. Sizes of a case: batch, heads, seq, head_dim, rounds, chunk_length, how
 many bucket factors, and the factors.
 """
 
@@ -9,8 +9,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Limit, Output, generator, in_all_types, token_mask
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
+from effexport.plugins.contract import (
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    token_mask,
+)
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_hash import op
 
@@ -91,7 +101,7 @@ def timed(dtype: str, goal: AtMost) -> Timed:
     )
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
     exact=reference,
