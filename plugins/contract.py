@@ -107,7 +107,7 @@ class Contract:
     limit(case): the largest error that passes.
     attributes(case): those of the call.
     small: for everything that is slow: the emulation on a CPU, and compute-sanitizer. cases: further ones for the
-    emulation. larger: too slow for it. empty: some size is zero.
+    emulation. larger: too slow for it. empty: some size is zero. body_refuses: those that ONNX Runtime refuses in it.
     hidden: what hidden tokens of these inputs may hold without a change of any bit.
     body_hides: the body takes NaN there, too. body_limit: what its own roundings add in half types.
     wrong_attributes: with the words of the error. uncountable: sizes that the CUDA kernels refuse.
@@ -135,6 +135,7 @@ class Contract:
     cases: tuple[Case, ...] = ()
     larger: tuple[Case, ...] = ()
     empty: tuple[Case, ...] = ()
+    body_refuses: tuple[Case, ...] = ()
     hidden: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     body_hides: bool = True
     body_limit: float = 0.0

@@ -148,6 +148,7 @@ CONTRACT = Contract(
         *with_peaks(Case((1, 2, 3, 2500, 40, 24), (0.5,))),  # slices of 1024 keys
     ),
     empty=tuple(Case(sizes, (0.37,)) for sizes in ((0, 2, 3, 4, 40, 24), (2, 0, 3, 4, 40, 24), (2, 2, 0, 4, 40, 24))),
+    body_refuses=(Case((2, 0, 3, 4, 40, 24), (0.37,)),),
     hidden={"k": (1e4,), "v": (1e4,)},
     wrong_attributes=(
         ({}, "scale is missing"),

@@ -122,6 +122,7 @@ CONTRACT = Contract(
         Case((3, 2, 1000, 24, 65)), Case((3, 2, 1000, 24, 1)), Case((3, 2, 300, 48, 201)), Case((3, 2, 80, 130, 7))
     ),
     empty=tuple(Case(sizes) for sizes in ((2, 2, 0, 4, 5), (0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 3, 0, 5))),
+    body_refuses=(Case((2, 0, 3, 4, 5)),),
     shared=("weight",),
     hidden={"x": (torch.nan, torch.inf, 1e30)},
     body_limit=ROUNDING["float16"],  # of the convolution

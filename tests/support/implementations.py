@@ -12,20 +12,21 @@ import numpy as np
 import torch
 from cuda_kernels import ALL_BLOCKS, assert_guard_is_intact, guarded
 from emulated_plugins import NUMBERS, EmulatedOp, array_of
-from one_node import run_body, run_kernel
+from kernel_sessions import run_poisoned, session
+from one_node import one_node_model
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Contract, load_contract
+from effexport.plugins.contract import Case, Contract, Output, load_contract
 from effexport.plugins.ops import OPS, Op
 
 Inputs = Mapping[str, Tensor]
-BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Implementation:
-    """run(case, inputs) returns the output, into which NaN was written before if the caller allocates it.
+    """answers(case, inputs) returns the outputs, into which NaN was written before if the caller allocates them, and
+    run(case, inputs) the only one.
 
-    ways: arguments of `run` that must not show in a result.
+    ways: arguments of both that must not show in a result.
     """
 
     ways: tuple[dict[str, int], ...] = ()
@@ -34,32 +35,40 @@ class Implementation:
         self.op = op
         self.contract = load_contract(op)
 
-    def shape(self, case: Case) -> tuple[int, ...]:
-        (output,) = self.contract.outputs(case).values()
-        return output.shape
+    def answers(self, case: Case, inputs: Inputs, **how: int) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def run(self, case: Case, inputs: Inputs, **how: int) -> np.ndarray:
+        (output,) = self.answers(case, inputs, **how)
+        return output
 
 
 class Torch(Implementation):
-    def call(self, *tensors: Tensor, **attributes: Any) -> Tensor:
-        operator: Callable[..., Tensor] = getattr(self.op.load(), self.op.torch_name)
+    def call(self, *tensors: Tensor, **attributes: Any) -> Tensor | tuple[Tensor, ...]:
+        operator: Callable[..., Tensor | tuple[Tensor, ...]] = getattr(self.op.load(), self.op.torch_name)
         return operator(*tensors, *attributes.values())
 
-    def run(self, case: Case, inputs: Inputs) -> np.ndarray:
-        return array_of(self.call(*inputs.values(), **self.contract.attributes(case)))
+    def answers(self, case: Case, inputs: Inputs, **how: int) -> list[np.ndarray]:
+        outputs = self.call(*inputs.values(), **self.contract.attributes(case), **how)
+        return [array_of(x) for x in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
 
 class Ort(Implementation):
     ways: tuple[dict[str, int], ...] = ({"threads": 1}, {"threads": 5})
-    run_node = staticmethod(run_kernel)
+    body = False
 
-    def run(self, case: Case, inputs: Inputs, **how: int) -> np.ndarray:
+    def answers(self, case: Case, inputs: Inputs, *, threads: int = 2, opset: int = 20, **how: int) -> list[np.ndarray]:
         feeds = {name: array_of(tensor) for name, tensor in inputs.items()}
-        return self.run_node(self.op.onnx_name, feeds, self.shape(case), **self.contract.attributes(case), **how)
+        attributes = self.contract.attributes(case) | how
+        model = one_node_model(self.op.onnx_name, feeds, body=self.body, opset=opset, **attributes)
+        output = next(iter(self.contract.outputs(case).values()))
+        opened = session(model, library=not self.body, threads=threads)
+        return run_poisoned(opened, feeds, dtype_of(output).name, output.shape)
 
 
 class Body(Ort):
     ways = ()
-    run_node = staticmethod(run_body)
+    body = True
 
 
 class Cuda(Implementation):
@@ -77,18 +86,21 @@ class Cuda(Implementation):
         self._scratch = getattr(self.library, f"effexport_check_{op.torch_name}_scratch")
         self._scratch.argtypes, self._scratch.restype = [ctypes.c_int, pointer], ctypes.c_size_t
 
-    def run(self, case: Case, inputs: Inputs, *, seed: int = 0, max_blocks: int = ALL_BLOCKS) -> np.ndarray:
+    def answers(
+        self, case: Case, inputs: Inputs, *, seed: int = 0, max_blocks: int = ALL_BLOCKS, **how: int
+    ) -> list[np.ndarray]:
+        assert not how
         given = [np.ascontiguousarray(array_of(x)) for x in inputs.values()]
-        (output,) = self.contract.outputs(case).values()
-        out, whole = guarded(output.shape, BF16 if output.dtype == torch.bfloat16 else np.dtype(case.dtype))
+        outputs = [guarded(output.shape, dtype_of(output)) for output in self.contract.outputs(case).values()]
         numbers = NUMBERS.get(case.dtype, 0)
         sizes = (ctypes.c_int64 * len(case.sizes))(*case.sizes)
         scratch, whole_scratch = guarded((self._scratch(numbers, sizes),), np.dtype(np.uint8))
         self.library.set_schedule(seed, max_blocks)
-        assert self.launch(case, [*(x.ctypes.data for x in given), out.ctypes.data], scratch.ctypes.data) == 0
-        assert_guard_is_intact(whole)
-        assert_guard_is_intact(whole_scratch)
-        return out
+        arrays = [*given, *(out for out, _ in outputs)]
+        assert self.launch(case, [x.ctypes.data for x in arrays], scratch.ctypes.data) == 0
+        for whole in (whole_scratch, *(whole for _, whole in outputs)):
+            assert_guard_is_intact(whole)
+        return [out for out, _ in outputs]
 
     def launch(self, case: Case, addresses: list[int], scratch: int = 0) -> int:
         """The CUDA error of a launch."""
@@ -113,6 +125,10 @@ def implementation(op: str, how: str) -> Any:
 
 
 def exact(contract: Contract, case: Case, inputs: dict[str, Tensor]) -> np.ndarray:
-    """What the output should be, in float64."""
+    """What the only output should be, in float64."""
     (expected,) = contract.exact(case, inputs).values()
     return array_of(expected)
+
+
+def dtype_of(output: Output) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if output.dtype == torch.bfloat16 else str(output.dtype).removeprefix("torch."))
