@@ -59,7 +59,7 @@ def test_huge_logits_do_not_overflow(m: int) -> None:
 
 
 def test_a_slice_without_a_visible_key_adds_nothing_to_the_merge() -> None:
-    """Whatever lies in the memory of its sums: here infinity, of the sample before, which the same range of work has."""
+    """Whatever lies in the memory of its sums: here infinity, of a sample in the same range of work."""
     case, inputs = made(32, 2, 3, 2500, 40, 24, kind="visible")
     inputs["v"][::2], inputs["keep"][1::2, :2048] = torch.inf, False
     expected = exact(CONTRACT, case, {name: x[1::2] for name, x in inputs.items()})

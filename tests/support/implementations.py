@@ -92,15 +92,16 @@ class Cuda(Implementation):
         assert not how
         given = [np.ascontiguousarray(array_of(x)) for x in inputs.values()]
         outputs = [guarded(output.shape, dtype_of(output)) for output in self.contract.outputs(case).values()]
-        numbers = NUMBERS.get(case.dtype, 0)
-        sizes = (ctypes.c_int64 * len(case.sizes))(*case.sizes)
-        scratch, whole_scratch = guarded((self._scratch(numbers, sizes),), np.dtype(np.uint8))
+        scratch, whole_scratch = guarded((self.scratch_bytes(case),), np.dtype(np.uint8))
         self.library.set_schedule(seed, max_blocks)
         arrays = [*given, *(out for out, _ in outputs)]
         assert self.launch(case, [x.ctypes.data for x in arrays], scratch.ctypes.data) == 0
         for whole in (whole_scratch, *(whole for _, whole in outputs)):
             assert_guard_is_intact(whole)
         return [out for out, _ in outputs]
+
+    def scratch_bytes(self, case: Case) -> int:
+        return int(self._scratch(NUMBERS.get(case.dtype, 0), (ctypes.c_int64 * len(case.sizes))(*case.sizes)))
 
     def launch(self, case: Case, addresses: list[int], scratch: int = 0) -> int:
         """The CUDA error of a launch."""
