@@ -7,17 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from bucket_patterns import bucket_rows
-from kernel_sessions import ort_value, run_poisoned, session
+from kernel_sessions import ort_value, session
 
 from effexport.plugins.building.library import get_library_path
 from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 
 pytestmark = pytest.mark.requires("native", "onnx", "ort")
-
-SORT_LENGTHS = [1, 2, 63, 100, 1000, 4096, 65536]
-SORT_BUCKETS = [1, 2, 31, 32, 33, 257, 1025, 4096]
 
 
 def one_node_model(
@@ -48,44 +43,6 @@ def one_node_model(
     return bytes(model.SerializeToString())
 
 
-@pytest.mark.parametrize("num_buckets", SORT_BUCKETS)
-def test_sort_equals_body_torch_and_numpy(num_buckets: int) -> None:
-    model = one_node_model("LSHSort", "int32", ["N", "n"], body=True, num_buckets=num_buckets)
-    kernel, body = session(model), session(model, library=False)
-    for n in SORT_LENGTHS:
-        buckets = bucket_rows(n, num_buckets)
-        order, rank = run_poisoned(kernel, {"buckets": buckets}, "int32", buckets.shape)
-        assert np.array_equal(order, np.argsort(buckets, axis=1, kind="stable")), n
-        assert np.array_equal(np.take_along_axis(rank, order, axis=1), np.broadcast_to(np.arange(n), order.shape)), n
-        for ours, theirs in zip(
-            (order, rank), torch.ops.effexport.lsh_sort(torch.from_numpy(buckets), num_buckets), strict=True
-        ):
-            assert np.array_equal(ours, theirs.numpy()), n
-        for ours, theirs in zip((order, rank), body.run(None, {"buckets": buckets}), strict=True):
-            assert np.array_equal(ours, theirs), n
-
-
-@pytest.mark.parametrize("num_buckets", [2**20, 2**20 + 1, 2**31 - 1])
-def test_sort_takes_any_number_of_buckets(num_buckets: int) -> None:
-    buckets = np.random.default_rng(0).integers(0, num_buckets, (3, 1000)).astype(np.int32)
-    buckets[:, 500:] = buckets[:, :500]
-    model = one_node_model("LSHSort", "int32", ["N", "n"], body=False, num_buckets=num_buckets)
-    order, rank = run_poisoned(session(model), {"buckets": buckets}, "int32", buckets.shape)
-    assert np.array_equal(order, np.argsort(buckets, axis=1, kind="stable"))
-    assert np.array_equal(rank, np.argsort(order, axis=1))
-
-
-def test_sort_gives_the_same_bits_for_any_threads_and_batch_mates() -> None:
-    buckets = np.random.default_rng(0).integers(0, 33, (130, 257)).astype(np.int32)
-    model = one_node_model("LSHSort", "int32", ["N", "n"], body=False, num_buckets=33)
-    together = session(model, threads=1).run(None, {"buckets": buckets})
-    again = session(model, threads=5).run(None, {"buckets": buckets})
-    assert all(np.array_equal(x, y) for x, y in zip(together, again, strict=True))
-    for row in (0, 64, 129):
-        alone = session(model).run(None, {"buckets": buckets[row : row + 1]})
-        assert all(np.array_equal(x[0], y[row]) for x, y in zip(alone, together, strict=True))
-
-
 @pytest.mark.parametrize("name", [None, ""])
 @pytest.mark.parametrize("num_buckets", [33, 2**20 + 1])
 def test_sort_leaves_out_a_rank_that_the_node_does_not_name(num_buckets: int, name: str | None) -> None:
@@ -99,14 +56,6 @@ def test_sort_leaves_out_a_rank_that_the_node_does_not_name(num_buckets: int, na
     buckets = np.random.default_rng(0).integers(0, num_buckets, (3, 1000)).astype(np.int32)
     (order,) = session(model).run(None, {"buckets": buckets})
     assert np.array_equal(order, np.argsort(buckets, axis=1, kind="stable"))
-
-
-@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
-def test_sort_accepts_empty_inputs(shape: tuple[int, int]) -> None:
-    model = one_node_model("LSHSort", "int32", ["N", "n"], body=True, num_buckets=4)
-    for result in session(model).run(None, {"buckets": np.zeros(shape, np.int32)}):
-        assert result.shape == shape
-        assert result.dtype == np.int32
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -167,28 +116,6 @@ def test_sort_names_the_first_bucket_out_of_range(row: int, token: int, bucket: 
     expected = rf"LSHSort: buckets\[{row}, {token}\] is {bucket}; expected 0 to 32 \(num_buckets is 33\)"
     with pytest.raises(InvalidArgument, match=expected):
         opened.run(None, {"buckets": buckets})
-
-
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 4), ()])
-def test_sort_says_which_rank_it_expects(shape: tuple[int, ...]) -> None:
-    opened = session(one_node_model("LSHSort", "int32", None, body=False, num_buckets=33))
-    with pytest.raises(Exception, match=r"LSHSort: buckets has shape .*; expected \[N, n\]"):
-        opened.run(None, {"buckets": np.zeros(shape, np.int32)})
-
-
-@pytest.mark.parametrize(
-    ("op", "attributes", "message"),
-    [
-        ("LSHSort", {"num_buckets": 0}, "LSHSort: num_buckets is 0; expected at least 1"),
-        ("LSHSort", {"num_buckets": 2**31}, "LSHSort: num_buckets is 2147483648; expected at least 1 and at most"),
-        ("LSHSort", {"num_buckets": 2.5}, "LSHSort: attribute num_buckets has another type; expected an integer"),
-        ("LSHSort", {}, "LSHSort: attribute num_buckets is missing; expected an integer"),
-    ],
-)
-def test_a_bad_attribute_is_refused_when_the_model_is_loaded(op: str, attributes: dict[str, Any], message: str) -> None:
-    dtype = "int32" if op == "LSHSort" else "float32"
-    with pytest.raises(Exception, match=message):
-        session(one_node_model(op, dtype, None, body=False, **attributes))
 
 
 def test_what_overflows_is_refused_with_the_name_of_the_operator() -> None:
