@@ -107,6 +107,20 @@ CONTRACT = Contract(
         Case((1, 1, 520, 40)),
         *with_peaks(Case((1, 1, 520, 40))),
     ),
+    cases=in_all_types(
+        Case((2, 3, 1, 63)),
+        Case((3, 1, 63, 15)),
+        Case((2, 2, 257, 32), kind="far apart"),
+        Case((3, 2, 600, 70), kind="no token"),
+        Case((2, 3, 100, 33), kind="far apart"),
+    ),
+    larger=in_all_types(
+        *(Case((2, 1, seq, channels), kind="far apart") for seq in (1, 100, 1000) for channels in (17, 100, 512)),
+        Case((3, 2, 1000, 70), kind="no token"),
+    ),
+    empty=tuple(Case(sizes) for sizes in ((0, 1, 4, 8), (2, 1, 0, 8), (2, 1, 4, 0), (2, 0, 4, 8))),
+    hidden=dict.fromkeys("kv", (torch.nan, torch.inf, -torch.inf, 1e30)),
+    uncountable=((2**31, 1, 4, 8), (1, 1, 2**31, 8)),
     # a slice has 256 tokens, a tile 32 channels
     checked=in_all_types(
         *(Case(sizes, kind=kind) for sizes in ((1, 2, 257, 32), (2, 1, 1000, 100)) for kind in ("random", "far apart")),
