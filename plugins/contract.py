@@ -1,17 +1,25 @@
-"""How an operator declares what it promises: the types, and helpers for its inputs.
+"""How an operator declares what all its implementations promise: the types, and helpers for its inputs.
 
-Loads PyTorch and nothing else.
+A declaration is CONTRACT in the contract.py of an operator's folder; gpu_check.cc beside it calls launch_cuda with the
+arrays and sizes declared there (see native/gpu_check.h). Tests and scripts/gpu read it. Loads PyTorch and nothing else.
 """
 
 from __future__ import annotations
 
+import importlib
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from effexport.plugins.ops import FLOAT_TYPES
+from effexport.plugins.gpu_work import Work
+from effexport.plugins.ops import FLOAT_TYPES, Op
 
 # The relative error of one rounding, which every kernel may make when it writes its results.
 ROUNDING = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
@@ -57,6 +65,93 @@ class Limit:
     reason: str
 
 
+@dataclass(frozen=True)
+class AtMost:
+    """A goal: the kernel takes at most this many times its bound, that of its `work` on the GPU it runs on."""
+
+    times: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class FasterThan:
+    """A goal: the baseline takes at least `times` times as long as the kernel."""
+
+    baseline: str
+    reason: str
+    times: float = 1.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case whose time is measured, and the goals for that time. small: what the rehearsal runs in its place."""
+
+    case: Case
+    small: Case
+    goals: tuple[AtMost | FasterThan, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What the torch operator, the function body and all kernels of an operator compute, and how fast.
+
+    inputs(case, device): the input tensors by name, the same ones on every call, in the order of the signature and of
+    the arrays of gpu_check.cc. outputs(case): the outputs, which follow the inputs there.
+    exact(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow and
+    obvious, in plain PyTorch, on the device of the inputs; all samples at once, because it is called for some samples
+    at a time (scripts/gpu/samples.py).
+    intermediate(case): how many elements the largest array in `exact` has for one sample, if inputs and outputs are
+    smaller. It decides how many samples are computed at once.
+    shared: inputs that all samples share. All other inputs and outputs begin with an axis of sizes[0] samples, or of as
+    many rows for each sample.
+    limit(case): the largest error that passes.
+    attributes(case): those of the call.
+    small: for everything that is slow: the emulation on a CPU, and compute-sanitizer. cases: further ones for the
+    emulation. larger: too slow for it. empty: some size is zero. body_refuses: those that ONNX Runtime refuses in it.
+    hidden: what hidden tokens of these inputs may hold without a change of any bit.
+    body_hides: the body takes NaN there, too. body_limit: what its own roundings add in half types. torch_halves: the
+    torch operator, too, computes in float32 in half types.
+    wrong_attributes: with the words of the error. uncountable: sizes that the CUDA kernels refuse.
+    checked: more sizes for the GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
+    compared: how many samples of a huge case are compared with `exact`, if that is too slow for all of them. All
+    elements of the others must be finite, so that none is left unwritten.
+    work(case): what the kernels of a call do, of which scripts/gpu/bounds.py makes a lower bound of the time.
+    baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
+    """
+
+    inputs: Callable[[Case, str], dict[str, Tensor]]
+    outputs: Callable[[Case], dict[str, Output]]
+    exact: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]
+    limit: Callable[[Case], Limit]
+    work: Callable[[Case], Work]
+    baselines: Callable[[Case, dict[str, Tensor]], dict[str, Callable[[], object]]]
+    small: tuple[Case, ...]
+    checked: tuple[Case, ...]
+    timed: tuple[Timed, ...]
+    huge: tuple[Case, ...] = ()
+    compared: int | None = None
+    intermediate: Callable[[Case], int] = lambda case: 0
+    shared: tuple[str, ...] = ()
+    attributes: Callable[[Case], dict[str, Any]] = lambda case: {}
+    cases: tuple[Case, ...] = ()
+    larger: tuple[Case, ...] = ()
+    empty: tuple[Case, ...] = ()
+    body_refuses: tuple[Case, ...] = ()
+    hidden: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    torch_halves: bool = True
+    body_hides: bool = True
+    body_limit: float = 0.0
+    wrong_attributes: tuple[tuple[Mapping[str, Any], str], ...] = ()
+    uncountable: tuple[tuple[int, ...], ...] = ()
+
+
+def load_contract(op: Op) -> Contract:
+    """The operator's declaration."""
+    contract = importlib.import_module(f"effexport.plugins.{op.torch_name}.contract").CONTRACT
+    assert isinstance(contract, Contract)
+    return contract
+
+
 def in_all_types(*cases: Case) -> tuple[Case, ...]:
     """The cases in float32, float16 and bfloat16."""
     return tuple(replace(case, dtype=dtype) for case in cases for dtype in FLOAT_TYPES)
@@ -80,7 +175,7 @@ def random_mask(source: torch.Generator, *shape: int) -> Tensor:
 def token_mask(source: torch.Generator, batch: int, seq: int) -> Tensor:
     """A mask [batch, seq] that hides a tenth of all tokens, and the last quarter of the last sample."""
     keep = torch.rand(batch, seq, generator=source, device=source.device) < 0.9
-    keep[-1, seq - seq // 4 :] = False
+    keep[-1:, seq - seq // 4 :] = False
     return keep
 
 
@@ -102,3 +197,19 @@ def peak(kind: str, tokens: int) -> slice:
 def with_peaks(case: Case) -> tuple[Case, ...]:
     """The case with each of PEAKS."""
     return tuple(replace(case, kind=kind) for kind in PEAKS)
+
+
+def sdpa_baselines(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Callable[[], object]]:
+    """PyTorch's own attention without a mask, by each backend that takes the type: "SDPA flash", and so on.
+
+    float32 has no flash and no cuDNN kernel. A CPU, where none of them exists, computes all of them plainly.
+    """
+    backends = {"SDPA memory-efficient": SDPBackend.EFFICIENT_ATTENTION}
+    if q.dtype != torch.float32:
+        backends |= {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+    def call(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend if q.is_cuda else SDPBackend.MATH):
+            return scaled_dot_product_attention(q, k, v, scale=scale)
+
+    return {name: partial(call, backend) for name, backend in backends.items()}

@@ -1,4 +1,4 @@
-"""What the CUDA kernels of one call do, as they are written: declared by each operator's gpu_check.py as `work`.
+"""What the CUDA kernels of one call do, as they are written: declared by each operator's contract.py as `work`.
 
 Bytes, multiply-adds and accesses to shared memory; scripts/gpu/bounds.py divides them by what a GPU can do at best.
 Counted as for SM 80 and later.

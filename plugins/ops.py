@@ -26,6 +26,9 @@ class Op:
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
     the first input is known and at most this. None: the kernel should be faster. Not measured yet.
     in_float: why it takes and returns floating-point numbers where the model around it is quantised.
+    around_in_float32: why its inputs must be computed in float32 even if the rest is not; "": they need not be.
+    body_in_float32: its body computes in float32 whatever its type T is, and rounds only the result to T.
+    decides: its first input, buckets of hashes, decides which tokens attend to each other: proofs prescribe it.
     package: the Python package of a user's operator, which is its folder; "" for ours. See `user_operators.py`.
     """
 
@@ -35,6 +38,9 @@ class Op:
     output_type: str = "T"
     cuda_up_to: int | None = None
     in_float: str = "an operator takes and returns floating-point numbers"
+    around_in_float32: str = ""
+    body_in_float32: bool = False
+    decides: bool = False
     package: str = ""
 
     @property
@@ -55,6 +61,10 @@ class Op:
         """The operator's `trt.py`: its TensorRT plugins. Loads no framework."""
         return importlib.import_module(f"{self._module}.trt")
 
+    def load_calls(self) -> ModuleType:
+        """The `calls.py` of one of ours: calls that tell right from wrong. Loads no framework but NumPy."""
+        return importlib.import_module(f"{self._module}.calls")
+
     @property
     def _module(self) -> str:
         return self.package or f"effexport.plugins.{self.torch_name}"
@@ -65,18 +75,52 @@ def _by_onnx_name(*ops: Op) -> dict[str, Op]:
     return {op.onnx_name: op for op in ops}
 
 
-# CMakeLists.txt reads the folders from these rows: one operator per line, the folder first. Function bodies stand in
-# exported files in this order, so a new operator is added at the end.
+# CMakeLists.txt reads the folders from these rows: the first word of a row, at the beginning of a line or behind `Op(`.
+# Function bodies stand in exported files in this order, so a new operator is added at the end.
 OPS: dict[str, Op] = _by_onnx_name(
     # beyond 64 columns, the matrices do not fit into shared memory, and the body's products by cuBLAS should win
-    Op("iterative_pinv", "IterativePinv", cuda_up_to=64, in_float="the iteration amplifies rounding"),
-    Op("linear_attention", "EluLinearAttention", in_float="its sums over the sequence grow with the length"),
-    Op("lsh_sort", "LSHSort", element_types=("int32",), in_float="it sorts integers"),
+    Op(
+        "iterative_pinv",
+        "IterativePinv",
+        cuda_up_to=64,
+        in_float="the iteration amplifies rounding",
+        around_in_float32="the pseudo-inverse of its landmarks' matrix amplifies rounding",
+        body_in_float32=True,
+    ),
+    Op(
+        "linear_attention",
+        "EluLinearAttention",
+        in_float="its sums over the sequence grow with the length",
+        body_in_float32=True,
+    ),
+    Op(
+        "lsh_sort",
+        "LSHSort",
+        element_types=("int32",),
+        in_float="it sorts integers",
+        around_in_float32="rounding its hashes changes which tokens attend to each other",
+        decides=True,
+    ),
     Op("lsh_attention", "LSHAttention", in_float="both factors of its products are activations"),
-    Op("aft_simple_attention", "AFTSimpleAttention", in_float="its sums of exponentials span many magnitudes"),
+    Op(
+        "aft_simple_attention",
+        "AFTSimpleAttention",
+        in_float="its sums of exponentials span many magnitudes",
+        body_in_float32=True,
+    ),
     Op("masked_attention", "MaskedAttention", in_float="a softmax turns rounded logits into wrong weights"),
-    Op("segment_means", "SegmentMeans", in_float="landmarks enter a pseudo-inverse, which amplifies rounding"),
+    Op(
+        "segment_means",
+        "SegmentMeans",
+        in_float="landmarks enter a pseudo-inverse, which amplifies rounding",
+        body_in_float32=True,
+    ),
     Op("sequence_conv", "SequenceConv", in_float="a few multiplications for each number: nothing to gain"),
     Op("lsh_hash", "LSHHash", output_type="int32", in_float="rounded projections move tokens to other buckets"),
-    Op("aft_window_attention", "AFTWindowAttention", in_float="its sums of exponentials span many magnitudes"),
+    Op(
+        "aft_window_attention",
+        "AFTWindowAttention",
+        in_float="its sums of exponentials span many magnitudes",
+        body_in_float32=True,
+    ),
 )

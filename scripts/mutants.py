@@ -20,9 +20,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from effexport.plugins.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "mutants"
@@ -53,10 +54,15 @@ class Mutant:
     @property
     def tests(self) -> tuple[str, ...]:
         """The files that should catch it."""
-        own = f"test_cuda_{self.operator}.py" if self.on_cuda else f"test_{self.operator}.py"
-        return tuple(
-            f"tests/plugins/{name}" for name in (own, "test_contract.py") if (ROOT / "tests/plugins" / name).exists()
-        )
+        own = f"cuda_{self.operator}" if self.on_cuda else self.operator
+        paths = (f"tests/plugins/test_{name}.py" for name in dict.fromkeys((own, self.operator, "contract")))
+        return tuple(path for path in paths if (ROOT / path).is_file())
+
+    @property
+    def selection(self) -> str:
+        """The tests of these files that are of the operator, for pytest's -k."""
+        name = next(op.onnx_name for op in OPS.values() if op.torch_name == self.operator)
+        return f"test_{self.operator} or test_cuda or ({name} and {'' if self.on_cuda else 'not '}cuda)"
 
 
 def mutants_of(file: str, *faults: tuple[str, str]) -> tuple[Mutant, ...]:
@@ -286,8 +292,8 @@ def last_line(text: str) -> str:
     return errors[0] if errors else (text.strip().splitlines() or [""])[-1]
 
 
-def tested(tests: Sequence[str]) -> tuple[str, str]:
-    """Run tests on the copy as it is: "caught", "survives" or "error", and a line that says more."""
+def tested(mutant: Mutant) -> tuple[str, str]:
+    """Run the tests of a mutant on the copy as it is: "caught", "survives" or "error", and a line that says more."""
     if problem := build_library():
         return "error", problem
     environment = os.environ | {
@@ -296,7 +302,8 @@ def tested(tests: Sequence[str]) -> tuple[str, str]:
         "EFFEXPORT_REQUIRE": "torch,onnx,ort,native",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-n0", "-m", "not soak", "--no-header", *tests]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-n0", "-m", "not soak", "--no-header"]
+    command += ["-k", mutant.selection, *mutant.tests]
     try:
         done = subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -319,7 +326,7 @@ def plant(mutant: Mutant) -> tuple[str, str]:
         return "error", f"its text is there {text.count(mutant.old)} times; expected once"
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        return tested(mutant.tests)
+        return tested(mutant)
     finally:
         path.write_text(text, encoding="utf-8")
 
@@ -329,7 +336,9 @@ def key_of(mutant: Mutant) -> str:
     folders = (ROOT / "plugins" / mutant.operator, ROOT / "plugins" / "native", ROOT / "tests" / "plugins" / "native")
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in {".h", ".cc", ".cu"}]
     digest = hashlib.sha256(repr(mutant).encode())
-    for path in [*files, *(ROOT / test for test in mutant.tests)]:
+    contract = [ROOT / "plugins" / "contract.py", ROOT / "plugins" / mutant.operator / "contract.py"]
+    support = [ROOT / "tests" / "support" / "implementations.py"]
+    for path in [*files, *contract, *support, *(ROOT / test for test in mutant.tests)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -345,12 +354,13 @@ def main() -> int:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     todo = [mutant for mutant in chosen if key_of(mutant) not in results][: args.limit]
     copy_tree()
-    healthy: dict[tuple[str, ...], tuple[str, str]] = {}
+    healthy = set()
     for mutant in todo:
-        if mutant.tests not in healthy:
-            healthy[mutant.tests] = tested(mutant.tests)
-            if healthy[mutant.tests][0] != "survives":
-                sys.exit(f"{', '.join(mutant.tests)} fail without a fault: {healthy[mutant.tests][1]}")
+        if mutant.selection not in healthy:
+            verdict, why = tested(mutant)
+            if verdict != "survives":
+                sys.exit(f"{', '.join(mutant.tests)} fail without a fault: {why}")
+            healthy.add(mutant.selection)
         results[key_of(mutant)] = plant(mutant)
         RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(line(mutant, *results[key_of(mutant)]), flush=True)

@@ -284,6 +284,10 @@ def test_the_help_page_loads_no_framework() -> None:
     assert loaded_by(show_help) == set()
 
 
+def test_calls_that_prove_operators_need_no_pytorch() -> None:
+    assert loaded_by("from effexport.plugins import OPS; [op.load_calls() for op in OPS.values()]") == {"numpy"}
+
+
 @pytest.mark.requires("torch")
 def test_models_with_custom_operators_load_no_onnx() -> None:
     imports = (

@@ -106,6 +106,7 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
     """Names and values from the sidecar of an engine; layers are counted here, and listed by --json."""
     from effexport.engines.layers import count_dtypes, count_types
     from effexport.engines.spec import options_of_others
+    from effexport.plugins.masked_attention.trt import OPERATOR
     from effexport.runtimes import RUNTIMES
 
     def counted(counts: dict[str, int]) -> str:
@@ -129,7 +130,7 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
         words = "the standard operator Attention" if what == "Attention" else f"a {what}"
         yield "custom operator", f"effexport::{op} is {words}{reason_for_bodies(info) if what == 'body' else ''}"
     if info.attention_form is not None:
-        yield "MaskedAttention", f"{info.attention_form.form}: {info.attention_form.reason}"
+        yield OPERATOR, f"{info.attention_form.form}: {info.attention_form.reason}"
     if info.ptx is not None:
         yield "plugins need", info.ptx
     options = {name: value for name, value in info.options.items() if name not in options_of_others(info.target)}

@@ -509,7 +509,7 @@ def mark_custom_nodes(model: ir.Model) -> None:
         node.name = f"{name}_{seen[name]}" if seen[name] else name
         seen[name] += 1
         node.attributes[PLUGIN_NAMESPACE] = ir.AttrString(PLUGIN_NAMESPACE, DOMAIN)
-        if node.op_type == "LSHSort" and node.inputs[0] is not None:
+        if node.op_type in OPS and OPS[node.op_type].decides and node.inputs[0] is not None:
             node.inputs[0].name = f"{owner}.{BUCKETS_SUFFIX}" if owner else BUCKETS_SUFFIX
     model.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
 

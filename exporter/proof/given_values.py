@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effexport.export.onnx_graph import graph_outline, load_graph, nodes_within, value_types
-from effexport.plugins.ops import DOMAIN
+from effexport.plugins.ops import DOMAIN, OPS
 from effexport.quantize.record import is_unrounded
 
 GIVEN_SUFFIX = ".given"
@@ -29,7 +29,8 @@ def given_values(path: Path, expected: Sequence[str]) -> dict[str, str]:
     found = dict(zip(unrounded, unrounded, strict=True)) if produced.issuperset(unrounded) else {}
     if produced.issuperset(hashes):
         return dict(zip(hashes, hashes, strict=True)) | found
-    sorts = [node.input[0] for node in model.graph.node if node.domain == DOMAIN and node.op_type == "LSHSort"]
+    deciding = {name for name, op in OPS.items() if op.decides}
+    sorts = [node.input[0] for node in model.graph.node if node.domain == DOMAIN and node.op_type in deciding]
     return dict(zip(hashes, sorts, strict=True)) | found if len(sorts) == len(hashes) else {}
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
+from effexport.plugins.ops import OPS
 from effexport.runners.feeds import FeedLimits, limits_of_runner
 from effexport.runners.ort.kernels import check_operators
 from effexport.runners.runner import ModelOptions, Runner
@@ -20,13 +21,6 @@ from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.spec import BuildSpec
-
-
-# Operators whose surroundings must be computed in float32, whatever the rest is computed in, and why.
-REASON_FOR_FLOAT32: dict[str, str] = {
-    "IterativePinv": "the pseudo-inverse of its landmarks' matrix amplifies rounding",
-    "LSHSort": "rounding its hashes changes which tokens attend to each other",
-}
 
 
 def check_runtime(runtime: str, options: ModelOptions) -> None:
@@ -78,10 +72,10 @@ def check_precision_of_model(spec: BuildSpec, options: ModelOptions) -> None:
     layer marked, 13 of 29 matrix products still ran in bfloat16 (2026.4.1).
     """
     for op in spec.model.custom_ops(spec.fused):  # also those that are inlined
-        if options.precision_hint and op in REASON_FOR_FLOAT32:
+        if options.precision_hint and op in OPS and OPS[op].around_in_float32:
             raise UserError(
                 f"--precision-hint {options.precision_hint} does not apply to {spec.variant}: "
-                f"{REASON_FOR_FLOAT32[op]}, and the runtime cannot keep a part of the model in float32; leave it out"
+                f"{OPS[op].around_in_float32}, and the runtime cannot keep a part of the model in float32; leave it out"
             )
 
 

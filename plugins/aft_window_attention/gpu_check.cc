@@ -1,4 +1,4 @@
-// Calls the CUDA kernels of AFTWindowAttention for scripts/gpu; gpu_check.py beside this file has the arrays and sizes.
+// Calls the CUDA kernels of AFTWindowAttention for scripts/gpu; contract.py beside this file has the arrays and sizes.
 #include "aft_window_attention/kernel.h"
 #include "native/gpu_check.h"
 

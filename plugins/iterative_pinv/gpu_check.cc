@@ -1,4 +1,4 @@
-// Calls the CUDA kernels of IterativePinv for scripts/gpu; gpu_check.py beside this file has the arrays and sizes.
+// Calls the CUDA kernels of IterativePinv for scripts/gpu; contract.py beside this file has the arrays and sizes.
 #include "iterative_pinv/kernel.h"
 #include "native/gpu_check.h"
 

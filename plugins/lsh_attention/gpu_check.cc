@@ -1,4 +1,4 @@
-// Calls the CUDA kernels of LSHAttention for scripts/gpu; gpu_check.py beside this file has the arrays and sizes.
+// Calls the CUDA kernels of LSHAttention for scripts/gpu; contract.py beside this file has the arrays and sizes.
 #include "lsh_attention/kernel.h"
 #include "native/gpu_check.h"
 

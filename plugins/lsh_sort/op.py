@@ -40,6 +40,16 @@ def reference(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
     return order.to(torch.int32), rank.to(torch.int32)
 
 
+def exportable_reference(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """The same as in Reformer's published code: torch.onnx has no stable sort, which distinct keys do not need."""
+    length = buckets.shape[-1]
+    places = torch.arange(length, device=buckets.device).expand_as(buckets)
+    order = torch.sort(buckets.long() * length + places, dim=-1).indices
+    # the inverse of a permutation is what sorts it
+    rank = torch.sort(order, dim=-1).indices
+    return order.to(torch.int32), rank.to(torch.int32)
+
+
 def sorted_rows(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
     """Stable counting sort of every row.
 

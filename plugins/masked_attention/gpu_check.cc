@@ -1,4 +1,4 @@
-// Calls the CUDA kernel of MaskedAttention for scripts/gpu; gpu_check.py beside this file has the arrays and sizes.
+// Calls the CUDA kernel of MaskedAttention for scripts/gpu; contract.py beside this file has the arrays and sizes.
 #include "masked_attention/kernel.h"
 #include "native/gpu_check.h"
 

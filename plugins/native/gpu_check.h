@@ -1,6 +1,6 @@
 // What every operator's gpu_check.cc shares: functions of one signature, through which scripts/gpu calls launch_cuda.
 //
-// arrays: the inputs, then the outputs, in the order of gpu_check.py; sizes and numbers: those of a Case; scratch: as
+// arrays: the inputs, then the outputs, in the order of contract.py; sizes and numbers: those of a Case; scratch: as
 // many bytes as the second function says. The first returns launch_cuda's cudaError_t, both -1 for an unknown type.
 #pragma once
 
@@ -25,7 +25,7 @@ struct Element {
   using Type = T;
 };
 
-// call(Element<T>()), with the element type that gpu_check.py gives this number.
+// call(Element<T>()), with the element type that contract.py gives this number.
 template <class Call>
 auto for_type(int dtype, Call call) -> decltype(call(Element<float>())) {
   switch (dtype) {

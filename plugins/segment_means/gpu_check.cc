@@ -1,4 +1,4 @@
-// Calls the CUDA kernel of SegmentMeans for scripts/gpu; gpu_check.py beside this file has the arrays and sizes.
+// Calls the CUDA kernel of SegmentMeans for scripts/gpu; contract.py beside this file has the arrays and sizes.
 #include "segment_means/kernel.h"
 #include "native/gpu_check.h"
 

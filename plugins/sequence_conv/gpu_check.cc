@@ -1,4 +1,4 @@
-// Calls the CUDA kernel of SequenceConv for scripts/gpu; gpu_check.py beside this file has the arrays and sizes.
+// Calls the CUDA kernel of SequenceConv for scripts/gpu; contract.py beside this file has the arrays and sizes.
 #include "sequence_conv/kernel.h"
 #include "native/gpu_check.h"
 

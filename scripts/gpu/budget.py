@@ -24,7 +24,7 @@ if not __package__:
 from gpu import ROOT
 
 # isort: split
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
 from gpu.bounds import Rates, bound_of
 from gpu.building import call
@@ -46,7 +46,7 @@ TEMPLATE = """\
 # What the CUDA kernels need, and what bounds them
 
 Written by `python3 scripts/gpu/budget.py`, which needs no GPU: from what nvcc {cuda} and nvdisasm say of the kernels,
-and from what operators declare of them (`work` in `plugins/OPERATOR/gpu_check.py`).
+and from what operators declare of them (`work` in `plugins/OPERATOR/contract.py`).
 
 ## Operators
 
@@ -81,7 +81,7 @@ def operators(recorder: Recorder, measured: dict[tuple[str, str], float]) -> lis
         f"|{'---|' * (9 + len(GPUS))}",
     ]
     for op in OPS.values():
-        check = load_gpu_check(op)
+        check = load_contract(op)
         for timed in check.timed:
             work = check.work(timed.case)
             in_and_out = sum(tensor.nbytes for tensor in recorder.arrays(op, timed.case))
@@ -132,7 +132,7 @@ def first_launches(recorder: Recorder) -> dict[str, Launch]:
     """One launch of every kernel, in the first of its operator's cases that has one, in each type."""
     found: dict[str, Launch] = {}
     for op in OPS.values():
-        check = load_gpu_check(op)
+        check = load_contract(op)
         cases = [timed.case for timed in check.timed] + [*check.checked]
         for case in (replace(case, dtype=dtype) for case in cases for dtype in op.element_types):
             for launch in recorder.launches(op, case):

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import GpuCheck
+from effexport.plugins.contract import Case, Contract
 from gpu.device import DTYPE_NUMBERS
 
 
-def write_calls(path: Path, calls: Iterable[tuple[str, GpuCheck, Case]], device: str = "cpu") -> None:
+def write_calls(path: Path, calls: Iterable[tuple[str, Contract, Case]], device: str = "cpu") -> None:
     """Write calls in the format that driver.cc describes. Each is an operator's name, its declaration and a case.
 
     device: where inputs are made, which takes a CPU seconds for hundreds of megabytes.
@@ -26,7 +25,7 @@ def write_calls(path: Path, calls: Iterable[tuple[str, GpuCheck, Case]], device:
                 stream.write(piece)
 
 
-def call_bytes(name: str, check: GpuCheck, case: Case, device: str = "cpu") -> Iterator[bytes]:
+def call_bytes(name: str, check: Contract, case: Case, device: str = "cpu") -> Iterator[bytes]:
     for text in (name, case.name):
         yield integers(len(text.encode()))
         yield text.encode()

@@ -15,8 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from effexport.environment import usable_cores
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import Op
 from gpu.building import PLUGINS, call, emulating_toolchain, make_library
 from gpu.device import Device, Kernels, SetupError, find_nvcc
@@ -145,7 +144,7 @@ class Recorder:
 
     def arrays(self, op: Op, case: Case) -> list[torch.Tensor]:
         """Inputs and outputs, of memory that is never touched."""
-        check = load_gpu_check(op)
+        check = load_contract(op)
         with FakeTensorMode():
             shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in check.inputs(case, "cpu").values()]
         shapes += [(output.shape, output.dtype) for output in check.outputs(case).values()]

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Output
-from effexport.plugins.gpu_check import GpuCheck, load_gpu_check
+from effexport.plugins.contract import Case, Contract, Output, load_contract
 from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
 from gpu.device import ALL_BLOCKS, FEW_BLOCKS, KernelError, Kernels
@@ -48,7 +47,7 @@ class Guarded:
 def check(run: Run) -> Result:
     kernels = load_kernels(run)
     found: list[dict[str, Any]] = []
-    checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
+    checks = [(op.torch_name, load_contract(op)) for op in OPS.values() if op.torch_name in run.ops]
     cases = [
         (name, check, case)
         for name, check in checks
@@ -82,7 +81,7 @@ def result_of(found: list[dict[str, Any]]) -> Result:
     return Result(status, summary, {"cases": found})
 
 
-def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict[str, Any]:
+def check_case(kernels: Kernels, name: str, check: Contract, case: Case) -> dict[str, Any]:
     """One case as JSON. problem: what is wrong, or an empty text."""
     begin = time.monotonic()
     inputs = check.inputs(case, kernels.device.name)
@@ -117,7 +116,7 @@ def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict
 def call_guarded(
     kernels: Kernels,
     name: str,
-    check: GpuCheck,
+    check: Contract,
     case: Case,
     inputs: dict[str, Tensor],
     schedule: tuple[int, int] = (0, ALL_BLOCKS),

@@ -21,8 +21,7 @@ from effexport.models.variants.linear.spec import LinearSpec
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.models.variants.softmax.spec import SoftmaxSpec
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
 from gpu.device import Kernels
@@ -162,7 +161,7 @@ def torch_operator(name: str) -> Any:
 
 def implementation(kernels: Kernels, name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     """The torch operator's computation by our kernels."""
-    check = load_gpu_check(OPERATORS[name])
+    check = load_contract(OPERATORS[name])
 
     def run(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
         case = CASES[name](*arguments, **options)

@@ -66,10 +66,10 @@ def print_plan(stages: Sequence[Stage]) -> None:
 
 def print_operators() -> None:
     require_torch()
-    from effexport.plugins.gpu_check import load_gpu_check
+    from effexport.plugins.contract import load_contract
 
     for op in OPS.values():
-        check = load_gpu_check(op)
+        check = load_contract(op)
         goals = sum(len(timed.goals) for timed in check.timed)
         cases = f"{len(check.small)} small cases, {len(check.checked)} larger ones, {len(check.huge)} huge"
         print(f"{op.torch_name:20} {cases}; {len(check.timed)} timed, with {goals} goals")

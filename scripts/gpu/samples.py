@@ -11,8 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import GpuCheck
+from effexport.plugins.contract import Case, Contract
 
 # What the reference of some samples may take, of a GPU with 80 GB that four processes share.
 PART_BYTES = 8 << 30
@@ -24,7 +23,7 @@ PIECE = 1 << 28
 OVERFLOWS = (2**30, 2**31, 2**32)
 
 
-def relative_error(check: GpuCheck, case: Case, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Tensor:
+def relative_error(check: Contract, case: Case, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Tensor:
     """The largest difference of an output, over the largest value of its reference, or over 1 if that is zero.
 
     Of integers, the share that differs. NaN if any output has an infinite value, NaN, or a negative integer, which no
@@ -34,7 +33,7 @@ def relative_error(check: GpuCheck, case: Case, inputs: dict[str, Tensor], outpu
     found: dict[str, list[Tensor]] = {name: [] for name in outputs}
     for part in parts(check, case, {**inputs, **outputs}):
         own = {name: x if name in check.shared else rows_of(x, case, part) for name, x in inputs.items()}
-        references = check.reference(replace(case, sizes=(len(part), *case.sizes[1:])), own)
+        references = check.exact(replace(case, sizes=(len(part), *case.sizes[1:])), own)
         assert outputs.keys() == references.keys(), f"outputs {[*outputs]} and references {[*references]} differ"
         for name, reference in references.items():
             difference, largest = differences(rows_of(outputs[name], case, part), reference)
@@ -79,7 +78,7 @@ def rows_of(array: Tensor, case: Case, samples: Sequence[int]) -> Tensor:
     return torch.cat([array[sample * rows : (sample + 1) * rows] for sample in samples])
 
 
-def parts(check: GpuCheck, case: Case, arrays: dict[str, Tensor]) -> list[Sequence[int]]:
+def parts(check: Contract, case: Case, arrays: dict[str, Tensor]) -> list[Sequence[int]]:
     """The samples that are compared, in parts whose reference fits into PART_BYTES if one sample's does."""
     samples = case.sizes[0]
     sizes = [array.numel() // samples for name, array in arrays.items() if name not in check.shared]

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from effexport.environment import usable_cores
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
 from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library
 from gpu.calls import write_calls
@@ -42,7 +42,7 @@ def sanitize(run: Run) -> Result:
     programs = {}
     for op in OPS.values():
         if op.torch_name in run.ops:
-            check, calls = load_gpu_check(op), run.work / f"{op.torch_name}.calls"
+            check, calls = load_contract(op), run.work / f"{op.torch_name}.calls"
             write_calls(calls, ((op.torch_name, check, case) for case in check.small))
             programs[op.torch_name] = [str(driver_path(run)), str(library_path(run)), str(calls), str(FEW_BLOCKS)]
     commands = emulated_commands(run, programs) if run.device.emulated else sanitizer_commands(programs)

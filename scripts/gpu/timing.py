@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed, load_gpu_check
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Timed, load_contract
 from effexport.plugins.gpu_work import Work
 from effexport.plugins.ops import OPS
 from gpu.bounds import Rates, bound_of
@@ -30,7 +29,7 @@ def time_operators(run: Run) -> Result:
     forbid_tf32()
     ceilings = measured_ceilings(run.device)
     found: list[dict[str, Any]] = []
-    checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
+    checks = [(op.torch_name, load_contract(op)) for op in OPS.values() if op.torch_name in run.ops]
     cases = [(name, check, timed) for name, check in checks for timed in check.timed]
     for (name, check, timed), in_time in run.in_time(cases):
         if not in_time:
@@ -101,7 +100,7 @@ def rates_of(ceilings: dict[str, float | None], dtype: str) -> Rates | None:
 
 
 def time_case(
-    kernels: Kernels, name: str, check: GpuCheck, timed: Timed, ceilings: dict[str, float | None]
+    kernels: Kernels, name: str, check: Contract, timed: Timed, ceilings: dict[str, float | None]
 ) -> dict[str, Any]:
     """One case as JSON: the readings of the kernel and all baselines, the lower bound of the time, and the goals."""
     case = timed.small if kernels.device.emulated else timed.case
@@ -124,13 +123,13 @@ def time_case(
     }
 
 
-def outputs_of(check: GpuCheck, case: Case, device: Device) -> dict[str, Tensor]:
+def outputs_of(check: Contract, case: Case, device: Device) -> dict[str, Tensor]:
     shapes = check.outputs(case).items()
     return {name: torch.empty(output.shape, dtype=output.dtype, device=device.name) for name, output in shapes}
 
 
 def kernel_call(
-    kernels: Kernels, name: str, check: GpuCheck, case: Case, inputs: dict[str, Tensor]
+    kernels: Kernels, name: str, check: Contract, case: Case, inputs: dict[str, Tensor]
 ) -> Callable[[], object]:
     """A call with outputs and scratch memory of its own."""
     arrays = [*inputs.values(), *outputs_of(check, case, kernels.device).values()]

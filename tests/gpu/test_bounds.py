@@ -8,8 +8,7 @@ import pytest
 from gpu.bounds import Rates, bound_of
 from gpu.budget import GPUS
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.gpu_work import ACCESS_BYTES, Work, attention_core, product
 from effexport.plugins.ops import OPS
 
@@ -17,7 +16,7 @@ RATES = Rates(copied=1e12, tensor=1e14, fused=1e13, shared=1e13, cache_bytes=50e
 
 
 def work_of(name: str, *sizes: int, numbers: tuple[float, ...] = (), dtype: str = "float16") -> Work:
-    return load_gpu_check(OPS[name]).work(Case(sizes, numbers, dtype=dtype))
+    return load_contract(OPS[name]).work(Case(sizes, numbers, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_known_cases_have_known_bounds() -> None:
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
 def test_twice_as_many_samples_are_twice_the_work(op) -> None:
-    check = load_gpu_check(op)
+    check = load_contract(op)
     for timed in check.timed:
         case = replace(timed.case, sizes=(128 * timed.case.sizes[0], *timed.case.sizes[1:]))
         twice = replace(case, sizes=(2 * case.sizes[0], *case.sizes[1:]))

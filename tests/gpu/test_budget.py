@@ -12,7 +12,7 @@ from gpu import budget, runs
 from gpu.compiled import MULTIPROCESSOR, Usage, find_nvdisasm, parse_usage, tensor_products
 from gpu.device import SetupError
 
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu_budget.md"
@@ -82,7 +82,7 @@ def test_the_page_has_a_row_for_every_kernel_and_every_timed_case() -> None:
     text = PAGE.read_text(encoding="utf-8")
     kernels = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert kernels == {entry.removeprefix("effexport_") for entry in ENTRIES}
-    cases = [(op.torch_name, timed.case.name) for op in OPS.values() for timed in load_gpu_check(op).timed]
+    cases = [(op.torch_name, timed.case.name) for op in OPS.values() for timed in load_contract(op).timed]
     assert re.findall(r"^\| `(\w+)` (\w+ \d[^|]*) \|", text, re.MULTILINE) == cases
 
 

@@ -14,11 +14,10 @@ from gpu.samples import relative_error
 from gpu.stages import FAILED, NOT_RUN, PASSED
 from torch import Tensor
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import OPS
 
-CHECK = load_gpu_check(OPS["MaskedAttention"])
+CHECK = load_contract(OPS["MaskedAttention"])
 CASE = Case((2, 1, 3, 5, 4, 4), (0.5,))
 SCRATCH_BYTES = 16
 
@@ -43,7 +42,7 @@ class FakeKernels:
         assert bool((scratch == 0xFF).all())
         assert bool(arrays[-1].isnan().all())
         inputs = dict(zip(("q", "k", "v", "keep"), arrays, strict=False))
-        arrays[-1].copy_(CHECK.reference(case, inputs)["out"])
+        arrays[-1].copy_(CHECK.exact(case, inputs)["out"])
         self.spoil(arrays, scratch)
 
 
@@ -99,7 +98,7 @@ def test_blocks_take_several_items_in_the_second_call_of_a_small_case() -> None:
 
 
 def error_of(outputs: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    check = replace(CHECK, reference=lambda case, inputs: expected, intermediate=lambda case: 0)
+    check = replace(CHECK, exact=lambda case, inputs: expected, intermediate=lambda case: 0)
     return float(relative_error(check, Case((1,)), {}, outputs))
 
 

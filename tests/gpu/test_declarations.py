@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effexport.plugins.contract import ROUNDING
-from effexport.plugins.gpu_check import FasterThan, load_gpu_check
+from effexport.plugins.contract import ROUNDING, FasterThan, load_contract
 from effexport.plugins.ops import OPS, Op
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
@@ -20,7 +19,7 @@ every_operator = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.t
 
 @every_operator
 def test_the_cases_have_all_types_and_no_name_twice(op: Op) -> None:
-    check = load_gpu_check(op)
+    check = load_contract(op)
     for cases in (check.small, check.checked):
         assert {case.dtype for case in cases} == set(op.element_types)
     names = [case.name for case in (*check.small, *check.checked, *check.huge)]
@@ -30,13 +29,13 @@ def test_the_cases_have_all_types_and_no_name_twice(op: Op) -> None:
 
 @every_operator
 def test_references_have_the_declared_shapes_and_no_nan(op: Op) -> None:
-    check = load_gpu_check(op)
+    check = load_contract(op)
     for case in check.small:
         inputs = check.inputs(case, "cpu")
         again = check.inputs(case, "cpu")
         torch.testing.assert_close(again, inputs, rtol=0, atol=0, equal_nan=True)
         assert all(value.is_contiguous() for value in inputs.values())
-        references, outputs = check.reference(case, inputs), check.outputs(case)
+        references, outputs = check.exact(case, inputs), check.outputs(case)
         assert {name: tuple(value.shape) for name, value in references.items()} == {
             name: tuple(output.shape) for name, output in outputs.items()
         }
@@ -48,7 +47,7 @@ def test_references_have_the_declared_shapes_and_no_nan(op: Op) -> None:
 
 @every_operator
 def test_goals_name_baselines_that_exist_and_run(op: Op) -> None:
-    check = load_gpu_check(op)
+    check = load_contract(op)
     for timed in check.timed:
         assert (timed.small.dtype, timed.small.kind) == (timed.case.dtype, timed.case.kind)
         baselines = check.baselines(timed.small, check.inputs(timed.small, "cpu"))
@@ -68,10 +67,10 @@ def test_the_shim_stands_beside_the_kernel(op: Op) -> None:
 
 def test_some_operator_is_checked_with_more_elements_than_int32_counts() -> None:
     for op in OPS.values():
-        check = load_gpu_check(op)
+        check = load_contract(op)
         for case in check.huge:
             assert max(torch.Size(output.shape).numel() for output in check.outputs(case).values()) > HUGE
-    assert any(load_gpu_check(op).huge for op in OPS.values())
+    assert any(load_contract(op).huge for op in OPS.values())
 
 
 def test_pseudo_inverses_are_held_to_what_their_contract_says() -> None:
@@ -82,7 +81,7 @@ def test_pseudo_inverses_are_held_to_what_their_contract_says() -> None:
             r"^\| CUDA kernel (?:up to|(above)) m = 64.*\| (\de-\d) [^|]*\|$", contract, re.M
         )
     }
-    check = load_gpu_check(OPS["IterativePinv"])
+    check = load_contract(OPS["IterativePinv"])
     cases = [case for case in (*check.small, *check.checked) if case.kind != "softmax" and case.dtype == "float32"]
     assert {case.sizes[1] > 64 for case in cases} == {False, True}
     for case in cases:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import OPS, Op
 
 # op.py's reference, called with the inputs and what a case says
@@ -42,10 +41,10 @@ def is_rounded(op: Op, case: Case) -> bool:
 @pytest.mark.parametrize("name", REFERENCES)
 def test_references_agree_with_those_of_the_operators(name: str) -> None:
     op = next(op for op in OPS.values() if op.torch_name == name)
-    check, reference = load_gpu_check(op), op.load().reference
+    check, reference = load_contract(op), op.load().reference
     for case in check.small:
         inputs = check.inputs(case, "cpu")
-        ((output, expected),) = check.reference(case, inputs).items()
+        ((output, expected),) = check.exact(case, inputs).items()
         # op.py's reference makes float32 of half precision, and then float32 decides how it rounds
         wide = torch.float32 if is_rounded(op, case) else torch.float64
         exact = [x.to(wide) if x.is_floating_point() else x for x in inputs.values()]
@@ -59,10 +58,10 @@ def test_references_agree_with_those_of_the_operators(name: str) -> None:
 
 @every_operator
 def test_baselines_compute_what_the_operator_does(op: Op) -> None:
-    check = load_gpu_check(op)
+    check = load_contract(op)
     for case in (timed.small for timed in check.timed):
         inputs = check.inputs(case, "cpu")
-        expected, baselines = next(iter(check.reference(case, inputs).values())), check.baselines(case, inputs)
+        expected, baselines = next(iter(check.exact(case, inputs).values())), check.baselines(case, inputs)
         for name in baselines.keys() - OTHER_RESULTS:
             found = baselines[name]()
             result = found[0] if isinstance(found, tuple) else found

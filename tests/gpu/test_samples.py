@@ -17,14 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import GpuCheck, load_gpu_check
+from effexport.plugins.contract import Case, Contract, load_contract
 from effexport.plugins.ops import OPS, Op
 
 MOST_CALLS = 2000
 # Of 80 GB: a huge case is alone with those of three other processes, which are not huge.
 MOST_BYTES, MOST_BYTES_AT_ONCE = 35e9, 8e9
-MASKED = load_gpu_check(OPS["MaskedAttention"])
+MASKED = load_contract(OPS["MaskedAttention"])
 CASE = Case((7, 2, 3, 5, 4, 4), (0.5,))
 
 every_operator = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
@@ -57,7 +56,7 @@ class Account(TorchDispatchMode):
 
 @every_operator
 def test_no_case_makes_many_calls_of_pytorch_or_fills_the_memory(op: Op) -> None:
-    check = load_gpu_check(op)
+    check = load_contract(op)
     # types and values of inputs make no difference
     for case in {case.sizes: case for case in (*check.small, *check.checked, *check.huge)}.values():
         with FakeTensorMode(), Account() as account:
@@ -69,10 +68,10 @@ def test_no_case_makes_many_calls_of_pytorch_or_fills_the_memory(op: Op) -> None
 
 @every_operator
 def test_parts_are_as_large_as_memory_allows_and_make_up_the_whole(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = load_gpu_check(op)
+    check = load_contract(op)
     case = max(check.small, key=lambda case: case.sizes[0])
     inputs = check.inputs(case, "cpu")
-    expected = check.reference(case, inputs)
+    expected = check.exact(case, inputs)
     outputs = {name: expected[name].to(one.dtype) for name, one in check.outputs(case).items()}
     assert parts(check, case, {**inputs, **outputs}) == [range(case.sizes[0])]
     monkeypatch.setattr(samples, "PART_BYTES", 1)
@@ -83,13 +82,13 @@ def test_parts_are_as_large_as_memory_allows_and_make_up_the_whole(op: Op, monke
     assert relative_error(check, case, inputs, outputs) > check.limit(case).value
 
 
-def in_some_samples(count: int) -> GpuCheck:
+def in_some_samples(count: int) -> Contract:
     return replace(MASKED, huge=(CASE,), compared=count)
 
 
-def error_with(change: Callable[[Tensor], object], check: GpuCheck) -> Tensor:
+def error_with(change: Callable[[Tensor], object], check: Contract) -> Tensor:
     inputs = check.inputs(CASE, "cpu")
-    out = check.reference(CASE, inputs)["out"].float()
+    out = check.exact(CASE, inputs)["out"].float()
     change(out)
     return relative_error(check, CASE, inputs, {"out": out})
 
@@ -105,11 +104,11 @@ def test_an_unwritten_element_is_found_in_a_sample_that_is_not_compared(value: f
 
 
 def test_an_unwritten_integer_is_found_in_a_sample_that_is_not_compared() -> None:
-    check = load_gpu_check(OPS["LSHSort"])
+    check = load_contract(OPS["LSHSort"])
     case = Case((6, 20, 3), dtype="int32")
     check = replace(check, huge=(case,), compared=2)
     inputs = check.inputs(case, "cpu")
-    outputs = check.reference(case, inputs)
+    outputs = check.exact(case, inputs)
     assert relative_error(check, case, inputs, outputs) == 0
     outputs["rank"][2, 5] = -1
     assert relative_error(check, case, inputs, outputs).isnan()
@@ -126,7 +125,7 @@ def test_samples_lie_on_both_sides_of_every_overflow_and_at_equal_distances() ->
 
 def test_samples_that_are_compared_lie_beyond_what_32_bits_count() -> None:
     for op in OPS.values():
-        check = load_gpu_check(op)
+        check = load_contract(op)
         for case in check.huge:
             if check.compared is not None:
                 size = torch.Size(next(iter(check.outputs(case).values())).shape).numel() // case.sizes[0]

@@ -17,8 +17,7 @@ from gpu.stages import FAILED, NOT_RUN, PASSED, Run
 from gpu.stopwatch import FEWEST_TURNS, MOST_CALLS, MOST_TURNS, readings, repeats_for
 from torch import Tensor
 
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import OPS
 
 EMULATION = Device(emulated=True)
@@ -41,11 +40,11 @@ class ReferenceKernels:
         if op in self.failing:
             raise KernelError("the launch failed")
         self.launched.append(op)
-        check = load_gpu_check(OPERATORS[op])
+        check = load_contract(OPERATORS[op])
         names = check.outputs(case)
         inputs = dict(zip(check.inputs(case, "cpu"), arrays[: -len(names)], strict=True))
         for name, output in zip(names, arrays[-len(names) :], strict=True):
-            output.copy_(check.reference(case, inputs)[name])
+            output.copy_(check.exact(case, inputs)[name])
 
 
 @pytest.fixture
@@ -259,7 +258,7 @@ def test_bounds_come_from_the_rates_that_were_measured_on_this_gpu(monkeypatch: 
     assert rates is not None
     assert (rates.copied, rates.tensor, rates.cache_bytes) == (2e12, 3.5e14, 4e7)
     assert rates.fused == rates.shared == 100 * 128 * 1.5e9
-    check = load_gpu_check(OPERATORS["segment_means"])
+    check = load_contract(OPERATORS["segment_means"])
     found = timing.lower_bound(check.work(check.timed[0].case), 67_700_000, "float16", ceilings)
     assert found == {"bound_us": pytest.approx(33.85), "bound_by": "memory"}
     assert timing.rates_of(dict.fromkeys(ceilings), "float32") is None

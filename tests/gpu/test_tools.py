@@ -15,7 +15,7 @@ from gpu.calls import call_bytes
 from gpu.device import Device
 from gpu.stages import FAILED, NOT_RUN, PASSED, Run
 
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
 
 PTXAS = """ptxas info    : Compiling entry function 'effexport_lsh_sort' for 'sm_90'
@@ -156,7 +156,7 @@ def test_without_ncu_the_calls_run_and_the_stage_does_not_count_as_run(
 
 
 def test_a_call_is_written_with_its_exact_sizes() -> None:
-    check = load_gpu_check(OPS["LSHSort"])
+    check = load_contract(OPS["LSHSort"])
     case = check.small[0]  # 5 rows of one token in one bucket
     texts = [struct.pack("=q", len(text)) + text for text in (b"lsh_sort", case.name.encode())]
     integers = struct.pack("=6q", 3, 3, 5, 1, 1, 0)

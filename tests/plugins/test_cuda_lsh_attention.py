@@ -15,7 +15,7 @@ from lsh_attention_cases import HALVES as ATTENTION_HALVES
 from lsh_attention_cases import Case as AttentionCase
 
 from effexport.plugins.contract import Case
-from effexport.plugins.lsh_attention.gpu_check import formula
+from effexport.plugins.lsh_attention.contract import formula
 from effexport.plugins.lsh_attention.op import reference as attention_reference
 
 

@@ -22,8 +22,7 @@ from gpu.device import FEW_BLOCKS, Device, find_compiler
 from gpu.stages import Run
 from kept import kept, native_sources
 
-from effexport.plugins.contract import Case, in_all_types
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, in_all_types, load_contract
 from effexport.plugins.ops import OPS
 
 BY_NAME = {op.torch_name: op for op in OPS.values()}
@@ -139,7 +138,7 @@ def run_sanitized(*command: str | Path, without: str = "") -> subprocess.Complet
 
 def race(folder: Path, calls: Path, cases: dict[str, Sequence[Case]], without: str = "") -> str:
     """The first report of ThreadSanitizer, or an empty text after all calls have run. `calls` is overwritten."""
-    named = [(op, load_gpu_check(BY_NAME[op]), case) for op, own in cases.items() for case in own]
+    named = [(op, load_contract(BY_NAME[op]), case) for op, own in cases.items() for case in own]
     write_calls(calls, named)
     done = run_sanitized(folder / "driver", folder / "kernels.so", calls, str(FEW_BLOCKS), without=without)
     if done.returncode == RACE and "WARNING: ThreadSanitizer: data race" in done.stderr:

@@ -1,100 +1,133 @@
-"""`effexport::LSHSort`: the torch operator, its schema and its body of standard nodes. Every result is exact."""
+"""`effexport::LSHSort`, beyond its contract (test_contract.py). Every result is exact."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from bucket_patterns import bucket_rows
-from torch import Tensor
+from cuda_kernels import ALL_BLOCKS
+from implementations import implementation
 
+from effexport.plugins.contract import Case
+from effexport.plugins.lsh_sort.contract import CONTRACT
 from effexport.plugins.lsh_sort.op import BLOCK, MAX_RADIX, lsh_sort, onnx_function_body, radices
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 FORBIDDEN = {"TopK", "Loop", "CumSum", "Scan", "Sort", "If", "ReduceLogSumExp", "Unique", "NonZero"}
-# one less, equal to and one more than a block of the body's prefix sums, and several blocks
-LENGTHS = [1, 2, 63, 100, 127, 128, 129, 1000, 4096]
 # one less, equal to and one more than one and two digits of 32
 BUCKETS = [1, 2, 31, 32, 33, 257, 1025, 4096]
 
 
-def slow_sort(row: list[int]) -> tuple[list[int], list[int]]:
-    """A counting sort, a token at a time."""
-    places: dict[int, list[int]] = {}
-    for token, bucket in enumerate(row):
-        places.setdefault(bucket, []).append(token)
-    order = [token for bucket in sorted(places) for token in places[bucket]]
-    rank = [0] * len(row)
-    for place, token in enumerate(order):
-        rank[token] = place
-    return order, rank
+TILE = 8192
+INT32_MAX = 2**31 - 1
 
 
-def assert_sorted(buckets: np.ndarray, order: np.ndarray, rank: np.ndarray) -> None:
-    """Exact equality of values, shapes and dtypes."""
-    assert order.shape == rank.shape == buckets.shape
-    assert order.dtype == rank.dtype == np.int32
-    for row, given_order, given_rank in zip(buckets.tolist(), order.tolist(), rank.tolist(), strict=True):
-        assert (given_order, given_rank) == slow_sort(row)
+def case_of(buckets: np.ndarray, num_buckets: int) -> Case:
+    return Case((*buckets.shape, num_buckets), dtype="int32")
 
 
-@pytest.mark.parametrize("num_buckets", BUCKETS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_the_operator_is_a_stable_counting_sort(length: int, num_buckets: int) -> None:
-    buckets = bucket_rows(length, num_buckets)
-    order, rank = lsh_sort(torch.from_numpy(buckets), num_buckets)
-    assert_sorted(buckets, order.numpy(), rank.numpy())
+def assert_sorted(buckets: np.ndarray, num_buckets: int, order: np.ndarray, rank: np.ndarray) -> None:
+    """Exactly the contract's order and rank, of the buckets moved into range."""
+    inside = {"buckets": torch.from_numpy(buckets.clip(0, num_buckets - 1))}
+    exact = CONTRACT.exact(case_of(buckets, num_buckets), inside)
+    for found, expected in zip((order, rank), exact.values(), strict=True):
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, expected.numpy())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_order_and_rank_are_inverse_permutations(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    rows, length, num_buckets = (int(generator.integers(1, high)) for high in (5, 300, 100))
-    buckets = torch.from_numpy(generator.integers(0, num_buckets, (rows, length)).astype(np.int32))
-    order, rank = lsh_sort(buckets, num_buckets)
-    everyone = torch.arange(length, dtype=torch.int32).expand(rows, length)
-    assert torch.equal(order.gather(1, rank.long()), everyone)
-    assert torch.equal(rank.gather(1, order.long()), everyone)
-    assert torch.all(buckets.gather(1, order.long()).diff(dim=1) >= 0)
+def sorted_by_cuda(buckets: np.ndarray, num_buckets: int, **how: int) -> list[np.ndarray]:
+    found: list[np.ndarray] = implementation("LSHSort", "cuda").answers(
+        case_of(buckets, num_buckets), {"buckets": torch.from_numpy(buckets)}, **how
+    )
+    return found
 
 
+@pytest.mark.requires("native")
+def test_libraries_of_one_process_count_their_own_launches(tmp_path: Path) -> None:
+    emulated = implementation("LSHSort", "cuda").emulated
+    other = ctypes.CDLL(shutil.copy(emulated.library._name, tmp_path / "other.so"))
+    sorted_by_cuda(np.zeros((5, 1), np.int32), 1)
+    result = np.zeros((3, 1), np.int32)
+    arrays = (ctypes.c_void_p * 3)(result.ctypes.data, result.ctypes.data, None)
+    other.effexport_check_lsh_sort(0, arrays, (ctypes.c_int64 * 3)(3, 1, 1), None, None, None)
+    assert emulated.launch()[0] == 5
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("num_buckets", [1, 7, 1216, 1217, 4096, INT32_MAX])
+def test_cuda_takes_buckets_out_of_range_for_the_nearest_in_range(num_buckets: int) -> None:
+    generator = np.random.default_rng(0)
+    buckets = generator.integers(-(2**31), 2**31, (2, 300)).astype(np.int32)
+    buckets[:, ::3] = generator.integers(0, num_buckets, (2, 100))
+    buckets[:, ::5] = [[-1], [num_buckets if num_buckets < INT32_MAX else -2]]
+    assert_sorted(buckets, num_buckets, *sorted_by_cuda(buckets, num_buckets))
+
+
+@pytest.mark.requires("native")
 @pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
-def test_the_operator_accepts_empty_inputs(shape: tuple[int, int]) -> None:
-    for result in lsh_sort(torch.zeros(shape, dtype=torch.int32), 4):
-        assert result.shape == shape
-        assert result.dtype == torch.int32
+def test_cuda_accepts_empty_inputs(shape: tuple[int, int]) -> None:
+    assert implementation("LSHSort", "cuda").launch(Case((*shape, 4), dtype="int32"), [0] * 3) == 0
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("length", [TILE - 1, TILE, TILE + 1, 3 * TILE + 77])
+@pytest.mark.parametrize("num_buckets", [3, 1025])
+def test_blocks_share_long_rows(num_buckets: int, length: int) -> None:
+    buckets = bucket_rows(length, num_buckets)[[0, 3]]
+    for max_blocks in (ALL_BLOCKS, 3):
+        assert_sorted(buckets, num_buckets, *sorted_by_cuda(buckets, num_buckets, max_blocks=max_blocks, seed=length))
+        assert implementation("LSHSort", "cuda").emulated.launch()[0] == 2 * -(-length // TILE)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("native")
+def test_many_rows_have_a_block_each_which_takes_their_tiles_in_turn() -> None:
+    buckets = np.random.default_rng(0).integers(0, 9, (65, TILE + 1)).astype(np.int32)
+    answers = sorted_by_cuda(buckets, 9, max_blocks=1)
+    assert implementation("LSHSort", "cuda").emulated.launch()[0] == 65
+    assert_sorted(buckets, 9, *answers)
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("length", [1000, TILE + 1])
+def test_cuda_writes_rank_only_if_wanted(length: int) -> None:
+    buckets, cuda = bucket_rows(length, 33), implementation("LSHSort", "cuda")
+    order = np.full_like(buckets, -1)
+    cuda.library.set_schedule(0, ALL_BLOCKS)
+    assert cuda.launch(case_of(buckets, 33), [buckets.ctypes.data, order.ctypes.data, 0]) == 0
+    assert_sorted(buckets, 33, order, sorted_by_cuda(buckets, 33)[1])
+    # several passes keep the unfinished order in it
+    rank_bytes, sizes = cuda.library.lsh_sort_rank_bytes, (ctypes.c_int64(6), ctypes.c_int64(length))
+    rank_bytes.restype = ctypes.c_size_t
+    assert rank_bytes(*sizes, ctypes.c_int64(1216)) == 0
+    assert rank_bytes(*sizes, ctypes.c_int64(1217)) == 4 * 6 * length
+    assert cuda.launch(case_of(buckets, 1217), [buckets.ctypes.data, order.ctypes.data, 0]) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("num_buckets", [*BUCKETS, INT32_MAX])
+def test_long_rows_are_sorted(num_buckets: int) -> None:
+    buckets = bucket_rows(65536, num_buckets)
+    assert_sorted(buckets, num_buckets, *sorted_by_cuda(buckets, num_buckets, seed=num_buckets))
 
 
 @pytest.mark.parametrize(
-    "buckets",
+    ("buckets", "text"),
     [
-        torch.from_numpy(bucket_rows(63, 5)),
-        torch.from_numpy(bucket_rows(1, 5)),
-        torch.from_numpy(bucket_rows(20, 5)).T.contiguous().T,
-        torch.zeros(0, 7, dtype=torch.int32),
+        (torch.full((2, 5), 4, dtype=torch.int32), "buckets run from 4 to 4; expected 0 to 3"),
+        (torch.tensor([[0, -1]], dtype=torch.int32), "buckets run from -1 to 0; expected 0 to 3"),
     ],
 )
-def test_the_operator_keeps_the_rules_of_torch_library(buckets: Tensor) -> None:
-    torch.library.opcheck(torch.ops.effexport.lsh_sort.default, (buckets, 5))
-
-
-@pytest.mark.parametrize(
-    ("buckets", "num_buckets", "text"),
-    [
-        (torch.zeros(5, dtype=torch.int32), 4, r"buckets has shape \(5,\); expected \[N, n\]"),
-        (torch.zeros(1, 2, 5, dtype=torch.int32), 4, r"buckets has shape \(1, 2, 5\); expected \[N, n\]"),
-        (torch.zeros(2, 5, dtype=torch.int64), 4, "buckets is torch.int64; expected torch.int32"),
-        (torch.zeros(2, 5), 4, "buckets is torch.float32; expected torch.int32"),
-        (torch.zeros(2, 5, dtype=torch.int32), 0, "num_buckets is 0; expected at least 1"),
-        (torch.full((2, 5), 4, dtype=torch.int32), 4, "buckets run from 4 to 4; expected 0 to 3"),
-        (torch.tensor([[0, -1]], dtype=torch.int32), 4, "buckets run from -1 to 0; expected 0 to 3"),
-    ],
-)
-def test_wrong_inputs_are_refused(buckets: Tensor, num_buckets: int, text: str) -> None:
+def test_buckets_out_of_range_are_errors_of_the_operator(buckets: torch.Tensor, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        lsh_sort(buckets, num_buckets)
+        lsh_sort(buckets, 4)
 
 
 @pytest.mark.parametrize("num_buckets", [*BUCKETS, 3, 1024, 32767, 32768, 32769])
@@ -146,33 +179,6 @@ def ort_session(model):
 
 @pytest.mark.requires("onnx")
 @pytest.mark.requires("ort")
-@pytest.mark.parametrize("opset", [18, 20, 24])
-@pytest.mark.parametrize("num_buckets", BUCKETS)
-def test_the_body_equals_the_operator_in_onnx_runtime(num_buckets: int, opset: int) -> None:
-    import onnx
-
-    model = sort_model(opset, [num_buckets])
-    onnx.checker.check_model(model)
-    session = ort_session(model)
-    for length in LENGTHS:
-        buckets = bucket_rows(length, num_buckets)
-        order, rank = session.run(None, {"buckets0": buckets})
-        assert_sorted(buckets, order, rank)
-
-
-@pytest.mark.requires("onnx")
-@pytest.mark.requires("ort")
-def test_the_body_sorts_one_row_like_many() -> None:
-    session = ort_session(sort_model(20, [33]))
-    buckets = bucket_rows(129, 33)
-    together = session.run(None, {"buckets0": buckets})
-    for row in range(len(buckets)):
-        alone = session.run(None, {"buckets0": buckets[row : row + 1]})
-        assert all(np.array_equal(a, t[row : row + 1]) for a, t in zip(alone, together, strict=True))
-
-
-@pytest.mark.requires("onnx")
-@pytest.mark.requires("ort")
 def test_an_empty_batch_is_an_error_of_onnx_runtime_and_never_a_wrong_result() -> None:
     # its MatMul refuses an empty right operand below a matrix; the other body and the operator accept one
     session = ort_session(sort_model(20, [33]))
@@ -189,7 +195,7 @@ def test_one_body_serves_nodes_with_different_bucket_counts(counts: list[int]) -
     buckets = {f"buckets{i}": bucket_rows(300, count) for i, count in enumerate(counts)}
     results = ort_session(model).run(None, buckets)
     for i in range(len(counts)):
-        assert_sorted(buckets[f"buckets{i}"], *results[2 * i : 2 * i + 2])
+        assert_sorted(buckets[f"buckets{i}"], counts[i], *results[2 * i : 2 * i + 2])
 
 
 def integer_constants(body) -> Iterator[int]:
@@ -214,37 +220,3 @@ def test_the_body_holds_no_node_that_a_runtime_lacks_or_runs_serially(num_bucket
     # a one-hot row never grows with the buckets
     assert sum(node.op_type == "MatMul" for node in body.node) == 3 * len(radices(num_buckets))
     assert BLOCK in set(integer_constants(body))
-
-
-@pytest.mark.requires("onnx")
-@pytest.mark.parametrize("dims", [("N", "n"), (6, "n"), ("N", 128), (6, 128)])
-def test_shape_inference_keeps_symbolic_dimensions(dims: tuple) -> None:
-    import onnx
-
-    from effexport.export.onnx_from_module import register_schemas
-
-    register_schemas()
-    model = sort_model(20, [33], dims=dims)
-    onnx.checker.check_model(model, full_check=True)
-    for output in model.graph.output:
-        output.type.tensor_type.ClearField("shape")
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
-    for output in inferred.graph.output:
-        tensor = output.type.tensor_type
-        assert tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim) == dims
-        assert tensor.elem_type == onnx.TensorProto.INT32
-
-
-@pytest.mark.requires("onnx")
-def test_the_schema_says_what_the_operator_takes() -> None:
-    import onnx
-
-    from effexport.export.onnx_from_module import register_schemas
-
-    register_schemas()
-    schema = onnx.defs.get_schema("LSHSort", OPSET_VERSION, DOMAIN)
-    assert [p.name for p in schema.inputs] == ["buckets"]
-    assert [p.name for p in schema.outputs] == ["order", "rank"]
-    assert set(schema.attributes) == {"num_buckets", PLUGIN_NAMESPACE}
-    assert schema.attributes["num_buckets"].required
-    assert not schema.attributes[PLUGIN_NAMESPACE].required

@@ -56,7 +56,7 @@ class EmulatedOp(Emulated):
         return Call(name.value.decode(), (launch[0], launch[1], launch[2]), tuple(scalars[:count]))
 
     def calls_of_launch_cuda(self, dtype: str, sizes: Sequence[int], numbers: Sequence[float]) -> list[Call]:
-        """What the operator's launch_cuda launches for a case of its gpu_check.py; no block of it runs."""
+        """What the operator's launch_cuda launches for a case of its contract; no block of it runs."""
         before = self.library.count_launches()
         self.library.set_schedule(0, 0)
         nowhere = (ctypes.c_void_p * 16)(*[4096] * 16)  # addresses that nothing reads

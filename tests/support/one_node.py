@@ -14,10 +14,12 @@ from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 def one_node_model(
     op: str, feeds: Mapping[str, np.ndarray], *, body: bool, opset: int = 20, **attributes: Any
 ) -> bytes:
-    """A model of one custom node with these inputs, all of whose dimensions are dynamic, and one output, "out"."""
+    """A model of one custom node with these inputs, all of whose dimensions are dynamic. A single output is "out"."""
     from onnx import helper
 
-    node = helper.make_node(op, list(feeds), ["out"], domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
+    outputs = [output.name for output in OPS[op].load().SIGNATURE.outputs]
+    outputs = outputs if len(outputs) > 1 else ["out"]
+    node = helper.make_node(op, list(feeds), outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
     types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
     graph = helper.make_graph(
         [node],
@@ -26,7 +28,10 @@ def one_node_model(
             helper.make_tensor_value_info(name, types[name], [f"{name}{i}" for i in range(array.ndim)])
             for name, array in feeds.items()
         ],
-        [helper.make_tensor_value_info("out", helper.np_dtype_to_tensor_dtype(output_dtype(op, feeds)), None)],
+        [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(output_dtype(op, feeds)), None)
+            for name in outputs
+        ],
     )
     model = helper.make_model(
         graph,

@@ -71,31 +71,14 @@ def plain_program(module: nn.Module, case: Case) -> torch.export.ExportedProgram
         return plain
 
 
-def sort_by_unique_keys(buckets: torch.Tensor, num_buckets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of `lsh_sort`, computed as in Reformer's published code: torch.onnx has no stable sort, which distinct
-    keys do not need."""
-    import torch
-
-    length = buckets.shape[-1]
-    places = torch.arange(length, device=buckets.device).expand_as(buckets)
-    order = torch.sort(buckets.long() * length + places, dim=-1).indices
-    # the inverse of a permutation is what sorts it
-    rank = torch.sort(order, dim=-1).indices
-    return order.to(torch.int32), rank.to(torch.int32)
-
-
-# Replacements for references that torch.onnx cannot export.
-EXPORTABLE: dict[str, Callable[..., Any]] = {"LSHSort": sort_by_unique_keys}
-
-
 def reference_of_operator() -> dict[Any, Callable[..., Any]]:
     """Torch operator → its reference, for each of our operators."""
     import torch
 
     references: dict[Any, Callable[..., Any]] = {}
     for op in OPS.values():
-        reference = op.load().reference  # loading declares the operator
-        reference = EXPORTABLE.get(op.onnx_name, reference)
+        module = op.load()  # which declares the operator
+        reference = getattr(module, "exportable_reference", module.reference)
         overload = getattr(torch.ops.effexport, op.torch_name).default
         # a traced call leaves out arguments that have their default
         defaults = {argument.name: argument.default_value for argument in overload._schema.arguments}

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from effexport.export.onnx_graph import load_graph, value_types
 from effexport.models.module_spec import ModuleSpec
-from effexport.plugins.ops import DOMAIN
+from effexport.plugins.ops import DOMAIN, OPS
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.spec import BuildSpec
 
 # Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:
 # EluLinearAttention casts inside its body.
-FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", "IterativePinv")
+OURS = (name for name, op in OPS.items() if op.around_in_float32 and "float32" in op.element_types)
+FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", *OURS)
 LISTED = 5
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 EXACT = Limit(0, "integers are exact")
-# Bodies that compute in float32 whatever their type T is, and round only the result to T.
-IN_FLOAT32 = ("AFTSimpleAttention", "AFTWindowAttention", "EluLinearAttention", "IterativePinv", "SegmentMeans")
 
 
 def check_function_bodies(model: Path, spec: BuildSpec) -> list[Check]:
@@ -44,12 +42,12 @@ def check_function_bodies(model: Path, spec: BuildSpec) -> list[Check]:
 def check_function_body(op: str, uses: Sequence[OperatorUse]) -> Check:
     """The worst result of a body over all uses of its operator, or the first failure."""
     kind = function_body_of(op)
-    if op not in known_ops():
+    if (row := known_ops().get(op)) is None:
         return not_run(kind, "neither this release of effexport nor an installed package knows the operator")
     if not uses[0].has_body:
         detail = "the file has no body of this operator: only ONNX Runtime with the kernel library can run it"
         return Check(kind, CaseLabel("the file"), "functions", "failed", detail=detail)
-    if op != "LSHSort" and any(use.precision == "bf16" for use in uses):
+    if "bfloat16" in row.element_types and any(use.precision == "bf16" for use in uses):
         return not_run(kind, "bodies are checked in ONNX Runtime on the CPU, which has no arithmetic in bfloat16")
     worst: Check | None = None
     for use in uses:
@@ -115,7 +113,7 @@ def judged_outputs(
 
 def own_error(defined: Definition, inputs: Mapping[str, Array], wanted: Array, use: OperatorUse) -> float:
     """How far the definition is from itself, `wanted`, in float32 arithmetic or with inputs that are rounded anew."""
-    rounding = "fp32" if use.node.op_type in IN_FLOAT32 else use.precision
+    rounding = "fp32" if known_ops()[use.node.op_type].body_in_float32 else use.precision
     # one draw of roundings may happen to change little
     healthy = [*defined.in_float32(inputs)]
     healthy += [x for seed in range(2) for x in defined.exact(rounded_anew(inputs, rounding, seed))]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from effexport.plugins.building.library import Library
@@ -21,22 +20,13 @@ from effexport.runners.ort.settings import import_onnxruntime
 if TYPE_CHECKING:
     import onnx
 
+    from effexport.plugins.calls import KernelCall
+
 TIMEOUT_S = 120
 # First words of the lines that the other process prints, before an operator runs and when something fails.
 RUNS, FAILS = "runs", "fails"
 # All numbers are at most 2: a rounding of the result to bfloat16 is at most 2^-8, and two more come before it.
 TOLERANCE = 2**-6
-
-
-@dataclass(frozen=True)
-class KernelCall:
-    """A valid call of an operator. outputs: the right answer. float32: inputs that are so whatever the type of the
-    others; all arrays of floats are given in float32."""
-
-    inputs: Mapping[str, Any]
-    outputs: Mapping[str, Any]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    float32: tuple[str, ...] = ()
 
 
 def problem_of_library(library: Library) -> str | None:
@@ -57,41 +47,6 @@ def problem_of_library(library: Library) -> str | None:
         problems.append(f"{begun[-1]} ends the process ({run.problem})")
         waiting = waiting[waiting.index(begun[-1]) + 1 :]
     return f"in onnxruntime {import_onnxruntime().__version__}, {'; '.join(problems)}" if problems else None
-
-
-def calls() -> dict[str, KernelCall]:
-    """A call of each operator, in sizes at which those that take memory for intermediate results do so."""
-    import numpy as np
-
-    def ones(*shape: int) -> Any:
-        return np.ones(shape, np.float32)
-
-    x, many, keep = ones(1, 2, 64, 8), ones(1, 2, 1025, 8), np.ones((1, 64), bool)
-    q_k_v_keep = {"q": x, "k": x, "v": x, "keep": keep}
-    gated = {"out": np.full_like(x, 1 / (1 + np.exp(-1)))}
-    order = np.tile(np.arange(64, dtype=np.int32), (4, 1))
-    chunks = {"chunk_length": 16, "chunks_before": 1, "chunks_after": 0, "causal": 0, "circular": 0, "rounded": 0}
-    eye = np.eye(8, dtype=np.float32)[None]
-    return {
-        "IterativePinv": KernelCall({"A": eye, "scale": ones(1, 1, 1)}, {"Z": eye}),
-        "EluLinearAttention": KernelCall(q_k_v_keep, {"out": x}, {"eps": 1e-6}),
-        "LSHSort": KernelCall({"buckets": np.zeros_like(order)}, {"order": order, "rank": order}, {"num_buckets": 8}),
-        "LSHAttention": KernelCall({"qk": x, "v": x, "order": order, "rank": order, "keep": keep}, {"out": x}, chunks),
-        "AFTSimpleAttention": KernelCall(q_k_v_keep, gated),
-        "MaskedAttention": KernelCall(
-            {"q": x, "k": many, "v": many, "keep": np.ones((1, 1025), bool)}, {"out": x}, {"scale": 1.0}
-        ),
-        "SegmentMeans": KernelCall({"x": x, "keep": keep}, {"means": x[:, :, :4]}, {"num_segments": 4}),
-        "SequenceConv": KernelCall({"x": x, "weight": ones(2, 1, 1, 1), "keep": keep, "residual": x}, {"out": 2 * x}),
-        # all projections are equal, and of equal ones the first is taken
-        "LSHHash": KernelCall(
-            {"qk": x, "rotations": ones(2, 8, 2, 4), "keep": keep},
-            {"buckets": np.zeros_like(order)},
-            {"bucket_factors": [8], "chunk_length": 16},
-            float32=("rotations",),
-        ),
-        "AFTWindowAttention": KernelCall(q_k_v_keep | {"bias": ones(1, 1, 3)}, gated, {"causal": 0}, float32=("bias",)),
-    }
 
 
 def model_of_call(op: str, call: KernelCall) -> onnx.ModelProto:
@@ -148,11 +103,10 @@ def main(library: str, ops: list[str]) -> None:
     options.log_severity_level = 4
     with reported("it does not load"):
         options.register_custom_ops_library(library)
-        for op, call in calls().items():
-            if op in ops:
-                print(RUNS, op, flush=True)
-                with reported(f"{op} fails"):
-                    check(op, call, options)
+        for op in ops:
+            print(RUNS, op, flush=True)
+            with reported(f"{op} fails"):
+                check(op, OPS[op].load_calls().TRIAL, options)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
 from effexport.export.onnx_graph import load_graph
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.plugins.contract import Case
-from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 
 pytestmark = [pytest.mark.requires("torch", "onnx"), pytest.mark.usefixtures("registered")]
@@ -35,7 +34,7 @@ OPSET = 20
 PLUGINS = list(OPS)
 
 LSH_ATTRIBUTES = ("chunk_length", "chunks_before", "chunks_after", "causal", "circular", "rounded")
-# The attributes of a node for the sizes and numbers of a case, as the operator's gpu_check.py describes them.
+# The attributes of a node for the sizes and numbers of a case, as the operator's contract.py describes them.
 ATTRIBUTES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "IterativePinv": lambda case: {"iterations": case.sizes[2]},
     "LSHSort": lambda case: {"num_buckets": case.sizes[2]},
@@ -68,7 +67,7 @@ def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProt
     """A model of one node with its function body, and inputs. dynamic: no dimension is a number but those of the plugin
     that must be."""
     signature = OPS[op].load().SIGNATURE
-    inputs = {name: array_of(x) for name, x in load_gpu_check(OPS[op]).inputs(case, "cpu").items()}
+    inputs = {name: array_of(x) for name, x in load_contract(OPS[op]).inputs(case, "cpu").items()}
     if op == "LSHAttention":  # whose kernels do without `rank`
         order, keep = inputs.pop("order"), inputs.pop("keep")
         inputs |= {"order": order, "rank": np.argsort(order, axis=1).astype(order.dtype), "keep": keep}
@@ -108,13 +107,13 @@ def run_as_plugins(op: str, case: Case, dynamic: bool = False) -> list[Call] | N
     # a NaN in a hidden token is multiplied by zero in some bodies, as their contracts say
     visible = {name: np.where(x == x, x, x.dtype.type(0)) for name, x in inputs.items()}
     expected = execute(prepared_model(model, replace(SPEC, target="trt-rtx"), GPUS).model, visible)
-    check = load_gpu_check(OPS[op])
+    check = load_contract(OPS[op])
     # what a matrix amplifies, it amplifies of both
     limit = check.limit(case).value if case.kind == "nearly equal rows" else LIMITS[case.dtype]
     for output, value in zip(found.outputs.values(), expected.outputs.values(), strict=True):
         assert output.dtype == value.dtype
         assert relative_rms(output, value) <= limit, (op, case)
-    reference = check.reference(case, check.inputs(case, "cpu"))
+    reference = check.exact(case, check.inputs(case, "cpu"))
     for output, tensor in zip(found.outputs.values(), reference.values(), strict=True):
         right = tensor.double().numpy()
         largest = np.abs(right).max(initial=0.0) or 1.0
@@ -128,7 +127,7 @@ def cases(*fields: str) -> list[Any]:
         pytest.param(op, case, id=f"{op} {case.name}")
         for op in PLUGINS
         for name in fields
-        for case in getattr(load_gpu_check(OPS[op]), name)
+        for case in getattr(load_contract(OPS[op]), name)
     ]
 
 
@@ -141,7 +140,7 @@ def test_plugins_compute_what_the_body_and_the_definition_do(op: str, case: Case
 
 @pytest.mark.parametrize("op", PLUGINS)
 def test_every_type_has_cases_that_run_as_plugins(op: str) -> None:
-    types = {case.dtype for case in load_gpu_check(OPS[op]).small if supported(op, case)}
+    types = {case.dtype for case in load_contract(OPS[op]).small if supported(op, case)}
     assert types == set(OPS[op].load_trt().PLUGINS[0].types) or types == {"int32"}
 
 

@@ -35,6 +35,7 @@ void add_entry(const char* name, void* shared, void (*kernel)(Parameters...)) {
   const auto launch = [kernel](const cudaLaunchConfig_t& config, void* const* arguments) {
     return launch_with(kernel, config, arguments, std::index_sequence_for<Parameters...>());
   };
+  cuda_on_cpu::settings.shared = shared;
   entries[name] = {{kKind<Parameters>...}, reinterpret_cast<const void*>(kernel), shared, launch};
 }
 

@@ -7,12 +7,6 @@ std::int32_t shared_counters[cuda_on_cpu::kMaxSharedBytes / sizeof(std::int32_t)
 
 extern "C" {
 
-int lsh_sort(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std::int64_t num_buckets,
-             std::int32_t* order, std::int32_t* rank) {
-  cuda_on_cpu::settings.shared = shared_counters;
-  return effexport::lsh_sort::launch_cuda(buckets, rows, n, num_buckets, order, rank, nullptr);
-}
-
 std::size_t lsh_sort_rank_bytes(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
   return effexport::lsh_sort::cuda_rank_bytes(rows, n, num_buckets);
 }

@@ -10,10 +10,11 @@ void iterate(std::int64_t count, std::int64_t m, std::size_t offset = 0) {
   std::vector<T> a(offset + size, effexport::from_float<T>(1.0f / static_cast<float>(m)));
   std::vector<T> scale(static_cast<std::size_t>(count), effexport::from_float<T>(1.0f));
   std::vector<T> z(size);
-  std::vector<unsigned char> scratch(iterative_pinv_scratch_bytes(count, m), kPoison);
+  const std::int64_t sizes[3] = {count, m, 2};
+  std::vector<unsigned char> scratch(effexport_check_iterative_pinv_scratch(kNumber<T>, sizes), kPoison);
   std::memset(static_cast<void*>(z.data()), kPoison, z.size() * sizeof(T));
-  const int error = run_iterative_pinv<T>(a.data() + offset, scale.data(), count, m, 2, scratch.data(), z.data());
-  check(error, "iterative_pinv", m, static_cast<std::int64_t>(sizeof(T)));
+  void* const arrays[3] = {a.data() + offset, scale.data(), z.data()};
+  check(effexport_check_iterative_pinv(kNumber<T>, arrays, sizes, nullptr, scratch.data(), nullptr), "iterative_pinv", m, static_cast<std::int64_t>(sizeof(T)));
 }
 
 }  // namespace

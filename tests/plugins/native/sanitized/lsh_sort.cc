@@ -10,8 +10,9 @@ void sort(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
   for (std::int32_t& bucket : buckets) bucket = static_cast<std::int32_t>(generator());  // most are out of range
   std::memset(order.data(), kPoison, size * sizeof(std::int32_t));
   std::memset(rank.data(), kPoison, size * sizeof(std::int32_t));
-  const int error = ::lsh_sort(buckets.data(), rows, n, num_buckets, order.data(), rank.data());
-  check(error, "lsh_sort", n, num_buckets);
+  const std::int64_t sizes[3] = {rows, n, num_buckets};
+  void* const arrays[3] = {buckets.data(), order.data(), rank.data()};
+  check(effexport_check_lsh_sort(0, arrays, sizes, nullptr, nullptr, nullptr), "lsh_sort", n, num_buckets);
 }
 
 }  // namespace

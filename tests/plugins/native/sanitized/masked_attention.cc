@@ -11,10 +11,12 @@ void attend(std::int64_t n, std::int64_t m, std::int64_t d, std::int64_t e) {
   };
   std::vector<T> q = values(n, d), k = values(m, d), v = values(m, e), out = values(n, e);
   std::vector<unsigned char> keep(static_cast<std::size_t>(2 * m), 1);
-  std::vector<float> partials(static_cast<std::size_t>(masked_attention_partial_floats(sizes)), NAN);
+  const double scale = 0.5;
+  std::vector<unsigned char> partials(effexport_check_masked_attention_scratch(kNumber<T>, sizes), kPoison);
   std::memset(static_cast<void*>(out.data()), kPoison, out.size() * sizeof(T));
-  void* const arrays[6] = {q.data(), k.data(), v.data(), keep.data(), out.data(), partials.data()};
-  check(run_masked_attention<T>(sizes, 0.5f, arrays), "masked_attention", n, m);
+  void* const arrays[5] = {q.data(), k.data(), v.data(), keep.data(), out.data()};
+  check(effexport_check_masked_attention(kNumber<T>, arrays, sizes, &scale, partials.data(), nullptr),
+        "masked_attention", n, m);
 }
 
 }  // namespace

@@ -6,6 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
+
+#include "native/element_types.h"
 
 // Fills the arrays that kernels must write in full before they read them.
 constexpr unsigned char kPoison = 0xff;
@@ -16,3 +19,7 @@ inline void check(int error, const char* kernel, std::int64_t size, std::int64_t
                static_cast<long long>(extra));
   std::exit(1);
 }
+
+// The number of an element type for the functions of native/gpu_check.h.
+template <class T>
+constexpr int kNumber = sizeof(T) == 4 ? 0 : std::is_same_v<T, effexport::Half> ? 1 : 2;

@@ -5,15 +5,16 @@ namespace {
 
 template <class T>
 void convolve(std::int64_t seq, std::int64_t channels, std::int64_t taps) {
-  constexpr std::int64_t groups = 4, heads = 2;
-  const std::int64_t sizes[5] = {groups, heads, seq, channels, taps};
+  constexpr std::int64_t batch = 2, heads = 2, groups = batch * heads;
+  const std::int64_t sizes[5] = {batch, heads, seq, channels, taps};
   const auto size = static_cast<std::size_t>(groups * seq * channels);
   const T half = effexport::from_float<T>(0.5f);
   std::vector<T> x(size, half), residual(size, half), weight(static_cast<std::size_t>(heads * taps), half), out(size);
-  std::vector<unsigned char> keep(static_cast<std::size_t>(groups / heads * seq), 1);
+  std::vector<unsigned char> keep(static_cast<std::size_t>(batch * seq), 1);
   std::memset(static_cast<void*>(out.data()), kPoison, size * sizeof(T));
   void* const arrays[5] = {x.data(), weight.data(), keep.data(), residual.data(), out.data()};
-  check(run_sequence_conv<T>(sizes, arrays), "sequence_conv", seq, taps);
+  check(effexport_check_sequence_conv(kNumber<T>, arrays, sizes, nullptr, nullptr, nullptr), "sequence_conv", seq,
+        taps);
 }
 
 template <class T>

@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of AFTWindowAttention.
+"""The contract of AFTWindowAttention.
 
 Sizes of a case: batch, heads, seq, channels, key channels, bias heads, positions, taps, causal.
 """
@@ -14,9 +14,13 @@ from torch import Tensor
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,
+    AtMost,
     Case,
+    Contract,
+    FasterThan,
     Limit,
     Output,
+    Timed,
     generator,
     in_all_types,
     normal,
@@ -24,7 +28,6 @@ from effexport.plugins.contract import (
     random_mask,
     with_peaks,
 )
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
 
 # Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels].
@@ -164,10 +167,10 @@ def work(case: Case) -> Work:
     return products + Work(scratch=sums * (1 + directions), again=again)
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,

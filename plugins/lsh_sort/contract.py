@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of LSHSort. Sizes of a case: rows, n, num_buckets."""
+"""The contract of LSHSort. Sizes of a case: rows, n, num_buckets."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Limit, Output, generator
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Output, Timed, generator
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_sort import op
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """Random buckets. Kind "patterns": rows in one bucket, in descending order and alternating between the ends too."""
+    """Random buckets. Kind "patterns": rows in one bucket, descending, alternating between the ends, nearly sorted."""
     rows, n, num_buckets = case.sizes
     shape = (rows, n)
     source = generator(case, device)
     buckets = torch.randint(num_buckets, shape, generator=source, dtype=torch.int32, device=device)
     if case.kind == "patterns":
         position = torch.arange(n, dtype=torch.int32, device=device)
-        buckets[1::5] = 0
-        buckets[2::5] = num_buckets - 1
-        buckets[3::5] = (n - 1 - position) * num_buckets // max(n, 1)
-        buckets[4::5] = (position + 1) % 2 * (num_buckets - 1)
+        buckets[1::6] = 0
+        buckets[2::6] = num_buckets - 1
+        buckets[3::6] = (n - 1 - position).long() * num_buckets // max(n, 1)
+        buckets[4::6] = (position + 1) % 2 * (num_buckets - 1)
+        buckets[5::6] = buckets[5::6].sort(dim=1).values.roll(1, dims=1)
     return {"buckets": buckets}
 
 
@@ -34,9 +34,10 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """PyTorch's stable sort."""
-    order, rank = op.reference(inputs["buckets"], case.sizes[2])
-    return {"order": order, "rank": rank}
+    """A sort of buckets and places together, and its inverse."""
+    buckets = inputs["buckets"].long()
+    order = (buckets * buckets.shape[1] + torch.arange(buckets.shape[1], device=buckets.device)).argsort(dim=1)
+    return {"order": order.int(), "rank": order.argsort(dim=1).int()}
 
 
 def limit(case: Case) -> Limit:
@@ -76,17 +77,37 @@ def timed(rows: int, n: int, num_buckets: int, *goals: AtMost) -> Timed:
     return Timed(case(rows, n, num_buckets), case(2, 100, num_buckets), (faster, *goals))
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
     small=tuple(
-        case(5, n, num_buckets, "patterns")
+        case(6, n, num_buckets, "patterns")
         for n, num_buckets in ((1, 1), (63, 2), (100, 1217), (1000, 33), (257, 1025))
     ),
+    attributes=lambda case: {"num_buckets": case.sizes[2]},
+    # what LSH layers use; one less, equal to and one more than a digit and a block of the body, and than one pass
+    cases=tuple(
+        case(6, n, num_buckets, "patterns")
+        for n, num_buckets in (
+            *((2, 1), (63, 2), (100, 31), (127, 32), (128, 33), (129, 65), (300, 1024), (1000, 257)),
+            *((1500, 5), (1500, 1025), (1000, 1216), (1500, 1217), (4096, 4096), (63, 65537)),
+            *((1000, 2**20), (1000, 2**20 + 1), (1500, 2**31 - 1)),
+        )
+    ),
+    larger=(case(130, 257, 33), *(case(6, 65536, num_buckets, "patterns") for num_buckets in (2, 33, 4096))),
+    empty=(case(0, 7, 4), case(3, 0, 4), case(0, 0, 4)),
+    body_refuses=(case(0, 7, 4), case(3, 0, 4), case(0, 0, 4)),
+    wrong_attributes=(
+        ({"num_buckets": 0}, "num_buckets is 0"),
+        ({"num_buckets": 2**31}, "num_buckets is 2147483648"),
+        ({"num_buckets": 2.5}, "attribute num_buckets has another type"),
+        ({}, "attribute num_buckets is missing"),
+    ),
+    uncountable=((2**31, 1, 4), (1, 2**31, 4), (1, 1, 0), (1, 1, 2**31), (-1, 1, 4)),
     checked=tuple(
         case(10, n, num_buckets, "patterns")
         for n in (1, 2, 63, 1000, 8193, 65536)

@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of EluLinearAttention.
+"""The contract of EluLinearAttention.
 
 Sizes of a case: batch, heads, seq, head_dim, value_dim, causal, relu. Number: eps.
 """
@@ -11,8 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import PEAKS, ROUNDING, Case, Limit, Output, generator, in_all_types, normal, peak
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
+from effexport.plugins.contract import (
+    PEAKS,
+    ROUNDING,
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+    peak,
+)
 from effexport.plugins.gpu_work import Work, moved, parts, product
 
 EPS = (1e-6,)
@@ -151,10 +164,10 @@ def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:
     return Timed(large, small, goals)
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,

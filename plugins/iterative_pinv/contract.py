@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of IterativePinv. Sizes of a case: count, m, iterations."""
+"""The contract of IterativePinv. Sizes of a case: count, m, iterations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
+from effexport.plugins.contract import (
+    ROUNDING,
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+)
 from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
 
 # softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero
@@ -16,24 +26,28 @@ KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """a [count, m, m] and scale [count, 1, 1], the largest column sum of each matrix."""
+    """A [count, m, m] and scale [count, 1, 1], the largest column sum of each matrix."""
     count, m, _ = case.sizes
     logits = torch.randn(count, m, m, generator=generator(case, device), device=device)
     a = torch.softmax(logits.mul_(2), dim=-1)
     if case.kind == "nearly equal rows":
         a = 1 / m + 1e-6 * a
+    elif case.kind == "equal rows":
+        a.fill_(1 / m)
+    elif case.kind == "identity":
+        a = torch.eye(m, device=device).repeat(count, 1, 1)
     elif case.kind == "one large column":
         a = torch.zeros_like(a).index_fill_(2, torch.tensor([0], device=device), 1.0)
     elif case.kind == "zero":
         a.zero_()
     smallest = torch.finfo(torch.float16).tiny  # a divisor that exists in all types
     scale = a.sum(dim=1).amax(dim=-1).clamp(min=smallest).reshape(-1, 1, 1)
-    return {"a": a.to(case.torch_dtype), "scale": scale.to(case.torch_dtype)}
+    return {"A": a.to(case.torch_dtype), "scale": scale.to(case.torch_dtype)}
 
 
 def outputs(case: Case) -> dict[str, Output]:
     count, m, _ = case.sizes
-    return {"z": Output((count, m, m), case.torch_dtype)}
+    return {"Z": Output((count, m, m), case.torch_dtype)}
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,7 +59,7 @@ def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     for _ in range(iterations):
         p = torch.bmm(a, z)
         z = torch.bmm(z, thirteen - torch.bmm(p, fifteen - torch.bmm(p, seven - p))) / 4
-    return {"z": z}
+    return {"Z": z}
 
 
 def limit(case: Case) -> Limit:
@@ -99,14 +113,31 @@ def timed(count: int, m: int, *goals: AtMost | FasterThan) -> Timed:
 FUSED = FasterThan("products", "one launch that keeps everything in shared memory, instead of 24 products", times=5)
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
     small=in_all_types(*(Case((2, m, 6), kind=kind) for m in (1, 31, 65) for kind in KINDS)),
+    attributes=lambda case: {"iterations": case.sizes[2]},
+    cases=(
+        # around the sides of tiles, of 16 and of 32; above 64 another kernel computes
+        *(Case((2, m, 6), kind="softmax") for m in (7, 8, 9, 15, 16, 32, 33, 48)),
+        *in_all_types(*(Case((2, m, 6), kind="softmax") for m in (2, 63, 64))),
+        *(Case((3, 17, iterations), kind="softmax") for iterations in range(1, 9)),
+        *(Case((1, m, 1), kind="softmax") for m in (31, 64, 65)),
+        *(Case((1, m, 6), kind=kind) for m in (31, 64, 65) for kind in ("equal rows", "identity")),
+    ),
+    larger=in_all_types(*(Case((count, m, 6), kind="softmax") for count, m in ((70, 63), (2, 100), (2, 128)))),
+    empty=(Case((0, 8, 6), kind="softmax"),),
+    torch_halves=False,
+    wrong_attributes=(
+        ({"iterations": 0}, "iterations is 0"),
+        ({"iterations": "6"}, "attribute iterations has another type"),
+    ),
+    uncountable=((2**31, 4, 6), (1, 46337, 6), (1, 4, 0), (1, 4, 2**31), (-1, 4, 6)),
     # shared memory serves m up to 64, scratch memory more
     checked=in_all_types(
         *(Case((5, m, 6), kind=kind) for m in (2, 63, 64, 100, 128) for kind in KINDS),

@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of AFTSimpleAttention. Sizes of a case: batch, heads, seq, channels."""
+"""The contract of AFTSimpleAttention. Sizes of a case: batch, heads, seq, channels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch import Tensor
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,
+    AtMost,
     Case,
+    Contract,
     Limit,
     Output,
+    Timed,
     generator,
     in_all_types,
     normal,
@@ -20,7 +23,6 @@ from effexport.plugins.contract import (
     random_mask,
     with_peaks,
 )
-from effexport.plugins.gpu_check import AtMost, GpuCheck, Timed
 from effexport.plugins.gpu_work import Work, moved, parts
 
 
@@ -91,10 +93,10 @@ def work(case: Case) -> Work:
     return products + meeting
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
@@ -105,6 +107,20 @@ CHECK = GpuCheck(
         Case((1, 1, 520, 40)),
         *with_peaks(Case((1, 1, 520, 40))),
     ),
+    cases=in_all_types(
+        Case((2, 3, 1, 63)),
+        Case((3, 1, 63, 15)),
+        Case((2, 2, 257, 32), kind="far apart"),
+        Case((3, 2, 600, 70), kind="no token"),
+        Case((2, 3, 100, 33), kind="far apart"),
+    ),
+    larger=in_all_types(
+        *(Case((2, 1, seq, channels), kind="far apart") for seq in (1, 100, 1000) for channels in (17, 100, 512)),
+        Case((3, 2, 1000, 70), kind="no token"),
+    ),
+    empty=tuple(Case(sizes) for sizes in ((0, 1, 4, 8), (2, 1, 0, 8), (2, 1, 4, 0), (2, 0, 4, 8))),
+    hidden=dict.fromkeys("kv", (torch.nan, torch.inf, -torch.inf, 1e30)),
+    uncountable=((2**31, 1, 4, 8), (1, 1, 2**31, 8)),
     # a slice has 256 tokens, a tile 32 channels
     checked=in_all_types(
         *(Case(sizes, kind=kind) for sizes in ((1, 2, 257, 32), (2, 1, 1000, 100)) for kind in ("random", "far apart")),

@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of MaskedAttention. Sizes of a case: batch, heads, n, m, d, e; number: scale."""
+"""The contract of MaskedAttention. Sizes of a case: batch, heads, n, m, d, e; number: scale."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from effexport.plugins.contract import (
     PEAKS,
     ROUNDING,
     Case,
+    Contract,
+    FasterThan,
     Limit,
     Output,
+    Timed,
     generator,
     in_all_types,
     normal,
     peak,
     random_mask,
+    sdpa_baselines,
     with_peaks,
 )
-from effexport.plugins.gpu_check import FasterThan, GpuCheck, Timed, sdpa_baselines
 from effexport.plugins.gpu_work import Work, attention_core, parts
 from effexport.plugins.masked_attention import op
 
@@ -53,10 +56,14 @@ def outputs(case: Case) -> dict[str, Output]:
     return {"out": Output((batch, heads, n, e), case.torch_dtype)}
 
 
-def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The operator's definition in float64."""
-    q, k, v, keep = inputs.values()
-    return {"out": op.reference(q.double(), k.double(), v.double(), keep, case.numbers[0])}
+def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A softmax over the visible keys, in float64; where there is none, the mean of all values."""
+    *tensors, keep = inputs.values()
+    q, k, v = (x.double() for x in tensors)
+    logits = case.numbers[0] * q @ k.transpose(-1, -2)
+    sees = keep.any(dim=1, keepdim=True)
+    seen = torch.where(sees[:, None, None], logits, 0).masked_fill((sees & ~keep)[:, None, None], -torch.inf)
+    return {"out": seen.softmax(dim=-1) @ v}
 
 
 def intermediate(case: Case) -> int:
@@ -67,7 +74,7 @@ def intermediate(case: Case) -> int:
 
 def limit(case: Case) -> Limit:
     # float32 weights are not rounded: one of its roundings more makes no difference to 2e-5
-    reason = "the contract's 2e-5 for values of about 1, and in half types one rounding of weights and one of results"
+    reason = "2e-5 for values of about 1, and in half types one rounding of weights and one of results"
     return Limit(2e-5 + 2 * ROUNDING[case.dtype], reason)
 
 
@@ -110,13 +117,13 @@ def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
     )
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=exact,
     limit=limit,
-    baselines=baselines,
-    work=work,
+    intermediate=intermediate,
+    attributes=lambda case: {"scale": case.numbers[0]},
     small=in_all_types(
         Case((1, 1, 1, 1, 1, 1), (0.5,)),
         Case((1, 1, 3, 0, 8, 8), (0.5,)),  # without keys: zeros
@@ -124,8 +131,39 @@ CHECK = GpuCheck(
         Case((1, 2, 20, 130, 64, 64), (0.125,), "visible"),
         *with_peaks(Case((1, 1, 3, 600, 8, 8), (0.5,))),  # slices of 256 keys
         *with_peaks(Case((1, 1, 70, 130, 8, 8), (0.5,))),  # tiles of 32 or 64 keys
-        Case((1, 1, 1, 8500, 4, 4), (0.5,), "last"),  # more slices than a warp has lanes
+        *with_peaks(Case((1, 1, 1, 8500, 4, 4), (0.5,))),  # more slices than a warp has lanes
     ),
+    cases=in_all_types(
+        Case((3, 2, 5, 63, 3, 17), (0.37,)),
+        Case((2, 2, 70, 130, 64, 64), (0.125,)),
+        Case((3, 2, 17, 65, 100, 136), (0.1,)),
+        Case((3, 2, 3, 600, 64, 64), (0.125,)),
+        Case((2, 2, 5, 70, 16, 8), (-0.37,)),
+        Case((2, 2, 5, 70, 16, 8), (0.0,)),
+    ),
+    larger=in_all_types(
+        Case((3, 2, 100, 1000, 40, 24), (0.37,)),
+        Case((3, 2, 1000, 100, 40, 24), (0.16,)),
+        Case((3, 2, 257, 1025, 63, 33), (0.37,)),  # more than one block of queries and of keys
+        *with_peaks(Case((1, 2, 3, 2500, 40, 24), (0.5,))),  # slices of 1024 keys
+    ),
+    empty=tuple(Case(sizes, (0.37,)) for sizes in ((0, 2, 3, 4, 40, 24), (2, 0, 3, 4, 40, 24), (2, 2, 0, 4, 40, 24))),
+    body_refuses=(Case((2, 0, 3, 4, 40, 24), (0.37,)),),
+    hidden={"k": (1e4,), "v": (1e4,)},
+    wrong_attributes=(
+        ({}, "scale is missing"),
+        ({"scale": "1"}, "scale has another type"),
+        ({"scale": 1}, "scale has another type"),
+        ({"scale": float("inf")}, "scale is inf"),
+    ),
+    uncountable=(
+        *(tuple(2**31 if i == place else 1 for i in range(6)) for place in range(6)),
+        (2**16, 1, 2**15, 1, 1, 1),  # queries of all groups
+        (1, 1, 2**30, 1, 1, 2**14),  # blocks
+        (2**31 - 1,) * 6,
+    ),
+    baselines=baselines,
+    work=work,
     checked=in_all_types(
         Case((2, 3, 63, 100, 24, 40), (0.2,)),
         Case((1, 2, 17, 1000, 100, 100), (0.1,)),
@@ -144,5 +182,4 @@ CHECK = GpuCheck(
     ),
     # queries and results: 64 · 524352 · 64 elements each
     huge=(Case((32, 2, 524_352, 3, 64, 64), (0.125,), "visible", "float16"),),
-    intermediate=intermediate,
 )

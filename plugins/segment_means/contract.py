@@ -1,19 +1,31 @@
-"""What scripts/gpu checks and times of SegmentMeans. Sizes of a case: batch, heads, seq, channels, segments."""
+"""The contract of SegmentMeans. Sizes of a case: batch, heads, seq, channels, segments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types, normal, token_mask
-from effexport.plugins.gpu_check import AtMost, GpuCheck, Timed
+from effexport.plugins.contract import (
+    ROUNDING,
+    AtMost,
+    Case,
+    Contract,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+    token_mask,
+)
 from effexport.plugins.gpu_work import Work, moved, parts
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """A tenth of the tokens and the last quarter of the last sample are hidden, and hold NaN.
+    """A tenth of the tokens, the second half of the second sample and the last quarter of the last are hidden: NaN.
 
     Kind "no token": all of the last sample is hidden. Kind "visible": no token is, because kernels do not read those.
     """
@@ -21,6 +33,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     source = generator(case, device)
     x = normal(case, source, batch, heads, seq, channels)
     keep = token_mask(source, batch, seq)
+    keep[1:2, seq // 2 :] = False
     if case.kind == "no token":
         keep[-1] = False
     elif case.kind == "visible":
@@ -33,12 +46,12 @@ def outputs(case: Case) -> dict[str, Output]:
     return {"means": Output((batch, heads, segments, channels), case.torch_dtype)}
 
 
-def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every token is added to its segment, in float64; 0 where a segment has no token."""
     batch, heads, seq, channels, segments = case.sizes
     x, keep = inputs.values()
     position = torch.arange(seq, device=x.device)
-    length = ((position + 1) * keep).amax(dim=1, keepdim=True)
+    length = F.pad((position + 1) * keep, (1, 0)).amax(dim=1, keepdim=True)
     owner = position // (-(-length // segments)).clamp(min=1)
     owner = torch.where(keep, owner, segments)[:, None, :, None]  # one more segment, for hidden tokens
     kept = torch.where(keep[:, None, :, None], x.double(), 0)
@@ -49,10 +62,10 @@ def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def limit(case: Case) -> Limit:
     reason = (
-        "the contract's 1e-5: float32 sums of up to 1000 values of about 1, one after another, whose roundings have "
-        "either sign; and one rounding of the result"
+        "float32 sums of up to 1000 values of either sign, with roundings of 6e-8 each, which the division makes "
+        "smaller; and one rounding of the result"
     )
-    return Limit(1e-5 + ROUNDING[case.dtype], reason)
+    return Limit(1e-6 + ROUNDING[case.dtype], reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
@@ -74,18 +87,38 @@ def timed(dtype: str, goal: AtMost) -> Timed:
     return Timed(large, small, (goal,))
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=exact,
     limit=limit,
-    baselines=baselines,
-    work=work,
+    attributes=lambda case: {"num_segments": case.sizes[-1]},
     small=in_all_types(
         Case((2, 1, 1, 1, 1)),
         Case((2, 2, 5, 8, 16)),  # more segments than tokens
         Case((2, 3, 63, 33, 8), kind="no token"),
     ),
+    cases=in_all_types(
+        Case((3, 2, 5, 15, 1), kind="no token"),
+        Case((3, 2, 64, 64, 16)),
+        Case((3, 2, 300, 100, 7)),
+        Case((3, 2, 65, 130, 16), kind="no token"),  # several blocks of channels
+        Case((3, 2, 4500, 3, 2)),  # the end of a mask is searched in several steps
+    ),
+    larger=in_all_types(Case((3, 2, 1000, 24, 64)), Case((3, 2, 1000, 200, 1)), Case((3, 2, 80, 48, 16))),
+    empty=tuple(Case(sizes) for sizes in ((2, 2, 0, 4, 5), (0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 3, 0, 5))),
+    body_refuses=(Case((2, 0, 3, 4, 5)),),
+    hidden={"x": (torch.nan, torch.inf, 1e30)},
+    body_hides=False,  # it multiplies by zero
+    wrong_attributes=(
+        ({}, "attribute num_segments is missing"),
+        ({"num_segments": 2.0}, "attribute num_segments has another type"),
+        ({"num_segments": 0}, "num_segments is 0"),
+        ({"num_segments": 2**40}, f"num_segments is {2**40}"),
+    ),
+    uncountable=((2**31, 1, 4, 8, 3), (1, 1, 2**31 - 1, 8, 3), (1, 1, 4, 8, 2**31), (2**30, 1, 4, 8, 2)),
+    baselines=baselines,
+    work=work,
     checked=in_all_types(
         Case((3, 2, 1000, 100, 7)), Case((2, 2, 100, 64, 64), kind="no token"), Case((8, 8, 8192, 64, 64))
     ),

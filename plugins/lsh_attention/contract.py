@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of LSHAttention.
+"""The contract of LSHAttention.
 
 Sizes of a case: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before, chunks_after, causal,
 circular, rounded. The kernel does not read `rank`, so it is not an input here.
@@ -13,8 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import ROUNDING, Case, Limit, Output, generator, in_all_types, normal
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed, sdpa_baselines
+from effexport.plugins.contract import (
+    ROUNDING,
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+    sdpa_baselines,
+)
 from effexport.plugins.gpu_work import Work, attention_core, parts
 
 BUCKETS = 8
@@ -162,10 +174,10 @@ DENSE = FasterThan("SDPA flash", "attention to a part of all keys must pay")
 SIX_TIMES = FasterThan("SDPA flash", "the goal of a whole layer, with hash and sort", times=6)
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,

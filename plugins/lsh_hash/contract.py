@@ -1,4 +1,4 @@
-"""What scripts/gpu checks and times of LSHHash. Sizes of a case: batch, heads, seq, head_dim, rounds, chunk_length, how
+"""The contract of LSHHash. Sizes of a case: batch, heads, seq, head_dim, rounds, chunk_length, how
 many bucket factors, and the factors.
 """
 
@@ -9,8 +9,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Limit, Output, generator, in_all_types, token_mask
-from effexport.plugins.gpu_check import AtMost, FasterThan, GpuCheck, Timed
+from effexport.plugins.contract import (
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    token_mask,
+)
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_hash import op
 
@@ -19,6 +29,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """Integers, which float32 multiplies and adds up exactly, but neither TF32 nor half precision.
 
     Some tokens are hidden and hold NaN, some are zero. Two directions of a round are equal, and one is their opposite.
+    Kind "no token": all of the last sample is hidden.
     """
     batch, heads, seq, head_dim, rounds, *_ = case.sizes
     source = generator(case, device)
@@ -30,7 +41,9 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     rotations[..., -1] = rotations[..., 0]
     rotations[..., rotations.shape[3] // 2] = -rotations[..., 0]
     keep = token_mask(source, batch, seq)
-    qk = integers(min(15, 2**24 // (8191 * head_dim)), batch, heads, seq, head_dim).to(case.torch_dtype)
+    if case.kind == "no token":
+        keep[-1] = False
+    qk = integers(min(15, 2**24 // (8191 * max(head_dim, 1))), batch, heads, seq, head_dim).to(case.torch_dtype)
     qk[:, :, ::17] = 0
     return {"qk": qk.masked_fill_(~keep[:, None, :, None], torch.nan), "rotations": rotations, "keep": keep}
 
@@ -45,9 +58,18 @@ def outputs(case: Case) -> dict[str, Output]:
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The operator's definition in float64."""
+    """Factor by factor, the first of the largest projections, in float64; hidden tokens and padding come last."""
     qk, rotations, keep = inputs.values()
-    return {"buckets": op.reference(qk.double().nan_to_num(), rotations.double(), keep, factors(case), case.sizes[5])}
+    seq, chunk_length = case.sizes[2], case.sizes[5]
+    projected = torch.einsum("bhnd,hdrw->bhrnw", qk.double().nan_to_num(), rotations.double())
+    stride, first, own = 1, 0, torch.zeros_like(projected[..., 0], dtype=torch.int64)
+    for factor in factors(case):
+        part = projected[..., first : first + factor // 2]
+        own += stride * torch.cat([part, -part], dim=-1).argmax(dim=-1)
+        stride, first = stride * factor, first + factor // 2
+    buckets = own.new_full((*own.shape[:3], op.padded_length(seq, chunk_length)), stride)
+    buckets[..., :seq] = torch.where(keep[:, None, None], own, stride)
+    return {"buckets": buckets.flatten(0, 2).int()}
 
 
 def intermediate(case: Case) -> int:
@@ -66,8 +88,8 @@ def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], o
     return {"PyTorch": lambda: op.reference(qk, rotations, keep, factors(case), case.sizes[5])}
 
 
-def case(*sizes: int, factors: tuple[int, ...], dtype: str = "float32") -> Case:
-    return Case((*sizes, len(factors), *factors), dtype=dtype)
+def case(*sizes: int, factors: tuple[int, ...], dtype: str = "float32", kind: str = "random") -> Case:
+    return Case((*sizes, len(factors), *factors), dtype=dtype, kind=kind)
 
 
 def work(case: Case) -> Work:
@@ -91,10 +113,10 @@ def timed(dtype: str, goal: AtMost) -> Timed:
     )
 
 
-CHECK = GpuCheck(
+CONTRACT = Contract(
     inputs=inputs,
     outputs=outputs,
-    reference=reference,
+    exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
@@ -102,6 +124,34 @@ CHECK = GpuCheck(
         case(1, 1, 1, 1, 1, 1, factors=(2,)),
         case(2, 2, 63, 33, 3, 16, factors=(4, 6)),
         case(1, 2, 130, 8, 2, 64, factors=(70,)),
+    ),
+    attributes=lambda case: {"bucket_factors": case.sizes[7:], "chunk_length": case.sizes[5]},
+    # blocks of tokens and tiles of directions that are full and not; padding that is longer than a block
+    cases=in_all_types(
+        case(3, 2, 63, 16, 2, 64, factors=(8,), kind="no token"),
+        case(1, 1, 129, 64, 4, 7, factors=(32, 2)),
+        case(2, 2, 150, 40, 2, 64, factors=(4, 34), kind="no token"),
+        case(2, 1, 5, 20, 2, 300, factors=(2, 4, 6)),
+        case(3, 2, 65, 33, 3, 7, factors=(4, 6)),
+    ),
+    larger=in_all_types(
+        case(3, 2, 64, 64, 4, 16, factors=(16, 32)),
+        case(3, 2, 100, 5, 1, 64, factors=(70,), kind="no token"),
+        case(3, 2, 1000, 8, 2, 64, factors=(10,), kind="no token"),
+    ),
+    empty=tuple(case(*sizes, 3, 8, factors=(4,)) for sizes in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0))),
+    body_refuses=tuple(case(*sizes, 3, 8, factors=(4,)) for sizes in ((0, 2, 3, 4), (2, 2, 3, 0))),
+    hidden={"qk": (torch.nan, torch.inf, 1e30)},
+    wrong_attributes=(
+        ({"bucket_factors": (3, 7), "chunk_length": 7}, r"bucket_factors is \[3, 7\]"),
+        ({"bucket_factors": (0, 10), "chunk_length": 7}, "bucket_factors is "),
+        ({"bucket_factors": (2,) * 31, "chunk_length": 7}, r"bucket_factors is \[2, "),
+        ({"bucket_factors": (4, 6), "chunk_length": 0}, "chunk_length is 0"),
+        ({"bucket_factors": (4, 4), "chunk_length": 7}, "(rotations has shape|bucket_factors is)"),
+    ),
+    uncountable=tuple(
+        (*sizes, 4, 2, 16, 1, 4)
+        for sizes in ((2**31, 1, 1), (1, 1, 2**31), (2**20, 2**11, 1), (2**31, 2**31, 2**31 - 200))
     ),
     checked=in_all_types(
         case(2, 3, 1000, 100, 3, 7, factors=(2, 4, 6)),

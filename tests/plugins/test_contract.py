@@ -1,0 +1,280 @@
+"""Every implementation of every operator keeps its contract: one table, implementations × operators × cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from emulated_plugins import array_of
+from implementations import MAKERS, implementation
+from kernel_sessions import session
+from one_node import one_node_model
+from onnx import helper
+from torch import Tensor
+
+from effexport.export.onnx_from_module import register_schemas
+from effexport.plugins.contract import Case, Contract, load_contract
+from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.signature import Parameter
+
+CONTRACTS = {name: contract for name, op in OPS.items() if (contract := load_contract(op)).cases}
+KERNELS = ("kernel", "cuda", "cuda sm_75")
+
+pytestmark = pytest.mark.requires("native", "onnx", "ort")
+SIGNATURES = {name: OPS[name].load().SIGNATURE for name in CONTRACTS}
+MASKED = [name for name, signature in SIGNATURES.items() if "keep" in [x.name for x in signature.inputs]]
+ONE_TYPE = ("float32", "int32")
+operators = pytest.mark.parametrize("op", CONTRACTS)
+kernels = pytest.mark.parametrize("how", KERNELS)
+
+
+def table(
+    *hows: str, ops: Iterable[str] = CONTRACTS, dtypes: tuple[str, ...] = (), every: bool = True
+) -> pytest.MarkDecorator:
+    """Parameters op, how and case: what a contract asks of these implementations, in every case or in some."""
+    rows = [
+        pytest.param(op, how, case, id=f"{op}-{how}-{case.name}")
+        for op, contract in ((op, CONTRACTS[op]) for op in ops)
+        for how in hows
+        for case in contract.cases + every * (contract.small + ("cuda" not in how) * contract.larger)
+        if case.dtype in (dtypes or OPS[op].element_types) and case.dtype not in not_promised(contract, how)
+    ]
+    return pytest.mark.parametrize(("op", "how", "case"), rows)
+
+
+def not_promised(contract: Contract, how: str) -> tuple[str, ...]:
+    """Element types that an implementation need not take; ONNX Runtime has no products in bfloat16."""
+    halves = () if contract.torch_halves else ("float16", "bfloat16")
+    return {"body": ("bfloat16",), "torch": halves}.get(how, ())
+
+
+def inputs_of(contract: Contract, case: Case, how: str = "kernel") -> dict[str, Tensor]:
+    """NaN where tokens are hidden, if the implementation promises not to see it."""
+    inputs = contract.inputs(case, "cpu")
+    if how == "body" and not contract.body_hides:
+        return without_nan(inputs)
+    return inputs
+
+
+def without_nan(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.nan_to_num(0) if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def last_case(op: str) -> Case:
+    """One of float32, or int32."""
+    return next(case for case in reversed(CONTRACTS[op].cases) if case.dtype in ONE_TYPE)
+
+
+def assert_equal(actual: list[np.ndarray], expected: list[np.ndarray], message: str = "") -> None:
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one, other, message)
+
+
+def assert_formula(op: str, how: str, case: Case, **options: int) -> None:
+    contract = CONTRACTS[op]
+    inputs = inputs_of(contract, case, how)
+    limit = contract.limit(case).value + contract.body_limit * (how == "body" and case.dtype != "float32")
+    answers = implementation(op, how).answers(case, inputs, **options)
+    for actual, tensor in zip(answers, contract.exact(case, inputs).values(), strict=True):
+        expected = array_of(tensor)
+        assert actual.shape == expected.shape
+        assert np.isfinite(actual.astype(np.float64)).all()
+        error = np.abs(actual.astype(np.float64) - expected).max(initial=0)
+        assert error <= limit * np.abs(expected).max(initial=0)
+
+
+@table(*MAKERS)
+def test_it_computes_the_formula(op: str, how: str, case: Case) -> None:
+    assert_formula(op, how, case)
+
+
+@operators
+@pytest.mark.parametrize("opset", [18, 20, 23, 24])
+def test_the_body_works_in_every_opset(op: str, opset: int) -> None:
+    assert_formula(op, "body", last_case(op), opset=opset)
+
+
+@table(*MAKERS, ops=MASKED, dtypes=ONE_TYPE)
+def test_what_hidden_tokens_hold_changes_no_bit(op: str, how: str, case: Case) -> None:
+    contract = CONTRACTS[op]
+    inputs = without_nan(contract.inputs(case, "cpu"))
+    # a sample that sees nothing may average over all
+    hidden = (~inputs["keep"] & inputs["keep"].any(dim=1, keepdim=True))[:, None, :, None]
+    run = implementation(op, how).answers
+    expected = run(case, inputs)
+    for name, values in contract.hidden.items():
+        for value in values:
+            if np.isfinite(value) or how != "body" or contract.body_hides:
+                other = inputs | {name: inputs[name].masked_fill(hidden, value)}
+                assert_equal(run(case, other), expected, f"{name} {value}")
+
+
+@table(*KERNELS, every=False)
+def test_neither_threads_nor_schedule_nor_grid_change_a_bit(op: str, how: str, case: Case) -> None:
+    made, inputs = implementation(op, how), inputs_of(CONTRACTS[op], case)
+    expected = made.answers(case, inputs)
+    for way in made.ways:
+        assert_equal(made.answers(case, inputs, **way), expected, str(way))
+
+
+@table(*KERNELS, dtypes=ONE_TYPE)
+def test_batch_mates_change_no_bit(op: str, how: str, case: Case) -> None:
+    contract, run = CONTRACTS[op], implementation(op, how).answers
+    inputs = inputs_of(contract, case)
+    together, alone = run(case, inputs), replace(case, sizes=(1, *case.sizes[1:]))
+    for i in range(case.sizes[0]):
+
+        def own(x: Any, i: int = i) -> Any:
+            """The rows of one sample."""
+            rows = len(x) // case.sizes[0]
+            return x[i * rows : (i + 1) * rows]
+
+        mine = {name: x if name in contract.shared else own(x) for name, x in inputs.items()}
+        assert_equal(run(alone, mine), [own(x) for x in together])
+
+
+@table(*KERNELS, every=False)
+def test_arrays_may_begin_at_any_element(op: str, how: str, case: Case) -> None:
+    run, inputs = implementation(op, how).answers, inputs_of(CONTRACTS[op], case)
+    moved = {name: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for name, x in inputs.items()}
+    assert_equal(run(case, moved), run(case, inputs))
+
+
+@pytest.mark.parametrize("op", MASKED)
+@kernels
+def test_every_byte_of_a_mask_that_is_not_0_is_true(op: str, how: str) -> None:
+    case, run = last_case(op), implementation(op, how).answers
+    inputs = inputs_of(CONTRACTS[op], case)
+    two = {name: (x.view(torch.uint8) * 2).view(torch.bool) for name, x in inputs.items() if x.dtype == torch.bool}
+    assert_equal(run(case, inputs | two), run(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("op", "case"), [pytest.param(op, x, id=f"{op}-{x.name}") for op in CONTRACTS for x in CONTRACTS[op].empty]
+)
+@pytest.mark.parametrize("how", ["torch", "kernel", "body"])
+def test_empty_inputs_give_what_the_formula_gives(op: str, case: Case, how: str) -> None:
+    if how == "body" and case in CONTRACTS[op].body_refuses:
+        pytest.skip("ONNX Runtime's products do not spread one matrix over none, and take no sums over nothing")
+    contract, inputs = CONTRACTS[op], CONTRACTS[op].inputs(case, "cpu")
+    answers = implementation(op, how).answers(case, inputs)
+    assert [x.shape for x in answers] == [output.shape for output in contract.outputs(case).values()]
+    if any(x.size for x in answers):
+        assert_equal(answers, [array_of(x) for x in contract.exact(case, inputs).values()])
+
+
+def wrong_inputs(op: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each input with an axis more or less, and with each axis longer that is fixed or has a name that occurs again."""
+    inputs = CONTRACTS[op].inputs(last_case(op), "cpu")
+    dims = {parameter.name: parameter.dims.split() for parameter in SIGNATURES[op].inputs}
+    names = [name for own in dims.values() for name in own]
+    for name, own in dims.items():
+        yield f"{name}-more", inputs | {name: inputs[name][None]}
+        yield f"{name}-less", inputs | {name: inputs[name][0]}
+        for axis, dim in enumerate(own):
+            if dim.isdecimal() or names.count(dim) > 1:
+                yield f"{name}-{axis}", inputs | {name: torch.cat([inputs[name]] * 2, axis)}
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs"), [pytest.param(op, x, id=f"{op}-{name}") for op in CONTRACTS for name, x in wrong_inputs(op)]
+)
+def test_wrong_shapes_are_errors_of_the_operator_and_of_the_kernel(op: str, inputs: dict[str, Tensor]) -> None:
+    attributes = CONTRACTS[op].attributes(last_case(op))
+    name = f"({'|'.join(inputs)})"
+    with pytest.raises(ValueError, match=f"{OPS[op].torch_name}: {name} has .*shape .*; expected "):
+        implementation(op, "torch").call(*inputs.values(), **attributes)
+    feeds = {name: array_of(x) for name, x in inputs.items()}
+    with pytest.raises(Exception, match=rf"{op}: ({name}(, | and |)?)+ ha\w+ .*; expected"):
+        session(one_node_model(op, feeds, body=False, **attributes)).run(None, feeds)
+
+
+@operators
+def test_wrong_types_are_errors_of_the_operator(op: str) -> None:
+    case = last_case(op)
+    call, attributes = implementation(op, "torch").call, CONTRACTS[op].attributes(case)
+    inputs = without_nan(CONTRACTS[op].inputs(case, "cpu"))
+    for i, (name, x) in enumerate(inputs.items()):
+        other = x.half() if x.is_floating_point() else x.long() if x.dtype == torch.int32 else x.byte()
+        fixed = SIGNATURES[op].inputs[i].dtype != "T" or case.dtype == "int32"
+        if i > 0 or fixed:
+            words = f"expected {x.dtype}" if fixed else f"is torch.float16 but .* is {x.dtype}; expected one dtype"
+            with pytest.raises(ValueError, match=f"{name} is {other.dtype}; {words}" if fixed else words):
+                call(*(inputs | {name: other}).values(), **attributes)
+        if not fixed:
+            with pytest.raises(ValueError, match="expected a floating-point dtype"):
+                call(*(inputs | {name: x.int()}).values(), **attributes)
+
+
+@operators
+def test_numbers_below_the_least_or_not_finite_are_errors_of_the_operator(op: str) -> None:
+    case = last_case(op)
+    inputs, attributes = CONTRACTS[op].inputs(case, "cpu"), CONTRACTS[op].attributes(case)
+    for attribute in SIGNATURES[op].attributes:
+        wrong = attribute.at_least - 1 if np.isfinite(attribute.at_least) else float("nan")
+        given = (wrong, *attributes[attribute.name][1:]) if attribute.type is tuple else wrong
+        if attribute.type is not int or np.isfinite(wrong):  # which has no NaN
+            with pytest.raises(ValueError, match=f"{attribute.name} is .*; expected"):
+                implementation(op, "torch").call(*inputs.values(), **attributes | {attribute.name: given})
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "words"),
+    [pytest.param(op, *x, id=f"{op}-{x[1]}") for op in CONTRACTS for x in CONTRACTS[op].wrong_attributes],
+)
+def test_wrong_attributes_are_errors_of_the_kernel(op: str, attributes: Mapping[str, Any], words: str) -> None:
+    feeds = {name: array_of(x) for name, x in CONTRACTS[op].inputs(last_case(op), "cpu").items()}
+    with pytest.raises(Exception, match=f"{op}: .*{words}.*expected"):
+        session(one_node_model(op, feeds, body=False, **attributes)).run(None, feeds)
+
+
+@operators
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_it_is_registered_as_pytorch_asks(op: str, dtype: torch.dtype) -> None:
+    case = CONTRACTS[op].cases[0]
+    inputs = zip(SIGNATURES[op].inputs, without_nan(CONTRACTS[op].inputs(case, "cpu")).values(), strict=True)
+    given = [x.to(dtype) if x.is_floating_point() and of.dtype == "T" else x for of, x in inputs]
+    # a custom operator's result is new memory, also for the strides of split heads
+    axes = (1, 2) if given[0].dim() > 3 else (0, 1)
+    given[0] = given[0].transpose(*axes).contiguous().transpose(*axes)
+    operator = getattr(torch.ops.effexport, OPS[op].torch_name).default
+    torch.library.opcheck(operator, (*given, *CONTRACTS[op].attributes(case).values()))
+
+
+@operators
+def test_the_schema_infers_what_the_signature_says(op: str) -> None:
+    register_schemas()
+    signature, attributes = SIGNATURES[op], CONTRACTS[op].attributes(last_case(op))
+    inputs, outputs = ([parameter.name for parameter in some] for some in (signature.inputs, signature.outputs))
+    node = helper.make_node(op, inputs, outputs, domain=DOMAIN, **attributes, **{PLUGIN_NAMESPACE: DOMAIN})
+
+    def type_of(parameter: Parameter) -> int:
+        of_t = "int32" if OPS[op].element_types == ("int32",) else "float16"
+        return helper.np_dtype_to_tensor_dtype(np.dtype(of_t if parameter.dtype == "T" else parameter.dtype))
+
+    def symbols(dims: str) -> list[str | int]:
+        return [int(dim) if dim.isdecimal() else dim for dim in dims.split()]
+
+    values = [helper.make_tensor_value_info(x.name, type_of(x), symbols(x.dims)) for x in signature.inputs]
+    graph = helper.make_graph([node], "one", values, [helper.make_empty_tensor_value_info(name) for name in outputs])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, OPSET_VERSION)]
+    model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets), strict_mode=True)
+    for value, parameter in zip(model.graph.output, signature.outputs, strict=True):
+        dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        if parameter.dtype == "T":
+            assert dims == [attributes.get(str(dim), dim) for dim in symbols(parameter.dims)]
+        assert len(dims) == len(symbols(parameter.dims))
+        assert value.type.tensor_type.elem_type == type_of(parameter)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes"), [pytest.param(op, x, id=f"{op}-{x}") for op in CONTRACTS for x in CONTRACTS[op].uncountable]
+)
+def test_sizes_that_int32_cannot_count_are_refused(op: str, sizes: tuple[int, ...]) -> None:
+    case = replace(CONTRACTS[op].small[0], sizes=sizes)
+    assert implementation(op, "cuda").launch(case, [0] * 8) == 1

@@ -1,0 +1,135 @@
+"""All that computes an operator, behind one call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from cuda_kernels import ALL_BLOCKS, assert_guard_is_intact, guarded
+from emulated_plugins import NUMBERS, EmulatedOp, array_of
+from kernel_sessions import run_poisoned, session
+from one_node import one_node_model
+from torch import Tensor
+
+from effexport.plugins.contract import Case, Contract, Output, load_contract
+from effexport.plugins.ops import OPS, Op
+
+Inputs = Mapping[str, Tensor]
+
+
+class Implementation:
+    """answers(case, inputs) returns the outputs, into which NaN was written before if the caller allocates them, and
+    run(case, inputs) the only one.
+
+    ways: arguments of both that must not show in a result.
+    """
+
+    ways: tuple[dict[str, int], ...] = ()
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.contract = load_contract(op)
+
+    def answers(self, case: Case, inputs: Inputs, **how: int) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def run(self, case: Case, inputs: Inputs, **how: int) -> np.ndarray:
+        (output,) = self.answers(case, inputs, **how)
+        return output
+
+
+class Torch(Implementation):
+    def call(self, *tensors: Tensor, **attributes: Any) -> Tensor | tuple[Tensor, ...]:
+        operator: Callable[..., Tensor | tuple[Tensor, ...]] = getattr(self.op.load(), self.op.torch_name)
+        return operator(*tensors, *attributes.values())
+
+    def answers(self, case: Case, inputs: Inputs, **how: int) -> list[np.ndarray]:
+        outputs = self.call(*inputs.values(), **self.contract.attributes(case), **how)
+        return [array_of(x) for x in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+
+class Ort(Implementation):
+    ways: tuple[dict[str, int], ...] = ({"threads": 1}, {"threads": 5})
+    body = False
+
+    def answers(self, case: Case, inputs: Inputs, *, threads: int = 2, opset: int = 20, **how: int) -> list[np.ndarray]:
+        feeds = {name: array_of(tensor) for name, tensor in inputs.items()}
+        attributes = self.contract.attributes(case) | how
+        model = one_node_model(self.op.onnx_name, feeds, body=self.body, opset=opset, **attributes)
+        output = next(iter(self.contract.outputs(case).values()))
+        opened = session(model, library=not self.body, threads=threads)
+        return run_poisoned(opened, feeds, dtype_of(output).name, output.shape)
+
+
+class Body(Ort):
+    ways = ()
+    body = True
+
+
+class Cuda(Implementation):
+    """launch_cuda in the emulation, called as scripts/gpu does."""
+
+    ways = ({"seed": 1, "max_blocks": 1}, {"seed": 2, "max_blocks": 3}, {"seed": 1000})
+
+    def __init__(self, op: Op, *options: str) -> None:
+        super().__init__(op)
+        self.emulated = EmulatedOp(op.torch_name, *options)
+        self.library = self.emulated.library
+        pointer = ctypes.c_void_p
+        self._launch = getattr(self.library, f"effexport_check_{op.torch_name}")
+        self._launch.argtypes = [ctypes.c_int, pointer, pointer, pointer, pointer, pointer]
+        self._scratch = getattr(self.library, f"effexport_check_{op.torch_name}_scratch")
+        self._scratch.argtypes, self._scratch.restype = [ctypes.c_int, pointer], ctypes.c_size_t
+
+    def answers(
+        self, case: Case, inputs: Inputs, *, seed: int = 0, max_blocks: int = ALL_BLOCKS, **how: int
+    ) -> list[np.ndarray]:
+        assert not how
+        given = [np.ascontiguousarray(array_of(x)) for x in inputs.values()]
+        outputs = [guarded(output.shape, dtype_of(output)) for output in self.contract.outputs(case).values()]
+        scratch, whole_scratch = guarded((self.scratch_bytes(case),), np.dtype(np.uint8))
+        self.library.set_schedule(seed, max_blocks)
+        arrays = [*given, *(out for out, _ in outputs)]
+        assert self.launch(case, [x.ctypes.data for x in arrays], scratch.ctypes.data) == 0
+        for whole in (whole_scratch, *(whole for _, whole in outputs)):
+            assert_guard_is_intact(whole)
+        return [out for out, _ in outputs]
+
+    def scratch_bytes(self, case: Case) -> int:
+        return int(self._scratch(NUMBERS.get(case.dtype, 0), (ctypes.c_int64 * len(case.sizes))(*case.sizes)))
+
+    def launch(self, case: Case, addresses: list[int], scratch: int = 0) -> int:
+        """The CUDA error of a launch."""
+        sizes, numbers = (ctypes.c_int64 * len(case.sizes))(*case.sizes), (ctypes.c_double * 4)(*case.numbers)
+        arrays = (ctypes.c_void_p * len(addresses))(*addresses)
+        error: int = self._launch(NUMBERS.get(case.dtype, 0), arrays, sizes, numbers, scratch, None)
+        return error
+
+
+MAKERS: dict[str, Callable[[Op], Any]] = {
+    "torch": Torch,
+    "body": Body,
+    "kernel": Ort,
+    "cuda": Cuda,
+    "cuda sm_75": lambda op: Cuda(op, "-DEFFEXPORT_EMULATED=750"),
+}
+
+
+@functools.cache
+def implementation(op: str, how: str) -> Any:
+    return MAKERS[how](OPS[op])
+
+
+def exact(contract: Contract, case: Case, inputs: dict[str, Tensor]) -> np.ndarray:
+    """What the only output should be, in float64."""
+    (expected,) = contract.exact(case, inputs).values()
+    return array_of(expected)
+
+
+def dtype_of(output: Output) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if output.dtype == torch.bfloat16 else str(output.dtype).removeprefix("torch."))
