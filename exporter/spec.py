@@ -16,10 +16,10 @@ from effexport.models.attention_spec import (
     field_names,
     known_fields,
 )
+from effexport.models.contract import ModelContract, Scope
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
-from effexport.models.model_spec import ModelSpec, Scope
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import (
     ShortRepr,
@@ -82,7 +82,7 @@ class BuildSpec(ShortRepr):
     golden: which cases of the proof the artifact keeps, with PyTorch's answers: all, some short ones, or none.
     """
 
-    model: ModelSpec
+    model: ModelContract
     batch: int = 1
     precision: Precision = "fp32"
     opset: int = 20
@@ -274,7 +274,7 @@ class BuildSpec(ShortRepr):
     def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
         """The inverse of `to_dict`. Raises SpecError for values that cannot work."""
         options = dict(values)
-        read: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
+        read: dict[str, Callable[[Mapping[str, Any]], ModelContract]] = {
             "encoder": encoder_from_dict,
             "checkpoint": checkpoint_from_dict,
         }

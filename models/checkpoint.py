@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.models.bounded_file import MOST_BYTES_OF_INDEX
+from effexport.models.contract import load
 from effexport.models.families import FAMILIES, check_no_adapter, check_weights_file, read_json
-from effexport.models.model_spec import load
 from effexport.models.other_names import how_to_rename
 from effexport.models.validation import SpecError, require, shown, shown_name, shown_reason
 

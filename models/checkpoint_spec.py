@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from effexport.models.model_spec import Scope, counted
+from effexport.models.contract import Scope, counted
 from effexport.models.validation import check_field_types, did_you_mean, require, shown
 from effexport.models.weight_shapes import Dims, Shapes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from effexport.models.attention_spec import AttentionSpec, attention_from_dict, known_fields
-from effexport.models.model_spec import Scope, counted
+from effexport.models.contract import Scope, counted
 from effexport.models.products import Product
 from effexport.models.validation import ShortRepr, check_field_types, check_layers, require, shown
 from effexport.models.weight_shapes import Dims, Shapes, linear, norm, within

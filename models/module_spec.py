@@ -73,7 +73,7 @@ class ModuleSpec(CheckpointSpec):
     attention_layers: how many layers are of effexport.models, as they were written or in the place of others.
     input_dims, output_dims: axes by name; their length is a number if the module takes one length only. Those of
     outputs may be formulas of those of inputs, such as "seq//4": see `size_formula`.
-    tensor_types: element types of inputs and outputs, see `ModelSpec.element_types`.
+    tensor_types: element types of inputs and outputs, see `ModelContract.element_types`.
     ranges: the lowest and the highest value + 1 of integers, by input; guesses: inputs for which they are only those of
     the example, no limit. axis_sizes: of axes other than batch and seq.
     has_seq: whether there is an axis of tokens at all; seq_len is 1 without one.

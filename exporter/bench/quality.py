@@ -14,8 +14,8 @@ from effexport.errors import UserError
 from effexport.evaluation.estimates import BITS, LOSS, Estimate
 from effexport.evaluation.results import LANGUAGE, Evaluation
 from effexport.models.attention_spec import SHARED_FIELDS
+from effexport.models.contract import ModelContract
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.model_spec import ModelSpec
 from effexport.models.validation import SpecError
 from effexport.records import read_record
 from effexport.report.rendering.text import interval_text
@@ -181,7 +181,7 @@ def differences(case: Case, one: Judged) -> dict[str, tuple[object, object]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def facts(model: ModelSpec) -> dict[str, object]:
+def facts(model: ModelContract) -> dict[str, object]:
     """The fields of a model, flat; two specs of the same model have the same ones."""
     attention = model.attention
     found = {"scope": model.scope, **attention.to_dict()}

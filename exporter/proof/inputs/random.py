@@ -9,9 +9,9 @@ import numpy as np
 
 from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.contract import longer_length
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.head_spec import POSITIONS
-from effexport.models.model_spec import longer_length
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.size_formula import shape_of
 from effexport.spec import MASK_NAME, BuildSpec

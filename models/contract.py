@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Scope = Literal["encoder", "attention", "checkpoint"]
 
 
-class ModelSpec(Protocol):
+class ModelContract(Protocol):
     """A frozen description of something that can be exported: an attention layer, an encoder, or a checkpoint.
 
     The properties that begin with `why` give a reason as half a sentence, or "" if there is none.
