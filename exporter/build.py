@@ -57,7 +57,6 @@ from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_
 from effexport.export.traced_graphs import read_traced
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.families import CONFIG
-from effexport.models.module_spec import ModuleSpec
 from effexport.processor import Processor
 from effexport.proof.answers import Answers, reference_from_module
 from effexport.proof.candidates import open_in_ort
@@ -313,7 +312,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=[
                 *notes,
-                *(spec.model.notes if isinstance(spec.model, ModuleSpec) else ()),
+                *spec.model.notes,
                 *text_notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
                 *undefined_notes(cases, spec),
@@ -475,15 +474,12 @@ def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:
 
 
 def with_operators_of_graph(spec: BuildSpec, model: Path) -> BuildSpec:
-    """The spec of a user's own module, with the numbers of operators that its graph has: also of those of users, and
+    """The spec with the numbers of operators that the graph of a user's own module has: also of those of users, and
     without those that were replaced by their bodies."""
-    described = spec.model
-    if not isinstance(described, ModuleSpec) or (found := operators_of_model(model)) == spec.custom_ops:
+    if not spec.model.is_traced_as_found or (found := operators_of_model(model)) == spec.custom_ops:
         return spec
-    if spec.fused:
-        remarks = (*described.remarks, *remarks_on_written(found, spec.custom_ops))
-        return replace(spec, model=replace(described, fused_op_counts=found, remarks=remarks))
-    return replace(spec, model=replace(described, unfused_op_counts=found))
+    remarks = remarks_on_written(found, spec.custom_ops)
+    return replace(spec, model=spec.model.with_custom_ops(found, spec.fused, remarks))
 
 
 def replaced_note(op: str, count: int) -> str:
@@ -519,7 +515,7 @@ def blame(checks: Sequence[Check], reference: Path | None) -> str:
 
 def why_sizes_fail(build: Build) -> str:
     """Which lines of the user's own module may have tied the export to some sizes; "" if none did."""
-    if not isinstance(build.spec.model, ModuleSpec):
+    if not build.spec.model.is_traced_as_found:
         return ""
     with quiet(streams=True), modes_of_users_code(build.module, build.spec):
         return assumed_sizes(trace_of_user(build.module, example_inputs(build.spec), build.spec.inputs, build.spec))

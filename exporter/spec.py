@@ -172,7 +172,8 @@ class BuildSpec(ShortRepr):
 
     @property
     def attention(self) -> AttentionSpec:
-        return self.model.attention
+        attention: AttentionSpec = self.model.attention
+        return attention
 
     @property
     def variant(self) -> str:
@@ -193,9 +194,7 @@ class BuildSpec(ShortRepr):
 
     @property
     def min_seq_len(self) -> int:
-        """1, except for a user's own module whose code has another branch for few tokens."""
-        shortest: int = getattr(self.model, "shortest", 1)
-        return shortest
+        return self.model.shortest
 
     @property
     def fixed_seq_len(self) -> int | None:
@@ -203,9 +202,7 @@ class BuildSpec(ShortRepr):
 
     @property
     def why_samples_mix(self) -> str:
-        """Why the result of a sample may depend on the other samples of its batch; "" if the proof shows that it does
-        not, also for a user's own module of which that was declared."""
-        return "" if getattr(self.model, "independent_samples", False) else self.model.why_not_invariant
+        return self.model.why_samples_mix
 
     @property
     def custom_ops(self) -> dict[str, int]:

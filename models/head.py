@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.contract import ModelContract
-from effexport.models.head_spec import Head, Pooling, mask_of
+from effexport.models.head_spec import Head, Pooling
 from effexport.models.layers import SameWeights, at_least_float32
 
 # The length below which a vector is not scaled to 1: a vector of zeros stays one.
@@ -28,8 +28,8 @@ class PooledModel(SameWeights):
 
     def __init__(self, model: nn.Module, head: Head, spec: ModelContract) -> None:
         super().__init__(model)
-        mask, self._mask_ignores = mask_of(spec)
-        self._mask = list(spec.inputs).index(mask) if mask else None
+        self._mask = list(spec.inputs).index(spec.mask) if spec.mask else None
+        self._mask_ignores = spec.mask_ignores
         self._head = head
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -102,12 +102,11 @@ def hidden_width(model: ModelContract) -> int:
         f"pool was given, but the model returns {given}; expected hidden states alone, floats [batch, seq, channels]"
         f"; {remedy}",
     )
-    mask, _ = mask_of(model)
-    axes = model.inputs.get(mask, dims[:2])
+    axes = model.inputs.get(model.mask, dims[:2])
     require(
         tuple(axes) == tuple(dims[:2]),
-        f"pool was given, but the mask {mask} has the axes {list(axes)}; expected {list(dims[:2])}: give the model a "
-        "mask with one value for each token",
+        f"pool was given, but the mask {model.mask} has the axes {list(axes)}; expected {list(dims[:2])}: give the "
+        "model a mask with one value for each token",
     )
     assert isinstance(width, int)
     return width
@@ -118,13 +117,8 @@ def vocabulary(model: ModelContract) -> int:
     dims = model.outputs.get(LOGITS, ())
     given = ", ".join(f"{name} [{', '.join(map(str, dims))}]" for name, dims in model.outputs.items())
     require(
-        len(dims) == 3 and getattr(model, "task", "masked-lm") in LANGUAGE_MODELS,
+        len(dims) == 3 and model.task in ("", *LANGUAGE_MODELS),
         f"top_k was given, but the model returns {given}; expected logits of a vocabulary for each token: with "
         "--checkpoint, use --task masked-lm; for an encoder, --lm-head",
     )
     return int(dims[-1])
-
-
-def mask_of(model: ModelContract) -> tuple[str, bool]:
-    """The input that tells which tokens are kept, "" if there is none; and whether its ones are padding."""
-    return getattr(model, "mask", "attention_mask"), getattr(model, "mask_ignores", False)

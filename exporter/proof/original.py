@@ -17,7 +17,6 @@ from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.adapters.adapter import frozen, named
 from effexport.models.module_inputs import resized
-from effexport.models.module_spec import ModuleSpec
 from effexport.models.one_precision import OnePrecision
 from effexport.models.size_formula import shape_of
 from effexport.models.user_model import tensors_of
@@ -131,7 +130,6 @@ def with_examples(inputs: Mapping[str, Array], user: UserModel, spec: BuildSpec)
     integers or booleans, then in all; those of the mask of tokens stay."""
     if not user.examples:
         return
-    assert isinstance(spec.model, ModuleSpec)
     sizes = named_sizes(spec.inputs, inputs)
     own = {
         tensor.name: resized(user.examples[tensor.name], tensor.dims, sizes).numpy().astype(numpy_dtype(tensor.dtype))
@@ -173,8 +171,7 @@ class Original:
     """
 
     def __init__(self, user: UserModel, spec: BuildSpec, runs: RepeatedRuns) -> None:
-        assert isinstance(spec.model, ModuleSpec)
-        self.name = spec.model.module
+        self.name = spec.model.title
         self._user, self._spec, self._runs = user, spec, runs
         self._hashed = spec.attention.is_hashed
         self._mixes_types = mixes_types(user)

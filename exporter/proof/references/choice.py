@@ -256,21 +256,15 @@ def transformers_references(
     Raises UserError for an artifact of no checkpoint, one that corrects what transformers computes, and without
     transformers.
     """
-    from effexport.models.checkpoint_spec import CheckpointSpec
-    from effexport.models.families import PUBLISHED
-    from effexport.proof.references.transformers import (
-        import_transformers,
-        why_not_comparable,
-        with_answers_of_transformers,
-    )
+    from effexport.proof.references.transformers import import_transformers, with_answers_of_transformers
 
     model = artifact.spec.model
-    if not isinstance(model, CheckpointSpec) or model.family not in PUBLISHED:
+    if not model.transformers_class:
         raise UserError(
             f"--reference transformers: {artifact.path} was not built from a checkpoint; expected an artifact of "
             "effexport build --checkpoint; for this one use --reference torch"
         )
-    if reason := why_not_comparable(model):
+    if reason := model.why_not_as_published:
         raise UserError(f"--reference transformers: {reason}; use --reference torch")
     import_transformers()
     module = module_of_artifact(artifact, weights)
