@@ -58,7 +58,8 @@ class ModelContract(ABC):
     layers holds for every size. has_whole_state: whether the module computes with no numbers outside its state_dict,
     so that a traced graph can get other weights. is_portable: whether the graph is held to what all tools read right;
     what else a user's module computes is the user's to decide. keeps_float32: whether it keeps in float32 what
-    overflows or cancels in half precision. answers_numbers: whether NaN in an answer is an error.
+    overflows or cancels in half precision. answers_always: whether it answers whatever it takes with
+    numbers; a user's module may raise errors, or answer with NaN.
     independent_samples: whether the user says that no sample depends on the others of its batch; the proof tries it.
     padded_first: whether the padded batch is the second case of the proof, as golden files have it; cases are drawn in
     their order.
@@ -75,7 +76,7 @@ class ModelContract(ABC):
     has_whole_state: ClassVar[bool] = True
     is_portable: ClassVar[bool] = True
     keeps_float32: ClassVar[bool] = True
-    answers_numbers: ClassVar[bool] = True
+    answers_always: ClassVar[bool] = True
     padded_first: ClassVar[bool] = True
 
     task: str = ""

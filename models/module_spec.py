@@ -87,7 +87,7 @@ class ModuleSpec(CheckpointSpec):
     has_whole_state: ClassVar[bool] = False
     is_portable: ClassVar[bool] = False
     keeps_float32: ClassVar[bool] = False
-    answers_numbers: ClassVar[bool] = False
+    answers_always: ClassVar[bool] = False
     padded_first: ClassVar[bool] = False
     TASKS: ClassVar[Mapping[str, str]] = {"custom": "a module of your own"}
 

@@ -44,6 +44,12 @@ class ModuleSource:
     make: Callable[[BuildSpec], nn.Module]
     user: UserModel | None = None
 
+    def model(self, module: nn.Module) -> UserModel:
+        """A module that was made, beside the original that it is a copy of; a module of ours is its own."""
+        from effexport.models.user_model import model_of_ours
+
+        return self.user or model_of_ours(module)
+
 
 def source_from_seed() -> ModuleSource:
     return ModuleSource(SEED, module_from_seed)

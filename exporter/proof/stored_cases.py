@@ -50,7 +50,7 @@ def with_tokens(case: Case, spec: BuildSpec) -> Case:
 
 def with_nan(case: Case, spec: BuildSpec) -> Case:
     """The case, which allows NaN where the original of a user has answered so."""
-    return replace(case, allows_nan=not spec.model.answers_numbers and case.undefined[0] > 0)
+    return replace(case, allows_nan=not spec.model.answers_always and case.undefined[0] > 0)
 
 
 def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
@@ -72,7 +72,7 @@ def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
     if problem := why_tokens_do_not_count(case.keep, shape_of(kept_dims(spec), sizes), spec):
         return problem
     parts = (case.kept(name, array, row) for name, array in case.outputs.items() for row in case.samples(array))
-    if spec.model.answers_numbers and not all(np.isfinite(part).all() for part in parts):
+    if spec.model.answers_always and not all(np.isfinite(part).all() for part in parts):
         return "answers are NaN or infinite, which judge nothing"
     return ""
 

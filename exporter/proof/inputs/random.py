@@ -56,7 +56,7 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
             cases[name] = inputs | padded | {key: np.ascontiguousarray(hidden) for key in marks}
     counts = [tensor.name for tensor in spec.inputs if tensor.name in model.guesses and tensor.dims == ("batch",)]
     # half precision may have other numbers in the place of all that is hidden
-    if not model.answers_numbers and spec.precision == "fp32" and (model.mask or counts):
+    if not model.answers_always and spec.precision == "fp32" and (model.mask or counts):
         empty = random_inputs(spec, rng, 2, padded_len, [padded_len, 0])
         for name in counts:
             empty[name][1] = 0

@@ -97,7 +97,7 @@ def stored_example(artifact: Artifact) -> dict[str, Tensor] | None:
     """The example inputs that the module was built with, if the artifact keeps them."""
     import torch
 
-    from effexport.proof.original import EXAMPLE
+    from effexport.proof.answers import EXAMPLE
 
     cases = stored_cases(artifact.reference_path, artifact.spec) if artifact.has_golden else []
     found = next((case.inputs for case in cases if case.name == EXAMPLE), None)
