@@ -57,9 +57,8 @@ from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_
 from effexport.export.traced_graphs import read_traced
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.families import CONFIG
-from effexport.models.module_spec import ModuleSpec
 from effexport.processor import Processor
-from effexport.proof.answers import Answers, reference_from_module
+from effexport.proof.answers import Answers, reference_from_model
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, golden_cases, save_reference
 from effexport.proof.checks.quantized import check_products
@@ -266,7 +265,7 @@ def artifact_from_spec(
         if spec.is_quantized:
             with watch.stage("choosing what to quantise"):
                 build = replace(build, quantized=quantization_of_build(module, spec, folder, data))
-        if previous is not None and TRACED in previous.manifest.files and source.user is None:
+        if previous is not None and TRACED in previous.manifest.files and spec.model.has_whole_state:
             shutil.copy(previous.traced_path, folder / TRACED)
             export = "putting the weights into the traced graphs"
         else:
@@ -313,7 +312,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=[
                 *notes,
-                *(spec.model.notes if isinstance(spec.model, ModuleSpec) else ()),
+                *spec.model.notes,
                 *text_notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
                 *undefined_notes(cases, spec),
@@ -371,14 +370,8 @@ def artifact_from_refit(
 
 def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec) -> Answers:
     """The reference: PyTorch's answers, of the user's own model if the module is a copy of one."""
-    seed = spec.seed + REFERENCE_SEED_OFFSET
-    if source.user is None:
-        return reference_from_module(module, spec, seed)
-    # loads PyTorch, whose absence is reported before
-    from effexport.proof.original import answers_of_user, inputs_of_user
-
-    answers = answers_of_user(source.user, spec, inputs_of_user(source.user, spec, seed))
-    if not spec.why_samples_mix and not any(check.kind == Kind.INDEPENDENT for check in answers.checks):
+    answers = reference_from_model(source.model(module), spec, spec.seed + REFERENCE_SEED_OFFSET)
+    if spec.model.independent_samples and not any(check.kind == Kind.INDEPENDENT for check in answers.checks):
         title = spec.model.title
         raise StageError("reference", f"{title} answers no batch, so nothing shows that its samples are independent")
     return answers
@@ -426,7 +419,7 @@ def held_to_previous(build: Build, source: ModuleSource) -> Iterator[None]:
 def check_same_graph(build: Build, source: ModuleSource) -> None:
     """The error of `held_to_previous`, as far as something was written."""
     previous = build.previous
-    if previous is None or source.user is None:
+    if previous is None or build.spec.model.has_whole_state:
         return
     problem = ""
     old, new = (read_traced(path, MODEL) for path in (previous.traced_path, build.traced))
@@ -475,15 +468,12 @@ def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:
 
 
 def with_operators_of_graph(spec: BuildSpec, model: Path) -> BuildSpec:
-    """The spec of a user's own module, with the numbers of operators that its graph has: also of those of users, and
+    """The spec with the numbers of operators that the graph of a user's own module has: also of those of users, and
     without those that were replaced by their bodies."""
-    described = spec.model
-    if not isinstance(described, ModuleSpec) or (found := operators_of_model(model)) == spec.custom_ops:
+    if not spec.model.is_traced_as_found or (found := operators_of_model(model)) == spec.custom_ops:
         return spec
-    if spec.fused:
-        remarks = (*described.remarks, *remarks_on_written(found, spec.custom_ops))
-        return replace(spec, model=replace(described, fused_op_counts=found, remarks=remarks))
-    return replace(spec, model=replace(described, unfused_op_counts=found))
+    remarks = remarks_on_written(found, spec.custom_ops)
+    return replace(spec, model=spec.model.with_custom_ops(found, spec.fused, remarks))
 
 
 def replaced_note(op: str, count: int) -> str:
@@ -519,7 +509,7 @@ def blame(checks: Sequence[Check], reference: Path | None) -> str:
 
 def why_sizes_fail(build: Build) -> str:
     """Which lines of the user's own module may have tied the export to some sizes; "" if none did."""
-    if not isinstance(build.spec.model, ModuleSpec):
+    if not build.spec.model.is_traced_as_found:
         return ""
     with quiet(streams=True), modes_of_users_code(build.module, build.spec):
         return assumed_sizes(trace_of_user(build.module, example_inputs(build.spec), build.spec.inputs, build.spec))

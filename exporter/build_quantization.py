@@ -13,7 +13,6 @@ import numpy as np
 from effexport.artifact import Artifact, artifact_in_progress
 from effexport.errors import UserError
 from effexport.files import file_digest
-from effexport.models.module_spec import ModuleSpec
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
 from effexport.proof.inputs.random import random_inputs
@@ -132,7 +131,7 @@ def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list
         return samples, Samples(source=calibration.name, sha256=file_digest(calibration), samples=len(samples))
     spec = artifact.spec
     rng = np.random.default_rng(spec.seed + DRAWN_SEED_OFFSET)
-    batch = 1 if not isinstance(spec.model, ModuleSpec) else spec.batch
+    batch = spec.batch if spec.model.is_traced_as_found else 1  # which may take no other batch
     drawn: list[Feeds] = [random_inputs(spec, rng, batch, spec.seq_len, None) for _ in range(DRAWN_SAMPLES)]
     return drawn, Samples(source="", sha256="", samples=len(drawn))
 

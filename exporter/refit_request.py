@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,7 @@ from effexport.engines.sidecar import read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import EngineWarning, UserError
 from effexport.export.module_source import ModuleSource, source_from_path, weights_digest
-from effexport.models.checkpoint_spec import CheckpointSpec, PublishedSpec
 from effexport.models.families import check_weights_file, spec_from_checkpoint
-from effexport.models.module_spec import ModuleSpec
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runtimes import engine_name
 from effexport.shell import command_line
@@ -101,7 +99,7 @@ def source_for_artifact(
 ) -> ModuleSource:
     """Where the module with the new weights comes from. Raises UserError and SpecError for what cannot fit."""
     model = artifact.spec.model
-    if isinstance(model, ModuleSpec) and (named is None or checkpoint is not None):
+    if model.recipe == "code" and (named is None or checkpoint is not None):
         raise UserError(
             f"{artifact.path} came from {artifact.manifest.weights_from}, code that an artifact does not hold; name "
             "the module that has the new weights with --module, or one and a file of weights with --module and "
@@ -117,7 +115,7 @@ def source_for_artifact(
         return other_than_before(artifact, named.source_for(artifact))
     if (weights is None) == (checkpoint is None):
         raise UserError("expected new weights as either --weights FILE or --checkpoint DIR")
-    if isinstance(model, CheckpointSpec):
+    if model.recipe == "checkpoint":
         if checkpoint is None:
             raise UserError(
                 f"{artifact.path} was built from the checkpoint {artifact.manifest.weights_from}, whose config.json "
@@ -136,15 +134,13 @@ def source_for_artifact(
 
 def check_architecture(artifact: Artifact, checkpoint: Path) -> None:
     """Raise UserError unless config.json of a checkpoint, with the options of the build, describes the artifact."""
-    spec = artifact.spec
-    assert isinstance(spec.model, PublishedSpec)
-    options = {name: getattr(spec.model, name) for name in spec.model.OPTIONS}
-    found, _ = spec_from_checkpoint(checkpoint, options)
-    if found == spec.model:
+    model = artifact.spec.model
+    found, _ = spec_from_checkpoint(checkpoint, model.build_options)
+    if found == model:
         return
-    if type(found) is not type(spec.model):
-        raise UserError(f"{checkpoint} is a {found.family}; {artifact.path} was built from a {spec.model.family}")
-    old, new = asdict(spec.model), asdict(found)
+    if found.family != model.family:
+        raise UserError(f"{checkpoint} is a {found.family}; {artifact.path} was built from a {model.family}")
+    old, new = model.to_dict(), found.to_dict()
     names = [name for name in old if old[name] != new[name]]
     differ = ", ".join(f"{name} is {new[name]!r}, not {old[name]!r}" for name in names)
     raise UserError(

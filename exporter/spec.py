@@ -16,10 +16,10 @@ from effexport.models.attention_spec import (
     field_names,
     known_fields,
 )
+from effexport.models.contract import ModelContract, Scope
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
-from effexport.models.model_spec import ModelSpec, Scope
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import (
     ShortRepr,
@@ -82,7 +82,7 @@ class BuildSpec(ShortRepr):
     golden: which cases of the proof the artifact keeps, with PyTorch's answers: all, some short ones, or none.
     """
 
-    model: ModelSpec
+    model: ModelContract
     batch: int = 1
     precision: Precision = "fp32"
     opset: int = 20
@@ -172,7 +172,8 @@ class BuildSpec(ShortRepr):
 
     @property
     def attention(self) -> AttentionSpec:
-        return self.model.attention
+        attention: AttentionSpec = self.model.attention
+        return attention
 
     @property
     def variant(self) -> str:
@@ -193,9 +194,7 @@ class BuildSpec(ShortRepr):
 
     @property
     def min_seq_len(self) -> int:
-        """1, except for a user's own module whose code has another branch for few tokens."""
-        shortest: int = getattr(self.model, "shortest", 1)
-        return shortest
+        return self.model.shortest
 
     @property
     def fixed_seq_len(self) -> int | None:
@@ -203,9 +202,7 @@ class BuildSpec(ShortRepr):
 
     @property
     def why_samples_mix(self) -> str:
-        """Why the result of a sample may depend on the other samples of its batch; "" if the proof shows that it does
-        not, also for a user's own module of which that was declared."""
-        return "" if getattr(self.model, "independent_samples", False) else self.model.why_not_invariant
+        return self.model.why_samples_mix
 
     @property
     def custom_ops(self) -> dict[str, int]:
@@ -274,7 +271,7 @@ class BuildSpec(ShortRepr):
     def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
         """The inverse of `to_dict`. Raises SpecError for values that cannot work."""
         options = dict(values)
-        read: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
+        read: dict[str, Callable[[Mapping[str, Any]], ModelContract]] = {
             "encoder": encoder_from_dict,
             "checkpoint": checkpoint_from_dict,
         }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from effexport.models.attention_spec import AttentionSpec
+from effexport.models.contract import load
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.model_spec import load
 from effexport.models.variants import ATTENTION_SPECS
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from effexport.models.attention_spec import AttentionSpec, HostileInputs
+from effexport.models.attention_spec import AttentionSpec
+from effexport.models.contract import HostileInputs
 from effexport.models.validation import require
 from effexport.models.weight_shapes import Shapes
 

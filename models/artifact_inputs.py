@@ -17,14 +17,15 @@ from effexport.models.module_inputs import (
     is_tensor,
     sizes_of,
 )
-from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import require
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.models.contract import ModelContract
 
-def inputs_from_spec(module: nn.Module, name: str, spec: ModuleSpec, examples: object = None) -> ModuleInputs:
+
+def inputs_from_spec(module: nn.Module, name: str, spec: ModelContract, examples: object = None) -> ModuleInputs:
     """Inputs as the spec of an artifact has them, with the values of examples if there are any.
 
     Raises SpecError for a `forward` that does not take them, and for examples that do not have their axes and types.
@@ -63,8 +64,8 @@ def inputs_from_spec(module: nn.Module, name: str, spec: ModuleSpec, examples: o
     return replace(found, sizes={axis: sizes[axis] for axis in found.axes if axis in sizes})
 
 
-def input_of_spec(spec: ModuleSpec, name: str, element: str) -> ModuleInput:
-    low, high = spec.ranges.get(name, (0, None))
+def input_of_spec(spec: ModelContract, name: str, element: str) -> ModuleInput:
+    low, high = spec.drawn_ranges.get(name, (0, None))
     mask: MaskKind = "" if name != spec.mask else "ignore" if spec.mask_ignores else "keep"
     return ModuleInput(
         name=name,

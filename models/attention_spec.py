@@ -7,12 +7,13 @@ Field names follow the papers and the Hugging Face configurations.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from effexport.models.contract import HostileInputs, ModelContract
 from effexport.models.products import Product
 from effexport.models.validation import (
     ShortRepr,
@@ -46,21 +47,15 @@ OTHER_NAMES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class HostileInputs:
-    """The inputs that a careless implementation of a variant gets wrong; the proof makes them.
+class Hashes:
+    """The buckets of a layer that hashes, [batch · rows, tokens]. buckets: their number, that for padding left out."""
 
-    zero_tokens: whether some tokens are zero, so that their projections tie in every hash.
-    key_gaps: distances between the smallest and the largest key, one case each.
-    small_key: the value of all keys in a case whose denominators are tiny (None: no such case).
-    """
-
-    zero_tokens: bool = False
-    key_gaps: tuple[int, ...] = ()
-    small_key: float | None = None
+    rows: int
+    buckets: int
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class AttentionSpec(ShortRepr, ABC):
+class AttentionSpec(ShortRepr, ModelContract):
     """What all attention layers share.
 
     dim: model width. heads × head_dim is the inner width (`head_dim=None`: dim, in heads of equal size).
@@ -77,8 +72,6 @@ class AttentionSpec(ShortRepr, ABC):
 
     scope: ClassVar[Literal["attention"]] = "attention"
     layers: ClassVar[int] = 1
-    pad_token_id: ClassVar[int] = 0
-    element_types: ClassVar[Mapping[str, str]] = {}
 
     variant: ClassVar[str]
     place: ClassVar[int]
@@ -173,7 +166,7 @@ class AttentionSpec(ShortRepr, ABC):
     def least_elements(self, batch: int, seq_len: int) -> int:
         """Numbers that one call holds at once in any implementation, beside its outputs: far fewer than it takes, never
         more."""
-        padded_len = -(-seq_len // self.padding_multiple) * self.padding_multiple
+        padded_len = -(-seq_len // self.pad_multiple) * self.pad_multiple
         return batch * padded_len * max(self.dim, self.inner_dim)
 
     def of_layer(self, number: int) -> Self:
@@ -230,10 +223,6 @@ class AttentionSpec(ShortRepr, ABC):
         return {"last_hidden_state": ("batch", self.fixed_seq_len or "seq", self.dim)}
 
     @property
-    def input_limits(self) -> dict[str, int]:
-        return {}
-
-    @property
     def is_causal(self) -> bool:
         return self.causal
 
@@ -247,21 +236,18 @@ class AttentionSpec(ShortRepr, ABC):
         return self.variant
 
     @property
-    def padding_multiple(self) -> int:
+    def pad_multiple(self) -> int:
         """Sequences are padded to a multiple of this inside the layer."""
         return 1
 
     @property
-    def why_not_invariant(self) -> str:
-        return self.why_padding_counts
+    def trace_chunk(self) -> int:
+        return 64
 
     @property
-    def why_padding_counts(self) -> str:
-        return ""
-
-    @property
-    def why_float64_differs(self) -> str:
-        return ""
+    def hashes(self) -> Hashes:
+        """Raises NotImplementedError for a layer that is not hashed."""
+        raise NotImplementedError
 
     @property
     def why_fixed(self) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.models.bounded_file import MOST_BYTES_OF_INDEX
+from effexport.models.contract import load
 from effexport.models.families import FAMILIES, check_no_adapter, check_weights_file, read_json
-from effexport.models.model_spec import load
 from effexport.models.other_names import how_to_rename
 from effexport.models.validation import SpecError, require, shown, shown_name, shown_reason
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from effexport.models.checkpoint_spec import CheckpointSpec
+    from effexport.models.contract import ModelContract
 
 # in this order: files without pickle first
 WEIGHT_FILES = (
@@ -39,7 +39,7 @@ LONGEST_FILE_NAME = 255
 OF_CONFIG = "the tensors that its config.json describes: check the task and the sizes"
 
 
-def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
+def module_from_checkpoint(folder: Path, spec: ModelContract) -> nn.Module:
     """The module of a spec with the weights of a folder, float32, in evaluation mode.
 
     Raises SpecError that lists unknown, missing and misshapen weights, or says which file is damaged.

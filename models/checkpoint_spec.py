@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from effexport.models.model_spec import Scope, counted
+from effexport.models.contract import ModelContract, Recipe, Scope, counted
 from effexport.models.validation import check_field_types, did_you_mean, require, shown
-from effexport.models.weight_shapes import Dims, Shapes
+from effexport.models.weight_shapes import Dims
 
 if TYPE_CHECKING:
     from effexport.models.attention_spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSpec:
+class CheckpointSpec(ModelContract):
     """A model whose architecture is decided elsewhere: a checkpoint of a published family, or a user's own module.
 
     task: one of TASKS of the family. num_labels: classes of a classification head.
@@ -28,10 +28,7 @@ class CheckpointSpec:
     """
 
     scope: ClassVar[Scope] = "checkpoint"
-    # the proof does not hold checkpoints to causality: sorting and circular look-around let later tokens through
-    is_causal: ClassVar[bool] = False
-    has_decode_step: ClassVar[bool] = False
-    family: ClassVar[str]  # model_type in config.json
+    # is_causal stays False: sorting and circular look-around let later tokens through
     # task → the class that transformers loads such a checkpoint with
     TASKS: ClassVar[Mapping[str, str]]
 
@@ -57,59 +54,16 @@ class CheckpointSpec:
         return f"{self.family} {self.task}"
 
     @property
-    def attention(self) -> AttentionSpec:
-        """The layer that decides how results are compared: an LSH layer if there is one."""
-        raise NotImplementedError
-
-    @property
-    def layers(self) -> int:
-        raise NotImplementedError
-
-    def custom_ops(self, fused: bool) -> dict[str, int]:
-        raise NotImplementedError
-
-    @property
-    def max_seq_len(self) -> int | None:
-        raise NotImplementedError
-
-    @property
-    def fixed_seq_len(self) -> int | None:
-        """None for checkpoints: where attention has a fixed length, the model pads to it."""
-        return None
-
-    @property
     def inputs(self) -> dict[str, Dims]:
         return {"input_ids": ("batch", "seq"), "attention_mask": ("batch", "seq")}
-
-    @property
-    def outputs(self) -> dict[str, Dims]:
-        raise NotImplementedError
-
-    @property
-    def why_not_invariant(self) -> str:
-        raise NotImplementedError
 
     @property
     def why_padding_counts(self) -> str:
         return self.why_not_invariant
 
     @property
-    def why_float64_differs(self) -> str:
-        return ""
-
-    @property
-    def element_types(self) -> Mapping[str, str]:
-        return {}
-
-    @property
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size}
-
-    def weights(self) -> Shapes:
-        return {}
-
-    def least_elements(self, batch: int, seq_len: int) -> int:
-        return 0
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON, and the `family`; `checkpoint_from_dict` reads it back."""
@@ -120,12 +74,19 @@ class CheckpointSpec:
 class PublishedSpec(CheckpointSpec):
     """A published architecture with the head of one task, as transformers configures it.
 
-    A family defines the class variables, `layer_specs`, `max_seq_len`, `output_width` and `notes`, and its fields under
-    their names in config.json. OPTIONS: fields that a build may choose; config.json decides the others.
+    fixed_seq_len stays None: where attention has a fixed length, the model pads to it.
+
+    A family defines the class variables, `layer_specs`, `max_seq_len`, `output_width` and `notes_on`, and its fields
+    under their names in config.json. OPTIONS: fields that a build may choose; config.json decides the others.
     RENAMED: field → its name in config.json, where that differs. NOT_READ: fields that are not read from config.json
     as they are. POSITIVE: fields that must be at least 1. UNNAMED_TASK: the task of a config.json that names no class
     (None: an error).
     """
+
+    recipe: ClassVar[Recipe] = "checkpoint"
+    remedy_for_size: ClassVar[str] = (
+        "check the sizes in its config.json, use a smaller --seq-len or --batch, or build on a larger machine"
+    )
 
     OPTIONS: ClassVar[tuple[str, ...]]
     RENAMED: ClassVar[Mapping[str, str]]
@@ -168,12 +129,13 @@ class PublishedSpec(CheckpointSpec):
         """Channels of `last_hidden_state`."""
         raise NotImplementedError
 
-    def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    def notes_on(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
         """Sentences on what users would not expect of the published computation, and what is done about it."""
         raise NotImplementedError
 
     @property
     def attention(self) -> AttentionSpec:
+        """An LSH layer if there is one."""
         return next((spec for spec in self.layer_specs if spec.is_hashed), self.layer_specs[0])
 
     @property
@@ -196,8 +158,17 @@ class PublishedSpec(CheckpointSpec):
         }
         return outputs[self.task]
 
-    def weights(self) -> Shapes:
-        raise NotImplementedError
+    @property
+    def padded_with(self) -> dict[str, int]:
+        return {**dict.fromkeys(self.input_limits, 0), "input_ids": self.pad_token_id}
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.OPTIONS}
+
+    @property
+    def transformers_class(self) -> str:
+        return self.TASKS[self.task]
 
     def least_elements(self, batch: int, seq_len: int) -> int:
         layers = {id(spec): spec for spec in self.layer_specs}.values()
@@ -233,7 +204,7 @@ class PublishedSpec(CheckpointSpec):
         if "seq_len" not in options:
             spec = dataclasses.replace(spec, seq_len=min(spec.max_seq_len, cls.DEFAULT_SEQ_LEN_LIMIT))
         spec = spec.resolved()
-        return spec, tuple(spec.notes(config, options))
+        return spec, tuple(spec.notes_on(config, options))
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
-from effexport.models.attention_spec import AttentionSpec
+from effexport.models.contract import ModelContract, load
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.layers import AttentionLayer, LayerNorm, State
 from effexport.models.validation import SpecError
@@ -209,14 +209,14 @@ def block_from_spec(spec: EncoderSpec, layer: int) -> ResidualBlock | Reversible
 QUIET_ROW, QUIET_ROW_STEP, QUIET_SCALE = 3, 4, 2.0**-4
 
 
-def module_from_spec(spec: AttentionSpec | EncoderSpec, seed: int) -> AttentionLayer | Encoder:
+def module_from_spec(spec: ModelContract, seed: int) -> AttentionLayer | Encoder:
     """The module of a spec in evaluation mode, with weights drawn from `seed`; the same on every call.
 
     The weights stand in for a trained model. They are drawn at a scale at which every term of the formula reaches the
     output: with the usual initialisation some terms (AFT's position biases, say) start at zero, and a graph that lost
     them would pass a parity check.
     """
-    module = Encoder(spec) if isinstance(spec, EncoderSpec) else attention_from_spec(spec)
+    module: AttentionLayer | Encoder = load(spec.layer)(spec)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

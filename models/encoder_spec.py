@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from effexport.models.attention_spec import AttentionSpec, attention_from_dict, known_fields
-from effexport.models.model_spec import Scope, counted
+from effexport.models.attention_spec import AttentionSpec, attention_from_dict, field_names, known_fields
+from effexport.models.contract import HostileInputs, ModelContract, Scope, counted
 from effexport.models.products import Product
 from effexport.models.validation import ShortRepr, check_field_types, check_layers, require, shown
 from effexport.models.weight_shapes import Dims, Shapes, linear, norm, within
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class EncoderSpec(ShortRepr):
+class EncoderSpec(ShortRepr, ModelContract):
     """A byte-level encoder: embedding, `layers` blocks, optional language-model head.
 
     block: where the normalisations stand. "reversible" keeps two residual streams (Reformer), which are combined at the
@@ -25,7 +25,9 @@ class EncoderSpec(ShortRepr):
     """
 
     scope: ClassVar[Scope] = "encoder"
-    element_types: ClassVar[Mapping[str, str]] = {}
+    layer: ClassVar[str] = "encoder.Encoder"
+    reads_bytes: ClassVar[bool] = True
+    counts_positions: ClassVar[bool] = True
 
     attention: AttentionSpec
     layers: int = 2
@@ -95,6 +97,15 @@ class EncoderSpec(ShortRepr):
     @property
     def has_decode_step(self) -> bool:
         return self.attention.has_decode_step
+
+    @property
+    def hostile_inputs(self) -> HostileInputs:
+        """Which hidden states its attention gets, nobody chooses."""
+        return HostileInputs()
+
+    @property
+    def around_attention(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in field_names(EncoderSpec) if name != "attention"}
 
     @property
     def why_not_invariant(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.models.attention_spec import known_fields
 from effexport.models.bounded_file import MOST_BYTES_OF_CONFIG, bounded_bytes
-from effexport.models.model_spec import load
+from effexport.models.contract import load
 from effexport.models.other_names import MERGE
 from effexport.models.validation import SpecError, did_you_mean, near_path, require, shown, shown_name
 

@@ -7,15 +7,15 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from effexport.models.head_spec import Head, Pooling, mask_of
+from effexport.models.contract import ModelContract
+from effexport.models.head_spec import Head, Pooling
 from effexport.models.layers import SameWeights, at_least_float32
-from effexport.models.model_spec import ModelSpec
 
 # The length below which a vector is not scaled to 1: a vector of zeros stays one.
 SHORTEST = 1e-12
 
 
-def with_head(module: nn.Module, head: Head, model: ModelSpec) -> nn.Module:
+def with_head(module: nn.Module, head: Head, model: ModelContract) -> nn.Module:
     """A module that returns the outputs of a head, with the weights of a module of this model; without a head, the
     module itself."""
     if head.top_k is not None:
@@ -26,10 +26,10 @@ def with_head(module: nn.Module, head: Head, model: ModelSpec) -> nn.Module:
 class PooledModel(SameWeights):
     """A model whose hidden states become one vector for each sample."""
 
-    def __init__(self, model: nn.Module, head: Head, spec: ModelSpec) -> None:
+    def __init__(self, model: nn.Module, head: Head, spec: ModelContract) -> None:
         super().__init__(model)
-        mask, self._mask_ignores = mask_of(spec)
-        self._mask = list(spec.inputs).index(mask) if mask else None
+        self._mask = list(spec.inputs).index(spec.mask) if spec.mask else None
+        self._mask_ignores = spec.mask_ignores
         self._head = head
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from effexport.models.model_spec import ModelSpec
+from effexport.models.contract import ModelContract
 from effexport.models.validation import did_you_mean, require
 from effexport.models.weight_shapes import Dims
 
@@ -42,7 +42,7 @@ class Head:
     def is_wanted(self) -> bool:
         return self.pool is not None or self.top_k is not None
 
-    def check(self, model: ModelSpec) -> None:
+    def check(self, model: ModelContract) -> None:
         """Raise SpecError for options that contradict each other, or that this model cannot have."""
         require(
             self.pool is None or self.pool in POOLINGS,
@@ -79,14 +79,14 @@ class Head:
         """Axes of the inputs, int64, that the head adds after those of the model."""
         return {} if self.top_k is None else {POSITIONS: ("batch", MASKS)}
 
-    def outputs(self, model: ModelSpec) -> dict[str, Dims]:
+    def outputs(self, model: ModelContract) -> dict[str, Dims]:
         """Axes of the outputs by name."""
         if self.top_k is not None:
             return dict.fromkeys((SCORES, TOKENS), ("batch", MASKS, self.top_k))
         return {EMBEDDING: ("batch", self.truncate_dim or hidden_width(model))}
 
 
-def hidden_width(model: ModelSpec) -> int:
+def hidden_width(model: ModelContract) -> int:
     """The channels of a model's hidden states. Raises SpecError for a model that returns something else, or whose mask
     does not mark tokens."""
     given = ", ".join(f"{name} [{', '.join(map(str, dims))}]" for name, dims in model.outputs.items())
@@ -102,29 +102,23 @@ def hidden_width(model: ModelSpec) -> int:
         f"pool was given, but the model returns {given}; expected hidden states alone, floats [batch, seq, channels]"
         f"; {remedy}",
     )
-    mask, _ = mask_of(model)
-    axes = model.inputs.get(mask, dims[:2])
+    axes = model.inputs.get(model.mask, dims[:2])
     require(
         tuple(axes) == tuple(dims[:2]),
-        f"pool was given, but the mask {mask} has the axes {list(axes)}; expected {list(dims[:2])}: give the model a "
-        "mask with one value for each token",
+        f"pool was given, but the mask {model.mask} has the axes {list(axes)}; expected {list(dims[:2])}: give the "
+        "model a mask with one value for each token",
     )
     assert isinstance(width, int)
     return width
 
 
-def vocabulary(model: ModelSpec) -> int:
+def vocabulary(model: ModelContract) -> int:
     """The number of tokens that a language model predicts. Raises SpecError for another model."""
     dims = model.outputs.get(LOGITS, ())
     given = ", ".join(f"{name} [{', '.join(map(str, dims))}]" for name, dims in model.outputs.items())
     require(
-        len(dims) == 3 and getattr(model, "task", "masked-lm") in LANGUAGE_MODELS,
+        len(dims) == 3 and model.task in ("", *LANGUAGE_MODELS),
         f"top_k was given, but the model returns {given}; expected logits of a vocabulary for each token: with "
         "--checkpoint, use --task masked-lm; for an encoder, --lm-head",
     )
     return int(dims[-1])
-
-
-def mask_of(model: ModelSpec) -> tuple[str, bool]:
-    """The input that tells which tokens are kept, "" if there is none; and whether its ones are padding."""
-    return getattr(model, "mask", "attention_mask"), getattr(model, "mask_ignores", False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from effexport.models.attention_spec import AttentionSpec, attention_from_dict
 from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.contract import Recipe
 from effexport.models.size_formula import axes_of, with_fixed_axis
 from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
 from effexport.models.weight_shapes import Dims
@@ -73,22 +75,20 @@ class ModuleSpec(CheckpointSpec):
     attention_layers: how many layers are of effexport.models, as they were written or in the place of others.
     input_dims, output_dims: axes by name; their length is a number if the module takes one length only. Those of
     outputs may be formulas of those of inputs, such as "seq//4": see `size_formula`.
-    tensor_types: element types of inputs and outputs, see `ModelSpec.element_types`.
-    ranges: the lowest and the highest value + 1 of integers, by input; guesses: inputs for which they are only those of
-    the example, no limit. axis_sizes: of axes other than batch and seq.
-    has_seq: whether there is an axis of tokens at all; seq_len is 1 without one.
-    longest: the most tokens that the module takes; None if no limit was found. length_multiple: the original takes
-    multiples of this only, and the exported file every length.
-    padding: what stands in padded places of inputs of indices, by input.
-    mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are padding.
-    shortest: the fewest tokens that the file takes. lowest: the smallest size of another axis, by axis. size_notes: why
-    the file takes some sizes of an axis only, by axis.
-    replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
-    constants: arguments of `forward` that are not tensors, by name, as far as a manifest can hold them.
-    independent_samples: whether the user says that no sample depends on the others of its batch; the proof tries it.
+    tensor_types: element types of inputs and outputs, see `ModelContract.element_types`.
+    ranges: the lowest and the highest value + 1 of integers, by input.
+    longest: the most tokens that the module takes; None if no limit was found.
+    remarks: sentences for the report. constants: as far as a manifest can hold them. For others, see the contract.
     """
 
+    recipe: ClassVar[Recipe] = "code"
     family: ClassVar[str] = "module"
+    is_traced_as_found: ClassVar[bool] = True
+    has_whole_state: ClassVar[bool] = False
+    is_portable: ClassVar[bool] = False
+    keeps_float32: ClassVar[bool] = False
+    answers_always: ClassVar[bool] = False
+    padded_first: ClassVar[bool] = False
     TASKS: ClassVar[Mapping[str, str]] = {"custom": "a module of your own"}
 
     task: str = "custom"
@@ -168,7 +168,7 @@ class ModuleSpec(CheckpointSpec):
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def with_fixed(self, axis: str, size: int, note: str) -> ModuleSpec:
-        """The same with one size of a free axis. Without a batch, a mask is an input like any other."""
+        """Without a batch, a mask is an input like any other."""
 
         def fixed(table: Mapping[str, Any]) -> dict[str, Dims]:
             return {
@@ -193,6 +193,28 @@ class ModuleSpec(CheckpointSpec):
         )
         return replace(changed, longest=size, shortest=1, length_multiple=1) if axis == "seq" else changed
 
+    def with_range(self, axis: str, lowest: int, highest: int | None, note: str) -> ModuleSpec:
+        noted = replace(self, size_notes={**self.size_notes, axis: note})
+        if axis == "seq":
+            return replace(noted, shortest=lowest, longest=highest)
+        return replace(noted, lowest={**self.lowest, axis: lowest})
+
+    @property
+    def trace_sizes(self) -> dict[str, int]:
+        """Those of the example, whose branches the code then takes, each other than all before it: PyTorch takes equal
+        sizes for the same."""
+        # at the limit, the first `seq` of so many positions would be all of them, and `seq` a constant
+        at_limit = self.seq_len == self.max_seq_len and self.fixed_seq_len is None
+        wanted = {"seq": max(self.seq_len - at_limit, self.shortest), **self.axis_sizes, "batch": 2}
+        found: dict[str, int] = {}
+        for axis, least in wanted.items():
+            found[axis] = next(size for size in itertools.count(max(2, least)) if size not in found.values())
+        return found
+
+    @property
+    def drawn_ranges(self) -> Mapping[str, tuple[int, int]]:
+        return self.ranges or super().drawn_ranges
+
     @property
     def title(self) -> str:
         return self.module
@@ -207,6 +229,11 @@ class ModuleSpec(CheckpointSpec):
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
         return dict(self.fused_op_counts if fused else self.unfused_op_counts)
+
+    def with_custom_ops(self, found: Mapping[str, int], fused: bool, remarks: Iterable[str]) -> ModuleSpec:
+        if fused:
+            return replace(self, fused_op_counts=found, remarks=(*self.remarks, *remarks))
+        return replace(self, unfused_op_counts=found)
 
     @property
     def max_seq_len(self) -> int | None:
@@ -226,15 +253,8 @@ class ModuleSpec(CheckpointSpec):
         return (axes if fixed is None else (*axes, fixed)) or (1,)
 
     @property
-    def mask_axes(self) -> tuple[int, int]:
-        """The axes of the batch and of the tokens in the mask: the last of several, which has the keys."""
-        dims = list(self.input_dims[self.mask])
-        tokens = "seq" if "seq" in dims else self.seq_len
-        return dims.index("batch"), len(dims) - 1 - dims[::-1].index(tokens)
-
-    @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the report: what was replaced and what was not, and the lengths that the file is for."""
+        """What was replaced and what was not, and the lengths that the file is for."""
         return (*self.remarks, *self.length_notes)
 
     @property

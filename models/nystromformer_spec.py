@@ -193,6 +193,19 @@ class NystromformerSpec(PublishedSpec):
         return {"input_ids": dims, "attention_mask": dims, "token_type_ids": dims}
 
     @property
+    def why_not_as_published(self) -> str:
+        if self.pinv_init != "per_head" or self.is_plain_softmax:
+            return ""
+        return (
+            "pinv_init per_head scales each pseudo-inverse by itself; transformers scales by a maximum over the batch"
+        )
+
+    @property
+    def transformers_len(self) -> int | None:
+        """Our graph pads to it by itself."""
+        return None if self.is_plain_softmax else self.segment_means_seq_len
+
+    @property
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size, "token_type_ids": self.type_vocab_size}
 
@@ -209,7 +222,7 @@ class NystromformerSpec(PublishedSpec):
             "pad_token_id": 0 if no_token else config_value(config, "pad_token_id", cls.pad_token_id),
         }
 
-    def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    def notes_on(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
         return softmax_notes(self) if self.is_plain_softmax else landmark_notes(self)
 
 

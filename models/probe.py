@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from effexport.models.model_spec import longer_length
+from effexport.models.contract import longer_length
 from effexport.models.module_inputs import ModuleInputs
 from effexport.models.size_formula import shape_of, size_of
 from effexport.models.user_model import CalledByPosition, UnexpectedOutputError, failing_module

@@ -255,8 +255,12 @@ class ReformerSpec(PublishedSpec):
 
     @property
     def pad_multiple(self) -> int:
-        """Sequences are padded to a multiple of this: every layer then cuts them into whole chunks."""
+        """Every layer cuts a sequence of this length into whole chunks."""
         return math.lcm(*self.chunk_lengths)
+
+    @property
+    def trace_chunk(self) -> int:
+        return self.pad_multiple
 
     @property
     def plain_lsh_len(self) -> int:
@@ -298,6 +302,22 @@ class ReformerSpec(PublishedSpec):
     def why_float64_differs(self) -> str:
         return HF_ROUNDING if self.mask_constants == "hf" else ""
 
+    @property
+    def why_not_as_published(self) -> str:
+        if self.mask_constants == "hf" or self.num_hashes == 1:
+            return ""
+        return "mask_constants safe corrects the weights of the hash rounds, which do not add up to one in transformers"
+
+    @property
+    def transformers_config(self) -> dict[str, Any]:
+        factors = list(self.bucket_factors)
+        return {"num_hashes": self.num_hashes, "num_buckets": factors if len(factors) > 1 else factors[0]}
+
+    @property
+    def hash_seeds(self) -> tuple[int, ...]:
+        layers = map(self.attention_of_layer, range(self.layers))
+        return tuple(layer.hash_seed for layer in layers if isinstance(layer, LSHSpec))
+
     def attention_of_layer(self, layer: int) -> LSHSpec | LocalSpec:
         """The spec of a layer, with the seed that draws its rotations."""
         spec = self.attention_of_kind(self.layer_kinds[layer])
@@ -327,7 +347,7 @@ class ReformerSpec(PublishedSpec):
         num_buckets = as_given(self.bucket_factors) if automatic else self.num_buckets
         return dataclasses.replace(self, num_hidden_layers=count, num_buckets=num_buckets)
 
-    def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    def notes_on(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
         return notes_from_config(self, config, options)
 
 

@@ -8,20 +8,17 @@ import inspect
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from effexport.models.adapters.adapter import Adapted
 from effexport.models.drawn_numbers import DrawnNumbers, NotFrozenError
 from effexport.models.layers import SameWeights
 from effexport.models.module_inputs import arguments_of
 from effexport.models.one_precision import OnePrecision, cast, types_of
 from effexport.models.validation import SpecError, require
-
-if TYPE_CHECKING:
-    from effexport.models.adapters.adapter import Adapted
-
 
 # Modules of PyTorch whose parameters mean what their owner makes of them, such as a bias of -inf for hidden distances.
 MAY_MASK = (nn.Embedding, nn.EmbeddingBag, nn.ParameterList, nn.ParameterDict)
@@ -189,6 +186,11 @@ class UserModel:
     def module(self) -> nn.Module:
         """What is exported; called by position, too."""
         return self.adapted.module
+
+
+def model_of_ours(module: nn.Module) -> UserModel:
+    """A module of our layers, which is its own original and its own copy."""
+    return UserModel(module, Adapted(module, {}, {}))
 
 
 def named_outputs(result: object, name: str = "output") -> dict[str, Tensor]:

@@ -27,12 +27,12 @@ from effexport.build import artifact_from_spec
 from effexport.export.module_source import source_from_user
 from effexport.models.module_probe import Calling, model_and_spec
 from effexport.models.module_spec import ModuleSpec
+from effexport.proof.answers import Original
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Kind
 from effexport.proof.inputs.random import random_inputs
 from effexport.proof.kept_tokens import kept_tokens
 from effexport.proof.module_runs import hash_modules
-from effexport.proof.original import Original
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.proof.verify import verify_candidate
 from effexport.runners.ort.settings import OrtSettings
@@ -277,7 +277,7 @@ def measured(row: Row) -> Measured:
         kept = [count, max(1, count * 2 // 3)] if described.mask else None
         inputs = random_inputs(spec, rng, 2, count, kept)
         empty = Case(f"{count} tokens", inputs, {}, tokens=kept_tokens(inputs, spec))
-        cases.append(original.answer(empty)[0])
+        cases.append(original.answer(empty).case)
     errors = {}
     with tempfile.TemporaryDirectory() as folder:
         artifact, report = artifact_from_spec(

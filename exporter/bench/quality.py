@@ -14,12 +14,11 @@ from effexport.errors import UserError
 from effexport.evaluation.estimates import BITS, LOSS, Estimate
 from effexport.evaluation.results import LANGUAGE, Evaluation
 from effexport.models.attention_spec import SHARED_FIELDS
-from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.model_spec import ModelSpec
+from effexport.models.contract import ModelContract
 from effexport.models.validation import SpecError
 from effexport.records import read_record
 from effexport.report.rendering.text import interval_text
-from effexport.spec import ENCODER_FIELDS, BuildSpec
+from effexport.spec import BuildSpec
 from effexport.units import listed
 
 EXPECTED = "expected what `effexport evaluate ARTIFACT --data FILE -o FILE.json` writes"
@@ -83,7 +82,7 @@ def judged_from_json(path: Path) -> Judged:
             raise ValueError("a loss and finite figures are missing")
     except (ValueError, OverflowError, SpecError, KeyError, TypeError) as error:
         raise UserError(f"cannot read --quality {path}; {EXPECTED}: {error}") from error
-    if spec.scope == "checkpoint":
+    if spec.model.recipe != "spec":
         raise UserError(
             f"--quality {path} judged {spec.model.title}, a checkpoint or a module; --advise times models that "
             "`effexport build --variant` describes: leave this result out"
@@ -105,10 +104,7 @@ def described_by(spec: BuildSpec) -> dict[str, Any]:
     attention = {name: getattr(spec.attention, name) for name in sorted(SHARED_FIELDS)}
     if attention["bias"] == type(spec.attention).bias:
         del attention["bias"]  # each variant has its own default
-    encoder = (
-        {name: getattr(spec.model, name) for name in ENCODER_FIELDS} if isinstance(spec.model, EncoderSpec) else {}
-    )
-    return {"scope": spec.scope, "precision": spec.precision, **attention, **encoder}
+    return {"scope": spec.scope, "precision": spec.precision, **attention, **spec.model.around_attention}
 
 
 def models_of_results(results: Sequence[Judged], options: Mapping[str, Any]) -> tuple[Model, ...]:
@@ -181,13 +177,13 @@ def differences(case: Case, one: Judged) -> dict[str, tuple[object, object]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def facts(model: ModelSpec) -> dict[str, object]:
+def facts(model: ModelContract) -> dict[str, object]:
     """The fields of a model, flat; two specs of the same model have the same ones."""
     attention = model.attention
-    found = {"scope": model.scope, **attention.to_dict()}
+    found = {"scope": model.scope, **attention.to_dict(), **model.around_attention}
+    # as if they were not given
     if attention.inner_dim == attention.dim:
-        found["head_dim"] = None  # as if it was not given
-    if isinstance(model, EncoderSpec):
-        found |= {**model.to_dict(), "ff_dim": None if model.ff_size == 4 * attention.dim else model.ff_size}
-        del found["attention"]
+        found["head_dim"] = None
+    if found.get("ff_dim") == 4 * attention.dim:
+        found["ff_dim"] = None
     return found

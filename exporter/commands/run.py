@@ -160,14 +160,12 @@ def run_arrays(
 def amount_of(feeds: Mapping[str, Array], spec: BuildSpec) -> str:
     """How much a model was given, in words: tokens, those that a mask hides left out; or samples, if it has none."""
     from effexport.dtypes import named_sizes
-    from effexport.models.module_spec import ModuleSpec
 
     sizes = named_sizes([tensor for tensor in spec.inputs if tensor.name in feeds], feeds)
-    if isinstance(spec.model, ModuleSpec):
-        if "seq" not in sizes:
-            return counted(sizes.get("batch", 1), "sample")
-    elif MASK_NAME in feeds:  # a module's may have any form and meaning
+    if spec.model.has_usual_mask and MASK_NAME in feeds:
         return counted(int(feeds[MASK_NAME].sum()), "token")
+    if "seq" not in sizes and spec.model.is_traced_as_found:
+        return counted(sizes.get("batch", 1), "sample")
     length = sizes.get("seq", spec.fixed_seq_len or 1)
     return counted(sizes.get("batch", 1) * sizes.get("choices", 1) * length, "token")
 

@@ -140,14 +140,14 @@ def default_profile(spec: BuildSpec) -> Profile:
     if MASKS in dynamic_dims(spec):
         ranges[MASKS] = Range(1, min(DEFAULT_MASKS, seq.max), min(DEFAULT_MAX_MASKS, seq.max))
     # axes that a user's own module has beside these
-    own, lowest = getattr(spec.model, "axis_sizes", {}), getattr(spec.model, "lowest", {})
+    own, lowest = spec.model.axis_sizes, spec.model.lowest
     ranges |= {axis: Range(lowest.get(axis, 1), size, size) for axis, size in own.items()}
     return Profile({name: size for name, size in ranges.items() if name in dynamic_dims(spec)})
 
 
 def within(profile: Profile, spec: BuildSpec) -> Profile:
     """A profile without the sizes that the model does not take, which an export may have found after it was made."""
-    limits = {axis: (size, LARGEST_SIZE) for axis, size in getattr(spec.model, "lowest", {}).items()}
+    limits = {axis: (size, LARGEST_SIZE) for axis, size in spec.model.lowest.items()}
     limits["seq"] = (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)
     ranges = {
         axis: Range(*(min(max(size, limits[axis][0]), limits[axis][1]) for size in sizes)) if axis in limits else sizes
@@ -187,7 +187,7 @@ def check_profile(profile: Profile, spec: BuildSpec) -> None:
 
 def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
     """Remarks on lengths that waste time because the model pads them to whole chunks."""
-    chunk = spec.attention.padding_multiple
+    chunk = spec.attention.pad_multiple
     remarks = []
     for profile in profiles:
         seq = profile.ranges.get("seq")

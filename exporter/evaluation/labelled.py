@@ -78,7 +78,7 @@ def objective_of(spec: BuildSpec) -> Objective:
         )
     if len(dims) == 2:
         return Objective.CLASSIFICATION
-    kind = getattr(spec.model, "task", "")
+    kind = spec.model.task
     if kind == "lm-head" or spec.model.is_causal:
         return Objective.LANGUAGE_MODEL
     if kind == "masked-lm" or dims[-1] == spec.model.input_limits.get(TOKENS):

@@ -72,7 +72,7 @@ def write_with_state(
     batch = len(tokens)
     # the exporter cannot translate the strides of a view
     example = [tokens[:, :1].contiguous()] if one_token else [tokens, *others]
-    if spec.scope == "encoder":
+    if spec.model.counts_positions:
         example.append(torch.zeros(batch, dtype=torch.int64))
     if quantization is not None:
         quantization = quantization.below("model")  # the attribute of ModelWithState

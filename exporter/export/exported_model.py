@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from effexport.dtypes import TensorInfo
-from effexport.models.checkpoint_spec import PublishedSpec
 from effexport.spec import BuildSpec
 from effexport.version import __version__
 
@@ -51,7 +50,7 @@ def output_class(spec: BuildSpec) -> OutputClass | None:
     names = tuple(tensor.name for tensor in spec.outputs)
     if names == ("logits",):
         unnamed = "CausalLMOutput" if spec.model.is_causal else "MaskedLMOutput"
-        return OutputClass(BY_TASK.get(getattr(spec.model, "task", ""), unnamed), names)
+        return OutputClass(BY_TASK.get(spec.model.task, unnamed), names)
     return BY_OUTPUTS.get(names)
 
 
@@ -84,7 +83,7 @@ def export_json(spec: BuildSpec, model: str, outputs: OutputClass) -> str:
 
 def transformers_class(spec: BuildSpec) -> str | None:
     """The class that transformers loads the checkpoint with; None if the model is not a checkpoint."""
-    return spec.model.TASKS[spec.model.task] if isinstance(spec.model, PublishedSpec) else None
+    return spec.model.transformers_class or None
 
 
 def described(tensor: TensorInfo, spec: BuildSpec) -> dict[str, Any]:

@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING
 
 from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
-from effexport.models.attention_spec import AttentionSpec
-from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.families import CONFIG
 from effexport.models.weight_shapes import count
 from effexport.spec import BuildSpec
 from effexport.units import listed, memory
@@ -47,6 +43,12 @@ class ModuleSource:
     origin: str
     make: Callable[[BuildSpec], nn.Module]
     user: UserModel | None = None
+
+    def model(self, module: nn.Module) -> UserModel:
+        """A module that was made, beside the original that it is a copy of; a module of ours is its own."""
+        from effexport.models.user_model import model_of_ours
+
+        return self.user or model_of_ours(module)
 
 
 def source_from_seed() -> ModuleSource:
@@ -75,7 +77,7 @@ def source_from_user(user: UserModel, name: str, spec: BuildSpec) -> ModuleSourc
 def check_memory(spec: BuildSpec) -> None:
     """Raise UserError for a model that this machine cannot hold, however little else a build would take."""
     if reason := why_too_large(spec):
-        raise UserError(f"{reason}: {remedy_for_size(spec)}")
+        raise UserError(f"{reason}: {spec.model.remedy_for_size}")
 
 
 def why_too_large(spec: BuildSpec) -> str:
@@ -89,17 +91,10 @@ def why_too_large(spec: BuildSpec) -> str:
     )
 
 
-def remedy_for_size(spec: BuildSpec) -> str:
-    if isinstance(spec.model, CheckpointSpec):
-        return f"check the sizes in its {CONFIG}, use a smaller --seq-len or --batch, or build on a larger machine"
-    return "use smaller sizes, or build on a larger machine"
-
-
 def module_from_seed(spec: BuildSpec) -> nn.Module:
     from effexport.models.encoder import module_from_spec
     from effexport.models.head import with_head
 
-    assert isinstance(spec.model, AttentionSpec | EncoderSpec)
     check_memory(spec)
     return with_head(module_from_spec(spec.model, spec.seed), spec.head, spec.model)
 
@@ -109,7 +104,7 @@ def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> n
     from effexport.models import checkpoint
     from effexport.models.head import with_head
 
-    if isinstance(spec.model, CheckpointSpec):
+    if spec.model.recipe == "checkpoint":
         check_memory(spec)
         return with_head(checkpoint.module_from_checkpoint(path, spec.model), spec.head, spec.model)
     module = module_from_seed(spec)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +47,6 @@ from effexport.export.traced_graphs import (
 from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.head_spec import MASKS
-from effexport.models.module_spec import ModuleSpec
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.known_ops import known_ops
@@ -133,9 +131,8 @@ def write_graph(
         signature = replace(signature, custom_ops=Counter(signature.custom_ops) + program.model.meta[WRITTEN])
         graph = graph_without_weights(program.model, module)
         if traced is not None:
-            # what else a user's own module computes with is not in its state_dict, so that it is always traced anew
-            own = isinstance(spec.model, ModuleSpec)
-            add_traced(traced, path.name, graph_without_numbers(graph) if own else graph)
+            # without its whole state, a module is always traced anew
+            add_traced(traced, path.name, graph if spec.model.has_whole_state else graph_without_numbers(graph))
     with blaming_traced(is_read):
         return finish_graph(graph, module, signature, spec, path, quantization)
 
@@ -154,8 +151,7 @@ def finish_graph(
     if spec.precision == "bf16":
         avoid_missing_bfloat16(model)
     mark_custom_nodes(model)
-    if isinstance(spec.model, ModuleSpec):
-        name_output_axes(model, signature)
+    name_output_axes(model, signature)
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
     if quantization is not None:
@@ -170,11 +166,11 @@ def finish_graph(
     save(model, spec, path)
     left: Counter[str] = Counter() if spec.inline else Counter(signature.custom_ops) - replaced
     signature = replace(signature, custom_ops=left)
-    if isinstance(spec.model, ModuleSpec):
-        check_graph(path, signature, RANDOM_OPS)
-    else:
+    if spec.model.is_portable:
         check_graph(path, signature)
         check_portable(path)
+    else:
+        check_graph(path, signature, RANDOM_OPS)
     return Written(replaced, unrounded, products)
 
 
@@ -227,7 +223,7 @@ def program_from_module(
         getattr(torch.ops.effexport, op.torch_name).default: loaded(op).SIGNATURE.onnx_translation()
         for op in declared_ops()
     }
-    if isinstance(spec.model, ModuleSpec):
+    if spec.model.is_traced_as_found:
         table |= recurrent_translation(spec.opset) | size_translation(spec.opset)
     written = Counter[str]()
     with (
@@ -239,7 +235,7 @@ def program_from_module(
         try:
             program = torch.onnx.export(
                 finished(program_of_user(module, example, signature, spec), spec, written)
-                if isinstance(spec.model, ModuleSpec)
+                if spec.model.is_traced_as_found
                 else module,
                 example,
                 dynamo=True,
@@ -269,7 +265,7 @@ def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     from effexport.models.adapters.traced_code import code_as_exported
 
     with contextlib.ExitStack() as stack:
-        if isinstance(spec.model, ModuleSpec):
+        if spec.model.is_traced_as_found:
             stack.enter_context(attention_calls_as_operators(turns=spec.fused))
             stack.enter_context(code_as_exported(module))
         yield
@@ -355,8 +351,7 @@ def sizes_of_example(example: Sequence[torch.Tensor], inputs: Sequence[TensorInf
 
 
 def limits_of_spec(spec: BuildSpec) -> dict[str, tuple[int, int]]:
-    lowest = getattr(spec.model, "lowest", {})
-    limits = {axis: (size, LARGEST_SIZE) for axis, size in lowest.items()}
+    limits = {axis: (size, LARGEST_SIZE) for axis, size in spec.model.lowest.items()}
     return limits | {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
 
 
@@ -369,8 +364,6 @@ def program_of_other_branches(
     spec: BuildSpec,
 ) -> Whole | None:
     """The program for the most sizes of an axis, if branches that tie it compute the same; see `other_branches`."""
-    model = spec.model
-    assert isinstance(model, ModuleSpec)
     traced_sizes = sizes_of_example(example, inputs)
 
     def side(size: int) -> Side | None:
@@ -386,7 +379,7 @@ def program_of_other_branches(
     def values(size: int) -> list[list[torch.Tensor]]:
         there = resized(example, inputs, {**traced_sizes, axis.axis: size})
         # also large numbers, of which a side may cut off some
-        return [drawn(there, inputs, model, scale) for scale in (1.0, 100.0)]
+        return [drawn(there, inputs, spec.model, scale) for scale in (1.0, 100.0)]
 
     agrees = Agreement(module, values)
     return program_of_sides(side_of(first, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
@@ -418,39 +411,17 @@ def takes_star_args(module: nn.Module) -> bool:
 
 
 def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
-    """Small inputs for tracing, whose sizes do not become constants in the graph.
-
-    torch.export treats a size of 1 as a constant, and also a chunk count of 1, so the example spans several chunks if
-    the model allows it. A user's own module is traced at the sizes of its example, whose branches it then takes, and
-    with a batch that no other axis has: PyTorch takes equal sizes for the same.
-    """
+    """Small inputs for tracing, whose sizes do not become constants in the graph."""
     import torch
 
-    # a model that pads its input pads to a multiple of all its chunk lengths
-    chunk_length: int = getattr(spec.model, "pad_multiple", getattr(spec.attention, "chunk_length", 64))
-    several_chunks = 3 * chunk_length + 8
-    longest = spec.max_seq_len or several_chunks
-    sizes = {"batch": 2, "choices": 3, MASKS: 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
-    fills = dict(INPUT_DEFAULTS)
-    if isinstance(spec.model, ModuleSpec):
-        # at the limit, the first `seq` of so many positions would be all of them, and `seq` a constant
-        at_limit = spec.seq_len == spec.max_seq_len and spec.fixed_seq_len is None
-        seq = max(spec.seq_len - at_limit, spec.min_seq_len)
-        sizes = distinct_sizes({"seq": seq, **spec.model.axis_sizes, "batch": 2})
-        fills |= {name: low for name, (low, _) in spec.model.ranges.items()}
-        fills[spec.model.mask] = int(not spec.model.mask_ignores)
+    model = spec.model
+    sizes = {MASKS: 3, **model.trace_sizes}
+    fills = {**INPUT_DEFAULTS, **{name: low for name, (low, _) in model.drawn_ranges.items()}}
+    fills[model.mask] = int(not model.mask_ignores)
     return tuple(
         torch.full(shape_of(tensor.dims, sizes), fills.get(tensor.name, 0), dtype=getattr(torch, tensor.dtype))
         for tensor in spec.inputs
     )
-
-
-def distinct_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of axes, each the smallest from the given one on that is at least 2 and that no earlier axis has."""
-    found: dict[str, int] = {}
-    for axis, wanted in sizes.items():
-        found[axis] = next(size for size in itertools.count(max(2, wanted)) if size not in found.values())
-    return found
 
 
 def without_shape_cache() -> contextlib.AbstractContextManager[None]:

@@ -72,7 +72,7 @@ def signature_with_state(spec: BuildSpec, states: tuple[TensorInfo, ...], *, one
     if one_token:
         token, output = (replace(tensor, dims=("batch", 1, *tensor.dims[2:])) for tensor in (tokens[0], output))
         tokens = (token,)
-    position = (TensorInfo("position", "int64", ("batch",)),) if spec.scope == "encoder" else ()
+    position = (TensorInfo("position", "int64", ("batch",)),) if spec.model.counts_positions else ()
     next_states = (replace(state, name=NEXT_PREFIX + state.name) for state in states)
     return GraphSignature((*tokens, *position, *states), (output, *next_states), {})
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.export.specialised_length import TRIED
 from effexport.models import module_inputs
-from effexport.models.module_spec import ModuleSpec
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import TensorInfo
     from effexport.export.specialised_length import AxisOfTrace, Trace
+    from effexport.models.contract import ModelContract
 
 # Of a few branches in one module. A loop over the axis, whose traces hold for one size each, ends with the second.
 MOST_SIDES = 8
@@ -188,7 +188,7 @@ def resized(
 
 
 def drawn(
-    example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], model: ModuleSpec, scale: float = 1.0
+    example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], model: ModelContract, scale: float = 1.0
 ) -> list[torch.Tensor]:
     """Random values in the place of those of an example: integers within their ranges, and a mask that hides the last
     third of the tokens of one sample. scale: standard deviation of floats."""
@@ -207,8 +207,8 @@ def drawn(
             value = (scale * torch.randn(value.shape, generator=generator)).to(value.dtype)
         elif value.dtype == torch.bool:
             value = torch.rand(value.shape, generator=generator) > 0.25
-        elif tensor.name in model.ranges:
-            low, high = model.ranges[tensor.name]
+        elif tensor.name in model.drawn_ranges:
+            low, high = model.drawn_ranges[tensor.name]
             value = torch.randint(low, high, value.shape, generator=generator, dtype=value.dtype)
         found.append(value)
     return found

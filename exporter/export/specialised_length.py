@@ -19,7 +19,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError
-from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import LARGEST_SIZE
 
 if TYPE_CHECKING:
@@ -303,31 +302,17 @@ def condition(guard: Any, symbols: tuple[Any, ...]) -> Callable[..., bool]:
 def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> BuildSpec:
     """A spec of a user's own module that takes these sizes only. batch: the size for a batch of one size."""
     model = spec.model
-    assert isinstance(model, ModuleSpec)
     for one in sizes:
         if one.axis == "seq" and not one.is_one:
-            model = replace(
-                model,
-                shortest=one.lowest,
-                longest=one.highest,
-                size_notes={
-                    **model.size_notes,
-                    "seq": f"The file takes {range_text(one)}, because of a branch of the code: {one.reason}. For "
-                    f"other lengths, build another artifact, from an example of such a length, or change the code. "
-                    f"{CHANGE}.",
-                },
+            note = (
+                f"The file takes {range_text(one)}, because of a branch of the code: {one.reason}. For other lengths, "
+                f"build another artifact, from an example of such a length, or change the code. {CHANGE}."
             )
+            model = model.with_range(one.axis, one.lowest, one.highest, note)
             continue
         if one.axis != "batch" and not one.is_one and one.highest is None:
-            model = replace(
-                model,
-                lowest={**model.lowest, one.axis: one.lowest},
-                size_notes={
-                    **model.size_notes,
-                    one.axis: f"The file takes {range_text(one)}: below, the code does something else or fails: "
-                    f"{one.reason}.",
-                },
-            )
+            note = f"The file takes {range_text(one)}: below, the code does something else or fails: {one.reason}."
+            model = model.with_range(one.axis, one.lowest, None, note)
             continue
         size = {"batch": batch, "seq": model.seq_len, **model.axis_sizes}[one.axis]
         model = model.with_fixed(

@@ -13,7 +13,6 @@ from effexport.engines.profile import Profile, Range, profile_from_shapes
 from effexport.engines.sidecar import EngineInfo
 from effexport.engines.spec import EngineSpec
 from effexport.export.onnx_graph import external_sizes, graph_outline, model_digest
-from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.candidates import RunnerCandidate
 from effexport.proof.given_values import bucket_dims, given_values, with_given_values
 from effexport.runners.cuda.opening import current_compute_capability
@@ -87,11 +86,7 @@ def engine_with_given_buckets(
 def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec, values: Sequence[str]) -> EngineSpec:
     """The spec of an engine, with ranges for its buckets, int32 [rows, padded]: one row per sample, head and round, and
     sequences padded to whole chunks."""
-    attention = spec.attention
-    assert isinstance(attention, LSHSpec)
-    # a checkpoint whose layers have different chunk lengths pads to a multiple of all of them
-    chunk = getattr(spec.model, "pad_multiple", attention.chunk_length)
-    rows = attention.heads * attention.num_hashes
+    chunk, rows = spec.model.pad_multiple, spec.attention.hashes.rows
     profiles = []
     for profile in info.profiles:
         sizes = profile_from_shapes(spec.inputs, profile).ranges

@@ -17,7 +17,7 @@ from effexport.models.observers import Observer
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Check, Kind, judged, not_run
 from effexport.proof.metrics import largest_change
-from effexport.proof.module_runs import given_buckets, run_module
+from effexport.proof.module_runs import run_module
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.proof.tolerances import reference_limit
 from effexport.spec import BuildSpec
@@ -42,15 +42,14 @@ class Float64Module:
     as_in: given the copy and a case, makes what was random or ambiguous in float32 the same in the copy.
     """
 
-    def __init__(self, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns, as_in: AsIn | None = None) -> None:
+    def __init__(self, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns, as_in: AsIn) -> None:
         self._module, self._spec, self._runs = module, spec, runs
-        self._as_in: AsIn = as_in or (lambda copy, case: given_buckets(copy, case.buckets))
+        self._as_in = as_in
         self._exact: nn.Module | None = None
 
     def check(self, case: Case, peak_bytes: int) -> Check:
         """Whether PyTorch's answer to a case is as close to float64 as float32 can be.
 
-        A hash in float64 may choose other buckets, so it is given those of float32.
         peak_bytes: of the tensors of a float32 run on this case.
         """
         reason = self._why_left_out(peak_bytes)

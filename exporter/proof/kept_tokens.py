@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.dtypes import named_sizes
-from effexport.models.module_spec import ModuleSpec
 from effexport.models.size_formula import shape_of
 from effexport.models.weight_shapes import Dims
 from effexport.proof.cases import KEPT
-from effexport.spec import MASK_NAME, BuildSpec
+from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 
 def kept_dims(spec: BuildSpec) -> Dims:
-    """The axes along which tokens count or not: those of the attention mask; see `ModuleSpec.kept_dims` for a user's
-    own module."""
-    return spec.model.kept_dims if isinstance(spec.model, ModuleSpec) else spec.model.inputs[MASK_NAME]
+    return spec.model.kept_dims
 
 
 def has_tokens(spec: BuildSpec) -> bool:
@@ -30,9 +27,9 @@ def has_tokens(spec: BuildSpec) -> bool:
 
 
 def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
-    """The part `tokens` of a case of a user's own module; empty if its mask is an `attention_mask` like all others."""
+    """The part `tokens` of a case; empty if its mask is the usual one."""
     model = spec.model
-    if not isinstance(model, ModuleSpec) or has_usual_mask(model):
+    if model.has_usual_mask:
         return {}
     if model.mask not in model.inputs:
         return {KEPT: np.ones(shape_of(model.kept_dims, named_sizes(spec.inputs, inputs)), bool)}
@@ -41,8 +38,3 @@ def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array
     picked = mask[tuple(slice(None) if axis in (batch, tokens) else 0 for axis in range(mask.ndim))]
     own = picked if batch < tokens else picked.T
     return {KEPT: (own != 0) != model.mask_ignores}
-
-
-def has_usual_mask(model: ModuleSpec) -> bool:
-    """Whether a module has the mask of our own models: named alike, [batch, seq], and ones keep a token."""
-    return model.mask == MASK_NAME and not model.mask_ignores and model.inputs.get(MASK_NAME) == model.kept_dims

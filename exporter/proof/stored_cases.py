@@ -11,7 +11,6 @@ import numpy as np
 
 from effexport.dtypes import named_sizes
 from effexport.errors import UserError
-from effexport.models.module_spec import ModuleSpec
 from effexport.models.size_formula import shape_of
 from effexport.proof.cases import EXPECTED, Case, load_reference
 from effexport.proof.kept_tokens import has_tokens, kept_dims, kept_tokens
@@ -36,7 +35,7 @@ def checked_cases(cases: Sequence[Case], spec: BuildSpec, what: str) -> list[Cas
     for case in cases:
         if problem := why_not_of_spec(case, spec):
             raise UserError(f"{what} is damaged: in the case {case.name!r}, {problem}; {EXPECTED}")
-    return [of_user(with_tokens(case, spec), spec) if has_names_of(case, spec) else case for case in cases]
+    return [with_nan(with_tokens(case, spec), spec) if has_names_of(case, spec) else case for case in cases]
 
 
 def has_names_of(case: Case, spec: BuildSpec) -> bool:
@@ -49,9 +48,9 @@ def with_tokens(case: Case, spec: BuildSpec) -> Case:
     return replace(case, tokens={**kept_tokens(case.inputs, spec), **case.tokens})
 
 
-def of_user(case: Case, spec: BuildSpec) -> Case:
+def with_nan(case: Case, spec: BuildSpec) -> Case:
     """The case, which allows NaN where the original of a user has answered so."""
-    return replace(case, allows_nan=isinstance(spec.model, ModuleSpec) and case.undefined[0] > 0)
+    return replace(case, allows_nan=not spec.model.answers_always and case.undefined[0] > 0)
 
 
 def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
@@ -73,8 +72,7 @@ def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
     if problem := why_tokens_do_not_count(case.keep, shape_of(kept_dims(spec), sizes), spec):
         return problem
     parts = (case.kept(name, array, row) for name, array in case.outputs.items() for row in case.samples(array))
-    # what a user's own module answers is the user's to decide
-    if not isinstance(spec.model, ModuleSpec) and not all(np.isfinite(part).all() for part in parts):
+    if spec.model.answers_always and not all(np.isfinite(part).all() for part in parts):
         return "answers are NaN or infinite, which judge nothing"
     return ""
 

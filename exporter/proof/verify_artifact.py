@@ -11,7 +11,6 @@ from effexport.environment import require_torch
 from effexport.errors import Unavailable, UserError
 from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import custom_ops_of_model
-from effexport.models.module_spec import ModuleSpec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case
 from effexport.proof.checks.quantized import check_products
@@ -151,7 +150,7 @@ class Request:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
         artifact = candidate.artifact
         if isinstance(self.weights, Path):
-            if isinstance(artifact.spec.model, ModuleSpec):
+            if artifact.spec.model.recipe == "code":
                 raise UserError(
                     f"--weights {self.weights} does not apply to {artifact.path} alone: its weights came from "
                     f"{artifact.manifest.weights_from}, code that an artifact does not hold; name it with --module"

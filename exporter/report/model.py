@@ -12,7 +12,7 @@ import msgspec
 from effexport.artifact import CheckSummary, EngineEntry, Manifest, Parity
 from effexport.evaluation.estimates import Quality
 from effexport.files import json_text
-from effexport.models.model_spec import Scope
+from effexport.models.contract import Scope
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import HISTOGRAM_BINS, Check, Status, Worst, outcomes_text, passed, summary
 from effexport.quantize.record import Quantization

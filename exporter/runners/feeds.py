@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo, named_sizes
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.models.head_spec import MASKS, mask_of
+from effexport.models.head_spec import MASKS
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import did_you_mean
 from effexport.runners.runner import tensors_text
@@ -40,19 +40,18 @@ class FeedLimits:
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
-    mask, ignores = mask_of(spec.model)
+    model = spec.model
     defaults = {tensor.name: INPUT_DEFAULTS[tensor.name] for tensor in spec.inputs if is_optional(tensor)}
-    if MASK_NAME in defaults and mask == MASK_NAME and ignores:
+    if MASK_NAME in defaults and model.mask == MASK_NAME and model.mask_ignores:
         defaults[MASK_NAME] = 0
-    lowest = getattr(spec.model, "lowest", {})
     return FeedLimits(
         spec.max_seq_len,
-        spec.model.input_limits,
-        mask == MASK_NAME,
+        model.input_limits,
+        model.mask == MASK_NAME,
         defaults,
         spec.min_seq_len,
-        lowest,
-        is_of_code="seq" in getattr(spec.model, "size_notes", {}),
+        model.lowest,
+        is_of_code="seq" in model.size_notes,
     )
 
 

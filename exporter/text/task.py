@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.spec import MASK_NAME
 from effexport.text.tokenizer import Encoding, Tokenizer
 
 if TYPE_CHECKING:
@@ -218,9 +217,8 @@ def part_of(encoding: Encoding, places: Sequence[int]) -> Encoding:
 def reader_from_spec(spec: BuildSpec, tokenizer: Tokenizer, *, given_by_task: Iterable[str] = ()) -> Reader:
     """Raises UserError for a model with inputs that a text does not give. given_by_task: inputs that the task gives."""
     model = spec.model
-    mask = getattr(model, "mask", MASK_NAME)
     dims = {tensor.name: tensor.dims for tensor in spec.inputs}
-    unknown = [name for name in dims if name not in (TOKENS, SEGMENTS, mask, *given_by_task)]
+    unknown = [name for name in dims if name not in (TOKENS, SEGMENTS, model.mask, *given_by_task)]
     if unknown or len(dims.get(TOKENS, ())) != 2:
         inputs = ", ".join(str(tensor) for tensor in spec.inputs)
         raise UserError(f"a text cannot be the input of this model, which takes {inputs}; give arrays with --input")
@@ -229,8 +227,8 @@ def reader_from_spec(spec: BuildSpec, tokenizer: Tokenizer, *, given_by_task: It
         tuple(name for name in dims if name not in given_by_task),
         model.fixed_seq_len or model.max_seq_len,
         model.fixed_seq_len,
-        mask if mask in dims else "",
-        0 if getattr(model, "mask_ignores", False) else 1,
+        model.mask if model.mask in dims else "",
+        0 if model.mask_ignores else 1,
         model.pad_token_id,
         bool(model.why_not_invariant),
     )

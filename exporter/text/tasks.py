@@ -43,7 +43,7 @@ def task_from_spec(
     reader = reader_from_spec(spec, tokenizer, given_by_task=(POSITIONS,))
     inputs = {tensor.name: tensor.dims for tensor in spec.inputs}
     outputs = {tensor.name: tensor.dims for tensor in spec.outputs}
-    kind = getattr(model, "task", "")
+    kind = model.task
     if POSITIONS in inputs:
         return fill_mask(reader, options, outputs[SCORES][-1])
     if {"start_logits", "end_logits"} <= set(outputs):

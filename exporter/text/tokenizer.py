@@ -8,7 +8,6 @@ from typing import Protocol
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.models.encoder_spec import EncoderSpec
 from effexport.text.fast_tokenizer import FastTokenizer, fast_tokenizer
 from effexport.text.tokenizer_files import TOKENIZER_FILES, TOKENIZER_JSON
 
@@ -176,7 +175,7 @@ def tokenizer_from_artifact(artifact: Artifact) -> Tokenizer:
     model = artifact.spec.model
     if TOKENIZER_JSON in artifact.manifest.files:
         return ArtifactTokenizer(fast_tokenizer(artifact.path), model.pad_token_id)
-    if isinstance(model, EncoderSpec) and model.vocab_size >= 256 + BYTE_OFFSET:
+    if model.reads_bytes and model.input_limits["input_ids"] >= 256 + BYTE_OFFSET:
         return ByteTokenizer(pad_token_id=model.pad_token_id)
     if "input_ids" not in model.inputs:
         raise UserError(

@@ -567,7 +567,7 @@ def failing(*arguments: object, **options: object) -> None:
     [
         "effexport.models.encoder.module_from_spec",
         "effexport.build.onnx_from_module",
-        "effexport.build.reference_from_module",
+        "effexport.build.reference_from_model",
         "effexport.build.save_reference",
         "effexport.proof.verify.run_checks",
         "effexport.build.html_from_report",

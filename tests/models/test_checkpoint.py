@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from effexport.models.checkpoint import fill_module, module_from_checkpoint, read_weights
+from effexport.models.contract import load
 from effexport.models.families import FAMILIES, is_checkpoint, spec_from_checkpoint
-from effexport.models.model_spec import load
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")

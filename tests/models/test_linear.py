@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from effexport.models.attention_spec import HostileInputs
+from effexport.models.contract import HostileInputs
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import State
 from effexport.models.validation import SpecError

@@ -10,10 +10,10 @@ import torch
 
 from effexport.models.attention_spec import AttentionSpec, attention_spec
 from effexport.models.checkpoint_spec import PublishedSpec
+from effexport.models.contract import load
 from effexport.models.encoder import module_from_spec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.families import FAMILIES
-from effexport.models.model_spec import load
 from effexport.models.nystromformer_spec import NystromformerSpec
 from effexport.models.reformer_spec import ReformerSpec
 from effexport.models.validation import SpecError, nearest_divisors

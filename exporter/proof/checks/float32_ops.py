@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from effexport.export.onnx_graph import load_graph, value_types
-from effexport.models.module_spec import ModuleSpec
 from effexport.plugins.ops import DOMAIN, OPS
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind, not_run
@@ -23,7 +22,7 @@ LISTED = 5
 
 def check_float32_ops(model: Path, spec: BuildSpec) -> list[Check]:
     """Empty for float32 models, and for users' own modules, which choose themselves what stays in float32."""
-    if spec.arithmetic == "fp32" or isinstance(spec.model, ModuleSpec):
+    if spec.arithmetic == "fp32" or not spec.model.keeps_float32:
         return []
     kind, case, metric = Kind.FLOAT32_OPS, CaseLabel("the graph"), "operators that read half precision"
     proto = load_graph(model)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.models.head_spec import MASKS
-from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
@@ -197,9 +196,7 @@ def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
 
 def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:
     """The buckets of one sample, cropped to its length and padded to whole chunks."""
-    attention = spec.attention
-    assert isinstance(attention, LSHSpec)
-    per_sample = attention.heads * attention.num_hashes
-    own = buckets[row * per_sample : (row + 1) * per_sample, :length]
-    pad = -length % attention.chunk_length
-    return np.pad(own, ((0, 0), (0, pad)), constant_values=attention.total_buckets)
+    hashes = spec.attention.hashes
+    own = buckets[row * hashes.rows : (row + 1) * hashes.rows, :length]
+    pad = -length % spec.attention.pad_multiple
+    return np.pad(own, ((0, 0), (0, pad)), constant_values=hashes.buckets)

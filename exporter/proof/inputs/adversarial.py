@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.dtypes import numpy_dtype
-from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.encoder_spec import EncoderSpec
 from effexport.proof.inputs.random import with_positions
 from effexport.spec import BuildSpec
 
@@ -34,17 +32,17 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
     Every model gets the same token everywhere, so that landmarks are nearly singular, softmaxes uniform, and all hashes
     equal. A bare attention layer, which takes any hidden states, also gets the hostile inputs that its spec declares.
     """
-    if isinstance(spec.model, CheckpointSpec):
-        return {}  # their own conditions of length and of inputs; see the sweeps of the tests
+    hostile, limit = spec.model.hostile_inputs, spec.model.input_limits.get("input_ids")
+    if hostile is None:
+        return {}  # see the sweeps of the tests
     rng = np.random.default_rng(LENGTH)
     length = spec.fixed_seq_len or min(spec.seq_len, LENGTH)
-    if isinstance(spec.model, EncoderSpec):
-        tokens = np.full((1, length), min(TOKEN, spec.model.vocab_size - 1), dtype=np.int64)
+    if limit is not None:
+        tokens = np.full((1, length), min(TOKEN, limit - 1), dtype=np.int64)
         inputs = {"input_ids": tokens, "attention_mask": ones(length)}
         return {"identical tokens": with_positions(inputs, spec, rng)}
     plain = rng.standard_normal((length, spec.attention.dim))
     found = {"identical tokens": np.broadcast_to(plain[:1], plain.shape)}
-    hostile = spec.attention.hostile_inputs
     if hostile.zero_tokens:
         found["zero tokens"] = np.where(np.arange(length)[:, None] % 3 == 0, 0.0, plain)
     for gap in hostile.key_gaps:

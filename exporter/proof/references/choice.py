@@ -23,7 +23,7 @@ from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.inputs.random import REFERENCE_SEED_OFFSET
 from effexport.proof.kept_tokens import has_tokens
 from effexport.proof.references.names import GOLDEN_SUFFIX, NAMED
-from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.references.rebuilt_module import Weights, module_of_artifact, source_of
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
@@ -31,9 +31,8 @@ from effexport.runners.runner import ModelOptions, tensors_text
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from effexport.dtypes import Array
+    from effexport.models.user_model import UserModel
     from effexport.proof.answers import Answers
     from effexport.proof.cases import Case
     from effexport.spec import BuildSpec
@@ -163,7 +162,7 @@ def all_references(
     if choice.kind in ("auto", "torch"):
         if cases and isinstance(weights, ModuleSource):
             on_stage("comparing with PyTorch on the stored inputs")
-            answers = answers_of_own(artifact, weights, {case.name: case.inputs for case in cases})
+            answers = answers_to_stored(artifact, weights.model(weights.make(artifact.spec)), cases)
             yield Reference("torch", answers.cases, answers.checks)
         on_stage("comparing with PyTorch on new inputs")
         yield torch_reference(choice, artifact, weights, names)
@@ -211,41 +210,33 @@ def torch_reference(
         if choice.needs_module:
             raise UserError(f"--reference {choice.option}: {module}")
         return Reference("torch", checks=[not_run(Kind.PYTORCH_MODULE, module.reason)])
-    seed = artifact.spec.seed + NEW_INPUTS_OFFSET
-    if isinstance(weights, ModuleSource):
-        from effexport.proof.original import inputs_of_user
-
-        assert weights.user is not None
-        drawn = inputs_of_user(weights.user, artifact.spec, seed)
-        answers = answers_of_own(artifact, weights, {n: own for n, own in drawn.items() if not names or n in names})
-    else:
-        answers = new_answers(artifact, module, names)
+    answers = new_answers(artifact, source_of(weights).model(module), names)
     return Reference("torch", answers.cases, answers.checks)
 
 
-def new_answers(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> Answers:
-    """The answers of a module of ours to new inputs, and the checks that they passed themselves."""
-    from effexport.proof.answers import reference_from_module
+def new_answers(artifact: Artifact, model: UserModel, names: Sequence[str]) -> Answers:
+    """The answers of a model to new inputs, and the checks that they passed themselves."""
+    from effexport.proof.answers import reference_from_model
 
     spec = artifact.spec
-    return with_roundings(reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET, names), module, artifact)
+    return with_roundings(reference_from_model(model, spec, spec.seed + NEW_INPUTS_OFFSET, names), model, artifact)
 
 
-def answers_of_own(artifact: Artifact, source: ModuleSource, inputs: Mapping[str, Mapping[str, Array]]) -> Answers:
-    """The answers of the user's own module to the inputs of cases by name, with their checks."""
-    from effexport.proof.original import answers_of_user
+def answers_to_stored(artifact: Artifact, model: UserModel, cases: Sequence[Case]) -> Answers:
+    """The answers of a model to the inputs of stored cases, with their checks."""
+    from effexport.proof.answers import answers_of_model
 
-    assert source.user is not None
-    return with_roundings(answers_of_user(source.user, artifact.spec, inputs), source.user.module, artifact)
+    answers = answers_of_model(model, artifact.spec, {case.name: case.inputs for case in cases})
+    return with_roundings(answers, model, artifact)
 
 
-def with_roundings(answers: Answers, module: nn.Module, artifact: Artifact) -> Answers:
-    """The answers of the quantised model, of an artifact that is quantised. module: float32, as `answers` are of it."""
+def with_roundings(answers: Answers, model: UserModel, artifact: Artifact) -> Answers:
+    """The answers of the quantised model, of an artifact that is quantised."""
     if (record := artifact.manifest.quantization) is None:
         return answers
     from effexport.proof.quantized_answers import quantized_answers
 
-    return quantized_answers(answers, module, artifact.spec, record)
+    return quantized_answers(answers, model.module, artifact.spec, record)
 
 
 def transformers_references(
@@ -256,21 +247,15 @@ def transformers_references(
     Raises UserError for an artifact of no checkpoint, one that corrects what transformers computes, and without
     transformers.
     """
-    from effexport.models.checkpoint_spec import CheckpointSpec
-    from effexport.models.families import PUBLISHED
-    from effexport.proof.references.transformers import (
-        import_transformers,
-        why_not_comparable,
-        with_answers_of_transformers,
-    )
+    from effexport.proof.references.transformers import import_transformers, with_answers_of_transformers
 
     model = artifact.spec.model
-    if not isinstance(model, CheckpointSpec) or model.family not in PUBLISHED:
+    if not model.transformers_class:
         raise UserError(
             f"--reference transformers: {artifact.path} was not built from a checkpoint; expected an artifact of "
             "effexport build --checkpoint; for this one use --reference torch"
         )
-    if reason := why_not_comparable(model):
+    if reason := model.why_not_as_published:
         raise UserError(f"--reference transformers: {reason}; use --reference torch")
     import_transformers()
     module = module_of_artifact(artifact, weights)
@@ -281,7 +266,7 @@ def transformers_references(
         on_stage("comparing with transformers on the golden inputs")
         yield Reference("transformers", *with_answers_of_transformers(golden, artifact.spec, weights))
     on_stage("comparing with transformers on new inputs")
-    cases = new_answers(artifact, module, names).cases
+    cases = new_answers(artifact, source_of(weights).model(module), names).cases
     yield Reference("transformers", *with_answers_of_transformers(cases, artifact.spec, weights))
 
 

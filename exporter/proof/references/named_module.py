@@ -16,7 +16,7 @@ from effexport.export.module_source import (
     source_from_user,
 )
 from effexport.models.artifact_inputs import inputs_from_spec
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.contract import ModelContract
 from effexport.models.validation import SpecError, require
 from effexport.proof.stored_cases import stored_cases
 from effexport.quiet import quiet
@@ -46,7 +46,7 @@ class NamedModule:
         for a module with other inputs, outputs or layers.
         """
         spec, origin = artifact.spec, origin_of_module(self.module)
-        if not isinstance(spec.model, ModuleSpec):
+        if spec.model.recipe != "code":
             raise UserError(
                 f"{artifact.path} did not come from a module of your own, but from {spec.model.title}, weights: "
                 f"{artifact.manifest.weights_from}; leave --module out"
@@ -66,7 +66,7 @@ class NamedModule:
         return source_from_user(user, origin, spec)
 
 
-def module_again(module: nn.Module, name: str, spec: ModuleSpec, examples: object = None) -> UserModel:
+def module_again(module: nn.Module, name: str, spec: ModelContract, examples: object = None) -> UserModel:
     """The user's own module of an artifact, or one with other weights. examples: what it is called with, if the user
     says so. Raises SpecError for another model than that of the spec."""
     from effexport.models.module_probe import Calling, model_and_spec
@@ -88,7 +88,7 @@ def module_again(module: nn.Module, name: str, spec: ModuleSpec, examples: objec
     return user
 
 
-def axes_by_name(spec: ModuleSpec) -> dict[str, str]:
+def axes_by_name(spec: ModelContract) -> dict[str, str]:
     """The type and the axes of every output, such as float ['batch', 'seq', 64]."""
     return {name: f"{spec.element_types.get(name, 'float')} {list(dims)}" for name, dims in spec.outputs.items()}
 
@@ -97,7 +97,7 @@ def stored_example(artifact: Artifact) -> dict[str, Tensor] | None:
     """The example inputs that the module was built with, if the artifact keeps them."""
     import torch
 
-    from effexport.proof.original import EXAMPLE
+    from effexport.proof.answers import EXAMPLE
 
     cases = stored_cases(artifact.reference_path, artifact.spec) if artifact.has_golden else []
     found = next((case.inputs for case in cases if case.name == EXAMPLE), None)

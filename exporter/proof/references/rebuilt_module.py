@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from effexport.artifact import Artifact
 from effexport.errors import Unavailable
 from effexport.export.module_source import SEED, ModuleSource, source_from_path, weights_digest
-from effexport.models.module_spec import ModuleSpec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.checks.result import Check, Kind
 from effexport.runtimes import TORCH
@@ -30,7 +29,7 @@ def source_of(weights: Weights | None) -> ModuleSource:
 def why_not_rebuilt(artifact: Artifact, weights: Weights | None) -> str:
     """Why the PyTorch module of an artifact cannot be made again here, as far as that is known before it is tried."""
     origin = artifact.manifest.weights_from
-    if isinstance(artifact.spec.model, ModuleSpec) and not isinstance(weights, ModuleSource):
+    if artifact.spec.model.recipe == "code" and not isinstance(weights, ModuleSource):
         return f"the module came from {origin}, code that an artifact does not hold: name it with verify --module"
     if importlib.util.find_spec("torch") is None:
         return f"PyTorch is not installed; add it with: {TORCH.remedy}"

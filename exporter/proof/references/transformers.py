@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.contract import ModelContract
 from effexport.models.head_spec import EMBEDDING, LOGITS, POSITIONS, SCORES, TOKENS, Head
-from effexport.models.nystromformer_spec import NystromformerSpec
-from effexport.models.reformer_spec import ReformerSpec
-from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.proof.warm_up import warm_up
@@ -54,7 +51,6 @@ def with_answers_of_transformers(
     with equal rotations transformers chooses the same buckets. folder: the checkpoint.
     """
     spec = build.model
-    assert isinstance(spec, CheckpointSpec)
     model = model_from_checkpoint(spec, folder)
     warm_up()
     runs = RepeatedRuns("transformers")
@@ -69,35 +65,19 @@ def with_answers_of_transformers(
     return answered, [*([runs.check] if answered else []), *missing]
 
 
-def why_not_comparable(spec: CheckpointSpec) -> str:
-    """Which correction, chosen when the artifact was built, makes every answer differ; see docs/checkpoints.md."""
-    if isinstance(spec, NystromformerSpec) and spec.pinv_init == "per_head" and not spec.is_plain_softmax:
-        return (
-            "pinv_init per_head scales each pseudo-inverse by itself; transformers scales by a maximum over the batch"
-        )
-    if isinstance(spec, ReformerSpec) and spec.mask_constants == "safe" and spec.num_hashes > 1:
-        return "mask_constants safe corrects the weights of the hash rounds, which do not add up to one in transformers"
-    return ""
-
-
-def model_from_checkpoint(spec: CheckpointSpec, folder: Path) -> nn.Module:
+def model_from_checkpoint(spec: ModelContract, folder: Path) -> nn.Module:
     """transformers' class for the task, float32, with the rotations of the spec."""
     transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     config.use_cache = False
-    if isinstance(spec, ReformerSpec):
-        config.num_hashes = spec.num_hashes
-        config.num_buckets = list(spec.bucket_factors) if len(spec.bucket_factors) > 1 else spec.bucket_factors[0]
-    kind = getattr(transformers, spec.TASKS[spec.task])
+    for name, value in spec.transformers_config.items():
+        setattr(config, name, value)
+    kind = getattr(transformers, spec.transformers_class)
     model: nn.Module = kind.from_pretrained(folder, config=config, local_files_only=True).float().eval()
-    if isinstance(spec, ReformerSpec):
-        # it draws the rotations of a layer anew in every pass, after seeding with this
-        hashed = [layer for layer, name in enumerate(spec.layer_kinds) if name == "lsh"]
-        children: list[Any] = [child for child in model.modules() if hasattr(child, "hash_seed")]
-        for layer, child in zip(hashed, children, strict=True):
-            attention = spec.attention_of_layer(layer)
-            assert isinstance(attention, LSHSpec)
-            child.hash_seed = attention.hash_seed
+    # it draws the rotations of a layer anew in every pass, after seeding with this
+    children: list[Any] = [child for child in model.modules() if hasattr(child, "hash_seed")]
+    for seed, child in zip(spec.hash_seeds, children, strict=True):
+        child.hash_seed = seed
     return model
 
 
@@ -105,7 +85,7 @@ class NoAnswerError(Exception):
     """transformers does not answer a case; the message says why."""
 
 
-def answer_to_case(model: nn.Module, spec: CheckpointSpec, head: Head, case: Case) -> dict[str, dict[str, Array]]:
+def answer_to_case(model: nn.Module, spec: ModelContract, head: Head, case: Case) -> dict[str, dict[str, Array]]:
     """Float32 outputs by name, and the scores of all indices if these are ranked, as two parts of an answer.
 
     Raises NoAnswerError if transformers has none.
@@ -115,10 +95,7 @@ def answer_to_case(model: nn.Module, spec: CheckpointSpec, head: Head, case: Cas
     from effexport.models.head import embedding, probabilities, top_tokens
 
     seq_len = case.keep.shape[-1]
-    extra = 0
-    if isinstance(spec, NystromformerSpec) and not spec.is_plain_softmax:
-        # it runs at one length only; our graph pads to it by itself
-        extra = spec.segment_means_seq_len - seq_len
+    extra = (spec.transformers_len or seq_len) - seq_len
     fills = {"input_ids": spec.pad_token_id}
     inputs = {
         name: torch.nn.functional.pad(torch.from_numpy(np.asarray(array)), (0, extra), value=fills.get(name, 0))

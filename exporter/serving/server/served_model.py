@@ -67,7 +67,7 @@ class ServedModel:
         self._warm_up_length = spec.fixed_seq_len or min(
             spec.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN
         )
-        self._axis_sizes: Mapping[str, int] = getattr(spec.model, "axis_sizes", {})
+        self._axis_sizes: Mapping[str, int] = spec.model.axis_sizes
         self.batcher = Batcher(
             runner.run,
             self.settings,

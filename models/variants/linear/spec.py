@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from effexport.models.attention_spec import HostileInputs, QueryKeySpec
+from effexport.models.attention_spec import QueryKeySpec
+from effexport.models.contract import HostileInputs
 from effexport.models.products import Product
 from effexport.models.validation import nearest_multiples, require
 
@@ -71,6 +72,10 @@ class LinearSpec(QueryKeySpec):
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("EluLinearAttention",) if fused and self.has_fused_operator else ()
+
+    @property
+    def trace_chunk(self) -> int:
+        return self.chunk_length
 
     @property
     def has_decode_step(self) -> bool:

@@ -39,7 +39,11 @@ class LookAroundSpec(QueryKeySpec):
         return (self.num_chunks_before + 1 + self.num_chunks_after) * self.chunk_length
 
     @property
-    def padding_multiple(self) -> int:
+    def pad_multiple(self) -> int:
+        return self.chunk_length
+
+    @property
+    def trace_chunk(self) -> int:
         return self.chunk_length
 
     def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
@@ -52,7 +56,7 @@ class LookAroundSpec(QueryKeySpec):
 
     def least_elements(self, batch: int, seq_len: int) -> int:
         """With the logits of every chunk, also of one that is almost all padding."""
-        chunks = math.ceil(seq_len / self.padding_multiple) * self.padding_multiple // self.chunk_length
+        chunks = math.ceil(seq_len / self.pad_multiple) * self.pad_multiple // self.chunk_length
         logits = batch * self.heads * chunks * self.chunk_length * self.window
         return super().least_elements(batch, seq_len) + logits
 

@@ -247,7 +247,7 @@ class LSHHash(nn.Module):
 
     def chunk_count(self, seq_len: int) -> int:
         """Chunks of the padded sequence."""
-        multiple = self.spec.padding_multiple
+        multiple = self.spec.pad_multiple
         return chunk_count(seq_len, multiple) * (multiple // self.spec.chunk_length)
 
     def missing(self, qk: Tensor) -> int:
@@ -259,7 +259,7 @@ class LSHHash(nn.Module):
         """Rotated vectors in float32, one tensor [batch, heads, rounds, factor / 2, seq] for each bucket factor."""
         rotations = self.rotations
         if self.spec.buckets_by_length:
-            half = chunk_count(qk.shape[2], self.spec.padding_multiple)
+            half = chunk_count(qk.shape[2], self.spec.pad_multiple)
             # by index: a sequence that is too long has no columns, which runtimes report; a slice would end early
             rotations = rotations.index_select(3, torch.arange(half, device=qk.device))
         # the constant is the left factor: ONNX Runtime's quantisers take a right one for a matrix of weights

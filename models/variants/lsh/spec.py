@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from effexport.models.attention_spec import HostileInputs
+from effexport.models.attention_spec import Hashes
+from effexport.models.contract import HostileInputs
 from effexport.models.products import Product
 from effexport.models.validation import MOST_REPEATS, as_written, check_count, nearest_multiples, require
 from effexport.models.variants.local.spec import LookAroundSpec
@@ -112,15 +113,19 @@ class LSHSpec(LookAroundSpec):
         return math.prod(self.bucket_factors)
 
     @property
+    def hashes(self) -> Hashes:
+        return Hashes(self.heads * self.num_hashes, self.total_buckets)
+
+    @property
     def max_seq_len(self) -> int | None:
         """Only buckets_by_length sets a limit: a rotation has a column for every two chunks of the longest input."""
         if not self.buckets_by_length:
             return None
         longest = max(2 * self.seq_len, LEAST_MAX_SEQ_LEN)
-        return math.ceil(longest / self.padding_multiple) * self.padding_multiple
+        return math.ceil(longest / self.pad_multiple) * self.pad_multiple
 
     @property
-    def padding_multiple(self) -> int:
+    def pad_multiple(self) -> int:
         return 2 * self.chunk_length if self.buckets_by_length else self.chunk_length
 
     @property

@@ -23,7 +23,8 @@ from effexport.artifact import Artifact
 from effexport.build import artifact_from_spec
 from effexport.errors import StageError
 from effexport.export.module_source import module_from_seed
-from effexport.proof.answers import FLOAT64_CASES, Answers, reference_from_module
+from effexport.models.user_model import model_of_ours
+from effexport.proof.answers import FLOAT64_CASES, Answers, reference_from_model
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Kind, not_run, passed
 from effexport.proof.float64 import PeakMemory, RoundingOperators
@@ -38,7 +39,7 @@ FAULTS_IN_ONE_RUN = 6
 
 
 def answers_of(spec: BuildSpec) -> Answers:
-    return reference_from_module(module_from_seed(spec), spec, SEED)
+    return reference_from_model(model_of_ours(module_from_seed(spec)), spec, SEED)
 
 
 def assert_same_cases(found: Answers, expected: Answers) -> None:
@@ -283,12 +284,13 @@ def test_thirty_fresh_builds_of_long_lsh_attention_pass_with_the_same_golden_fil
 ANSWERS = """
 import sys, torch
 from small_specs import spec_of
-from effexport.export.module_source import module_from_seed
-from effexport.proof.answers import reference_from_module
+from effexport.export.module_source import source_from_seed
+from effexport.proof.answers import reference_from_model
 
 for variant in ("lsh", "nystrom"):
-    spec = spec_of(variant, "attention")
-    assert all(check.status == "passed" for check in reference_from_module(module_from_seed(spec), spec, 7).checks)
+    spec, source = spec_of(variant, "attention"), source_from_seed()
+    answers = reference_from_model(source.model(source.make(spec)), spec, 7)
+    assert all(check.status == "passed" for check in answers.checks)
 print("torch._dynamo" in sys.modules)
 """
 
@@ -347,6 +349,6 @@ def test_the_weights_of_a_module_are_untouched_by_its_reference() -> None:
     spec = spec_of("lsh", "attention", precision="fp16")
     module = module_from_seed(spec)
     before = copy.deepcopy(module.state_dict())
-    reference_from_module(module, spec, SEED)
+    reference_from_model(model_of_ours(module), spec, SEED)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])

@@ -17,7 +17,8 @@ from effexport.artifact import Artifact
 from effexport.errors import StageError
 from effexport.models.aft_spec import AFTSpec
 from effexport.models.encoder import module_from_spec
-from effexport.proof.answers import reference_from_module
+from effexport.models.user_model import model_of_ours
+from effexport.proof.answers import reference_from_model
 from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.cases import KEPT, Case, load_reference
 from effexport.proof.checks.arithmetic import Figures, check_arithmetic, check_finite
@@ -361,4 +362,4 @@ def test_a_module_of_ours_whose_answer_is_not_finite_is_no_reference() -> None:
     with torch.no_grad():
         next(module.parameters()).fill_(float("nan"))
     with pytest.raises(StageError, match="NaN or infinite elements in last_hidden_state; expected numbers"):
-        reference_from_module(module, spec, 0, names=("export",))
+        reference_from_model(model_of_ours(module), spec, 0, names=("export",))

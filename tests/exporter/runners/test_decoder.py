@@ -15,7 +15,8 @@ from effexport.artifact import PREFILL, Artifact, open_artifact
 from effexport.errors import EffexportError, UserError
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import module_from_seed
-from effexport.proof.answers import reference_from_module
+from effexport.models.user_model import model_of_ours
+from effexport.proof.answers import reference_from_model
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.decode_step import check_decoder
 from effexport.proof.metrics import relative_error
@@ -363,7 +364,7 @@ def test_decoders_of_every_block_are_proven(
     module = module_from_seed(spec)
     onnx_from_decode_step(module, spec, tmp_path / "step.onnx")
     onnx_from_prefill(module, spec, tmp_path / PREFILL)
-    cases: list[Case] = reference_from_module(module, spec, 7).cases
+    cases: list[Case] = reference_from_model(model_of_ours(module), spec, 7).cases
     with decoder_in_ort(tmp_path / "step.onnx", tmp_path / PREFILL, limits_from_spec(spec)) as decoder:
         checks = check_decoder(decoder, cases, spec)
     assert {check.status for check in checks} == {"passed"}, checks
