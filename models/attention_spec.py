@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 # Tensors that a layer projects its input to → its projection.
 PROJECTIONS = {"q": "query", "k": "key", "v": "value", "qk": "query_key"}
-
-
 # The classes by variant; `effexport.models.variants` imports all of them.
 SPECS: dict[str, type[AttentionSpec]] = {}
 # What models are called whose attention is a variant of ours.

@@ -33,9 +33,9 @@ from effexport.models.user_model import failing_module
 
 # Largest difference by stored weights, as a fraction of the RMS of an answer: far above rounding.
 FOLDED_ERROR = 1e-4
-# Of parts that another class has taken the place of, such as one with an adapter of low rank.
 # Attributes of layers that PyTorch and the exporter set.
 SET_BY_US = ("training", "fused")
+# Of parts that another class has taken the place of, such as one with an adapter of low rank.
 READ = "PyTorch reads its weight and its bias in evaluation mode without gradients, and does not call it"
 # Where the parts of known layers come from, beside their own package: a part of any other has been exchanged.
 PARTS = ("torch", "local_attention", "axial_positional_embedding", "product_key_memory", "einops")

@@ -23,9 +23,7 @@ from effexport.models.variants.lsh.layer import LSHAttention
 from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
 from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.models.variants.nystrom.spec import NystromSpec
-
-# transformers adds 0 to the logits of kept tokens, and the lowest number of its type to those of padding.
-HIDES = -1e4
+from effexport.plugins.masked_attention.op import HIDES
 
 
 class LSHSelfAttentionOutput(NamedTuple):
