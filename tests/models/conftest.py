@@ -15,16 +15,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kept import code_of, digest_of, kept
-from torch import Tensor, nn
+from torch import Tensor
 
+from effexport.models.aft_contract import bias_full, gated_sums
 from effexport.models.aft_layer import AFTPositionLayer
 from effexport.models.layers import AttentionLayer
+from effexport.models.variants.aft_conv.contract import bias_conv
 from effexport.models.variants.aft_conv.layer import AFTConvAttention
 from effexport.models.variants.aft_conv.spec import AFTConvSpec
 from effexport.models.variants.aft_full.layer import AFTFullAttention
 from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.aft_local.contract import bias_local
 from effexport.models.variants.aft_local.layer import AFTLocalAttention
 from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft_simple.contract import bias_simple
 from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
@@ -49,11 +53,6 @@ def build_simple(causal: bool, seq_len: int = 256) -> AFTSimpleAttention:
     return AFTSimpleAttention(AFTSimpleSpec(dim=DIM, causal=causal, seq_len=seq_len))
 
 
-def bias_simple(layer: AFTSimpleAttention, seq_len: int) -> Tensor:
-    """No position bias: [1, seq, seq] zeros."""
-    return torch.zeros(1, seq_len, seq_len, dtype=torch.float64)
-
-
 def with_biases(layer: AFTPositionLayer, std: float) -> AFTPositionLayer:
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -67,27 +66,9 @@ def build_full(causal: bool, seq_len: int = 256, std: float = 0.5, **fields: Any
     return with_biases(AFTFullAttention(AFTFullSpec(dim=DIM, causal=causal, seq_len=seq_len, **fields)), std)
 
 
-def bias_full(layer: AFTPositionLayer, seq_len: int) -> Tensor:
-    """w of the first positions, as it is or u vᵀ: float64 [1, seq, seq]."""
-    if layer.spec.position_bias == "full":
-        return layer.position_bias.detach().double()[None, :seq_len, :seq_len]
-    u, v = layer.position_query.detach().double(), layer.position_key.detach().double()
-    return (u @ v.T)[None, :seq_len, :seq_len]
-
-
 def build_local(causal: bool, seq_len: int = 256, std: float = 0.5, **fields: Any) -> AFTLocalAttention:
     fields = {"position_dim": 4, "window": 12, **fields}
     return with_biases(AFTLocalAttention(AFTLocalSpec(dim=DIM, causal=causal, seq_len=seq_len, **fields)), std)
-
-
-def bias_local(layer: AFTLocalAttention, seq_len: int) -> Tensor:
-    """The w of AFT-full where |t − t'| < window, 0 elsewhere: float64 [1, seq, seq]."""
-    w = bias_full(layer, seq_len)[0].clone()
-    for t in range(seq_len):
-        for s in range(seq_len):
-            if abs(t - s) >= layer.spec.window:
-                w[t, s] = 0
-    return w[None]
 
 
 def build_conv(causal: bool, seq_len: int = 256, kernel_size: int = 11, heads: int = 2) -> AFTConvAttention:
@@ -97,20 +78,6 @@ def build_conv(causal: bool, seq_len: int = 256, kernel_size: int = 11, heads: i
         layer.gamma.normal_(std=2)
         layer.beta.normal_(std=2)
     return layer
-
-
-def bias_conv(layer: AFTConvAttention, seq_len: int) -> Tensor:
-    """The re-parameterised tap of every offset t' − t, 0 outside the filter: float64 [heads, seq, seq]."""
-    weight, half = layer.weight.detach().double(), layer.spec.kernel_size // 2
-    variance = weight.var(dim=1, keepdim=True, unbiased=False)
-    taps = (weight - weight.mean(dim=1, keepdim=True)) / torch.sqrt(variance + layer.spec.std_eps**2)
-    taps = layer.gamma.detach().double()[:, None] * taps + layer.beta.detach().double()[:, None]
-    w = torch.zeros(layer.spec.heads, seq_len, seq_len, dtype=torch.float64)
-    for t in range(seq_len):
-        for tap in range(layer.spec.kernel_size):
-            if 0 <= t + tap - half < seq_len:
-                w[:, t, t + tap - half] = taps[:, tap]
-    return w
 
 
 def with_full_bias(build: Callable[..., AttentionLayer]) -> Callable[..., AttentionLayer]:
@@ -158,23 +125,9 @@ def aft_conv() -> AFTVariant:
 def aft_reference() -> Callable[[AttentionLayer, Tensor, Tensor, Tensor], Tensor]:
     """(layer, x, keep [batch, seq], w [heads, seq, seq]) → float64 [batch, seq, dim], by the formula."""
 
-    def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-        bias = None if layer.bias is None else layer.bias.double()
-        return F.linear(x, layer.weight.double(), bias)
-
-    @torch.no_grad()
     def reference(layer: AttentionLayer, x: Tensor, keep: Tensor, w: Tensor) -> Tensor:
-        x, heads = x.double(), w.shape[0]
-        k, v = (linear(p, x).unflatten(-1, (heads, -1)) for p in (layer.key, layer.value))
-        context = torch.zeros_like(linear(layer.value, x)).unflatten(-1, (heads, -1))
-        for b in range(x.shape[0]):
-            for t in range(x.shape[1]):
-                end = t + 1 if layer.spec.causal else x.shape[1]
-                seen = [s for s in range(end) if keep[b, s]]
-                if seen:
-                    logits = k[b, seen] + w[:, t, seen].double().T[..., None]
-                    context[b, t] = (torch.softmax(logits, dim=0) * v[b, seen]).sum(dim=0)
-        return linear(layer.out, torch.sigmoid(linear(layer.query, x)) * context.flatten(-2))
+        bias = None if layer.out.bias is None else layer.out.bias.double()
+        return F.linear(gated_sums(layer, x, keep, w), layer.out.weight.double(), bias)
 
     return reference
 

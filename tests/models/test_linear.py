@@ -10,6 +10,7 @@ from effexport.models.contract import HostileInputs
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import State
 from effexport.models.validation import SpecError
+from effexport.models.variants.linear.contract import exact, features
 from effexport.models.variants.linear.layer import LinearAttention, causal_sums, feature_map, total_sums
 from effexport.models.variants.linear.spec import LinearSpec
 
@@ -42,26 +43,6 @@ def all_kept(x: Tensor) -> Tensor:
     return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
-def features(x: Tensor) -> Tensor:
-    """elu(x) + 1 in float64."""
-    return torch.where(x > 0, x + 1, x.exp())
-
-
-@torch.no_grad()
-def slow_reference(layer: LinearAttention, x: Tensor, keep: Tensor) -> Tensor:
-    """The explicit attention matrix φ(q_i)·φ(k_j) m_j, its rows divided by their sum plus eps, in float64."""
-    heads = layer.spec.heads
-    q, k, v = (
-        (x.double() @ p.weight.double().T + p.bias.double()).unflatten(-1, (heads, -1)).transpose(1, 2)
-        for p in (layer.query, layer.key, layer.value)
-    )
-    matrix = features(q) @ features(k).transpose(-1, -2) * keep[:, None, None, :]
-    if layer.spec.causal:
-        matrix = matrix.tril()
-    matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + layer.spec.eps)
-    return (matrix @ v).transpose(1, 2).flatten(-2)
-
-
 def random_features(seq_len: int, d: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
     """φ(q), φ(k) and v for 2 samples and 3 heads."""
     q, k, v = (tokens(2, 3, seq_len, size, seed=seed) for seed, size in enumerate((d, d, m)))
@@ -76,7 +57,7 @@ def test_the_module_equals_the_explicit_attention_matrix(seq_len: int, causal: b
     keep = all_kept(x)
     keep[1, max(1, seq_len - 5) :] = False
     keep[1, 2:4] = False
-    actual, expected = layer.attend(x, keep), slow_reference(layer, x, keep)
+    actual, expected = layer.attend(x, keep), exact(layer, x, keep)
     assert relative_error(actual, expected) <= FLOAT32
 
 
@@ -101,7 +82,7 @@ def recurrent(layer: LinearAttention, x: Tensor) -> Tensor:
 @torch.no_grad()
 def test_quadratic_chunked_and_recurrent_forms_agree(seq_len: int, chunk_length: int) -> None:
     layer, x = linear(causal=True, chunk_length=chunk_length), tokens(2, seq_len, 32)
-    quadratic = slow_reference(layer, x, all_kept(x)) @ layer.out.weight.double().T + layer.out.bias.double()
+    quadratic = exact(layer, x, all_kept(x)) @ layer.out.weight.double().T + layer.out.bias.double()
     assert relative_error(layer(x), quadratic) <= FLOAT32
     assert relative_error(recurrent(layer, x), quadratic) <= FLOAT32
 
@@ -213,7 +194,7 @@ def test_1024_tokens_in_half_precision_do_not_overflow_to_zero(
 ) -> None:
     # in fp16 the denominator exceeds 65504 for every token here, and 1 / inf is a silent zero
     layer, x = linear(dim=128, heads=2, causal=causal), tokens(2, 1024, 128)
-    context = slow_reference(layer, x, all_kept(x))
+    context = exact(layer, x, all_kept(x))
     expected = context @ layer.out.weight.double().T + layer.out.bias.double()
     q, k = (feature_map(p(x)).unflatten(-1, (2, 64)).transpose(1, 2) for p in (layer.query, layer.key))
     assert float((q @ k.sum(dim=2).unsqueeze(-1)).median()) > torch.finfo(torch.float16).max
@@ -278,38 +259,6 @@ def trained_like(**fields: object) -> LinearAttention:
     return layer
 
 
-def mapped(layer: LinearAttention, q: Tensor, k: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """φ(q) and φ(k) by the formulas in the docstring of `LinearSpec`, 0 for hidden keys."""
-    spec, visible = layer.spec, keep[:, None, :, None]
-    if spec.feature_map == "softmax":
-        weights = k.exp() * visible
-        if not spec.causal:
-            weights = weights / weights.sum(dim=2, keepdim=True)
-        return torch.softmax(q, dim=-1) / spec.head_size**0.5, weights
-    formula = {"elu": features, "relu": lambda x: x.clamp(min=0), "exp": torch.exp}[spec.feature_map]
-    return formula(q), formula(k) * visible
-
-
-@torch.no_grad()
-def explicit_matrix(layer: LinearAttention, x: Tensor, keep: Tensor) -> Tensor:
-    """As `slow_reference`, for all options: [batch, seq, inner] in float64."""
-    spec = layer.spec
-    q, k, v = (
-        (x.double() @ p.weight.double().T + p.bias.double()).unflatten(-1, (spec.heads, -1)).transpose(1, 2)
-        for p in (layer.query, layer.key, layer.value)
-    )
-    q, k = mapped(layer, q, k, keep)
-    matrix = q @ k.transpose(-1, -2)
-    if spec.blindspot > 1:
-        block = torch.arange(x.shape[1]) // spec.blindspot
-        matrix = matrix * (block[:, None] > block[None, :])
-    elif spec.causal:
-        matrix = matrix.tril()
-    if spec.normalizer:
-        matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + spec.eps).clamp(min=spec.min_denominator)
-    return (matrix @ v).transpose(1, 2).flatten(-2)
-
-
 def with_gaps(x: Tensor) -> Tensor:
     """A mask that hides the end and some middle tokens of the second sample, but no token of the first."""
     keep = all_kept(x)
@@ -321,19 +270,19 @@ def with_gaps(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
 @pytest.mark.parametrize("option", OPTIONS)
 @torch.no_grad()
-def test_every_feature_map_and_normalizer_equals_its_explicit_matrix(option: str, seq_len: int) -> None:
+def test_every_feature_map_and_normalizer_equals_its_exact(option: str, seq_len: int) -> None:
     layer, x = trained_like(**OPTIONS[option]), tokens(2, seq_len, 32)
     keep = with_gaps(x)
-    assert relative_error(layer.attend(x, keep), explicit_matrix(layer, x, keep)) <= BLOCKING
+    assert relative_error(layer.attend(x, keep), exact(layer, x, keep)) <= BLOCKING
 
 
 @pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
 @pytest.mark.parametrize("option", CAUSAL_OPTIONS)
 @torch.no_grad()
-def test_every_causal_feature_map_and_normalizer_equals_its_explicit_matrix(option: str, seq_len: int) -> None:
+def test_every_causal_feature_map_and_normalizer_equals_its_exact(option: str, seq_len: int) -> None:
     layer, x = trained_like(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, seq_len, 32)
     keep = with_gaps(x)
-    actual, expected = layer.attend(x, keep), explicit_matrix(layer, x, keep)
+    actual, expected = layer.attend(x, keep), exact(layer, x, keep)
     if not expected.any():  # the first block of a blindspot sees nothing
         assert torch.equal(actual, expected.float())
     else:
@@ -345,7 +294,7 @@ def test_every_causal_feature_map_and_normalizer_equals_its_explicit_matrix(opti
 def test_decode_steps_and_prefill_agree_with_the_whole_sequence_for_every_option(option: str) -> None:
     layer, x = trained_like(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, 70, 32)
     keep = all_kept(x)
-    expected = explicit_matrix(layer, x, keep) @ layer.out.weight.double().T + layer.out.bias.double()
+    expected = exact(layer, x, keep) @ layer.out.weight.double().T + layer.out.bias.double()
     assert relative_error(recurrent(layer, x), expected) <= BLOCKING
     state = layer.initial_state(2)
     first, state = layer.prefill(x[:, :40], keep[:, :40], state)
@@ -389,7 +338,7 @@ def test_large_keys_do_not_overflow_before_their_sums_do(option: str) -> None:
     layer.key.weight.mul_(0.1)
     layer.key.bias.fill_(75.0)
     # e^k of a key that is rounded to 2^-18 is off by as much
-    assert relative_error(layer.attend(x, all_kept(x)), explicit_matrix(layer, x, all_kept(x))) <= 1e-4
+    assert relative_error(layer.attend(x, all_kept(x)), exact(layer, x, all_kept(x))) <= 1e-4
 
 
 @pytest.mark.parametrize("causal", [False, True])

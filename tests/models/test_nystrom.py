@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
+from effexport.models.variants.nystrom.contract import exact, naive_segments, slow_pinv
 from effexport.models.variants.nystrom.layer import NystromAttention, balanced_weights, landmark_weights
 from effexport.models.variants.nystrom.spec import NystromSpec
 
@@ -49,50 +50,6 @@ def all_kept(x: Tensor) -> Tensor:
     return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
-def naive_segments(keep: list[bool], num_landmarks: int) -> list[list[int]]:
-    """Kept tokens of every landmark: segments of ceil(n / m) tokens, n one past the last kept token."""
-    length = max((t + 1 for t, kept in enumerate(keep) if kept), default=0)
-    size = math.ceil(length / num_landmarks)
-    return [[t for t in range(i * size, (i + 1) * size) if t < len(keep) and keep[t]] for i in range(num_landmarks)]
-
-
-@torch.no_grad()
-def slow_reference(layer: NystromAttention, x: Tensor, keep: Tensor) -> Tensor:
-    """Formula of the class docstring in float64, a sample and a head at a time, over kept tokens only."""
-    spec, size = layer.spec, layer.spec.head_size
-    q, k, v = (p(x).double() for p in (layer.query, layer.key, layer.value))
-    out = torch.zeros(*x.shape[:2], spec.inner_dim, dtype=torch.float64)
-    for b in range(x.shape[0]):
-        segments = [s for s in naive_segments(keep[b].tolist(), spec.num_landmarks) if s]
-        kept = keep[b].nonzero().flatten()
-        for h in range(spec.heads):
-            lanes = slice(h * size, (h + 1) * size)
-            qh, kh, vh = q[b, :, lanes] / size**0.25, k[b, :, lanes] / size**0.25, v[b, :, lanes]
-            q_mean = torch.stack([qh[s].mean(dim=0) for s in segments])
-            k_mean = torch.stack([kh[s].mean(dim=0) for s in segments])
-            f = torch.softmax(qh @ k_mean.T, dim=-1)
-            a = torch.softmax(q_mean @ k_mean.T, dim=-1)
-            g = torch.softmax(q_mean @ kh[kept].T, dim=-1)
-            out[b, :, lanes] = f @ (slow_pinv(a, spec.pinv_iterations) @ (g @ vh[kept]))
-            if layer.conv is not None:
-                taps = layer.conv.weight[h, 0, :, 0].double()
-                for t in range(x.shape[1]):
-                    for tap, weight in enumerate(taps):
-                        source = t + tap - len(taps) // 2
-                        if 0 <= source < x.shape[1] and keep[b, source]:
-                            out[b, t, lanes] += weight * vh[source]
-    return out
-
-
-def slow_pinv(a: Tensor, iterations: int) -> Tensor:
-    identity = torch.eye(len(a), dtype=a.dtype)
-    z = a.T / a.sum(dim=0).max()
-    for _ in range(iterations):
-        p = a @ z
-        z = z @ (13 * identity - p @ (15 * identity - p @ (7 * identity - p))) / 4
-    return z
-
-
 @pytest.mark.parametrize("conv_kernel_size", [None, 5])
 @pytest.mark.parametrize("seq_len", [1, 5, 8, 63, 100])
 @torch.no_grad()
@@ -102,7 +59,7 @@ def test_the_module_computes_the_formula(seq_len: int, conv_kernel_size: int | N
     keep = all_kept(x)
     keep[1, max(1, seq_len - 3) :] = False
     actual = layer.attend(x, keep)
-    expected = slow_reference(layer, x, keep)
+    expected = exact(layer, x, keep)
     assert relative_error(actual[keep], expected[keep]) <= AGAINST_FLOAT64
 
 
@@ -257,7 +214,7 @@ def test_left_padding_and_holes_follow_the_formula(holes: str) -> None:
     keep[0, : 30 if holes == "left" else 0] = False
     keep[1, [3, 4, 5, 6, 7, 8, 9, 10, 40, 62] if holes == "inside" else [0]] = False
     actual = layer.attend(x, keep)
-    assert relative_error(actual[keep], slow_reference(layer, x, keep)[keep]) <= AGAINST_FLOAT64
+    assert relative_error(actual[keep], exact(layer, x, keep)[keep]) <= AGAINST_FLOAT64
     disturbed = torch.where(keep.unsqueeze(-1), x, 50 * tokens(2, 63, 32, seed=3))
     assert relative_error(layer.attend(disturbed, keep)[keep], actual[keep]) <= BLOCKING
 

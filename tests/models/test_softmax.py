@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.encoder import module_from_spec
+from effexport.models.variants.softmax.contract import exact, projected
 from effexport.models.variants.softmax.layer import SoftmaxAttention, softmax_attention
 from effexport.models.variants.softmax.spec import SoftmaxSpec
 
@@ -43,15 +44,6 @@ def all_kept(x: Tensor) -> Tensor:
     return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
-def projected(layer: SoftmaxAttention, x: Tensor) -> list[Tensor]:
-    """q, k and v in float64, [batch, heads, seq, head_dim]."""
-    heads = layer.spec.heads
-    return [
-        (x.double() @ p.weight.double().T + p.bias.double()).unflatten(-1, (heads, -1)).transpose(1, 2)
-        for p in (layer.query, layer.key, layer.value)
-    ]
-
-
 def rounding(layer: SoftmaxAttention, x: Tensor, keep: Tensor) -> float:
     """What fp32 may leave of the output, as `relative_error` counts it.
 
@@ -73,19 +65,6 @@ def rounding(layer: SoftmaxAttention, x: Tensor, keep: Tensor) -> float:
     return float(LOGIT_ROUNDING * largest * spread / out.square().mean().sqrt()) + SUM_ROUNDING
 
 
-@torch.no_grad()
-def slow_reference(layer: SoftmaxAttention, x: Tensor, keep: Tensor) -> Tensor:
-    """softmax(Q Kᵀ / √d) V in float64, one query at a time over the keys that it sees."""
-    q, k, v = projected(layer, x)
-    out = torch.zeros_like(q)
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            seen = [s for s in range(x.shape[1]) if keep[b, s] and not (layer.spec.causal and s > t)]
-            logits = (k[b, :, seen] @ q[b, :, t].unsqueeze(-1)).squeeze(-1) / layer.spec.head_size**0.5
-            out[b, :, t] = (torch.softmax(logits, dim=-1).unsqueeze(1) @ v[b, :, seen]).squeeze(1)
-    return out.transpose(1, 2).flatten(-2)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq_len", [1, 5, 63])
 @torch.no_grad()
@@ -93,7 +72,7 @@ def test_the_module_computes_the_formula(seq_len: int, causal: bool) -> None:
     layer, x = softmax(causal=causal), tokens(2, seq_len, 32)
     keep = all_kept(x)
     keep[1, max(1, seq_len - 3) :] = False
-    expected = slow_reference(layer, x, keep)
+    expected = exact(layer, x, keep)
     assert relative_error(layer.attend(x, keep), expected) <= rounding(layer, x, keep)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from effexport.models.variant_contract import variant_contract
 from effexport.spec import BuildSpec, build_spec_from_options
 
 SMALL: dict[str, Any] = {"dim": 32, "heads": 2, "seq_len": 64}
-# Chunks, segments and windows shorter than the sequence, or most of the algorithm would be idle.
+# Chunks, segments and windows shorter than the sequence, or most of the algorithm would be idle. Of variants that are
+# not listed, those of their contracts.
 SMALL_FIELDS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "aft-simple": {},
     "linear": {"chunk_length": 16},
     "nystrom": {"num_landmarks": 16, "conv_kernel_size": 5},
     "lsh": {"chunk_length": 16},
@@ -18,8 +23,12 @@ SMALL_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+def fields_of(variant: str) -> Mapping[str, Any]:
+    return SMALL_FIELDS[variant] if variant in SMALL_FIELDS else variant_contract(variant).small
+
+
 def spec_of(variant: str, scope: str = "encoder", **fields: Any) -> BuildSpec:
     layers = {"layers": 1} if scope == "encoder" else {}
     return build_spec_from_options(
-        {"variant": variant, "scope": scope, **SMALL, **layers, **SMALL_FIELDS.get(variant, {}), **fields}, None
+        {"variant": variant, "scope": scope, **SMALL, **layers, **fields_of(variant), **fields}, None
     )

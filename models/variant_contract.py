@@ -1,0 +1,40 @@
+"""What a variant promises to compute, for the tests that run over all variants. Loads PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from effexport.models.attention_spec import AttentionSpec
+
+# (layer, x [batch, seq, dim], keep boolean [batch, seq]) → [batch, seq, inner width] in float64
+Exact = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantContract:
+    """CONTRACT in the contract.py of a variant's folder.
+
+    exact: what `attend` of the layer should return, from the formula and the weights, slow and obvious. limit: the
+    largest error in float32 as a fraction of the RMS of a result, by rounding; reason says why.
+    small: options with which every part of the variant counts within 63 tokens of width 32. changed: a spec whose
+    values are not the defaults.
+    """
+
+    exact: Exact
+    limit: float
+    reason: str
+    changed: AttentionSpec
+    small: Mapping[str, Any]
+
+
+def variant_contract(variant: str) -> VariantContract:
+    """The contract of a variant by name, such as "aft-conv"."""
+    module = importlib.import_module(f"effexport.models.variants.{variant.replace('-', '_')}.contract")
+    contract = module.CONTRACT
+    assert isinstance(contract, VariantContract)
+    return contract

@@ -1,0 +1,33 @@
+"""The contract of AFT-local."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effexport.models.aft_contract import bias_full, gated_sums
+from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.aft_local.layer import AFTLocalAttention
+from effexport.models.variants.aft_local.spec import AFTLocalSpec
+
+
+def bias_local(layer: AFTLocalAttention, seq_len: int) -> Tensor:
+    """The w of AFT-full where |t − t'| < window, 0 elsewhere: float64 [1, seq, seq]."""
+    w = bias_full(layer, seq_len)[0].clone()
+    for t in range(seq_len):
+        for s in range(seq_len):
+            if abs(t - s) >= layer.spec.window:
+                w[t, s] = 0
+    return w[None]
+
+
+def exact(layer: AFTLocalAttention, x: Tensor, keep: Tensor) -> Tensor:
+    return gated_sums(layer, x, keep, bias_local(layer, x.shape[1]))
+
+
+CONTRACT = VariantContract(
+    exact=exact,
+    limit=1e-5,
+    reason="float32 rounding of sums of at most 100 terms with outputs near 1",
+    changed=AFTLocalSpec(position_dim=8, window=0),
+    small={"position_dim": 8, "window": 8},
+)

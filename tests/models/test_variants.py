@@ -1,0 +1,101 @@
+"""Every variant keeps its contract: one table, variants × lengths × masks × the causal form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from effexport.models.encoder import module_from_spec
+from effexport.models.layers import AttentionLayer
+from effexport.models.variant_contract import variant_contract
+from effexport.models.variants import ATTENTION_SPECS
+
+DIM = 32
+# Other lengths cut products into other blocks, and batches into other rows; Nyström's pseudo-inverse multiplies last
+# bits.
+BLOCKING = 1e-5
+CONTRACTS = {variant: variant_contract(variant) for variant in ATTENTION_SPECS}
+
+
+def rows() -> Iterator[tuple[str, bool]]:
+    """Each variant, and its causal form if it has one."""
+    for variant, spec in ATTENTION_SPECS.items():
+        yield variant, False
+        if not spec.why_not_causal:
+            yield variant, True
+
+
+variants = pytest.mark.parametrize(
+    ("variant", "causal"), [pytest.param(*row, id="-".join(map(str, row))) for row in rows()]
+)
+
+
+def layer_of(variant: str, causal: bool) -> AttentionLayer:
+    """A layer of random weights, those of positions too. What a causal form does not have is left out."""
+    contract, cls = CONTRACTS[variant], ATTENTION_SPECS[variant]
+    small = {name: value for name, value in contract.small.items() if not (causal and name == "conv_kernel_size")}
+    torch.manual_seed(0)
+    layer = module_from_spec(cls(dim=DIM, heads=4, seq_len=128, causal=causal, **small), 0)
+    assert isinstance(layer, AttentionLayer)
+    return layer.eval()
+
+
+def batch(seq_len: int) -> tuple[Tensor, Tensor]:
+    """Three samples [batch, seq, dim]: whole, with padding, and with padding and holes."""
+    x = torch.randn(3, seq_len, DIM, generator=torch.Generator().manual_seed(seq_len))
+    keep = torch.ones(3, seq_len, dtype=torch.bool)
+    keep[1:, max(1, seq_len - 3) :] = False
+    keep[2, 1 : seq_len // 2 : 3] = False
+    return x, keep
+
+
+def assert_close(actual: Tensor, expected: Tensor, limit: float) -> None:
+    actual, expected = actual.double(), expected.double()
+    assert actual.isfinite().all()
+    assert (actual - expected).abs().max() <= limit * expected.square().mean().sqrt()
+
+
+@variants
+@pytest.mark.parametrize("seq_len", [1, 5, 8, 63, 100])
+@torch.no_grad()
+def test_the_layer_computes_the_formula(variant: str, causal: bool, seq_len: int) -> None:
+    layer, (x, keep) = layer_of(variant, causal), batch(seq_len)
+    contract = CONTRACTS[variant]
+    assert_close(layer.attend(x, keep)[keep], contract.exact(layer, x, keep)[keep], contract.limit)
+
+
+@variants
+@torch.no_grad()
+def test_neither_padding_nor_other_samples_change_a_result(variant: str, causal: bool) -> None:
+    layer, (x, keep) = layer_of(variant, causal), batch(63)
+    # padding may hold anything
+    filled = torch.where(keep[..., None], x, torch.tensor([1e4, -1e4, 0.0])[:, None, None])
+    together = layer.attend(filled, keep)
+    for i in range(3):
+        alone = layer.attend(x[i : i + 1], keep[i : i + 1])
+        assert_close(together[i][keep[i]], alone[0][keep[i]], BLOCKING)
+    shorter = layer.attend(x[1:2, :60], keep[1:2, :60])
+    assert_close(together[1, :60], shorter[0], BLOCKING)
+
+
+@variants
+@torch.no_grad()
+def test_half_precision_stays_finite_for_large_inputs(variant: str, causal: bool) -> None:
+    layer, (x, keep) = layer_of(variant, causal), batch(100)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert layer.to(dtype)((20 * x).to(dtype), keep).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "variant", [variant for variant, causal in rows() if causal and ATTENTION_SPECS[variant](causal=True).is_causal]
+)
+@torch.no_grad()
+def test_later_tokens_change_nothing_in_a_causal_form(variant: str) -> None:
+    layer, (x, keep) = layer_of(variant, True), batch(63)
+    other = x.clone()
+    other[:, 40:] = 5.0
+    before, after = layer.attend(x, keep)[:, :40], layer.attend(other, keep)[:, :40]
+    assert_close(before[keep[:, :40]], after[keep[:, :40]], BLOCKING)
