@@ -178,10 +178,13 @@ def test_a_long_sequence_is_run_in_half_precision_only(built: Built) -> None:
 def test_every_variant_has_its_adversarial_cases(small_spec: Callable[..., BuildSpec], variant: str) -> None:
     spec = small_spec(variant, "attention")
     found = adversarial_inputs(module_from_spec(spec.model, 0), spec)
-    expected = {"identical tokens"}
-    assert bool(spec.attention.hostile.key_gaps) == variant.startswith("aft-")
-    expected |= {f"key gap {gap}" for gap in spec.attention.hostile.key_gaps}
-    expected |= {"lsh": {"zero tokens"}, "linear": {"small denominators"}}.get(variant, set())
+    hostile = spec.attention.hostile
+    assert bool(hostile.key_gaps) == variant.startswith("aft-")
+    assert hostile.zero_tokens == (variant == "lsh")
+    assert hostile.small_key is not None or variant != "linear"
+    expected = {"identical tokens", *(f"key gap {gap}" for gap in hostile.key_gaps)}
+    expected |= {"zero tokens"} if hostile.zero_tokens else set()
+    expected |= {"small denominators"} if hostile.small_key is not None else set()
     assert found.keys() == expected
     assert (found["identical tokens"]["hidden_states"] == found["identical tokens"]["hidden_states"][:, :1]).all()
 
