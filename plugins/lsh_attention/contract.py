@@ -30,6 +30,7 @@ from effexport.plugins.contract import (
 from effexport.plugins.gpu_work import Work, attention_core, parts
 
 BUCKETS = 8
+ATTRIBUTES = ("chunk_length", "chunks_before", "chunks_after", "causal", "circular", "rounded")
 
 
 def padded_length(case: Case) -> int:
@@ -189,6 +190,7 @@ CONTRACT = Contract(
         replace(case_of(1, 1, 95, 16, 8, 3, 16, 1), kind="axes"),
         replace(case_of(1, 1, 210, 64, 8, 2, 70, 1), kind="axes"),
     ),
+    attributes=lambda case: dict(zip(ATTRIBUTES, case.sizes[6:], strict=True)),
     # several tiles of 64 queries, of 64 keys and of 64 columns, none of them whole
     checked=in_all_types(
         *(
