@@ -201,7 +201,7 @@ MUTANTS = (
     *mutants_of(
         "aft_simple_attention/kernel_cuda.cu",
         ("n += scale * other.n;", "n += other.n;"),
-        ("at < rows && is_set(keep + at)", "at < rows"),
+        ("at < rows && is_set(keep + at)", "at < rows && keep != nullptr"),
         ("for (int other = 1; other < kGroups; ++other)", "for (int other = 1; other < kGroups - 1; ++other)"),
         ("sums.d == 0.0f ? 0.0f : sums.n / sums.d", "sums.n / sums.d"),
         ("head / heads_per_sample * seq", "head % heads_per_sample * seq"),
