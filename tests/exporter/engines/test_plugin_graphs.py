@@ -48,9 +48,6 @@ def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProt
     that must be."""
     signature = OPS[op].load().SIGNATURE
     inputs = {name: array_of(x) for name, x in load_contract(OPS[op]).inputs(case, "cpu").items()}
-    if op == "LSHAttention":  # whose kernels do without `rank`
-        order, keep = inputs.pop("order"), inputs.pop("keep")
-        inputs |= {"order": order, "rank": np.argsort(order, axis=1).astype(order.dtype), "keep": keep}
     given = dict(zip([x.name for x in signature.inputs], inputs.values(), strict=True))
     attributes = load_contract(OPS[op]).attributes(case)
     if op == "EluLinearAttention":
