@@ -1,8 +1,8 @@
 """Calls of operators, by which their bodies and kernels are proven: the types, and values that operators share.
 
-An operator has them in the calls.py of its folder. TRIAL is one call with an obvious answer, in sizes at which kernels
-that take memory for intermediate results do so. proof_inputs(rng, attributes) yields names and inputs at which the
-parts of a body are told apart, for a node with these attributes; float64 stands for T. Loads NumPy and nothing else.
+An operator has them in the __init__.py of its folder. TRIAL is one call with an obvious answer, in sizes at which
+kernels that take memory for intermediate results do so. proof_inputs(rng, attributes) yields names and inputs at which
+the parts of a body are told apart, for a node with these attributes; float64 stands for T. Loads NumPy only.
 
 Of proof inputs, sizes differ from each other, so that exchanged axes do not fit. Samples see all tokens, some, one, and
 none. Lengths leave a last block that is not full, and fill all blocks. Magnitudes reach each constant: an eps counts, a
@@ -11,7 +11,7 @@ maximum has to be subtracted, a hidden logit competes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Inputs = dict[str, Array]
 Attributes = Mapping[str, Any]
+ProofInputs = Iterator[tuple[str, Inputs]]
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,9 @@ class Contract:
     small: for everything that is slow: the emulation on a CPU, and compute-sanitizer. cases: further ones for the
     emulation. larger: too slow for it. empty: some size is zero. body_refuses: those that ONNX Runtime refuses in it.
     hidden: what hidden tokens of these inputs may hold without a change of any bit.
-    body_hides: the body takes NaN there, too. body_limit: what its own roundings add in half types. torch_halves: the
-    torch operator, too, computes in float32 in half types.
+    body_hides: the body takes NaN there, too. body_limit: what its own roundings add in half types. cuda_roundings: how
+    many roundings of the limit only the CUDA kernels make. torch_halves: the torch operator computes in float32 in half
+    types, too.
     wrong_attributes: with the words of the error. uncountable: sizes that the CUDA kernels refuse.
     checked: more sizes for the GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
     compared: how many samples of a huge case are compared with `exact`, if that is too slow for all of them. All
@@ -141,6 +142,7 @@ class Contract:
     torch_halves: bool = True
     body_hides: bool = True
     body_limit: float = 0.0
+    cuda_roundings: int = 0
     wrong_attributes: tuple[tuple[Mapping[str, Any], str], ...] = ()
     uncountable: tuple[tuple[int, ...], ...] = ()
 

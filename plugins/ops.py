@@ -62,8 +62,8 @@ class Op:
         return importlib.import_module(f"{self._module}.trt")
 
     def load_calls(self) -> ModuleType:
-        """The `calls.py` of one of ours: calls that tell right from wrong. Loads no framework but NumPy."""
-        return importlib.import_module(f"{self._module}.calls")
+        """The `__init__.py` of one of ours: calls that tell right from wrong. Loads NumPy and nothing else."""
+        return importlib.import_module(self._module)
 
     @property
     def _module(self) -> str:

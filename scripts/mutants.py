@@ -54,9 +54,8 @@ class Mutant:
     @property
     def tests(self) -> tuple[str, ...]:
         """The files that should catch it."""
-        own = f"cuda_{self.operator}" if self.on_cuda else self.operator
-        paths = (f"tests/plugins/test_{name}.py" for name in dict.fromkeys((own, self.operator, "contract")))
-        return tuple(path for path in paths if (ROOT / path).is_file())
+        names = (f"cuda_{self.operator}",) * self.on_cuda + (self.operator, "contract")
+        return tuple(path for name in names if (ROOT / (path := f"tests/plugins/test_{name}.py")).is_file())
 
     @property
     def selection(self) -> str:
@@ -207,7 +206,7 @@ MUTANTS = (
     *mutants_of(
         "aft_simple_attention/kernel_cuda.cu",
         ("n += scale * other.n;", "n += other.n;"),
-        ("at < rows && is_set(keep + at)", "at < rows"),
+        ("at < rows && is_set(keep + at)", "at < rows && keep != nullptr"),
         ("for (int other = 1; other < kGroups; ++other)", "for (int other = 1; other < kGroups - 1; ++other)"),
         ("sums.d == 0.0f ? 0.0f : sums.n / sums.d", "sums.n / sums.d"),
         ("head / heads_per_sample * seq", "head % heads_per_sample * seq"),
@@ -336,9 +335,8 @@ def key_of(mutant: Mutant) -> str:
     folders = (ROOT / "plugins" / mutant.operator, ROOT / "plugins" / "native", ROOT / "tests" / "plugins" / "native")
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in {".h", ".cc", ".cu"}]
     digest = hashlib.sha256(repr(mutant).encode())
-    contract = [ROOT / "plugins" / "contract.py", ROOT / "plugins" / mutant.operator / "contract.py"]
-    support = [ROOT / "tests" / "support" / "implementations.py"]
-    for path in [*files, *contract, *support, *(ROOT / test for test in mutant.tests)]:
+    others = ("plugins/contract.py", f"plugins/{mutant.operator}/contract.py", "tests/support/implementations.py")
+    for path in [*files, *(ROOT / name for name in (*others, *mutant.tests))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

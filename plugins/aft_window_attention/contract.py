@@ -6,6 +6,7 @@ Sizes of a case: batch, heads, seq, channels, key channels, bias heads, position
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -39,17 +40,21 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """A third of the tokens is padding that holds NaN. Kind "no token": all of the last sample is padding. Kind
     "visible": none is, because kernels do not read padding.
 
-    PEAKS: a key is far above all others. Kind "own bias": that of a query's own token is, and all tokens are
-    visible, because the contract leaves open what a query without such a key gets.
+    PEAKS: a key is far above all others. Kind "spread": keys and biases differ more. Kind "own bias": that of a query's
+    own token is far above all others, and all tokens are visible, because the contract leaves open what a query without
+    such a key gets.
     """
     batch, heads, seq, channels, key_channels, bias_heads, positions, taps, causal = case.sizes
     source = generator(case, device)
     q, v = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
     k = normal(case, source, batch, heads, seq, key_channels)
     keep = random_mask(source, batch, seq)
+    bias = torch.randn(bias_heads, positions, taps, generator=source, device=device)
     if case.kind == "no token":
         keep[-1] = False
-    bias = torch.randn(bias_heads, positions, taps, generator=source, device=device)
+    elif case.kind == "spread":
+        k.mul_(3)
+        bias.mul_(2)
     highest = peak(case.kind, seq)
     k[:, :, highest], keep[:, highest] = PEAK_LOGIT, True
     if case.kind in ("own bias", "visible"):
@@ -64,6 +69,11 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         "keep": keep,
         "bias": bias,
     }
+
+
+def both_forms(*cases: Case) -> tuple[Case, ...]:
+    """The cases, and their causal forms."""
+    return tuple(replace(case, sizes=(*case.sizes[:-1], causal)) for causal in (0, 1) for case in cases)
 
 
 def outputs(case: Case) -> dict[str, Output]:
@@ -183,6 +193,36 @@ CONTRACT = Contract(
         *with_peaks(Case((1, 1, 150, 8, 8, 1, 1, 7, 1))),
         *(Case((1, 1, 130, 8, 8, 1, 1, taps, causal), kind="own bias") for taps in (1, 101) for causal in (0, 1)),
     ),
+    attributes=lambda case: {"causal": bool(case.sizes[8])},
+    # the kernels' sizes are 32, 64 and 192 tokens, 6 queries, 16 and 64 channels; the body's 32, or 8 and 64 tokens
+    cases=both_forms(
+        *in_all_types(
+            Case((2, 2, 100, 20, 1, 2, 1, 9, 0), kind="spread"),
+            Case((3, 2, 140, 35, 1, 2, 1, 11, 0), kind="no token"),
+        ),
+        *(
+            Case((*sizes, 0), kind="spread")
+            for sizes in (
+                *((2, 1, 1, 1, 1, 1, 1, 1), (1, 1, 130, 40, 40, 1, 150, 63), (1, 1, 300, 5, 5, 1, 300, 7)),
+                (2, 2, 65, 8, 1, 2, 1, 201),
+            )
+        ),
+    ),
+    larger=both_forms(
+        *in_all_types(Case((3, 2, 500, 70, 1, 2, 1, 21, 0), kind="no token")),
+        *(
+            Case((*sizes, 0), kind="spread")
+            for sizes in (
+                *((1, 2, 400, 20, 1, 2, 1, 11), (1, 1, 300, 100, 100, 1, 320, 63), (2, 1, 63, 17, 17, 1, 63, 5)),
+                *((1, 2, 100, 9, 9, 1, 100, 301), (1, 2, 193, 65, 1, 2, 1, 3), (1, 1, 1000, 8, 8, 1, 1, 131)),
+            )
+        ),
+    ),
+    empty=both_forms(
+        *(Case((*sizes, 1, 1, 4, 3, 0)) for sizes in ((0, 1, 4, 8), (2, 1, 0, 8), (2, 1, 4, 0), (2, 0, 4, 8)))
+    ),
+    hidden=dict.fromkeys("kv", (torch.nan, torch.inf, -torch.inf, 1e30)),
+    uncountable=((2**31, 1, 4, 8, 8, 1, 1, 3, 0), (1, 1, 2**31 - 4, 8, 8, 1, 1, 3, 1)),
     checked=in_all_types(
         *(Case((2, 1, 1000, 100, 100, 1, 1000, taps, causal)) for taps in (5, 63, 255) for causal in (0, 1)),
         *(Case((2, 3, 257, 64, 1, 3, 1, 11, causal)) for causal in (0, 1)),

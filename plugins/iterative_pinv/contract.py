@@ -130,7 +130,10 @@ CONTRACT = Contract(
         *(Case((1, m, 1), kind="softmax") for m in (31, 64, 65)),
         *(Case((1, m, 6), kind=kind) for m in (31, 64, 65) for kind in ("equal rows", "identity")),
     ),
-    larger=in_all_types(*(Case((count, m, 6), kind="softmax") for count, m in ((70, 63), (2, 100), (2, 128)))),
+    larger=(
+        Case((70, 17, 1), kind="softmax"),
+        *in_all_types(*(Case((count, m, 6), kind="softmax") for count, m in ((70, 63), (2, 100), (2, 128)))),
+    ),
     empty=(Case((0, 8, 6), kind="softmax"),),
     torch_halves=False,
     wrong_attributes=(

@@ -93,6 +93,10 @@ def features(x: Tensor, relu: int) -> Tensor:
     return x.clamp(min=0) if relu else x.clamp(min=0) + x.clamp(max=0).exp()
 
 
+def attributes(case: Case) -> dict[str, float]:
+    return {"eps": case.numbers[0], "causal": case.sizes[5], "chunk_length": 128, "relu": case.sizes[6]}
+
+
 def limit(case: Case) -> Limit:
     reason = (
         "sums of up to 576 terms in a row, with a rounding of 6e-8 each and of either sign: 6e-8 · √576 = 1.4e-6; "
@@ -195,4 +199,5 @@ CONTRACT = Contract(
     # q, k, v and out: 4200 · 8 · 1000 · 64 elements each
     huge=(Case((4200, 8, 1000, 64, 64, 0, 0), EPS, dtype="float16"),),
     intermediate=intermediate,
+    attributes=attributes,
 )

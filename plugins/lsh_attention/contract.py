@@ -1,7 +1,7 @@
 """The contract of LSHAttention.
 
 Sizes of a case: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before, chunks_after, causal,
-circular, rounded. The kernel does not read `rank`, so it is not an input here.
+circular, rounded. The CUDA kernels do not read `rank`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from effexport.plugins.contract import (
 from effexport.plugins.gpu_work import Work, attention_core, parts
 
 BUCKETS = 8
+EMPTY = ((0, 2, 100, 8, 8), (2, 0, 100, 8, 8), (2, 2, 0, 8, 8), (2, 2, 100, 8, 0))
+ATTRIBUTES = ("chunk_length", "chunks_before", "chunks_after", "causal", "circular", "rounded")
 
 
 def padded_length(case: Case) -> int:
@@ -52,12 +54,12 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         qk = (F.one_hot(axis, head_dim) * 96 * qk[..., :1].sign()).to(case.torch_dtype)
     v = normal(case, source, batch, heads, seq, value_dim)
     keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
-    keep[-1, 0 if case.kind == "no token" else seq - seq // 4 :] = False
+    keep[-1:, 0 if case.kind == "no token" else seq - seq // 4 :] = False
     buckets = torch.full((batch, heads * rounds, padded_length(case)), BUCKETS, device=device)
     drawn = torch.randint(BUCKETS, (batch, heads * rounds, seq), generator=source, device=device)
     buckets[..., :seq] = torch.where(keep[:, None], drawn, BUCKETS)
     order = torch.sort(buckets.flatten(0, 1), dim=-1, stable=True).indices.to(torch.int32)
-    return {"qk": qk, "v": v, "order": order, "keep": keep}
+    return {"qk": qk, "v": v, "order": order, "rank": order.argsort(dim=-1).to(torch.int32), "keep": keep}
 
 
 def outputs(case: Case) -> dict[str, Output]:
@@ -67,7 +69,7 @@ def outputs(case: Case) -> dict[str, Output]:
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The formula in float64; but `rounded` defines its logarithms in float32."""
-    qk, v, order, keep = inputs.values()
+    qk, v, order, _, keep = inputs.values()
     return {"out": formula(case, qk.double(), v.double(), order, keep)}
 
 
@@ -139,7 +141,7 @@ def limit(case: Case) -> Limit:
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     """The formula in standard operators, and attention of every token to all others."""
-    qk, v, order, keep = inputs.values()
+    qk, v, order, _, keep = inputs.values()
     dense = sdpa_baselines(qk, qk, v, case.sizes[3] ** -0.5)
     return {"formula": lambda: formula(case, qk, v, order, keep), **dense}
 
@@ -188,6 +190,42 @@ CONTRACT = Contract(
         replace(case_of(2, 1, 40, 8, 8, 2, 10, 2), kind="no token"),
         replace(case_of(1, 1, 95, 16, 8, 3, 16, 1), kind="axes"),
         replace(case_of(1, 1, 210, 64, 8, 2, 70, 1), kind="axes"),
+    ),
+    attributes=lambda case: dict(zip(ATTRIBUTES, case.sizes[6:], strict=True)),
+    cases=(
+        *in_all_types(
+            case_of(2, 2, 63, 24, 24, 2, 10, 1, causal=1),
+            case_of(2, 2, 150, 8, 8, 2, 64, 1, causal=1, circular=1),
+            # several tiles, none of them whole; rows that do not begin at multiples of 16 bytes
+            case_of(2, 1, 70, 9, 67, 2, 35, 1, after=1),
+            case_of(2, 1, 100, 40, 72, 3, 35, 1, causal=1, circular=1, rounded=1),
+        ),
+        *(case_of(2, 1, 20, 8, 8, rounds, 1, 1, causal=1, rounded=1) for rounds in (1, 3, 4)),
+        *(case_of(1, 2, 15, 8, 8, 2, 10, 2, after=2, circular=circular) for circular in (0, 1)),
+        case_of(1, 1, 250, 40, 150, 2, 100, 1),
+        case_of(1, 1, 90, 130, 70, 2, 70, 1),
+        *(case_of(2, 2, 63, 8, 8, 2, 10, before, after=after) for before in (0, 2) for after in (0, 2)),
+    ),
+    larger=in_all_types(case_of(2, 2, 1000, 64, 64, 4, 64, 1), case_of(2, 2, 1000, 16, 100, 2, 16, 1, circular=1)),
+    empty=tuple(case_of(*sizes, 2, 10, 1) for sizes in EMPTY),
+    body_refuses=tuple(case_of(*sizes, 2, 10, 1) for sizes in EMPTY),
+    cuda_roundings=2,  # of weights, and of what each round gives a token
+    wrong_attributes=(
+        *(
+            (dict(zip(ATTRIBUTES, (10, 1, 0, 0, 0, 0), strict=True)) | {name: value}, f"{name} is {value}")
+            for name, value in (
+                *(("chunk_length", 0), ("chunk_length", 2**31), ("chunks_before", -1), ("chunks_before", 2**62)),
+                *(("chunks_after", -2), ("chunks_after", 2**63 - 1)),
+            )
+        ),
+        (dict.fromkeys(ATTRIBUTES, 1) | {"causal": 0.5}, "attribute causal has another type"),
+        (dict.fromkeys(ATTRIBUTES, 1) | {"chunk_length": "10"}, "attribute chunk_length has another type"),
+        (dict.fromkeys(ATTRIBUTES[:-1], 1), "attribute rounded is missing"),
+    ),
+    uncountable=(
+        *((2**31, 2, 100, 8, 8, 2, 10, 1, 0, 0, 0, 0), (2, 2, -1, 8, 8, 2, 10, 1, 0, 0, 0, 0)),
+        *((2, 2, 100, 8, 8, 0, 10, 1, 0, 0, 0, 0), (2, 2, 2**15, 8, 8, 2**16, 2**15, 1, 0, 0, 0, 0)),
+        (2, 2, 100, 8, 8, 2, 10, 2**31 // 10, 0, 0, 0, 0),
     ),
     # several tiles of 64 queries, of 64 keys and of 64 columns, none of them whole
     checked=in_all_types(

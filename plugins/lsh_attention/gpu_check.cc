@@ -26,7 +26,7 @@ lsh_attention::Problem problem_of(const std::int64_t* sizes) {
 
 }  // namespace
 
-// sizes: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before, chunks_after, causal, circular,
+// arrays: qk, v, order, rank (which is not read), keep, out. sizes: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before, chunks_after, causal, circular,
 // rounded.
 EFFEXPORT_GPU_CHECK(lsh_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
@@ -34,7 +34,7 @@ EFFEXPORT_GPU_CHECK(lsh_attention) {
     return lsh_attention::launch_cuda(problem_of(sizes), gpu_check::array<const T>(arrays, 0),
                                       gpu_check::array<const T>(arrays, 1),
                                       gpu_check::array<const std::int32_t>(arrays, 2),
-                                      gpu_check::array<const bool>(arrays, 3), scratch, gpu_check::array<T>(arrays, 4),
+                                      gpu_check::array<const bool>(arrays, 4), scratch, gpu_check::array<T>(arrays, 5),
                                       stream);
   });
 }

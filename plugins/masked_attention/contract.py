@@ -150,6 +150,7 @@ CONTRACT = Contract(
     empty=tuple(Case(sizes, (0.37,)) for sizes in ((0, 2, 3, 4, 40, 24), (2, 0, 3, 4, 40, 24), (2, 2, 0, 4, 40, 24))),
     body_refuses=(Case((2, 0, 3, 4, 40, 24), (0.37,)),),
     hidden={"k": (1e4,), "v": (1e4,)},
+    cuda_roundings=1,  # of weights
     wrong_attributes=(
         ({}, "scale is missing"),
         ({"scale": "1"}, "scale has another type"),

@@ -68,7 +68,6 @@ CASES: dict[str, Callable[..., Case]] = {
     "segment_means": lambda x, keep, num_segments: case_of(x, *x.shape, num_segments),
     "sequence_conv": lambda x, weight, keep, residual: case_of(x, *x.shape, weight.shape[2]),
 }
-NOT_READ = {"lsh_attention": (3,)}  # `rank`, which is redundant
 
 
 def case_of(first: Tensor, *sizes: int, numbers: tuple[float, ...] = ()) -> Case:
@@ -165,8 +164,7 @@ def implementation(kernels: Kernels, name: str) -> Callable[..., Tensor | tuple[
 
     def run(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
         case = CASES[name](*arguments, **options)
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        inputs = [x.contiguous() for index, x in enumerate(tensors) if index not in NOT_READ.get(name, ())]
+        inputs = [argument.contiguous() for argument in arguments if isinstance(argument, Tensor)]
         outputs = [*outputs_of(check, case, kernels.device).values()]
         scratch = torch.empty(kernels.scratch_bytes(name, case), dtype=torch.uint8, device=inputs[0].device)
         kernels.launch(name, case, [*inputs, *outputs], scratch)

@@ -126,7 +126,7 @@ def test_compute_sanitizer_runs_the_small_calls_under_every_tool(gpu_run: Run, t
     lines = (tmp_path / "compute-sanitizer.arguments").read_text().splitlines()
     assert {line.split()[3] for line in lines} == set(sanitizing.TOOLS)
     assert all(line.endswith(f"{tmp_path}/driver {tmp_path}/kernels.so {tmp_path}/lsh_sort.calls 2") for line in lines)
-    assert (tmp_path / "lsh_sort.calls").stat().st_size > 5 * 1000 * 4  # the longest case, 5 × 1000 integers
+    assert (tmp_path / "lsh_sort.calls").stat().st_size > 5 * 1000 * 4  # the longest case, 6 × 1000 integers
 
 
 def test_ncu_profiles_the_timed_calls_and_leaves_the_clocks_alone(gpu_run: Run, tmp_path: Path) -> None:
@@ -157,10 +157,10 @@ def test_without_ncu_the_calls_run_and_the_stage_does_not_count_as_run(
 
 def test_a_call_is_written_with_its_exact_sizes() -> None:
     check = load_contract(OPS["LSHSort"])
-    case = check.small[0]  # 5 rows of one token in one bucket
+    case = check.small[0]  # 6 rows of one token in one bucket
     texts = [struct.pack("=q", len(text)) + text for text in (b"lsh_sort", case.name.encode())]
-    integers = struct.pack("=6q", 3, 3, 5, 1, 1, 0)
-    arrays = struct.pack("=2q5i", 1, 20, 0, 0, 0, 0, 0) + struct.pack("=3q", 2, 20, 20)
+    integers = struct.pack("=6q", 3, 3, 6, 1, 1, 0)
+    arrays = struct.pack("=2q6i", 1, 24, *[0] * 6) + struct.pack("=3q", 2, 24, 24)
     assert b"".join(call_bytes("lsh_sort", check, case)) == b"".join(texts) + integers + arrays
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from effexport.plugins.contract import Case
 from effexport.plugins.iterative_pinv.contract import CONTRACT
 from effexport.plugins.iterative_pinv.op import iterative_pinv, onnx_function_body
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPSET_VERSION, PLUGIN_NAMESPACE
 
 OP = "IterativePinv"
 # fp32 unit roundoff 6e-8 times the largest gain of six steps from the start value, (13/4)^6 = 1178.
@@ -96,6 +96,20 @@ def test_the_kernel_runs_six_iterations_without_the_attribute() -> None:
     feeds = {"A": a, "scale": scale}
     (z,) = session(one_node_model(OP, feeds, body=False)).run(None, feeds)
     np.testing.assert_array_equal(z, pinv("kernel", *map(torch.from_numpy, (a, scale))))
+
+
+@pytest.mark.requires("native", "onnx", "ort")
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_kernel_refuses_nan_and_infinity_in_every_type(value: float, dtype: str) -> None:
+    case = Case((3, 5, 6), kind="softmax", dtype=dtype)
+    inputs, run = CONTRACT.inputs(case, "cpu"), implementation(OP, "kernel").run
+    inputs["scale"][1] = value
+    with pytest.raises(Exception, match=r"scale\[1\] is NaN or infinite; expected a number"):
+        run(case, inputs)
+    inputs["A"][2, 4, 4], inputs["scale"][1] = value, 1
+    with pytest.raises(Exception, match="matrix 2 of A holds NaN or infinity"):
+        run(case, inputs)
 
 
 @pytest.mark.requires("native")

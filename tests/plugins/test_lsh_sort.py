@@ -118,6 +118,16 @@ def test_long_rows_are_sorted(num_buckets: int) -> None:
     assert_sorted(buckets, num_buckets, *sorted_by_cuda(buckets, num_buckets, seed=num_buckets))
 
 
+@pytest.mark.requires("native", "onnx", "ort")
+@pytest.mark.parametrize(("row", "token", "bucket"), [(0, 0, -1), (1, 62, 33), (7, 5, 2**31 - 1), (7, 0, -(2**31))])
+def test_the_kernel_names_the_first_bucket_out_of_range(row: int, token: int, bucket: int) -> None:
+    buckets = np.random.default_rng(0).integers(0, 33, (8, 63)).astype(np.int32)
+    buckets[row, token] = buckets[7, 62] = bucket
+    expected = rf"LSHSort: buckets\[{row}, {token}\] is {bucket}; expected 0 to 32 \(num_buckets is 33\)"
+    with pytest.raises(Exception, match=expected):
+        implementation("LSHSort", "kernel").answers(case_of(buckets, 33), {"buckets": torch.from_numpy(buckets)})
+
+
 @pytest.mark.parametrize(
     ("buckets", "text"),
     [

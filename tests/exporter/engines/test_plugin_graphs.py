@@ -5,7 +5,6 @@ Kernels run in the emulation of tests/plugins/native, which shows logic and inde
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,25 +32,6 @@ GPUS = (80,)
 OPSET = 20
 PLUGINS = list(OPS)
 
-LSH_ATTRIBUTES = ("chunk_length", "chunks_before", "chunks_after", "causal", "circular", "rounded")
-# The attributes of a node for the sizes and numbers of a case, as the operator's contract.py describes them.
-ATTRIBUTES: dict[str, Callable[[Case], dict[str, Any]]] = {
-    "IterativePinv": lambda case: {"iterations": case.sizes[2]},
-    "LSHSort": lambda case: {"num_buckets": case.sizes[2]},
-    "LSHHash": lambda case: {"bucket_factors": case.sizes[7:], "chunk_length": case.sizes[5]},
-    "LSHAttention": lambda case: dict(zip(LSH_ATTRIBUTES, case.sizes[6:], strict=True)),
-    "EluLinearAttention": lambda case: {
-        "eps": case.numbers[0],
-        "causal": case.sizes[5],
-        "chunk_length": 128,
-        "relu": case.sizes[6],
-    },
-    "AFTSimpleAttention": lambda case: {},
-    "AFTWindowAttention": lambda case: {"causal": case.sizes[8]},
-    "MaskedAttention": lambda case: {"scale": case.numbers[0]},
-    "SegmentMeans": lambda case: {"num_segments": case.sizes[4]},
-    "SequenceConv": lambda case: {},
-}
 # The largest error relative to the results' own size, beside the body. float32: sums in another order, and 2^x to
 # 2⁻²². The others round intermediate values, such as weights, to 11 or 8 bits, kernel and body in different places.
 LIMITS = {"float32": 1e-6, "float16": 2 * 2**-11, "bfloat16": 2 * 2**-8, "int32": 0.0}
@@ -68,11 +48,8 @@ def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProt
     that must be."""
     signature = OPS[op].load().SIGNATURE
     inputs = {name: array_of(x) for name, x in load_contract(OPS[op]).inputs(case, "cpu").items()}
-    if op == "LSHAttention":  # whose kernels do without `rank`
-        order, keep = inputs.pop("order"), inputs.pop("keep")
-        inputs |= {"order": order, "rank": np.argsort(order, axis=1).astype(order.dtype), "keep": keep}
     given = dict(zip([x.name for x in signature.inputs], inputs.values(), strict=True))
-    attributes = ATTRIBUTES[op](case)
+    attributes = load_contract(OPS[op]).attributes(case)
     names = [x.name for x in signature.outputs]
     node = onnx.helper.make_node(op, list(given), names, domain=DOMAIN, **attributes, **{PLUGIN_NAMESPACE: DOMAIN})
     values, fixed = [], OPS[op].load_trt().CHOICES[-1].fixed

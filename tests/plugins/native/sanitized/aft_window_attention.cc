@@ -5,20 +5,21 @@ namespace {
 
 template <class T>
 void attend(std::int64_t seq, std::int64_t channels, std::int64_t taps, bool shared, bool causal) {
-  const std::int64_t heads = shared ? 2 : 1, groups = 2 * heads;
+  const std::int64_t batch = 2, heads = shared ? 2 : 1, groups = batch * heads;
   const std::int64_t positions = shared ? 1 : seq + 3;
-  const std::int64_t sizes[9] = {groups, heads,     seq,  channels,          shared ? 1 : channels,
-                                 heads,  positions, taps, std::int64_t{causal}};
+  const std::int64_t sizes[9] = {batch, heads,     seq,  channels,          shared ? 1 : channels,
+                                 heads, positions, taps, std::int64_t{causal}};
   const auto count = [](std::int64_t size) { return static_cast<std::size_t>(size); };
   const T half = effexport::from_float<T>(0.5f);
-  const std::vector<T> x(count(groups * seq * channels), half), k(count(groups * seq * sizes[4]), half);
-  const std::vector<unsigned char> keep(count(2 * seq), 1);
-  const std::vector<float> bias(count(heads * positions * taps), 0.5f);
+  std::vector<T> x(count(groups * seq * channels), half), k(count(groups * seq * sizes[4]), half);
+  std::vector<unsigned char> keep(count(batch * seq), 1);
+  std::vector<float> bias(count(heads * positions * taps), 0.5f);
   std::vector<T> out(x.size());
-  std::vector<unsigned char> scratch(aft_window_scratch_bytes(sizes), kPoison);
+  std::vector<unsigned char> scratch(effexport_check_aft_window_attention_scratch(kNumber<T>, sizes), kPoison);
   std::memset(static_cast<void*>(out.data()), kPoison, out.size() * sizeof(T));
-  const void* const inputs[5] = {x.data(), k.data(), x.data(), keep.data(), bias.data()};
-  check(run_aft_window<T>(inputs, sizes, scratch.data(), out.data()), "aft_window", seq, channels);
+  void* const arrays[6] = {x.data(), k.data(), x.data(), keep.data(), bias.data(), out.data()};
+  check(effexport_check_aft_window_attention(kNumber<T>, arrays, sizes, nullptr, scratch.data(), nullptr),
+        "aft_window", seq, channels);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ template <class T>
 void attend(std::int64_t seq, std::int64_t chunk_length, std::int64_t head_dim, std::int64_t value_dim, bool circular) {
   const std::int64_t batch = 2, heads = 1, rounds = 2;
   const std::int64_t padded = (seq + chunk_length - 1) / chunk_length * chunk_length;
-  const std::int64_t sizes[13] = {batch * heads, heads, seq, padded, rounds, head_dim, value_dim, chunk_length,
+  const std::int64_t sizes[12] = {batch, heads, seq, head_dim, value_dim, rounds, chunk_length,
                                   1, 1, circular, circular, circular};
   std::vector<T> qk(static_cast<std::size_t>(batch * seq * head_dim), effexport::from_float<T>(0.5f));
   std::vector<T> v(static_cast<std::size_t>(batch * seq * value_dim), effexport::from_float<T>(1.0f));
@@ -19,12 +19,11 @@ void attend(std::int64_t seq, std::int64_t chunk_length, std::int64_t head_dim, 
   }
   const auto keep = std::make_unique<bool[]>(static_cast<std::size_t>(batch * seq));
   for (std::int64_t i = 0; i < batch * seq; ++i) keep[static_cast<std::size_t>(i)] = i % seq < seq - seq / 4;
-  std::vector<unsigned char> scratch(effexport::lsh_attention::cuda_scratch_bytes<T>(attention_problem(sizes)),
-                                     kPoison);
+  std::vector<unsigned char> scratch(effexport_check_lsh_attention_scratch(kNumber<T>, sizes), kPoison);
   std::memset(static_cast<void*>(out.data()), kPoison, out.size() * sizeof(T));
-  const int error =
-      run_lsh_attention<T>(sizes, qk.data(), v.data(), order.data(), keep.get(), scratch.data(), out.data());
-  check(error, "lsh_attention", seq, chunk_length);
+  void* const arrays[6] = {qk.data(), v.data(), order.data(), nullptr, keep.get(), out.data()};
+  check(effexport_check_lsh_attention(kNumber<T>, arrays, sizes, nullptr, scratch.data(), nullptr), "lsh_attention", seq,
+        chunk_length);
 }
 
 }  // namespace
