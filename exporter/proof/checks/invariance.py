@@ -11,7 +11,7 @@ from effexport.models.head_spec import MASKS
 from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
-from effexport.proof.inputs.padded import padding_of_other_content
+from effexport.proof.inputs.random import padding_of_other_content
 from effexport.proof.metrics import overall_error, relative_error
 from effexport.proof.own_roundings import free_limit
 from effexport.proof.tolerances import Limit, case_limit
