@@ -174,7 +174,7 @@ def example_case(model: UserModel, spec: BuildSpec) -> dict[str, dict[str, Array
         array = model.examples[tensor.name].numpy()
         fits = all(isinstance(dim, str) or dim == size for dim, size in zip(tensor.dims, array.shape, strict=True))
         length = array.shape[tensor.dims.index("seq")] if "seq" in tensor.dims else 1
-        if not fits or (spec.max_seq_len is not None and length > spec.max_seq_len):
+        if not fits or (spec.model.max_seq_len is not None and length > spec.model.max_seq_len):
             return {}
         inputs[tensor.name] = array.astype(numpy_dtype(tensor.dtype))
     # of a sample that is hidden as a whole, nothing could be compared

@@ -80,7 +80,7 @@ def check_precision_of_model(spec: BuildSpec, options: ModelOptions) -> None:
     for op in spec.model.custom_ops(spec.fused):  # also those that are inlined
         if options.precision_hint and op in REASON_FOR_FLOAT32:
             raise UserError(
-                f"--precision-hint {options.precision_hint} does not apply to {spec.variant}: "
+                f"--precision-hint {options.precision_hint} does not apply to {spec.attention.variant}: "
                 f"{REASON_FOR_FLOAT32[op]}, and the runtime cannot keep a part of the model in float32; leave it out"
             )
 

@@ -97,8 +97,8 @@ def check_long_sequence(candidate: Candidate, cases: Sequence[Case], spec: Build
     """No NaN and no infinity in the answer to one long sequence, as half precision overflows and cancels in long sums;
     nothing if some case is as long already."""
     kind = Kind.LONG_SEQUENCE
-    length = min(LONG_IF_QUADRATIC if spec.attention.is_quadratic else LONG, spec.max_seq_len or LONG)
-    if spec.fixed_seq_len is not None or length <= max(case.keep.shape[-1] for case in cases):
+    length = min(LONG_IF_QUADRATIC if spec.attention.is_quadratic else LONG, spec.model.max_seq_len or LONG)
+    if spec.model.fixed_seq_len is not None or length <= max(case.keep.shape[-1] for case in cases):
         return
     label = CaseLabel("long", (1, length))
     inputs = random_inputs(spec, np.random.default_rng(SEED), 1, length, None)

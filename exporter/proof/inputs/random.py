@@ -81,7 +81,7 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
 
 def case_shapes(spec: BuildSpec) -> dict[str, Shape]:
     """Batch, length and kept tokens of each sample, by case, in the order in which they are drawn."""
-    model, seq_len, fixed = spec.model, spec.seq_len, spec.fixed_seq_len
+    model, seq_len, fixed = spec.model, spec.model.seq_len, spec.model.fixed_seq_len
     whole: dict[str, Shape] = {EXPORT: (spec.batch, fixed or seq_len, None)}
     others: dict[str, Shape] = {}
     if fixed is not None:
@@ -91,7 +91,7 @@ def case_shapes(spec: BuildSpec) -> dict[str, Shape]:
         others["short"] = (2, taken_length(spec, min(seq_len, 7)), None)
         if model.length_multiple == model.shortest == 1:
             others["single token"] = (1, 1, None)
-        if spec.max_seq_len is None and seq_len <= 4096:
+        if spec.model.max_seq_len is None and seq_len <= 4096:
             longer = longer_length(seq_len) + model.length_multiple - 1
             others["longer"] = (1, taken_length(spec, longer), None)
     length = longest_padded(spec)
@@ -111,7 +111,7 @@ def taken_length(spec: BuildSpec, length: int) -> int:
 
 def longest_padded(spec: BuildSpec) -> int:
     """The length of padded batches."""
-    return spec.fixed_seq_len or taken_length(spec, min(spec.seq_len, 300))
+    return spec.model.fixed_seq_len or taken_length(spec, min(spec.model.seq_len, 300))
 
 
 def marks_tokens(tensor: TensorInfo, spec: BuildSpec) -> bool:
@@ -182,7 +182,7 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
     if hostile is None:
         return {}  # see the sweeps of the tests
     rng = np.random.default_rng(LENGTH)
-    length = spec.fixed_seq_len or min(spec.seq_len, LENGTH)
+    length = spec.model.fixed_seq_len or min(spec.model.seq_len, LENGTH)
     if limit is not None:
         tokens = np.full((1, length), min(TOKEN, limit - 1), dtype=np.int64)
         inputs = {"input_ids": tokens, "attention_mask": ones(length)}
