@@ -206,8 +206,9 @@ def open_artifact(path: Path) -> Artifact:
         spec = artifact.spec
     except (ValueError, KeyError, TypeError) as error:  # SpecError is a ValueError
         raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
-    for name in ("variant", "precision", "opset", "inputs", "outputs", "custom_ops"):
-        if getattr(manifest, name) != getattr(spec, name):
+    expected = {name: getattr(spec, name) for name in ("precision", "opset", "inputs", "outputs", "custom_ops")}
+    for name, value in {"variant": spec.attention.variant, **expected}.items():
+        if getattr(manifest, name) != value:
             raise UserError(f"{path / MANIFEST} is damaged: its fields {name} and spec contradict each other; {REMEDY}")
     graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
     golden = () if spec.golden == "none" else (REFERENCE,)
@@ -266,7 +267,7 @@ def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:
     """The folder of a build as an artifact, for what reads texts or runs the model before the build is finished."""
     manifest = Manifest(
         effexport_version="",
-        variant=spec.variant,
+        variant=spec.attention.variant,
         spec=spec.to_dict(),
         precision=spec.precision,
         opset=spec.opset,

@@ -132,7 +132,7 @@ def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list
     spec = artifact.spec
     rng = np.random.default_rng(spec.seed + DRAWN_SEED_OFFSET)
     batch = spec.batch if spec.model.is_traced_as_found else 1  # which may take no other batch
-    drawn: list[Feeds] = [random_inputs(spec, rng, batch, spec.seq_len, None) for _ in range(DRAWN_SAMPLES)]
+    drawn: list[Feeds] = [random_inputs(spec, rng, batch, spec.model.seq_len, None) for _ in range(DRAWN_SAMPLES)]
     return drawn, Samples(source="", sha256="", samples=len(drawn))
 
 
@@ -145,10 +145,12 @@ def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec
     exact: list[Answer] = [(run_with_buckets(model.original, spec, feeds)[0], {}) for feeds in few]
     value = loss_of(exact, [(runner.run(feeds), {}) for feeds in few]).rms_error
     source = model.record.samples.source or "random samples"
-    case = CaseLabel(source, (len(few), spec.seq_len))
+    case = CaseLabel(source, (len(few), spec.model.seq_len))
     if spec.max_loss is None or not judge:
         reason = "reported, and judged only against --max-loss"
-        return Check(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, "passed", value, None, reason, seq_len=spec.seq_len)
+        return Check(
+            Kind.QUANTIZATION_LOSS, case, RMS_METRIC, "passed", value, None, reason, seq_len=spec.model.seq_len
+        )
     limit = Limit(spec.max_loss, "--max-loss: the RMS error against the float model that the build may cause")
     return judged(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, value, limit)
 

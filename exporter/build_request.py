@@ -96,7 +96,7 @@ class BuildRequest:
         if isinstance(self.spec, BuildSpec):
             flags = [name for name, value in self.flags.items() if value is not None]
             require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")
-            return self.spec, source_from_path(self.weights, OF_OPTIONS), (), self.spec.variant
+            return self.spec, source_from_path(self.weights, OF_OPTIONS), (), self.spec.attention.variant
         require(self.flags.get("task") is None, "--task only works with --checkpoint")
         require(self.flags.get(INDEPENDENT) is None, "--independent-samples only works with --module")
         if self.weights is not None:
@@ -106,7 +106,7 @@ class BuildRequest:
             applies = attention is None or name in field_names(attention) or self.flags.get(name) is None
             require(applies, f"--{name.replace('_', '-')} does not apply to {self.flags.get('variant')}")
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec)
-        return spec, source_from_path(self.weights, OF_OPTIONS), (), spec.variant
+        return spec, source_from_path(self.weights, OF_OPTIONS), (), spec.attention.variant
 
     def resolve_module(
         self, module: nn.Module | str, on_stage: Callable[[str], None]

@@ -67,7 +67,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "checkpoint": spec.model.title,
         "attention": spec.attention.actual_variant,
         "parameters": count(spec.model.weights()),
-        "max_seq_len": spec.max_seq_len,
+        "max_seq_len": spec.model.max_seq_len,
         "inputs": [str(tensor) for tensor in spec.inputs],
         "outputs": [str(tensor) for tensor in spec.outputs],
         "custom_ops": spec.custom_ops,

@@ -125,8 +125,8 @@ def source_for_artifact(
         return other_than_before(artifact, source_from_path(checkpoint), str(checkpoint))
     if weights is None:
         raise UserError(
-            f"{artifact.path} was built from a variant, {artifact.spec.variant}, not from a checkpoint; give a file "
-            "with weights for it with --weights"
+            f"{artifact.path} was built from a variant, {artifact.spec.attention.variant}, not from a checkpoint; give "
+            "a file with weights for it with --weights"
         )
     check_weights_file(weights)
     return other_than_before(artifact, source_from_path(weights), str(weights))

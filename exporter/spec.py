@@ -16,7 +16,7 @@ from effexport.models.attention_spec import (
     field_names,
     known_fields,
 )
-from effexport.models.contract import ModelContract, Scope
+from effexport.models.contract import ModelContract
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
@@ -167,42 +167,14 @@ class BuildSpec(ShortRepr):
         return Head(self.pool, self.normalize, self.truncate_dim, self.top_k)
 
     @property
-    def scope(self) -> Scope:
-        return self.model.scope
-
-    @property
     def attention(self) -> AttentionSpec:
         attention: AttentionSpec = self.model.attention
         return attention
 
     @property
-    def variant(self) -> str:
-        return self.attention.variant
-
-    @property
     def dtype(self) -> str:
         """Element type of the float inputs and outputs."""
         return DTYPE_OF_PRECISION[self.precision]
-
-    @property
-    def seq_len(self) -> int:
-        return self.model.seq_len
-
-    @property
-    def max_seq_len(self) -> int | None:
-        return self.model.max_seq_len
-
-    @property
-    def min_seq_len(self) -> int:
-        return self.model.shortest
-
-    @property
-    def fixed_seq_len(self) -> int | None:
-        return self.model.fixed_seq_len
-
-    @property
-    def why_samples_mix(self) -> str:
-        return self.model.why_samples_mix
 
     @property
     def custom_ops(self) -> dict[str, int]:
@@ -235,7 +207,7 @@ class BuildSpec(ShortRepr):
     @property
     def pooled_outputs(self) -> tuple[str, ...]:
         """Names of the outputs that have no axis of tokens."""
-        fixed = self.fixed_seq_len is not None and not self.head.is_wanted  # then the length is a number
+        fixed = self.model.fixed_seq_len is not None and not self.head.is_wanted  # then the length is a number
         return () if fixed else tuple(tensor.name for tensor in self.outputs if "seq" not in tensor.dims)
 
     @property
@@ -253,9 +225,9 @@ class BuildSpec(ShortRepr):
         """Memory that no build can do without: the weights in float32, and one call with the example's batch and
         length. A build takes several times this."""
         others = {dim: 1 for tensor in self.inputs for dim in tensor.dims if isinstance(dim, str)}
-        sizes = {**others, "batch": self.batch, "seq": self.seq_len}
+        sizes = {**others, "batch": self.batch, "seq": self.model.seq_len}
         outputs = (math.prod(shape_of(tensor.dims, sizes)) for tensor in self.outputs)
-        call = max(self.model.least_elements(self.batch, self.seq_len), sum(outputs))
+        call = max(self.model.least_elements(self.batch, self.model.seq_len), sum(outputs))
         return 4 * (count(self.model.weights()) + call)
 
     def to_dict(self) -> dict[str, Any]:
@@ -265,7 +237,7 @@ class BuildSpec(ShortRepr):
         plain = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("model", *left_out)
         }
-        return {"scope": self.scope, **plain, "model": self.model.to_dict()}
+        return {"scope": self.model.scope, **plain, "model": self.model.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:

@@ -169,7 +169,7 @@ async def mixed(bench: Bench) -> dict[str, Any]:
     """Many lengths, log-uniform: the server in turns with one that runs one at a time, and one that pads nothing."""
     shortest, longest = map(int, bench.arguments.mixed_lengths.split(","))
     spec = open_artifact(bench.path).spec
-    ends = np.log((shortest, min(longest, spec.max_seq_len or longest)))
+    ends = np.log((shortest, min(longest, spec.model.max_seq_len or longest)))
     lengths = np.exp(np.random.default_rng(0).uniform(*ends, bench.arguments.mixed_requests)).astype(int)
     samples = make_samples(bench.server.model, bench.runner, spec, lengths.tolist())
     with bench.start(*ONE_RUN) as one_run, bench.start(*ONE_LENGTH) as one_length:

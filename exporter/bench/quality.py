@@ -104,7 +104,7 @@ def described_by(spec: BuildSpec) -> dict[str, Any]:
     attention = {name: getattr(spec.attention, name) for name in sorted(SHARED_FIELDS)}
     if attention["bias"] == type(spec.attention).bias:
         del attention["bias"]  # each variant has its own default
-    return {"scope": spec.scope, "precision": spec.precision, **attention, **spec.model.around_attention}
+    return {"scope": spec.model.scope, "precision": spec.precision, **attention, **spec.model.around_attention}
 
 
 def models_of_results(results: Sequence[Judged], options: Mapping[str, Any]) -> tuple[Model, ...]:
@@ -148,7 +148,7 @@ def quality_of_cases(cases: Sequence[Case], results: Sequence[Judged]) -> dict[t
 
 def matching(cases: Sequence[Case], one: Judged) -> Case:
     """The case whose model was judged. Raises UserError, with what differs, if there is none."""
-    alike = [case for case in cases if case.variant == one.spec.variant]
+    alike = [case for case in cases if case.variant == one.spec.attention.variant]
     if not alike:
         known = "; ".join(dict.fromkeys(case.label for case in cases))
         raise UserError(

@@ -166,7 +166,7 @@ def amount_of(feeds: Mapping[str, Array], spec: BuildSpec) -> str:
         return counted(int(feeds[MASK_NAME].sum()), "token")
     if "seq" not in sizes and spec.model.is_traced_as_found:
         return counted(sizes.get("batch", 1), "sample")
-    length = sizes.get("seq", spec.fixed_seq_len or 1)
+    length = sizes.get("seq", spec.model.fixed_seq_len or 1)
     return counted(sizes.get("batch", 1) * sizes.get("choices", 1) * length, "token")
 
 

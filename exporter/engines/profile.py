@@ -131,9 +131,9 @@ def parse_profile(text: str) -> dict[str, Range]:
 def default_profile(spec: BuildSpec) -> Profile:
     """The profile without --profile: tuned for the batch and length of the spec, for batches up to 4 and lengths up to
     the model's longest, or to 1.5 times the exported length if the model has no limit."""
-    fixed, seq_len = spec.fixed_seq_len, spec.seq_len
-    longest = spec.max_seq_len or seq_len + seq_len // 2
-    seq = Range(fixed, fixed, fixed) if fixed else Range(spec.min_seq_len, min(seq_len, longest), longest)
+    fixed, seq_len = spec.model.fixed_seq_len, spec.model.seq_len
+    longest = spec.model.max_seq_len or seq_len + seq_len // 2
+    seq = Range(fixed, fixed, fixed) if fixed else Range(spec.model.shortest, min(seq_len, longest), longest)
     ranges = {"batch": Range(1, spec.batch, max(spec.batch, DEFAULT_MAX_BATCH)), "seq": seq}
     if "choices" in dynamic_dims(spec):
         ranges["choices"] = Range(1, DEFAULT_CHOICES, DEFAULT_CHOICES)
@@ -148,7 +148,7 @@ def default_profile(spec: BuildSpec) -> Profile:
 def within(profile: Profile, spec: BuildSpec) -> Profile:
     """A profile without the sizes that the model does not take, which an export may have found after it was made."""
     limits = {axis: (size, LARGEST_SIZE) for axis, size in spec.model.lowest.items()}
-    limits["seq"] = (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)
+    limits["seq"] = (spec.model.shortest, spec.model.max_seq_len or LARGEST_SIZE)
     ranges = {
         axis: Range(*(min(max(size, limits[axis][0]), limits[axis][1]) for size in sizes)) if axis in limits else sizes
         for axis, sizes in profile.ranges.items()
@@ -164,7 +164,7 @@ def dynamic_dims(spec: BuildSpec) -> list[str]:
 def check_profile(profile: Profile, spec: BuildSpec) -> None:
     """Raises SpecError for sizes that the model does not support: beyond its longest, or not its only length."""
     dims = dynamic_dims(spec)
-    fixed, longest = spec.fixed_seq_len, spec.max_seq_len
+    fixed, longest = spec.model.fixed_seq_len, spec.model.max_seq_len
     seq = profile.ranges.get("seq")
     if fixed is not None and seq is not None:
         rule = spec.attention.why_fixed
@@ -195,7 +195,7 @@ def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
             continue
         whole = -(-seq.opt // chunk) * chunk
         remarks.append(
-            f"the profile {profile} is tuned for {seq.opt} tokens, which {spec.variant} pads to {whole}, a multiple of "
-            f"its chunk of {chunk}: sequences of {whole} tokens take no longer"
+            f"the profile {profile} is tuned for {seq.opt} tokens, which {spec.attention.variant} pads to {whole}, a "
+            f"multiple of its chunk of {chunk}: sequences of {whole} tokens take no longer"
         )
     return remarks

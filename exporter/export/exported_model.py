@@ -87,7 +87,7 @@ def transformers_class(spec: BuildSpec) -> str | None:
 
 
 def described(tensor: TensorInfo, spec: BuildSpec) -> dict[str, Any]:
-    sizes = {"batch": spec.batch, "seq": spec.seq_len}
+    sizes = {"batch": spec.batch, "seq": spec.model.seq_len}
     shape = [sizes.get(dim, 1) if isinstance(dim, str) else dim for dim in tensor.dims]
     return {"rank": len(shape), "shape": shape, "dtype": tensor.dtype}
 

@@ -87,7 +87,7 @@ def why_too_large(spec: BuildSpec) -> str:
         return ""
     return (
         f"the {spec.model.title} has {count(spec.model.weights()):,} parameters and needs at least {memory(needed)} "
-        f"for them and {spec.batch} × {spec.seq_len} tokens; this machine has {memory(total)}"
+        f"for them and {spec.batch} × {spec.model.seq_len} tokens; this machine has {memory(total)}"
     )
 
 

@@ -275,7 +275,7 @@ def finished(program: ExportedProgram, spec: BuildSpec, written: Counter[str]) -
     """The program of a user's own module as torch.onnx gets it. written: gets the operators that stand for what its
     code writes out."""
     if spec.fused:
-        written += turn_attentions(program, spec.seq_len) + turn_linear_attentions(program, {spec.model.mask})
+        written += turn_attentions(program, spec.model.seq_len) + turn_linear_attentions(program, {spec.model.mask})
     return with_casts(program)
 
 
@@ -352,7 +352,7 @@ def sizes_of_example(example: Sequence[torch.Tensor], inputs: Sequence[TensorInf
 
 def limits_of_spec(spec: BuildSpec) -> dict[str, tuple[int, int]]:
     limits = {axis: (size, LARGEST_SIZE) for axis, size in spec.model.lowest.items()}
-    return limits | {"seq": (spec.min_seq_len, spec.max_seq_len or LARGEST_SIZE)}
+    return limits | {"seq": (spec.model.shortest, spec.model.max_seq_len or LARGEST_SIZE)}
 
 
 def program_of_other_branches(
@@ -399,8 +399,8 @@ def trace_of_user(
     from torch.export import Dim
 
     def free(axis: str) -> Any:
-        limited = axis == "seq" and spec.max_seq_len is not None
-        return None if axis == fixed else Dim.AUTO(max=spec.max_seq_len) if limited else Dim.AUTO
+        limited = axis == "seq" and spec.model.max_seq_len is not None
+        return None if axis == fixed else Dim.AUTO(max=spec.model.max_seq_len) if limited else Dim.AUTO
 
     return traced(module, example, free_axes(module, inputs, free), inputs)
 

@@ -144,7 +144,7 @@ def generator_from_artifact(artifact: Artifact, open_decoder: Callable[[Artifact
 
 def max_tokens_of(artifact: Artifact) -> int:
     """How many tokens a prompt and its new tokens may have together."""
-    longest = artifact.spec.max_seq_len
+    longest = artifact.spec.model.max_seq_len
     assert longest is not None, "an encoder has learned positions"
     return longest
 

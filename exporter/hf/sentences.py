@@ -24,7 +24,7 @@ class Sentences(torch.nn.Module):
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
-        self.max_seq_length = model.artifact.spec.max_seq_len
+        self.max_seq_length = model.artifact.spec.model.max_seq_len
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **options: Any) -> dict[str, torch.Tensor]:
         """Tokens of texts, or of pairs of texts, padded to the longest and cut at `max_seq_length` tokens."""

@@ -23,8 +23,7 @@ from effexport.models.size_formula import shape_of
 from effexport.proof.cases import KEPT, Case
 from effexport.proof.checks.invariance import Worst, rows_of, worst_of_batches
 from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
-from effexport.proof.inputs.adversarial import adversarial_inputs
-from effexport.proof.inputs.random import EXPORT, NOTHING_KEPT, case_inputs, case_shapes
+from effexport.proof.inputs.random import EXPORT, NOTHING_KEPT, adversarial_inputs, case_inputs, case_shapes
 from effexport.proof.kept_tokens import has_tokens, kept_tokens
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import (
@@ -175,7 +174,7 @@ def example_case(model: UserModel, spec: BuildSpec) -> dict[str, dict[str, Array
         array = model.examples[tensor.name].numpy()
         fits = all(isinstance(dim, str) or dim == size for dim, size in zip(tensor.dims, array.shape, strict=True))
         length = array.shape[tensor.dims.index("seq")] if "seq" in tensor.dims else 1
-        if not fits or (spec.max_seq_len is not None and length > spec.max_seq_len):
+        if not fits or (spec.model.max_seq_len is not None and length > spec.model.max_seq_len):
             return {}
         inputs[tensor.name] = array.astype(numpy_dtype(tensor.dtype))
     # of a sample that is hidden as a whole, nothing could be compared

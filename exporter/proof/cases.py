@@ -80,7 +80,7 @@ class Case:
 
     @property
     def keep(self) -> Array:
-        """Boolean [batch, seq], or [batch, choices, seq] for multiple choice; see `kept_dims` for other models."""
+        """Boolean [batch, seq], or [batch, choices, seq] for multiple choice; see `ModelContract.kept_dims`."""
         kept = self.tokens.get(KEPT)
         return np.asarray(self.inputs["attention_mask"] != 0 if kept is None else kept)
 

@@ -90,7 +90,7 @@ def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec, values: Sequence[
     profiles = []
     for profile in info.profiles:
         sizes = profile_from_shapes(spec.inputs, profile).ranges
-        batch, seq = sizes["batch"], sizes.get("seq", Range(*(3 * [spec.seq_len])))
+        batch, seq = sizes["batch"], sizes.get("seq", Range(*(3 * [spec.model.seq_len])))
         of_buckets = (Range(*(n * rows for n in batch)), Range(*(-(-size // chunk) * chunk for size in seq)))
         ranges = {dim: size for value in values for dim, size in zip(bucket_dims(value), of_buckets, strict=True)}
         profiles.append(Profile({"batch": batch, "seq": seq, **ranges}))

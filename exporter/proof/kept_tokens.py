@@ -9,7 +9,6 @@ import numpy as np
 
 from effexport.dtypes import named_sizes
 from effexport.models.size_formula import shape_of
-from effexport.models.weight_shapes import Dims
 from effexport.proof.cases import KEPT
 from effexport.spec import BuildSpec
 
@@ -17,13 +16,9 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 
-def kept_dims(spec: BuildSpec) -> Dims:
-    return spec.model.kept_dims
-
-
 def has_tokens(spec: BuildSpec) -> bool:
-    """Whether there is an axis of tokens, the last of `kept_dims`."""
-    return kept_dims(spec)[-1] not in ("batch", 1)
+    """Whether there is an axis of tokens, the last of those of the mask."""
+    return spec.model.kept_dims[-1] not in ("batch", 1)
 
 
 def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:

@@ -13,7 +13,7 @@ from effexport.dtypes import named_sizes
 from effexport.errors import UserError
 from effexport.models.size_formula import shape_of
 from effexport.proof.cases import EXPECTED, Case, load_reference
-from effexport.proof.kept_tokens import has_tokens, kept_dims, kept_tokens
+from effexport.proof.kept_tokens import has_tokens, kept_tokens
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
         if shape != expected:
             return f"{tensor.name} has the shape {list(shape)}; expected {list(expected)}, as the other arrays say"
     case = with_tokens(case, spec)
-    if problem := why_tokens_do_not_count(case.keep, shape_of(kept_dims(spec), sizes), spec):
+    if problem := why_tokens_do_not_count(case.keep, shape_of(spec.model.kept_dims, sizes), spec):
         return problem
     parts = (case.kept(name, array, row) for name, array in case.outputs.items() for row in case.samples(array))
     if spec.model.answers_always and not all(np.isfinite(part).all() for part in parts):

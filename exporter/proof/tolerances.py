@@ -79,7 +79,7 @@ OWN_ERROR_FACTOR = 4
 
 def arithmetic_limit(spec: BuildSpec) -> Limit:
     """The limit of one precision and scope."""
-    return deepened(ARITHMETIC[spec.arithmetic, spec.scope], spec)
+    return deepened(ARITHMETIC[spec.arithmetic, spec.model.scope], spec)
 
 
 def deepened(limit: Limit, spec: BuildSpec) -> Limit:
@@ -91,7 +91,7 @@ def deepened(limit: Limit, spec: BuildSpec) -> Limit:
 
 def reference_limit(spec: BuildSpec) -> Limit:
     """How far PyTorch in float32 may be from itself in float64, whatever the precision of the spec."""
-    limit = deepened(ARITHMETIC["fp32", spec.scope], spec)
+    limit = deepened(ARITHMETIC["fp32", spec.model.scope], spec)
     return Limit(limit.value, f"a reference that is further off cannot judge others: {limit.reason}")
 
 
@@ -118,7 +118,7 @@ def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:
     """The limit of the RMS error in one case; None in half precision, whose own rounding is larger than most damage."""
     if spec.arithmetic != "fp32":
         return None
-    limit, own = deepened(OVERALL[spec.scope], spec), OWN_ERROR_FACTOR * own_error
+    limit, own = deepened(OVERALL[spec.model.scope], spec), OWN_ERROR_FACTOR * own_error
     return limit if own <= limit.value else Limit(own, case_limit(spec, own_error).reason)
 
 

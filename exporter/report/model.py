@@ -281,7 +281,7 @@ def manifest_from_report(report: Report, spec: BuildSpec, hashes: Sequence[str],
     """The manifest without the checksums of the files. hashes: graph values that hold buckets."""
     return Manifest(
         effexport_version=__version__,
-        variant=spec.variant,
+        variant=spec.attention.variant,
         spec=report.spec,
         precision=spec.precision,
         opset=spec.opset,

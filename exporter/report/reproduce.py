@@ -163,7 +163,7 @@ def _changed_fields(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _build_defaults() -> dict[str, Any]:
     spec = BuildSpec(model=attention_spec("softmax"))
-    return {"scope": spec.scope, **{field.name: getattr(spec, field.name) for field in fields(spec)[1:]}}
+    return {"scope": spec.model.scope, **{field.name: getattr(spec, field.name) for field in fields(spec)[1:]}}
 
 
 def _variant(spec: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ def check_precision_of_model(spec: BuildSpec, options: ModelOptions) -> None:
     for op in spec.model.custom_ops(spec.fused):  # also those that are inlined
         if options.precision_hint and op in OPS and OPS[op].around_in_float32:
             raise UserError(
-                f"--precision-hint {options.precision_hint} does not apply to {spec.variant}: "
+                f"--precision-hint {options.precision_hint} does not apply to {spec.attention.variant}: "
                 f"{OPS[op].around_in_float32}, and the runtime cannot keep a part of the model in float32; leave it out"
             )
 

@@ -45,11 +45,11 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     if MASK_NAME in defaults and model.mask == MASK_NAME and model.mask_ignores:
         defaults[MASK_NAME] = 0
     return FeedLimits(
-        spec.max_seq_len,
+        spec.model.max_seq_len,
         model.input_limits,
         model.mask == MASK_NAME,
         defaults,
-        spec.min_seq_len,
+        spec.model.shortest,
         model.lowest,
         is_of_code="seq" in model.size_notes,
     )

@@ -52,7 +52,7 @@ class Cell:
     def title(self) -> str:
         """The cell in words."""
         gpu = f", {self.gpu}" if self.gpu else ""
-        return f"{self.label}, {self.spec.seq_len} tokens, {self.spec.precision}, {self.target}{gpu}"
+        return f"{self.label}, {self.spec.model.seq_len} tokens, {self.spec.precision}, {self.target}{gpu}"
 
     @cached_property
     def digest(self) -> str:
@@ -64,7 +64,8 @@ class Cell:
     def id(self) -> str:
         """The name of its folder: `lsh-512-fp32-trt-rtx-sm_89-0123456789ab`."""
         spec = self.spec
-        words = [spec.variant, str(spec.seq_len), spec.precision, self.target, *([self.gpu] if self.gpu else [])]
+        words = [spec.attention.variant, str(spec.model.seq_len), spec.precision, self.target]
+        words += [self.gpu] if self.gpu else []
         return "-".join([*words, self.digest[:_DIGITS]])
 
     def to_dict(self) -> dict[str, Any]:

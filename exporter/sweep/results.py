@@ -102,7 +102,9 @@ class SweepResults:
 
 def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
     known |= {name: getattr(cell, name) for name in ("id", "label", "target", "gpu")}
-    known |= {name: getattr(cell.spec, name) for name in ("variant", "scope", "seq_len", "batch", "precision")}
+    spec, model = cell.spec, cell.spec.model
+    known |= {"variant": spec.attention.variant, "scope": model.scope, "seq_len": model.seq_len}
+    known |= {"batch": spec.batch, "precision": spec.precision}
     return Row(status=status, command=command, **known)
 
 

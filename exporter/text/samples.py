@@ -103,7 +103,7 @@ def windows_of_text(path: Path, reader: Reader, artifact: Artifact) -> list[Feed
     else:
         text = decoded(data, path)
         encoding = reader.encode(text, None)
-    window = min(artifact.spec.seq_len, max(SHORTEST_WINDOW, len(encoding) // FEWEST))
+    window = min(artifact.spec.model.seq_len, max(SHORTEST_WINDOW, len(encoding) // FEWEST))
     prepared = reader.cut(text, None, encoding, window, 0)
     full = [place for place, tokens in enumerate(prepared.windows) if len(tokens) == window]
     return [{name: array[place : place + 1] for name, array in prepared.feeds.items()} for place in full]

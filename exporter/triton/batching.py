@@ -32,7 +32,7 @@ class Batching:
 def batching_of(build: BuildSpec, spec: PackageSpec, engine: EngineInfo | None = None) -> Batching:
     """Raises UserError for options that the model or its engine does not allow."""
     asked = spec.max_batch is not None or bool(spec.preferred_batch)
-    reason = build.why_samples_mix
+    reason = build.model.why_samples_mix
     if reason:
         if asked:
             raise UserError(

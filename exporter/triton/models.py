@@ -160,8 +160,8 @@ def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: Mode
         outputs=config.signature.outputs,
         max_batch=config.batching.max_batch,
         reason=config.batching.reason,
-        example_length=build.fixed_seq_len
-        or max(build.min_seq_len, min(EXAMPLE_LENGTH, build.max_seq_len or EXAMPLE_LENGTH)),
+        example_length=build.model.fixed_seq_len
+        or max(build.model.shortest, min(EXAMPLE_LENGTH, build.model.max_seq_len or EXAMPLE_LENGTH)),
         tensorrt_version=config.backend.engine.tensorrt_version if config.backend.engine else None,
         server_path=config.spec.server_path,
         config_sha256=config_digest(text),

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from effexport.plugins.calls import HEADS, LONGEST_QUADRATIC, Q_K_V_KEEP, Array, Attributes, KernelCall, ProofInputs, X, keeps
+from effexport.plugins.calls import (
+    HEADS,
+    LONGEST_QUADRATIC,
+    Q_K_V_KEEP,
+    Array,
+    Attributes,
+    KernelCall,
+    ProofInputs,
+    X,
+    keeps,
+)
 
 TRIAL = KernelCall(Q_K_V_KEEP, {"out": X}, {"eps": 1e-6})
 

@@ -148,7 +148,7 @@ def takes(artifact: Artifact, case: Case) -> bool:
         for dim, size in zip(tensor.dims, case.feed[tensor.name].shape, strict=True):
             if isinstance(dim, int) and dim != size:
                 return False
-            if dim == "seq" and not spec.min_seq_len <= size <= (spec.max_seq_len or size):
+            if dim == "seq" and not spec.model.shortest <= size <= (spec.model.max_seq_len or size):
                 return False
     return True
 

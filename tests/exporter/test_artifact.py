@@ -449,7 +449,7 @@ def test_a_reference_whose_noise_is_not_numbers_is_an_error(copied: Copied, nois
 def test_an_artifact_may_be_moved(copied: Copied) -> None:
     folder = copied()
     moved = folder.rename(folder.with_name("név with space"))
-    assert open_artifact(moved).spec.variant == "softmax"
+    assert open_artifact(moved).spec.attention.variant == "softmax"
 
 
 @pytest.mark.parametrize("graph", ["decode_step.onnx", "prefill.onnx"])

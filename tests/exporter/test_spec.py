@@ -79,7 +79,7 @@ def test_a_list_of_bucket_counts_becomes_factors(toml: Callable[[str], Path]) ->
 
 def test_variant_and_scope_may_come_from_the_file(toml: Callable[[str], Path]) -> None:
     spec = build_spec_from_options({}, toml('variant = "linear"\nscope = "attention"'))
-    assert (spec.variant, spec.scope) == ("linear", "attention")
+    assert (spec.attention.variant, spec.model.scope) == ("linear", "attention")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ MODULE: dict[str, Any] = {
 
 def test_the_spec_of_a_module_is_read() -> None:
     spec = BuildSpec.from_dict({"scope": "checkpoint", "model": MODULE})
-    assert spec.variant == "pytorch"
+    assert spec.attention.variant == "pytorch"
     assert spec.model.inputs == {"x": ("batch", "seq", 8)}
     assert BuildSpec.from_dict(spec.to_dict()) == spec
 

@@ -88,5 +88,5 @@ def test_the_floor_counts_linear_layers_once() -> None:
 def test_the_long_model_is_the_same_with_more_positions() -> None:
     for spec in command.specs_from_options(command.parse_options(["--precisions", "fp16"])):
         longer = latency.long_spec(spec, 16384)
-        assert longer.seq_len == longer.max_seq_len == 16384
-        assert (longer.variant, longer.precision, longer.model.layers) == (spec.variant, "fp16", 2)
+        assert longer.model.seq_len == longer.model.max_seq_len == 16384
+        assert (longer.attention.variant, longer.precision, longer.model.layers) == (spec.attention.variant, "fp16", 2)

@@ -106,7 +106,7 @@ def other_checkpoint(checkpoint: Path, folder: Path) -> Path:
 def inputs_of(artifact: Artifact) -> dict[str, Any]:
     """Inputs that the signature of an artifact allows: a batch of two where it is free, and a few tokens."""
     spec = artifact.spec
-    length = spec.fixed_seq_len or min(LENGTH, spec.max_seq_len or LENGTH)
+    length = spec.model.fixed_seq_len or min(LENGTH, spec.model.max_seq_len or LENGTH)
     return random_inputs(spec, np.random.default_rng(0), 2, length, None)
 
 

@@ -54,7 +54,7 @@ class Graph:
     @property
     def attention(self) -> str:
         """Module path of the attention layer with a trailing dot; empty where the model is one layer."""
-        return "" if self.spec.scope == "attention" else "blocks.0.attention."
+        return "" if self.spec.model.scope == "attention" else "blocks.0.attention."
 
     def nodes(self, *ops: str, module: str | None = None) -> list[onnx.NodeProto]:
         """Nodes of these operators, and of one module where its path below the attention layer or the root is given."""
@@ -252,7 +252,7 @@ def landmark_matrix_transposed(graph: Graph) -> bool:
 
 def segments_rounded_down(graph: Graph) -> bool:
     """floor(n / m) tokens per landmark instead of ceil, (n + m − 1) / m: the last tokens are in no landmark."""
-    if graph.spec.variant != "nystrom":
+    if graph.spec.attention.variant != "nystrom":
         return False
     landmarks = graph.spec.attention.num_landmarks  # type: ignore[attr-defined]
     for node in graph.nodes("Add"):
@@ -266,7 +266,7 @@ def segments_rounded_down(graph: Graph) -> bool:
 def padding_in_landmarks(graph: Graph) -> bool:
     for node in graph.nodes("And"):
         owned_and_kept = graph.comes_from(node.input[0], "Equal") and graph.comes_from(node.input[1], "Unsqueeze")
-        if owned_and_kept and graph.spec.variant == "nystrom":
+        if owned_and_kept and graph.spec.attention.variant == "nystrom":
             return graph.bypass(node)
     return False
 
@@ -276,7 +276,7 @@ def padding_in_convolution(graph: Graph) -> bool:
 
 
 def convolution_flipped(graph: Graph) -> bool:
-    if graph.spec.variant == "aft-conv":
+    if graph.spec.attention.variant == "aft-conv":
         # the exporter folds the filter into e^w of every query and key of a window
         for node in graph.nodes("MatMul"):
             array = graph.constant(node.input[0])
@@ -299,7 +299,7 @@ def convolution_lost(graph: Graph) -> bool:
 
 def scale_changed(power: float, graph: Graph) -> bool:
     """q, k or both are divided by a power of the usual divisor: 0 loses the scale, 2 applies it twice."""
-    if graph.spec.variant not in ("softmax", "nystrom", "lsh"):
+    if graph.spec.attention.variant not in ("softmax", "nystrom", "lsh"):
         return False
     divisions = [(node, graph.scalar(node, 1)) for node in graph.nodes("Div")]
     return applied([graph.set_constant(node, 1, by**power) for node, by in divisions if by is not None])
@@ -322,7 +322,7 @@ def weak_mask(graph: Graph) -> bool:
     found = False
     for node in graph.nodes("Where"):
         constant = graph.scalar(node, 2)
-        if graph.spec.variant in ("softmax", "nystrom", "lsh") and constant is not None and constant < -1e8:
+        if graph.spec.attention.variant in ("softmax", "nystrom", "lsh") and constant is not None and constant < -1e8:
             found = graph.set_constant(node, 2, -3)
     return found
 
@@ -392,7 +392,7 @@ def feature_map_of_relu(graph: Graph) -> bool:
 
 def denominator_lost(graph: Graph) -> bool:
     """The sums are not divided by the sum of their weights."""
-    if graph.spec.variant not in ("linear", *AFT):
+    if graph.spec.attention.variant not in ("linear", *AFT):
         return False
     last = [node for node in graph.nodes("Div") if graph.constant(node.input[1]) is None][-1]
     return graph.bypass(last)
@@ -536,7 +536,7 @@ def rounds_by_maximum(graph: Graph) -> bool:
 
 def stabiliser_lost(graph: Graph) -> bool:
     """e^k instead of e^(k − max k): the same quotient, until a key exceeds 88."""
-    if graph.spec.variant not in ("aft-full", "aft-simple"):
+    if graph.spec.attention.variant not in ("aft-full", "aft-simple"):
         return False
     found = False
     for node in graph.nodes("Exp"):
@@ -565,10 +565,10 @@ def gate_is_tanh(graph: Graph) -> bool:
 def position_factors(graph: Graph) -> list[str]:
     """The learned position biases: one matrix of aft-full; of aft-local, the factors of the queries and the keys."""
     arrays = {t.name: numpy_helper.to_array(t) for t in graph.graph.initializer}
-    if graph.spec.variant == "aft-full":
-        size = graph.spec.seq_len
+    if graph.spec.attention.variant == "aft-full":
+        size = graph.spec.model.seq_len
         return [n for n, a in arrays.items() if a.shape == (size, size) and graph.readers(n, "Slice")]
-    if graph.spec.variant == "aft-local":
+    if graph.spec.attention.variant == "aft-local":
         pairs = [n for n, a in arrays.items() if a.ndim == 3 and a.dtype.kind == "f"]
         return sorted(pairs, key=lambda name: bool(graph.readers(name, "Concat")))
     return []
@@ -627,7 +627,7 @@ def heads_swapped(graph: Graph) -> bool:
     """The values of the first head go to the second, and so on."""
     attention = graph.spec.attention
     name = weight(graph, "value")
-    if name is None or not (attention.has_heads or graph.spec.variant == "aft-conv"):
+    if name is None or not (attention.has_heads or graph.spec.attention.variant == "aft-conv"):
         return False
     array = graph.constant(name)
     assert array is not None
@@ -640,7 +640,7 @@ def heads_swapped(graph: Graph) -> bool:
 
 def heads_merged_untransposed(graph: Graph) -> bool:
     """[batch, heads, seq, head_dim] is reshaped to [batch, seq, dim] as it lies in memory."""
-    if not (graph.spec.attention.has_heads or graph.spec.variant == "aft-conv"):
+    if not (graph.spec.attention.has_heads or graph.spec.attention.variant == "aft-conv"):
         return False
     for node in graph.nodes("Transpose")[::-1]:
         if attribute(node, "perm") == [0, 2, 1, 3] and graph.readers(node.output[0], "Reshape"):
@@ -774,7 +774,7 @@ def length_baked_in(graph: Graph) -> bool:
         if (attribute(node, "start"), attribute(node, "end")) == (1, 2) and node.input[0] in INPUTS:
             value = node.output[0]
             graph.cut(value)
-            graph.add("Identity", [graph.new_constant(np.array([graph.spec.seq_len]))], value)
+            graph.add("Identity", [graph.new_constant(np.array([graph.spec.model.seq_len]))], value)
             found = True
     return found
 

@@ -100,7 +100,7 @@ def faults(artifact: Artifact, folder: Path) -> Iterator[tuple[str, onnx.ModelPr
     else:
         yield "input scale × 1.1", changed(artifact, input_scale)
         yield "calibration of another model", exported(artifact, of_another_model, folder)
-    if spec.variant == "lsh":
+    if spec.attention.variant == "lsh":
         hashed = "blocks.0.attention.query_key"
         yield "hash quantised", exported(artifact, lambda kept: with_layer(kept, hashed), folder)
     if record.scales == "dynamic":
@@ -113,4 +113,4 @@ def saved(model: onnx.ModelProto, path: Path) -> Path:
 
 
 def small_spec(spec: BuildSpec) -> str:
-    return f"{spec.variant} {spec.precision} {spec.scales}"
+    return f"{spec.attention.variant} {spec.precision} {spec.scales}"

@@ -50,7 +50,7 @@ def signature_of_case(case: Case) -> GraphSignature:
     heads, channels = spec.attention.projected
 
     def tensor(name: str, width: int) -> TensorInfo:
-        return TensorInfo(name, spec.dtype, ("batch", heads, spec.fixed_seq_len or "seq", width))
+        return TensorInfo(name, spec.dtype, ("batch", heads, spec.model.fixed_seq_len or "seq", width))
 
     inputs, output = tuple(map(tensor, channels, channels.values())), tensor(OUTPUT, channels["v"])
     return GraphSignature(inputs, (output,), spec.custom_ops)
@@ -112,8 +112,8 @@ def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:
 
     spec = spec_from_case(case)
     batch, seq_len = example_inputs(spec)[0].shape[:2]
-    if spec.max_seq_len is not None:
-        seq_len = max(1, min(seq_len, spec.max_seq_len - 1))
+    if spec.model.max_seq_len is not None:
+        seq_len = max(1, min(seq_len, spec.model.max_seq_len - 1))
     sizes = {"batch": batch, "seq": seq_len}
     return tuple(
         torch.zeros(shape_of(tensor.dims, sizes), dtype=getattr(torch, tensor.dtype))

@@ -11,7 +11,7 @@ from effexport.models.head_spec import MASKS
 from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
-from effexport.proof.inputs.padded import padding_of_other_content
+from effexport.proof.inputs.random import padding_of_other_content
 from effexport.proof.metrics import overall_error, relative_error
 from effexport.proof.own_roundings import free_limit
 from effexport.proof.tolerances import Limit, case_limit
@@ -58,7 +58,7 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
     is_padded = not case.keep.all() and spec.attention.fixed_seq_len is None
     found = {kind: Worst(spec) for kind in (Kind.BATCH_INVARIANCE, *[Kind.PADDING_LENGTH] * is_padded)}
     if spec.model.why_not_invariant:
-        if not spec.why_samples_mix:  # about other lengths, nothing was declared
+        if not spec.model.why_samples_mix:  # about other lengths, nothing was declared
             del found[Kind.BATCH_INVARIANCE]
             yield check_independent(candidate, case, outputs, spec)
         yield from (not_run(kind, spec.model.why_not_invariant, case.label, metric) for kind in found)

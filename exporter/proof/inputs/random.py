@@ -1,20 +1,25 @@
-"""Random inputs: the shapes of every case, filled with random tokens or hidden states."""
+"""The inputs of every case: drawn ones of many shapes, those at which a correct formula and a careless implementation
+part, and those whose padding holds something else."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.models.contract import NONE, longer_length
-from effexport.models.head_spec import POSITIONS
+from effexport.models.head_spec import MASKS, POSITIONS
 from effexport.models.size_formula import shape_of
 from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from effexport.dtypes import Array
+    from effexport.proof.cases import Case
 
 # Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
 REFERENCE_SEED_OFFSET = 7919
@@ -26,6 +31,16 @@ NOTHING_KEPT = "nothing kept"
 Shape = tuple[int, int, Sequence[int] | None]
 # Answers per question in the cases of a multiple-choice model.
 CHOICES = 3
+# The seed of other content in padded places.
+CONTENT_SEED = 1_000_003
+# Long enough for several chunks and segments, short enough to cost nothing.
+LENGTH = 200
+TOKEN = 3
+# Cutoffs of `hidden_for_keys`. A softmax over keys magnifies their rounding, which grows with the hidden states. With
+# all singular values of a square projection, states reach 10,000, and float32 has too few digits for their keys. A
+# tenth keeps them below 500; the gaps of single channels then vary around the one that is asked for.
+WELL_CONDITIONED = 0.1
+NEARLY_EXACT = 1e-3
 
 
 def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
@@ -66,7 +81,7 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
 
 def case_shapes(spec: BuildSpec) -> dict[str, Shape]:
     """Batch, length and kept tokens of each sample, by case, in the order in which they are drawn."""
-    model, seq_len, fixed = spec.model, spec.seq_len, spec.fixed_seq_len
+    model, seq_len, fixed = spec.model, spec.model.seq_len, spec.model.fixed_seq_len
     whole: dict[str, Shape] = {EXPORT: (spec.batch, fixed or seq_len, None)}
     others: dict[str, Shape] = {}
     if fixed is not None:
@@ -76,7 +91,7 @@ def case_shapes(spec: BuildSpec) -> dict[str, Shape]:
         others["short"] = (2, taken_length(spec, min(seq_len, 7)), None)
         if model.length_multiple == model.shortest == 1:
             others["single token"] = (1, 1, None)
-        if spec.max_seq_len is None and seq_len <= 4096:
+        if spec.model.max_seq_len is None and seq_len <= 4096:
             longer = longer_length(seq_len) + model.length_multiple - 1
             others["longer"] = (1, taken_length(spec, longer), None)
     length = longest_padded(spec)
@@ -96,7 +111,7 @@ def taken_length(spec: BuildSpec, length: int) -> int:
 
 def longest_padded(spec: BuildSpec) -> int:
     """The length of padded batches."""
-    return spec.fixed_seq_len or taken_length(spec, min(spec.seq_len, 300))
+    return spec.model.fixed_seq_len or taken_length(spec, min(spec.model.seq_len, 300))
 
 
 def marks_tokens(tensor: TensorInfo, spec: BuildSpec) -> bool:
@@ -155,3 +170,74 @@ def spread(mask: Array, axes: tuple[int, int], shape: tuple[int, ...]) -> Array:
     ordered = mask if batch < tokens else mask.T
     whole = [size if axis in (batch, tokens) else 1 for axis, size in enumerate(shape)]
     return np.ascontiguousarray(np.broadcast_to(ordered.reshape(whole), shape))
+
+
+def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str, Array]]:
+    """Inputs by the name of their case, each one sample without padding.
+
+    Every model gets the same token everywhere, so that landmarks are nearly singular, softmaxes uniform, and all hashes
+    equal. A bare attention layer, which takes any hidden states, also gets the hostile inputs that its spec declares.
+    """
+    hostile, limit = spec.model.hostile_inputs, spec.model.input_limits.get("input_ids")
+    if hostile is None:
+        return {}  # see the sweeps of the tests
+    rng = np.random.default_rng(LENGTH)
+    length = spec.model.fixed_seq_len or min(spec.model.seq_len, LENGTH)
+    if limit is not None:
+        tokens = np.full((1, length), min(TOKEN, limit - 1), dtype=np.int64)
+        inputs = {"input_ids": tokens, "attention_mask": ones(length)}
+        return {"identical tokens": with_positions(inputs, spec, rng)}
+    plain = rng.standard_normal((length, spec.attention.dim))
+    found = {"identical tokens": np.broadcast_to(plain[:1], plain.shape)}
+    if hostile.zero_tokens:
+        found["zero tokens"] = np.where(np.arange(length)[:, None] % 3 == 0, 0.0, plain)
+    for gap in hostile.key_gaps:
+        # from zero up, where exp overflows if the largest key is not subtracted
+        places = (rng.random((length, 1)) < 0.5).astype(np.float64)
+        found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * places, WELL_CONDITIONED)
+    if hostile.small_key is not None:
+        keys = np.full((length, 1), hostile.small_key)
+        found["small denominators"] = plain + hidden_for_keys(module, keys, NEARLY_EXACT)
+    return {name: hidden_inputs(hidden, spec) for name, hidden in found.items()}
+
+
+def hidden_inputs(hidden: Array, spec: BuildSpec) -> dict[str, Array]:
+    states = np.ascontiguousarray(hidden[None], dtype=np.float32).astype(numpy_dtype(spec.dtype))
+    return {"hidden_states": states, "attention_mask": ones(hidden.shape[0])}
+
+
+def ones(length: int) -> Array:
+    return np.ones((1, length), dtype=np.int64)
+
+
+def hidden_for_keys(module: Any, keys: Array, cutoff: float) -> Array:
+    """Hidden states [tokens, dim] that the key projection takes to `keys` [tokens, 1], the same for every channel, as
+    nearly as least squares can; where keys have fewer channels than states, exactly.
+
+    cutoff: singular values of the projection below this share of the largest are not used."""
+    weight: torch.Tensor = module.key.weight.detach().double()
+    wanted = np.broadcast_to(keys, (len(keys), weight.shape[0]))
+    if module.key.bias is not None:
+        wanted = wanted - module.key.bias.detach().double().numpy()
+    solution, *_ = np.linalg.lstsq(weight.numpy(), wanted.T, rcond=cutoff)
+    hidden: Array = solution.T
+    return hidden
+
+
+def padding_of_other_content(case: Case, spec: BuildSpec) -> dict[str, Array]:
+    """The inputs of a case with other, valid content where its mask is 0."""
+    rng = np.random.default_rng(CONTENT_SEED)
+    limits = spec.model.input_limits
+    dims = {tensor.name: tensor.dims for tensor in spec.inputs}
+    changed: dict[str, Array] = {}
+    for name, array in case.inputs.items():
+        if name == "attention_mask" or dims[name][1:] == (MASKS,):
+            changed[name] = array
+            continue
+        if array.dtype.kind in "iu":
+            other = rng.integers(0, limits[name], array.shape, dtype=array.dtype)
+        else:
+            other = (3 * rng.standard_normal(array.shape)).astype(array.dtype)
+        kept = case.keep.reshape(case.keep.shape + (1,) * (array.ndim - case.keep.ndim))
+        changed[name] = np.where(kept, array, other)
+    return changed

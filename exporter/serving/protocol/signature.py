@@ -76,10 +76,10 @@ _REMEDY = {
 
 def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> Signature:
     """Raises UserError for a --max-seq-len that the model has no positions for."""
-    limits, own, wanted = limits_from_spec(spec), spec.max_seq_len, settings.max_seq_len
+    limits, own, wanted = limits_from_spec(spec), spec.model.max_seq_len, settings.max_seq_len
     if own is not None and wanted is not None and wanted > own:
         raise UserError(f"--max-seq-len is {wanted}; {longest_text(limits)}")
-    longest = wanted or own or max(DEFAULT_MAX_SEQ_LEN, spec.seq_len)
+    longest = wanted or own or max(DEFAULT_MAX_SEQ_LEN, spec.model.seq_len)
     return Signature(spec.inputs, spec.outputs, limits, {"batch": settings.max_batch, "seq": longest})
 
 

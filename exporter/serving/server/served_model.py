@@ -64,8 +64,8 @@ class ServedModel:
         self.metrics = Metrics(name)
         self._runner = runner
         # the length of the build is only an example, however long it is
-        self._warm_up_length = spec.fixed_seq_len or min(
-            spec.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN
+        self._warm_up_length = spec.model.fixed_seq_len or min(
+            spec.model.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN
         )
         self._axis_sizes: Mapping[str, int] = spec.model.axis_sizes
         self.batcher = Batcher(
@@ -173,7 +173,8 @@ class ServedModel:
 def why_not_joined(spec: BuildSpec) -> str:
     """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
     has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
-    return spec.why_samples_mix or ("" if has_batch_axes else "an input or output does not begin with a batch axis")
+    alone = "" if has_batch_axes else "an input or output does not begin with a batch axis"
+    return spec.model.why_samples_mix or alone
 
 
 def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:
@@ -184,8 +185,8 @@ def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:
         return reason
     if MASK_NAME not in {tensor.name for tensor in spec.inputs}:
         return f"the model has no {MASK_NAME}"
-    if spec.fixed_seq_len is not None:
-        return f"the model takes {spec.fixed_seq_len} tokens only"
+    if spec.model.fixed_seq_len is not None:
+        return f"the model takes {spec.model.fixed_seq_len} tokens only"
     name = f"{runtime.name}: {Kind.PADDING_LENGTH}" if runtime.engine else str(Kind.PADDING_LENGTH)
     check = artifact.manifest.parity.summary.get(name)
     if check is None or not check.passed or check.failed:

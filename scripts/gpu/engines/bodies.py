@@ -50,7 +50,7 @@ def compare_with_bodies(model: Model, timed: bool) -> Outcome:
         runners = {name: stack.enter_context(open_runner(engine)) for name, engine in engines.items()}
         if timed:
             runners |= {f"{name} graph": stack.enter_context(open_runner(engines[name], graphs)) for name in engines}
-        for length in (n for n in LENGTHS if n <= model.spec.seq_len):
+        for length in (n for n in LENGTHS if n <= model.spec.model.seq_len):
             row, problem = compare_length(runners, model, length, timed)
             rows.append(row)
             problems += [f"{length} tokens: {problem}"] if problem else []

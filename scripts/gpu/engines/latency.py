@@ -29,7 +29,7 @@ DEVICE = "cuda:0"
 
 
 def time_artifact(model: Model) -> Outcome:
-    return time_engine(model.engine, model, model.spec, [n for n in LENGTHS if n <= model.spec.seq_len])
+    return time_engine(model.engine, model, model.spec, [n for n in LENGTHS if n <= model.spec.model.seq_len])
 
 
 def time_long_sequences(model: Model) -> Outcome:
@@ -42,7 +42,7 @@ def time_long_sequences(model: Model) -> Outcome:
     from effexport.export.onnx_from_module import onnx_from_module
     from effexport.runners.cuda.opening import current_compute_capability
 
-    lengths = [n for n in LENGTHS if n > model.spec.seq_len]
+    lengths = [n for n in LENGTHS if n > model.spec.model.seq_len]
     spec = long_spec(model.spec, lengths[-1])
     path = model.long_engine.parent / MODEL
     path.parent.mkdir(parents=True)

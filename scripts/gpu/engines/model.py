@@ -25,7 +25,7 @@ class Model:
     @property
     def name(self) -> str:
         causal = " causal" if self.spec.attention.causal else ""
-        return f"{self.spec.variant}{causal} {self.spec.precision}"
+        return f"{self.spec.attention.variant}{causal} {self.spec.precision}"
 
     @property
     def artifact(self) -> Path:

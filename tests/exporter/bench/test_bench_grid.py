@@ -30,7 +30,7 @@ def test_the_spec_of_a_case_has_the_measured_length_and_the_options() -> None:
     case = next(Grid(models=models_from_text("lsh:num_hashes=4"), seq_lens=(300,), heads=2, head_dim=16).cases())
     spec = spec_from_case(case)
     assert isinstance(spec.model, LSHSpec)
-    assert (spec.seq_len, spec.model.num_hashes, spec.model.dim, spec.fused) == (300, 4, 32, True)
+    assert (spec.model.seq_len, spec.model.num_hashes, spec.model.dim, spec.fused) == (300, 4, 32, True)
     # as `effexport build` makes it
     assert spec.model.chunk_length == 64
 

@@ -57,7 +57,7 @@ def result_of(plan: Plan, label: str, width: float | None = 0.01, **fields: Any)
         Estimate("loss", bits * 0.693),
     )
     found = Evaluation(
-        model=f"artifacts/{spec.variant}, ort",
+        model=f"artifacts/{spec.attention.variant}, ort",
         label=spec.attention.label,
         spec=spec.to_dict(),
         runtime="ort",
@@ -238,7 +238,7 @@ def test_what_evaluate_wrote_says_which_models_to_time(
     (tmp_path / "held-out.txt").write_text("Groesse und Laenge, gemessen in Bytes. " * 20)
     quality = tmp_path / "quality"
     quality.mkdir()
-    data = ("--data", tmp_path / "held-out.txt", "--window", spec.seq_len)
+    data = ("--data", tmp_path / "held-out.txt", "--window", spec.model.seq_len)
     for name, artifact in artifacts.items():
         assert cli("evaluate", artifact.path, *data, "-o", quality / f"{name}.json").code == 0
     arguments = ("--runtimes", "torch", "--no-memory", "--rounds", "3", "--threads", "1")
@@ -252,4 +252,4 @@ def test_what_evaluate_wrote_says_which_models_to_time(
         label = artifact.spec.attention.label
         assert candidates[label]["loss"] == loss
         case = cases[label]
-        assert (case["scope"], case["seq_len"], case["options"]["causal"]) == ("encoder", spec.seq_len, True)
+        assert (case["scope"], case["seq_len"], case["options"]["causal"]) == ("encoder", spec.model.seq_len, True)

@@ -121,7 +121,7 @@ def test_the_file_says_nothing_about_the_machine(built: Built, variant: str, sco
 
 def test_batch_and_length_are_free_in_the_file(built: Built, variant: str, scope: str) -> None:
     artifact = built(variant, scope)
-    longer = (100,) if artifact.spec.max_seq_len is None else ()
+    longer = (100,) if artifact.spec.model.max_seq_len is None else ()
     limit = arithmetic_limit(artifact.spec)  # no bucket flips in float32 at these sizes, so hashing is held to it too
     assert worst_error(artifact.model_path, artifact.spec, (*SEQ_LENS, *longer)) <= limit.value, limit.reason
 

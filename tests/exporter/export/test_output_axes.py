@@ -124,7 +124,7 @@ def test_the_manifest_and_the_file_declare_the_sizes(several: Built) -> None:
 
 def test_lengths_at_which_an_output_would_be_empty_are_refused(several: Built) -> None:
     spec = several.artifact.spec
-    assert (spec.min_seq_len, spec.max_seq_len, spec.fixed_seq_len) == (4, None, None)
+    assert (spec.model.shortest, spec.model.max_seq_len, spec.model.fixed_seq_len) == (4, None, None)
     assert "The file takes 4 tokens and more; of fewer, an output would have no elements." in spec.model.notes
     with effexport.load(several.artifact.path) as runner, pytest.raises(UserError, match="takes at least 4"):
         runner.run({"x": np.zeros((1, 3, DIM), runner.inputs[0].dtype)})

@@ -239,8 +239,7 @@ def test_the_sizes_around_the_example_whose_branches_compute_the_same_are_taken(
 @pytest.mark.parametrize("length", [20, 24, 40])
 def test_branches_that_compute_the_same_leave_the_length_free(length: int, tmp_path: Path) -> None:
     model = PadsAndRemembers().eval()
-    result = effexport.export(model, vectors(2, length), tmp_path / "out")
-    assert result.artifact.spec.model.size_notes == {}
+    assert effexport.export(model, vectors(2, length), tmp_path / "out").artifact.spec.model.size_notes == {}
     with effexport.load(tmp_path / "out") as runner, torch.no_grad():
         for other in (1, 2, 7, 8, 23, 24, 31, 96, 257, 1000):
             x = vectors(3, other)
@@ -250,8 +249,8 @@ def test_branches_that_compute_the_same_leave_the_length_free(length: int, tmp_p
 
 def test_what_a_short_input_changes_for_good_does_not_change_the_file(tmp_path: Path) -> None:
     model = ChoosesForGood().eval()
-    result = effexport.export(model, vectors(2, 20), tmp_path / "out")
-    assert (result.artifact.spec.min_seq_len, result.artifact.spec.max_seq_len, model.is_sparse) == (16, None, True)
+    found = effexport.export(model, vectors(2, 20), tmp_path / "out").artifact.spec.model
+    assert (found.shortest, found.max_seq_len, model.is_sparse) == (16, None, True)
     with effexport.load(tmp_path / "out") as runner, torch.no_grad():
         x = vectors(3, 24)
         np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
@@ -270,7 +269,7 @@ def test_what_torch_onnx_cannot_say_of_every_size_is_exported_for_one(
 ) -> None:
     model, x = Written(forward).eval(), vectors(2, 16)
     result = effexport.export(model, x, tmp_path / "out")
-    assert result.artifact.spec.fixed_seq_len == 16
+    assert result.artifact.spec.model.fixed_seq_len == 16
     assert any(reason in note for note in result.report.notes)
     with pytest.raises(StageError, match=r"graph check|export"):
         effexport.export(model, x, tmp_path / "other", dynamic={"x": {0: "batch", 1: "seq"}})
@@ -288,16 +287,14 @@ def test_a_batch_that_the_code_is_tied_to_is_that_of_the_example(
 
 
 def test_a_length_that_the_model_itself_does_not_take_is_not_free(tmp_path: Path) -> None:
-    model = Written(by_blocks_of_8)
-    result = effexport.export(model, vectors(2, 16), tmp_path / "out")
-    assert result.artifact.spec.fixed_seq_len == 16
+    result = effexport.export(Written(by_blocks_of_8), vectors(2, 16), tmp_path / "out")
+    assert result.artifact.spec.model.fixed_seq_len == 16
 
 
 def test_the_line_is_named_below_a_head(tmp_path: Path) -> None:
-    model = Written(other_above_256)
-    result = effexport.export(model, vectors(2, 100), tmp_path / "out", pool="max")
+    result = effexport.export(Written(other_above_256), vectors(2, 100), tmp_path / "out", pool="max")
     assert any(line_of(other_above_256, 1) in note for note in result.report.notes)
-    assert result.artifact.spec.max_seq_len == 256
+    assert result.artifact.spec.model.max_seq_len == 256
 
 
 def test_a_program_that_has_disabled_logging_is_told_too(tmp_path: Path) -> None:
@@ -404,7 +401,7 @@ def spec_of(**fields: Any) -> ModuleSpec:
 def test_a_spec_of_any_size_is_written_as_before() -> None:
     assert not {"shortest", "size_notes"} & spec_of().to_dict().keys()
     limited = BuildSpec(model=spec_of(shortest=257, size_notes={"seq": "Why."}))
-    assert BuildSpec.from_dict(limited.to_dict()).min_seq_len == 257
+    assert BuildSpec.from_dict(limited.to_dict()).model.shortest == 257
 
 
 def test_a_server_refuses_fewer_tokens_than_the_file_takes() -> None:

@@ -125,7 +125,7 @@ def test_a_branch_at_a_size_that_the_proof_does_not_run_is_found(
 def test_a_length_that_the_code_asserts_is_a_limit_once_it_is_given(tmp_path: Path) -> None:
     module = AtMost().eval()
     spec = BuildSpec(model=spec_from_module(module, "mine", 300))
-    assert spec.max_seq_len == 300
+    assert spec.model.max_seq_len == 300
     onnx_from_module(module, spec, tmp_path / "model.onnx")
 
 

@@ -144,7 +144,7 @@ def test_an_encoder_without_a_configuration_gets_a_minimal_one(built: Callable[.
     with effexport.load(artifact.path) as runner:
         expected = runner.run({"input_ids": ids.numpy()})["last_hidden_state"]
     assert np.array_equal(outputs.last_hidden_state.numpy(), expected)
-    assert (model.config.vocab_size, model.config.max_position_embeddings) == (258, artifact.spec.max_seq_len)
+    assert (model.config.vocab_size, model.config.max_position_embeddings) == (258, artifact.spec.model.max_seq_len)
     with pytest.raises(UserError, match="token_type_ids was given"):
         model(input_ids=ids, token_type_ids=torch.ones_like(ids))
     with pytest.raises(UserError, match=r"has no tokenizer .* build it with --tokenizer DIR"):

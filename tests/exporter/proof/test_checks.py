@@ -23,11 +23,9 @@ from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.cases import KEPT, Case, load_reference
 from effexport.proof.checks.arithmetic import Figures, check_arithmetic, check_finite
 from effexport.proof.checks.invariance import check_padding_content, check_prefix
-from effexport.proof.checks.long_sequences import LONG, check_long_sequence
 from effexport.proof.checks.result import HISTOGRAM_EDGES, Kind
-from effexport.proof.checks.run_checks import run_checks
-from effexport.proof.inputs.adversarial import adversarial_inputs
-from effexport.proof.inputs.padded import padding_of_other_content
+from effexport.proof.checks.run_checks import LONG, check_long_sequence, run_checks
+from effexport.proof.inputs.random import adversarial_inputs, padding_of_other_content
 from effexport.proof.metrics import largest_change
 from effexport.proof.module_runs import run_module
 from effexport.proof.tolerances import Limit, arithmetic_limit, case_limit

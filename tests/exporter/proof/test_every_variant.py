@@ -109,7 +109,8 @@ def test_a_random_healthy_quantised_model_raises_no_false_alarm(
     # narrower layers are not worth quantising
     spec = random_spec(name, 100 + seed, precision="fp32", dim=rng.choice([32, 48, 96]), heads=rng.choice([1, 2]))
     precision, quantization = ("fp8", None) if scheme == "fp8" else ("int8", scheme)
-    options = {"smooth": rng.choice([None, 0.5]), "quantize_embeddings": rng.random() < 0.3 and spec.scope == "encoder"}
+    smooth, embeds = rng.choice([None, 0.5]), rng.random() < 0.3 and spec.model.scope == "encoder"
+    options = {"smooth": smooth, "quantize_embeddings": embeds}
     spec = replace(spec, precision=precision, quantization=quantization, opset=max(spec.opset, 19), **options)  # type: ignore[arg-type]
     data = QuantizationData(None if scheme == "dynamic" else random_samples(spec, tmp_path / "samples.npz"))
     _, report = artifact_from_spec(spec, tmp_path / "artifact", quantization=data)
@@ -118,7 +119,7 @@ def test_a_random_healthy_quantised_model_raises_no_false_alarm(
 
 def random_samples(spec: BuildSpec, path: Path) -> Path:
     """64 inputs of a model."""
-    rng, length = np.random.default_rng(5), min(spec.seq_len, 65)
+    rng, length = np.random.default_rng(5), min(spec.model.seq_len, 65)
     if isinstance(spec.model, EncoderSpec):
         np.savez(path, input_ids=rng.integers(0, spec.model.vocab_size, (64, length)))
     else:

@@ -17,7 +17,7 @@ from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefil
 from effexport.export.module_source import module_from_seed
 from effexport.models.user_model import model_of_ours
 from effexport.proof.answers import reference_from_model
-from effexport.proof.cases import Case, load_reference
+from effexport.proof.cases import load_reference
 from effexport.proof.checks.decode_step import check_decoder
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
@@ -48,7 +48,7 @@ def decoder(artifact: Artifact) -> Iterator[DecodeRunner]:
 def tokens_of(artifact: Artifact, batch: int, seq_len: int) -> np.ndarray:
     """What the first input of an artifact takes: token ids or hidden states."""
     rng = np.random.default_rng(seq_len)
-    if artifact.spec.scope == "encoder":
+    if artifact.spec.model.scope == "encoder":
         return rng.integers(0, 258, (batch, seq_len))
     return rng.standard_normal((batch, seq_len, artifact.spec.attention.dim), dtype=np.float32)
 
@@ -364,7 +364,7 @@ def test_decoders_of_every_block_are_proven(
     module = module_from_seed(spec)
     onnx_from_decode_step(module, spec, tmp_path / "step.onnx")
     onnx_from_prefill(module, spec, tmp_path / PREFILL)
-    cases: list[Case] = reference_from_model(model_of_ours(module), spec, 7).cases
+    cases = reference_from_model(model_of_ours(module), spec, 7).cases
     with decoder_in_ort(tmp_path / "step.onnx", tmp_path / PREFILL, limits_from_spec(spec)) as decoder:
         checks = check_decoder(decoder, cases, spec)
     assert {check.status for check in checks} == {"passed"}, checks

@@ -231,7 +231,7 @@ def test_outputs_that_json_cannot_hold_are_an_error_and_no_null(signature: Signa
 
 def test_a_model_without_a_limit_of_length_gets_one(small_spec: Callable[..., BuildSpec]) -> None:
     spec = small_spec("linear", "attention")
-    assert spec.max_seq_len is None
+    assert spec.model.max_seq_len is None
     assert signature_from_spec(spec, ServingSettings()).max_sizes["seq"] == 16384
     assert signature_from_spec(spec, ServingSettings(max_seq_len=20_000)).max_sizes["seq"] == 20_000
 

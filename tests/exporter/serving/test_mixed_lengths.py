@@ -35,12 +35,12 @@ TOKENS = Padding({"x": 1}, {"y": 1}, {})
 def random_request(artifact: Artifact, rng: np.random.Generator) -> dict[str, Any]:
     """One to three rows of 1 to 64 tokens. Every second request has a mask of its own, with holes."""
     spec = artifact.spec
-    shape = int(rng.integers(1, 4)), int(np.exp(rng.uniform(0, np.log(spec.seq_len))))
+    shape = int(rng.integers(1, 4)), int(np.exp(rng.uniform(0, np.log(spec.model.seq_len))))
     mask = np.ones(shape, np.int64)
     if rng.random() < 0.5:
         mask = rng.integers(0, 2, shape)
         mask[:, 0] = 1
-    if spec.scope == "encoder":
+    if spec.model.scope == "encoder":
         return {"input_ids": rng.integers(0, 258, shape), "attention_mask": mask}
     hidden = rng.standard_normal((*shape, spec.attention.dim), dtype=np.float32)
     return {"hidden_states": hidden, "attention_mask": mask}

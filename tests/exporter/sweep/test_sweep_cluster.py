@@ -178,7 +178,7 @@ def test_a_cell_that_kills_its_worker_fails_after_some_attempts_and_others_finis
     good, bad = tiny_cells(16, 17)
 
     def work(attempt: Attempt, folder: Path) -> Outcome:
-        if attempt.cell.spec.seq_len == 17:
+        if attempt.cell.spec.model.seq_len == 17:
             os.kill(os.getpid(), signal.SIGKILL)
         return pretend(attempt, folder, journal=str(journal))
 
@@ -212,7 +212,7 @@ def test_the_command_builds_on_a_cluster_and_brings_the_artifact_home(
     assert done.code == 0, done.err
     (cell,) = done.json["cells"]
     assert (cell["status"], cell["parity"], cell["attempts"]) == ("finished", "passed", 1)
-    assert open_artifact(out / cell["artifact"]).spec.seq_len == 16
+    assert open_artifact(out / cell["artifact"]).spec.model.seq_len == 16
     assert f"running on the cluster at {cluster.address}" in done.err
     assert "checking parity" in (out / cell["log"]).read_text()
 

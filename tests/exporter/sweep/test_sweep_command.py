@@ -101,7 +101,7 @@ def test_a_sweep_that_is_killed_or_interrupted_goes_on_where_it_stopped(
     assert (cell["status"], cell["parity"], cell["is_new"]) == ("finished", "passed", True)
     assert 0 < cell["worst_error"] < cell["error_limit"]
     artifact = open_artifact(out / cell["artifact"])
-    assert artifact.spec.seq_len == 16
+    assert artifact.spec.model.seq_len == 16
     assert (
         sum(path.stat().st_size for path in artifact.path.rglob("*") if path.is_file()) - cell["artifact_bytes"]
         == (artifact.path / "manifest.json").stat().st_size

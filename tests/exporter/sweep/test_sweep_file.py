@@ -63,7 +63,7 @@ def test_options_reach_the_cells_that_they_are_for() -> None:
     cells = cells_of(text)
     chunks = [getattr(cell.spec.attention, "chunk_length", None) for cell in cells]
     assert chunks == [None, None, 16, 16, 8, 8]
-    assert {(cell.spec.scope, cell.spec.attention.dim, cell.spec.batch, cell.spec.seed) for cell in cells} == {
+    assert {(cell.spec.model.scope, cell.spec.attention.dim, cell.spec.batch, cell.spec.seed) for cell in cells} == {
         ("attention", 32, 3, 7)
     }
     assert [cell.label for cell in cells[2::2]] == ["lsh", "lsh, num_hashes=4, chunk_length=8"]

@@ -35,7 +35,7 @@ class Machine:
         self.news: list[Progress] = []
 
     def work(self, attempt: Attempt, folder: Path) -> Outcome:
-        if attempt.cell.spec.seq_len in self.fails:
+        if attempt.cell.spec.model.seq_len in self.fails:
             note(self.journal, cell=attempt.cell.id, event="began")
             return Outcome(status="failed", reason="parity: 3 of 9 checks failed", stage="parity", log="line 1\nline 2")
         return pretend(attempt, folder, journal=str(self.journal))
@@ -166,7 +166,7 @@ def test_an_artifact_that_is_not_what_its_manifest_says_is_a_failure(machine: Ma
 
 def test_what_a_build_raises_fails_its_cell_and_no_other(machine: Machine) -> None:
     def work(attempt: Attempt, folder: Path) -> Outcome:
-        if attempt.cell.spec.seq_len == 16:
+        if attempt.cell.spec.model.seq_len == 16:
             raise OSError("No space left on device")
         return pretend(attempt, folder, journal=str(machine.journal))
 

@@ -39,7 +39,7 @@ def test_protobuf_reads_the_configurations_of_every_variant(
         output, *answers = config["output"]
         assert [tensor["name"] for tensor in answers] == ["answer"] * bool(texts)
         assert output["data_type"] == "TYPE_FP32"
-        seq = spec.fixed_seq_len or -1
+        seq = spec.model.fixed_seq_len or -1
         assert output["dims"] == [str(seq), str(width)]
         assert config["max_batch_size"] == 8
         assert config["dynamic_batching"]["preferred_batch_size"] == [4, 8]

@@ -351,7 +351,7 @@ def test_a_model_that_sets_what_its_attention_reads_is_right_or_refused(
     model = Sets(name, values).eval()
     assert "attention" in with_our_layers(model, SEQ_LEN).replaced
     result = effexport.export(model, tokens(2, 12, DIM), tmp_path / "out")
-    assert result.artifact.spec.max_seq_len == (None if values == (1.0, 1.0) else 20)
+    assert result.artifact.spec.model.max_seq_len == (None if values == (1.0, 1.0) else 20)
     with torch.no_grad(), effexport.load(result.path) as runner:
         for size in (7, 20, 21, 1200)[: 4 if values == (1.0, 1.0) else 2]:
             x = tokens(1, size, DIM)
