@@ -57,7 +57,7 @@ class Opened:
 
         source = np.random.default_rng(seed)
         spec = self.artifact.spec
-        shape = (3, spec.model.seq_len // 2 - 1) if other_shape else (2, spec.seq_len // 3)
+        shape = (3, spec.model.seq_len // 2 - 1) if other_shape else (2, spec.model.seq_len // 3)
         limit = max(limits_from_spec(spec).indices.values(), default=1)
         made: Arrays = {}
         for tensor in spec.inputs:
