@@ -211,6 +211,8 @@ def has_known_shapes(written: WrittenLinear) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     q, k, v = (factor.shape for factor in written.factors)
+    if not len(q) == len(k) == len(v) == rank(written.out):
+        return False
     result = (*q[:-1], v[-1])
     pairs = [*zip(q, k, strict=True), *zip(q[:-1], v[:-1], strict=True)]
     pairs += zip((result[axis] for axis in written.axes), shape(written.out), strict=True)

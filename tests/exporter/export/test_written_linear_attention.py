@@ -15,6 +15,7 @@ from slow_cases import slow_after
 from torch import Tensor, nn
 
 import effexport
+from effexport.export.written_linear_attention import turn_linear_attentions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 DIM, HEADS = 16, 2
@@ -167,6 +168,37 @@ def test_a_linear_attention_becomes_the_operator(name: str, tmp_path: Path) -> N
 def test_what_is_another_function_stays(name: str, tmp_path: Path) -> None:
     form = KEPT[name]
     assert not check(Attention(form), tmp_path, is_masked=form.is_masked).artifact.spec.custom_ops
+
+
+class Alone(nn.Module):
+    """A core alone, of features and values."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.core(q, k, v)
+
+
+def count_in(core: Core, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    """How many linear attentions are found in a core."""
+    program = torch.export.export(Alone(core), tuple(torch.randn(shape, dtype=dtype) for shape in shapes))
+    return turn_linear_attentions(program).total()
+
+
+HEADS_OF_8 = (2, HEADS, 12, 8)
+
+
+def rectified(core: Core) -> Core:
+    return lambda q, k, v: core(q.relu(), k.relu(), v)
+
+
+def test_products_of_other_ranks_stay() -> None:
+    """Such as keys and values without a batch, and a matrix of weights before a product."""
+    assert count_in(rectified(two_products), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 1
+    assert count_in(rectified(two_products), HEADS_OF_8, HEADS_OF_8[1:], HEADS_OF_8[1:]) == 0
+    assert count_in(lambda q, k, v: (q @ (k.mT @ v)) * 0.5, (5, 8), (2, 12, 8), (2, 12, 8)) == 0
 
 
 class Image(nn.Module):
