@@ -208,6 +208,7 @@ def widens(node: Node) -> bool:
 
 def has_known_shapes(written: WrittenLinear) -> bool:
     """Whether the factors have the shapes and the type that the operator takes, and its result those of `out`."""
+    import torch
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     q, k, v = (factor.shape for factor in written.factors)
@@ -217,8 +218,9 @@ def has_known_shapes(written: WrittenLinear) -> bool:
     pairs = [*zip(q, k, strict=True), *zip(q[:-1], v[:-1], strict=True)]
     pairs += zip((result[axis] for axis in written.axes), shape(written.out), strict=True)
     types = {dtype(node) for node in (written.q.source, written.k.source, written.out)}
-    known = isinstance(q[-1], int) and isinstance(v[-1], int) and len(types) == 1
-    return known and dtype(written.out).is_floating_point and all(statically_known_true(a == b) for a, b in pairs)
+    known = isinstance(q[-1], int) and isinstance(v[-1], int) and all(map(is_of_example, (*q, *v)))
+    taken = len(types) == 1 and dtype(written.out) in (torch.float32, torch.float16, torch.bfloat16)
+    return known and taken and all(statically_known_true(a == b) for a, b in pairs)
 
 
 def steps_to(out: Node, sources: Collection[Node]) -> list[Node] | None:
@@ -230,10 +232,15 @@ def steps_to(out: Node, sources: Collection[Node]) -> list[Node] | None:
         if is_ready:
             steps[node] = None
         elif node not in steps and node not in sources and not is_size(node):
-            if name_of(node) not in STEPS:
+            if name_of(node) not in STEPS or not all(is_of_example(one.meta["val"]) for one in sizes_in(node)):
                 return None
             waiting += [(node, True), *((one, False) for one in inputs_of(node))]
     return list(steps)
+
+
+def sizes_in(node: Node) -> list[Node]:
+    """The sizes that an operator takes."""
+    return [one for one in node.all_input_nodes if is_size(one)]
 
 
 def inputs_of(node: Node) -> list[Node]:
@@ -410,6 +417,11 @@ def is_size(node: Node) -> bool:
     import torch
 
     return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def is_of_example(size: Any) -> bool:
+    """Whether the shapes of the example give a size, and not its numbers."""
+    return isinstance(size, int) or size.node.has_hint()
 
 
 def size_of(size: Any) -> int:

@@ -201,6 +201,27 @@ def test_products_of_other_ranks_stay() -> None:
     assert count_in(lambda q, k, v: (q @ (k.mT @ v)) * 0.5, (5, 8), (2, 12, 8), (2, 12, 8)) == 0
 
 
+def test_a_wider_type_than_that_of_the_operator_stays() -> None:
+    shapes = HEADS_OF_8, HEADS_OF_8, HEADS_OF_8
+    assert count_in(rectified(two_products), *shapes, dtype=torch.float64) == 0
+    assert count_in(rectified(two_products), *shapes, dtype=torch.float16) == 1
+
+
+def test_sizes_that_follow_from_numbers_stay() -> None:
+    def of_some_tokens(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = v[0, :, 0] > 0
+        q, k, v = (x[:, kept] for x in (q.relu(), k.relu(), v))
+        return two_products(q, k, v)
+
+    def of_their_count(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = q.relu(), k.relu()
+        return q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) * (v[0, :, 0] > 0).nonzero().shape[0] + 1e-6)
+
+    shape = (2, 12, 8)
+    assert count_in(of_some_tokens, shape, shape, shape) == 0
+    assert count_in(of_their_count, shape, shape, shape) == 0
+
+
 class Image(nn.Module):
     """SANA's attention as a whole: channels are moved to the front, and back."""
 
