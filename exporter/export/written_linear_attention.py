@@ -11,9 +11,11 @@ and 49 to 4,096 tokens: 1.4 to 4 where v has a column of ones, 1.0 to 1.9 elsewh
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from effexport.export.written_attention import dtype, inserting, rank
@@ -31,9 +33,11 @@ ORDERS = ("permute", "transpose", "mT", "swapaxes", "swapdims", "movedim")
 LAYERS = (*ORDERS, "slice", "to", "type_as", "clone", "contiguous")
 SHAPES = ("view", "reshape", "unsqueeze", "squeeze", "expand", "unflatten", "flatten", "select")
 PRODUCTS = ("matmul", "bmm")
+# Operators that take a size as a number.
+NUMBERS = ("mul", "div", "add")
 # What may lie between the factors and the result.
 STEPS = {
-    *(*LAYERS, *SHAPES, *PRODUCTS, "mul", "div", "add", "sum", "reciprocal"),
+    *(*LAYERS, *SHAPES, *PRODUCTS, *NUMBERS, "sum", "reciprocal"),
     *("relu", "pad", "constant_pad_nd", "cat", "ones_like", "new_ones"),
 }
 # Operators whose results are never negative, and those whose results are not if their arguments are not.
@@ -93,14 +97,16 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     """Turn every linear attention that is written out, in place; returns how often which operator was put in.
 
     Nodes of a model share one function body: those with another eps than the first stay, and all do beside nodes that
-    the model calls itself. masks: the inputs of the program that are made of 0 and 1.
+    the model calls itself, or where a shape does not hold for all sizes. masks: the inputs of the program that are made
+    of 0 and 1.
     """
     import torch
 
     from effexport.plugins.linear_attention.op import SIGNATURE, linear_attention
 
     assert linear_attention is not None  # registered
-    if any(node.target is torch.ops.effexport.linear_attention.default for node in program.graph.nodes):
+    called = torch.ops.effexport.linear_attention.default
+    if any(node.target is called or is_cut_at_other_sizes(node) for node in program.graph.nodes):
         return Counter()
     found = [written for node in program.graph.nodes if (written := linear_at(node, masks)) is not None]
     found = [written for written in found if written.eps == found[0].eps]
@@ -161,16 +167,13 @@ def operands_of(product: Factor) -> tuple[Factor, Factor] | None:
 
 def layers_off(node: Node, *, slices: bool = False) -> Factor:
     """The tensor of which a node is another order of the axes. slices: whether it may be a part of it."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     axes = tuple(range(rank(node)))
     while (name := name_of(node)) in LAYERS:
         source = node.args[0]
         if dtype(source) != dtype(node) or rank(source) != rank(node):
             break
         order = axes_of(node) if name in ORDERS else None
-        same = all(map(statically_known_true, map(lambda a, b: a == b, shape(source), shape(node))))
-        if order is None and not same and not (slices and name == "slice"):
+        if order is None and not has_shape_of(node, source) and not (slices and name == "slice"):
             break
         axes = axes if order is None else tuple(order[axis] for axis in axes)
         node = source
@@ -232,15 +235,40 @@ def steps_to(out: Node, sources: Collection[Node]) -> list[Node] | None:
         if is_ready:
             steps[node] = None
         elif node not in steps and node not in sources and not is_size(node):
-            if name_of(node) not in STEPS or not all(is_of_example(one.meta["val"]) for one in sizes_in(node)):
+            if name_of(node) not in STEPS or not does_the_same_at_all_sizes(node):
                 return None
             waiting += [(node, True), *((one, False) for one in inputs_of(node))]
     return list(steps)
 
 
-def sizes_in(node: Node) -> list[Node]:
-    """The sizes that an operator takes."""
-    return [one for one in node.all_input_nodes if is_size(one)]
+def does_the_same_at_all_sizes(node: Node) -> bool:
+    """Whether the sizes of the example show what an operator does at others: it takes parts of fixed axes only."""
+    sizes = [one.meta["val"] for one in node.all_input_nodes if is_size(one)]
+    match name_of(node):
+        case "slice" if has_shape_of(node, node.args[0]):
+            return True
+        case "slice" | "select":
+            return isinstance(shape(node.args[0])[node.args[1]], int) and not sizes
+        case "pad" | "constant_pad_nd":
+            return not sizes
+        case name if name in NUMBERS:
+            return all(isinstance(size, int) or size.node.expr.is_polynomial() for size in sizes)
+    return all(map(is_of_example, sizes))
+
+
+def is_cut_at_other_sizes(part: Node) -> bool:
+    """Whether torch.export has the shape of x for a slice, such as x[:100], because the example is shorter."""
+    if name_of(part) != "slice" or not has_shape_of(part, part.args[0]):
+        return False
+    bounds = {*part.args[2:4]} - {None, 0, sys.maxsize}
+    return bool(bounds) and not isinstance(shape(part)[part.args[1]], int) and any(isinstance(x, int) for x in bounds)
+
+
+def has_shape_of(node: Node, other: Node) -> bool:
+    """Whether two tensors have one shape, as far as torch.export knows."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return all(map(statically_known_true, map(lambda a, b: a == b, shape(node), shape(other))))
 
 
 def inputs_of(node: Node) -> list[Node]:
@@ -320,7 +348,7 @@ def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
 
 
 def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-    """The result of the last step in float64; sizes are those of the example."""
+    """The result of the last step in float64; shapes are those of the example."""
     import torch
 
     found = dict(given)
@@ -334,8 +362,9 @@ def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torc
         if name_of(node) == "type_as":
             found[node] = found[node.args[0]]
             continue
+        size = number_of if name_of(node) in NUMBERS else size_of
         args, options = torch.fx.map_arg(
-            (node.args, node.kwargs), lambda x: size_of(x.meta["val"]) if is_size(x) else found[x]
+            (node.args, node.kwargs), lambda x, size=size: size(x.meta["val"]) if is_size(x) else found[x]
         )
         found[node] = node.target(*map(value, args), **{name: value(x) for name, x in options.items()})
     return found[steps[-1]]
@@ -417,6 +446,14 @@ def is_size(node: Node) -> bool:
     import torch
 
     return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def number_of(size: Any) -> float:
+    """A size as a factor or a summand, at random sizes: what holds for them, such as n / n = 1, holds for all."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return float(expression.subs({symbol: Random(str(symbol)).uniform(2, 99) for symbol in expression.free_symbols}))
 
 
 def is_of_example(size: Any) -> bool:

@@ -178,12 +178,16 @@ class Alone(nn.Module):
         self.core = core
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch._check(k.shape[-2] == v.shape[-2])
+        torch._check(q.shape[-2] == v.shape[-2] or q.ndim == 2)
         return self.core(q, k, v)
 
 
 def count_in(core: Core, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """How many linear attentions are found in a core."""
-    program = torch.export.export(Alone(core), tuple(torch.randn(shape, dtype=dtype) for shape in shapes))
+    """How many linear attentions are found in a core, for any number of tokens."""
+    tokens = tuple({len(shape) - 2: torch.export.Dim.AUTO} for shape in shapes)
+    tensors = tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
+    program = torch.export.export(Alone(core), tensors, dynamic_shapes={"q": tokens[0], "k": tokens[1], "v": tokens[2]})
     return turn_linear_attentions(program).total()
 
 
@@ -220,6 +224,35 @@ def test_sizes_that_follow_from_numbers_stay() -> None:
     shape = (2, 12, 8)
     assert count_in(of_some_tokens, shape, shape, shape) == 0
     assert count_in(of_their_count, shape, shape, shape) == 0
+
+
+# Functions that are linear attention at the 12 tokens of the example.
+AT_THE_EXAMPLE: dict[str, Core] = {
+    "the first 100 keys": lambda q, k, v: q @ (k.mT @ v) / (q @ k[:, :, :100].sum(-2).unsqueeze(-1) + 1e-6),
+    "the last 100 keys": lambda q, k, v: q @ (k.mT @ v) / (q @ k[:, :, -100:].sum(-2).unsqueeze(-1) + 1e-6),
+    "ones to a multiple of 4": lambda q, k, v: (
+        q @ (k.mT @ v) / (q @ F.pad(k, (0, 0, 0, -k.shape[2] % 4), value=1.0).sum(-2).unsqueeze(-1) + 1e-6)
+    ),
+    "a share of 12 tokens": lambda q, k, v: q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) * v.shape[2] / 12 + 1e-6),
+    "the first 100 keys and values": lambda q, k, v: two_products(q, k[:, :, :100], v[:, :, :100]),
+    "whole dozens": lambda q, k, v: q @ (k.mT @ v) * (v.shape[2] // 12) / (q @ k.sum(-2).unsqueeze(-1) + 1e-6),
+    "the first of windows": lambda q, k, v: (
+        q @ (k.mT @ v) / (q @ k.unflatten(2, (-1, 12)).sum(3).select(2, 0).unsqueeze(-1) + 1e-6)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_EXAMPLE)
+def test_what_is_another_function_at_other_sizes_stays(name: str) -> None:
+    assert count_in(rectified(AT_THE_EXAMPLE[name]), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+
+
+def test_values_that_are_divided_by_their_number_and_multiplied_again() -> None:
+    def as_in_loftr(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inverse = 1 / (q @ k[:, :, : v.shape[2]].sum(-2).unsqueeze(-1) + 1e-6)
+        return q @ (k.mT @ (v / v.shape[2])) * inverse * v.shape[2]
+
+    assert count_in(rectified(as_in_loftr), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 1
 
 
 class Image(nn.Module):
