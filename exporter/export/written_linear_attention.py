@@ -46,8 +46,8 @@ KEEPING_SIGNS = {
     *(*LAYERS, *SHAPES, "getitem", "chunk", "split", "unbind", "amax", "sum", "mean"),
     *("add", "mul", "div", "cat", "masked_fill", "where"),
 }
-# Magnitudes of random features; a third one makes sums of weights of the size of what is added to them.
-MAGNITUDES = (1.0, 30.0)
+# Magnitudes of random features of queries and of keys; others make sums of the size of what is added to them.
+MAGNITUDES = ((1.0, 1.0), (30.0, 30.0), (0.0, 1.0), (1.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -278,9 +278,14 @@ def inputs_of(node: Node) -> list[Node]:
 
 
 def numbers_added(steps: Sequence[Node]) -> Iterator[float]:
+    """What may be eps: normal numbers of float32, because kernels read others as 0."""
+    import torch
+
+    limits = torch.finfo(torch.float32)
     for node in steps:
         if name_of(node) == "add":
-            yield from (float(x) for x in node.args if isinstance(x, int | float) and 0 <= x < math.inf)
+            numbers = (float(x) for x in node.args if isinstance(x, int | float))
+            yield from (x for x in numbers if limits.tiny <= x <= limits.max)
 
 
 def is_not_negative(x: Any, masks: Collection[str]) -> bool:
@@ -318,7 +323,7 @@ def is_not_negative(x: Any, masks: Collection[str]) -> bool:
 
 
 def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
-    """Whether the steps make of random factors what the formula does, in float64, also for a query without features."""
+    """Whether the steps make of random factors what the formula does, in float64, also without features."""
     import torch
 
     from effexport.models.adapters.folding import ROUNDING
@@ -326,15 +331,14 @@ def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
     q, k, v = written.factors
     generator = torch.Generator().manual_seed(0)
     tokens, channels = (size_of(size) for size in k.shape[-2:])
-    small = min((x for x in numbers_added(steps) if x > 0), default=1e-6) / (tokens * channels)
-    for magnitude in (math.sqrt(small), *MAGNITUDES):
+    small = min(numbers_added(steps), default=1e-6) / (tokens * channels)
+    root = math.sqrt(small)
+    for of_queries, of_keys in (*MAGNITUDES, (root, root), (small, 1), (1, small)):
         drawn: dict[Node, torch.Tensor] = {}
-        for factor in (v, k, q):
+        for factor, magnitude in ((v, 1), (k, of_keys), (q, of_queries)):
             values = torch.randn([*map(size_of, shape(factor.source))], generator=generator, dtype=torch.float64)
-            if factor is not v:
-                values = magnitude * (values if factor.rectified else values.abs())
-            drawn[factor.source] = values
-        drawn[q.source].permute(q.axes)[..., 0, :] = 0
+            is_sign_free = factor is v or factor.rectified
+            drawn[factor.source] = magnitude * (values if is_sign_free else values.abs())
         queries, keys, mixed = (factor.matrix(drawn[factor.source]) for factor in written.factors)
         weights = queries @ keys.sum(dim=-2).unsqueeze(-1) + written.eps
         ours = (queries @ (keys.mT @ mixed) / weights).permute(written.axes)
@@ -342,7 +346,10 @@ def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
         known = ours.isfinite()
         if theirs.shape != ours.shape or not torch.equal(known, theirs.isfinite()):
             return False
-        if not (theirs - ours)[known].abs().max() <= ROUNDING[torch.float64] * ours[known].abs().max():
+        if not known.any():
+            if of_queries and of_keys:
+                return False
+        elif not (theirs - ours)[known].abs().max() <= ROUNDING[torch.float64] * ours[known].abs().max():
             return False
     return True
 

@@ -247,6 +247,29 @@ def test_what_is_another_function_at_other_sizes_stays(name: str) -> None:
     assert count_in(rectified(AT_THE_EXAMPLE[name]), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
 
 
+# Functions that are linear attention as long as there are features, or one token, or numbers that float32 has.
+ALMOST: dict[str, Core] = {
+    "1e-30 beside sums of keys": lambda q, k, v: q @ (k.mT @ v) / (q @ (k.sum(-2) + 1e-30).unsqueeze(-1)),
+    "1e-30 beside queries": lambda q, k, v: q @ (k.mT @ v) / ((q + 1e-30) @ k.sum(-2).unsqueeze(-1) + 1e-30),
+    "a subnormal number": lambda q, k, v: two_products(q, k, v, 1e-40),
+    "a number beyond float32": lambda q, k, v: two_products(q, k, v, 1e39),
+    "a doubled denominator": lambda q, k, v: q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) * 2 + 1e-6),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+@pytest.mark.parametrize("name", ALMOST)
+def test_what_is_almost_the_function_stays(name: str, tokens: int) -> None:
+    shape = (2, HEADS, tokens, 8)
+    assert count_in(rectified(ALMOST[name]), shape, shape, shape) == 0
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-6, 1.0])
+def test_one_token(eps: float) -> None:
+    shape = (2, HEADS, 1, 8)
+    assert count_in(rectified(lambda q, k, v: two_products(q, k, v, eps)), shape, shape, shape) == 1
+
+
 def test_values_that_are_divided_by_their_number_and_multiplied_again() -> None:
     def as_in_loftr(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         inverse = 1 / (q @ k[:, :, : v.shape[2]].sum(-2).unsqueeze(-1) + 1e-6)
