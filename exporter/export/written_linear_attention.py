@@ -106,9 +106,10 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
 
     assert linear_attention is not None  # registered
     called = torch.ops.effexport.linear_attention.default
+    changed = changed_in_place(program.graph)
     if any(node.target is called or is_cut_at_other_sizes(node) for node in program.graph.nodes):
         return Counter()
-    found = [written for node in program.graph.nodes if (written := linear_at(node, masks)) is not None]
+    found = [written for node in program.graph.nodes if (written := linear_at(node, masks, changed)) is not None]
     found = [written for written in found if written.eps == found[0].eps]
     for written in found:
         turn(program.graph, written)
@@ -118,8 +119,28 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     return Counter({SIGNATURE.onnx_name: len(found)})
 
 
-def linear_at(out: Node, masks: Collection[str]) -> WrittenLinear | None:
-    """The attention whose result a node is; None for other nodes."""
+def changed_in_place(graph: Graph) -> set[Node]:
+    """The tensors that an operator changes later, or another one in the same memory: their numbers depend on when they
+    are read."""
+    import torch
+
+    memories: dict[Node, list[Node]] = {}
+    changed: set[Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for parameter, argument in zip(schema.arguments if schema else (), node.args, strict=False):
+            if parameter.is_write and is_tensor(argument):
+                changed.update(memories[argument])
+        returned = schema.returns[0] if schema and schema.returns else None
+        is_view = name_of(node) == "getitem" or (returned is not None and returned.alias_info is not None)
+        source = node.args[0] if is_view and node.args else None
+        memories[node] = memories[source] if isinstance(source, torch.fx.Node) else []
+        memories[node].append(node)
+    return changed
+
+
+def linear_at(out: Node, masks: Collection[str], changed: Collection[Node] = ()) -> WrittenLinear | None:
+    """The attention whose result a node is; None for other nodes. changed: what is not to be read at another time."""
     if name_of(out) not in ("div", "mul"):
         return None
     for numerator in out.args[:1] if name_of(out) == "div" else out.args:
@@ -128,7 +149,9 @@ def linear_at(out: Node, masks: Collection[str]) -> WrittenLinear | None:
             continue
         steps = steps_to(out, {factor.source for factor in written.factors})
         features = written.q, written.k
-        if steps is None or not all(one.rectified or is_not_negative(one.source, masks) for one in features):
+        if steps is None or any(one in changed for one in (*steps[:-1], *(one.source for one in written.factors))):
+            continue
+        if not all(one.rectified or is_not_negative(one.source, masks, changed) for one in features):
             continue
         for eps in sorted({0.0, *numbers_added(steps)}):
             if has_the_answers(replace(written, eps=eps), steps):
@@ -288,16 +311,18 @@ def numbers_added(steps: Sequence[Node]) -> Iterator[float]:
             yield from (x for x in numbers if limits.tiny <= x <= limits.max)
 
 
-def is_not_negative(x: Any, masks: Collection[str]) -> bool:
+def is_not_negative(x: Any, masks: Collection[str], changed: Collection[Node] = ()) -> bool:
     """Whether no number of a tensor can be below 0. masks: inputs that are made of 0 and 1."""
     import torch
 
     if isinstance(x, int | float):
         return x >= 0
     if isinstance(x, list | tuple):
-        return all(is_not_negative(one, masks) for one in x)
+        return all(is_not_negative(one, masks, changed) for one in x)
     if not isinstance(x, torch.fx.Node):
         return True  # an axis, a type
+    if x in changed:
+        return False
     if x.op == "placeholder":
         return x.name in masks or dtype(x) == torch.bool
     args: Any = x.args
@@ -307,17 +332,17 @@ def is_not_negative(x: Any, masks: Collection[str]) -> bool:
         case "mul", (first, second) if first is second:
             return True
         case "add", (first, int() | float() as number) if name_of(first) == "elu" and first.args[1:] in ((), (1,)):
-            return number >= 1
+            return number >= 1 and not x.kwargs
         case "clamp" | "clamp_min", (_, int() | float() as least, *_):
             return least >= 0
         case (("add" | "mul" | "div"), pair):
-            return not x.kwargs and is_not_negative(pair, masks)
+            return not x.kwargs and is_not_negative(pair, masks, changed)
         case "masked_fill", (first, _, value):
-            return is_not_negative((first, value), masks)
+            return is_not_negative((first, value), masks, changed)
         case "where", (_, *sides):
-            return is_not_negative(sides, masks)
+            return is_not_negative(sides, masks, changed)
         case name, (first, *_) if name in KEEPING_SIGNS:
-            return is_not_negative(first, masks)
+            return is_not_negative(first, masks, changed)
         case name, _:
             return name in NOT_NEGATIVE or (is_tensor(x) and dtype(x) == torch.bool)
 
@@ -367,7 +392,7 @@ def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torc
 
     for node in steps:
         if name_of(node) == "type_as":
-            found[node] = found[node.args[0]]
+            found[node] = found[node.args[0]].to(value(dtype(node)))
             continue
         size = number_of if name_of(node) in NUMBERS else size_of
         args, options = torch.fx.map_arg(

@@ -270,6 +270,51 @@ def test_one_token(eps: float) -> None:
     assert count_in(rectified(lambda q, k, v: two_products(q, k, v, eps)), shape, shape, shape) == 1
 
 
+def after(change: Callable[[Tensor, Tensor, Tensor], object]) -> Core:
+    """Keys that are read by way of a view after a change, and all factors after they were read."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_transposed = k.mT
+        change(q, k, v)
+        states, sums = k_transposed @ v, k_transposed.sum(-1, keepdim=True)
+        change(q, k, v)
+        return q @ states / (q @ sums + 1e-6)
+
+    return core
+
+
+CHANGED_IN_PLACE: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "keys": lambda q, k, v: k.add_(0.3),
+    "a part of the keys": lambda q, k, v: k[:, :, 0].zero_(),
+    "values in pieces": lambda q, k, v: v.chunk(2, -1)[0].mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_IN_PLACE)
+def test_what_is_changed_in_place_stays(name: str) -> None:
+    core = after(CHANGED_IN_PLACE[name])
+    assert count_in(lambda q, k, v: core(q.relu(), k.relu(), v * 2), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+
+
+def test_features_that_are_changed_in_place_may_be_negative() -> None:
+    def below(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        features = k.exp()
+        alias = features[:]
+        features.sub_(2)
+        return two_products(q.exp(), alias * 1, v)
+
+    assert count_in(below, HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+    assert count_in(lambda q, k, v: two_products(q.exp(), F.elu(k).add(1, alpha=0.5), v), *[HEADS_OF_8] * 3) == 0
+    assert count_in(lambda q, k, v: two_products((q * 1).relu_(), (k * 1).relu_(), v), *[HEADS_OF_8] * 3) == 1
+
+
+def test_whole_numbers_between_the_steps() -> None:
+    def of_rounded_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q @ (k.mT @ v) / ((q @ k.sum(-2).unsqueeze(-1)).type_as(q.argmax()) + 1e-6)
+
+    assert count_in(rectified(of_rounded_sums), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+
+
 def test_values_that_are_divided_by_their_number_and_multiplied_again() -> None:
     def as_in_loftr(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         inverse = 1 / (q @ k[:, :, : v.shape[2]].sum(-2).unsqueeze(-1) + 1e-6)
