@@ -109,10 +109,12 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     changed = changed_in_place(program.graph)
     if any(node.target is called or is_cut_at_other_sizes(node) for node in program.graph.nodes):
         return Counter()
-    found = [written for node in program.graph.nodes if (written := linear_at(node, masks, changed)) is not None]
-    found = [written for written in found if written.eps == found[0].eps]
-    for written in found:
-        turn(program.graph, written)
+    found: list[WrittenLinear] = []
+    for node in list(program.graph.nodes):  # in order: the result of one may be an argument of the next
+        written = linear_at(node, masks, changed)
+        if written is not None and (not found or written.eps == found[0].eps):
+            found.append(written)
+            turn(program.graph, written)
     if found:
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
@@ -149,7 +151,7 @@ def linear_at(out: Node, masks: Collection[str], changed: Collection[Node] = ())
             continue
         steps = steps_to(out, {factor.source for factor in written.factors})
         features = written.q, written.k
-        if steps is None or any(one in changed for one in (*steps[:-1], *(one.source for one in written.factors))):
+        if steps is None or any(one in changed for one in (*steps, *(one.source for one in written.factors))):
             continue
         if not all(one.rectified or is_not_negative(one.source, masks, changed) for one in features):
             continue
@@ -394,10 +396,9 @@ def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torc
         if name_of(node) == "type_as":
             found[node] = found[node.args[0]].to(value(dtype(node)))
             continue
-        size = number_of if name_of(node) in NUMBERS else size_of
-        args, options = torch.fx.map_arg(
-            (node.args, node.kwargs), lambda x, size=size: size(x.meta["val"]) if is_size(x) else found[x]
-        )
+        number = number_of if name_of(node) in NUMBERS else size_of
+        given_sizes = {one: number(one.meta["val"]) for one in node.all_input_nodes if is_size(one)}
+        args, options = torch.fx.map_arg((node.args, node.kwargs), {**found, **given_sizes}.__getitem__)
         found[node] = node.target(*map(value, args), **{name: value(x) for name, x in options.items()})
     return found[steps[-1]]
 

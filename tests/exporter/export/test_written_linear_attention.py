@@ -308,6 +308,18 @@ def test_features_that_are_changed_in_place_may_be_negative() -> None:
     assert count_in(lambda q, k, v: two_products((q * 1).relu_(), (k * 1).relu_(), v), *[HEADS_OF_8] * 3) == 1
 
 
+def test_results_that_are_arguments_of_the_next() -> None:
+    def three_times(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return two_products(two_products(q, k, two_products(q, k, v)).relu(), k, v)
+
+    assert count_in(rectified(three_times), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 3
+
+
+def test_values_from_another_attention(tmp_path: Path) -> None:
+    form = Form(core=lambda q, k, v: two_products(q, k, two_products(q, k, v)))
+    assert check(Attention(form), tmp_path).artifact.spec.custom_ops == {OPERATOR: 2}
+
+
 def test_whole_numbers_between_the_steps() -> None:
     def of_rounded_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q @ (k.mT @ v) / ((q @ k.sum(-2).unsqueeze(-1)).type_as(q.argmax()) + 1e-6)
