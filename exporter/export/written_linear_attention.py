@@ -11,9 +11,11 @@ and 49 to 4,096 tokens: 1.4 to 4 where v has a column of ones, 1.0 to 1.9 elsewh
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from effexport.export.written_attention import dtype, inserting, rank
@@ -31,9 +33,11 @@ ORDERS = ("permute", "transpose", "mT", "swapaxes", "swapdims", "movedim")
 LAYERS = (*ORDERS, "slice", "to", "type_as", "clone", "contiguous")
 SHAPES = ("view", "reshape", "unsqueeze", "squeeze", "expand", "unflatten", "flatten", "select")
 PRODUCTS = ("matmul", "bmm")
+# Operators that take a size as a number.
+NUMBERS = ("mul", "div", "add")
 # What may lie between the factors and the result.
 STEPS = {
-    *(*LAYERS, *SHAPES, *PRODUCTS, "mul", "div", "add", "sum", "reciprocal"),
+    *(*LAYERS, *SHAPES, *PRODUCTS, *NUMBERS, "sum", "reciprocal"),
     *("relu", "pad", "constant_pad_nd", "cat", "ones_like", "new_ones"),
 }
 # Operators whose results are never negative, and those whose results are not if their arguments are not.
@@ -42,8 +46,8 @@ KEEPING_SIGNS = {
     *(*LAYERS, *SHAPES, "getitem", "chunk", "split", "unbind", "amax", "sum", "mean"),
     *("add", "mul", "div", "cat", "masked_fill", "where"),
 }
-# Magnitudes of random features; a third one makes sums of weights of the size of what is added to them.
-MAGNITUDES = (1.0, 30.0)
+# Magnitudes of random features of queries and of keys; others make sums of the size of what is added to them.
+MAGNITUDES = ((1.0, 1.0), (30.0, 30.0), (0.0, 1.0), (1.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -93,27 +97,52 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     """Turn every linear attention that is written out, in place; returns how often which operator was put in.
 
     Nodes of a model share one function body: those with another eps than the first stay, and all do beside nodes that
-    the model calls itself. masks: the inputs of the program that are made of 0 and 1.
+    the model calls itself, or where a shape does not hold for all sizes. masks: the inputs of the program that are made
+    of 0 and 1.
     """
     import torch
 
     from effexport.plugins.linear_attention.op import SIGNATURE, linear_attention
 
     assert linear_attention is not None  # registered
-    if any(node.target is torch.ops.effexport.linear_attention.default for node in program.graph.nodes):
+    called = torch.ops.effexport.linear_attention.default
+    changed = changed_in_place(program.graph)
+    if any(node.target is called or is_cut_at_other_sizes(node) for node in program.graph.nodes):
         return Counter()
-    found = [written for node in program.graph.nodes if (written := linear_at(node, masks)) is not None]
-    found = [written for written in found if written.eps == found[0].eps]
-    for written in found:
-        turn(program.graph, written)
+    found: list[WrittenLinear] = []
+    for node in list(program.graph.nodes):  # in order: the result of one may be an argument of the next
+        written = linear_at(node, masks, changed)
+        if written is not None and (not found or written.eps == found[0].eps):
+            found.append(written)
+            turn(program.graph, written)
     if found:
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
     return Counter({SIGNATURE.onnx_name: len(found)})
 
 
-def linear_at(out: Node, masks: Collection[str]) -> WrittenLinear | None:
-    """The attention whose result a node is; None for other nodes."""
+def changed_in_place(graph: Graph) -> set[Node]:
+    """The tensors that an operator changes later, or another one in the same memory: their numbers depend on when they
+    are read."""
+    import torch
+
+    memories: dict[Node, list[Node]] = {}
+    changed: set[Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for parameter, argument in zip(schema.arguments if schema else (), node.args, strict=False):
+            if parameter.is_write and is_tensor(argument):
+                changed.update(memories[argument])
+        returned = schema.returns[0] if schema and schema.returns else None
+        is_view = name_of(node) == "getitem" or (returned is not None and returned.alias_info is not None)
+        source = node.args[0] if is_view and node.args else None
+        memories[node] = memories[source] if isinstance(source, torch.fx.Node) else []
+        memories[node].append(node)
+    return changed
+
+
+def linear_at(out: Node, masks: Collection[str], changed: Collection[Node] = ()) -> WrittenLinear | None:
+    """The attention whose result a node is; None for other nodes. changed: what is not to be read at another time."""
     if name_of(out) not in ("div", "mul"):
         return None
     for numerator in out.args[:1] if name_of(out) == "div" else out.args:
@@ -122,7 +151,9 @@ def linear_at(out: Node, masks: Collection[str]) -> WrittenLinear | None:
             continue
         steps = steps_to(out, {factor.source for factor in written.factors})
         features = written.q, written.k
-        if steps is None or not all(one.rectified or is_not_negative(one.source, masks) for one in features):
+        if steps is None or any(one in changed for one in (*steps, *(one.source for one in written.factors))):
+            continue
+        if not all(one.rectified or is_not_negative(one.source, masks, changed) for one in features):
             continue
         for eps in sorted({0.0, *numbers_added(steps)}):
             if has_the_answers(replace(written, eps=eps), steps):
@@ -161,16 +192,13 @@ def operands_of(product: Factor) -> tuple[Factor, Factor] | None:
 
 def layers_off(node: Node, *, slices: bool = False) -> Factor:
     """The tensor of which a node is another order of the axes. slices: whether it may be a part of it."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     axes = tuple(range(rank(node)))
     while (name := name_of(node)) in LAYERS:
         source = node.args[0]
         if dtype(source) != dtype(node) or rank(source) != rank(node):
             break
         order = axes_of(node) if name in ORDERS else None
-        same = all(map(statically_known_true, map(lambda a, b: a == b, shape(source), shape(node))))
-        if order is None and not same and not (slices and name == "slice"):
+        if order is None and not has_shape_of(node, source) and not (slices and name == "slice"):
             break
         axes = axes if order is None else tuple(order[axis] for axis in axes)
         node = source
@@ -208,15 +236,19 @@ def widens(node: Node) -> bool:
 
 def has_known_shapes(written: WrittenLinear) -> bool:
     """Whether the factors have the shapes and the type that the operator takes, and its result those of `out`."""
+    import torch
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     q, k, v = (factor.shape for factor in written.factors)
+    if not len(q) == len(k) == len(v) == rank(written.out):
+        return False
     result = (*q[:-1], v[-1])
     pairs = [*zip(q, k, strict=True), *zip(q[:-1], v[:-1], strict=True)]
     pairs += zip((result[axis] for axis in written.axes), shape(written.out), strict=True)
     types = {dtype(node) for node in (written.q.source, written.k.source, written.out)}
-    known = isinstance(q[-1], int) and isinstance(v[-1], int) and len(types) == 1
-    return known and dtype(written.out).is_floating_point and all(statically_known_true(a == b) for a, b in pairs)
+    known = isinstance(q[-1], int) and isinstance(v[-1], int) and all(map(is_of_example, (*q, *v)))
+    taken = len(types) == 1 and dtype(written.out) in (torch.float32, torch.float16, torch.bfloat16)
+    return known and taken and all(statically_known_true(a == b) for a, b in pairs)
 
 
 def steps_to(out: Node, sources: Collection[Node]) -> list[Node] | None:
@@ -228,10 +260,40 @@ def steps_to(out: Node, sources: Collection[Node]) -> list[Node] | None:
         if is_ready:
             steps[node] = None
         elif node not in steps and node not in sources and not is_size(node):
-            if name_of(node) not in STEPS:
+            if name_of(node) not in STEPS or not does_the_same_at_all_sizes(node):
                 return None
             waiting += [(node, True), *((one, False) for one in inputs_of(node))]
     return list(steps)
+
+
+def does_the_same_at_all_sizes(node: Node) -> bool:
+    """Whether the sizes of the example show what an operator does at others: it takes parts of fixed axes only."""
+    sizes = [one.meta["val"] for one in node.all_input_nodes if is_size(one)]
+    match name_of(node):
+        case "slice" if has_shape_of(node, node.args[0]):
+            return True
+        case "slice" | "select":
+            return isinstance(shape(node.args[0])[node.args[1]], int) and not sizes
+        case "pad" | "constant_pad_nd":
+            return not sizes
+        case name if name in NUMBERS:
+            return all(isinstance(size, int) or size.node.expr.is_polynomial() for size in sizes)
+    return all(map(is_of_example, sizes))
+
+
+def is_cut_at_other_sizes(part: Node) -> bool:
+    """Whether torch.export has the shape of x for a slice, such as x[:100], because the example is shorter."""
+    if name_of(part) != "slice" or not has_shape_of(part, part.args[0]):
+        return False
+    bounds = {*part.args[2:4]} - {None, 0, sys.maxsize}
+    return bool(bounds) and not isinstance(shape(part)[part.args[1]], int) and any(isinstance(x, int) for x in bounds)
+
+
+def has_shape_of(node: Node, other: Node) -> bool:
+    """Whether two tensors have one shape, as far as torch.export knows."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return all(map(statically_known_true, map(lambda a, b: a == b, shape(node), shape(other))))
 
 
 def inputs_of(node: Node) -> list[Node]:
@@ -241,21 +303,28 @@ def inputs_of(node: Node) -> list[Node]:
 
 
 def numbers_added(steps: Sequence[Node]) -> Iterator[float]:
+    """What may be eps: normal numbers of float32, because kernels read others as 0."""
+    import torch
+
+    limits = torch.finfo(torch.float32)
     for node in steps:
         if name_of(node) == "add":
-            yield from (float(x) for x in node.args if isinstance(x, int | float) and 0 <= x < math.inf)
+            numbers = (float(x) for x in node.args if isinstance(x, int | float))
+            yield from (x for x in numbers if limits.tiny <= x <= limits.max)
 
 
-def is_not_negative(x: Any, masks: Collection[str]) -> bool:
+def is_not_negative(x: Any, masks: Collection[str], changed: Collection[Node] = ()) -> bool:
     """Whether no number of a tensor can be below 0. masks: inputs that are made of 0 and 1."""
     import torch
 
     if isinstance(x, int | float):
         return x >= 0
     if isinstance(x, list | tuple):
-        return all(is_not_negative(one, masks) for one in x)
+        return all(is_not_negative(one, masks, changed) for one in x)
     if not isinstance(x, torch.fx.Node):
         return True  # an axis, a type
+    if x in changed:
+        return False
     if x.op == "placeholder":
         return x.name in masks or dtype(x) == torch.bool
     args: Any = x.args
@@ -265,23 +334,23 @@ def is_not_negative(x: Any, masks: Collection[str]) -> bool:
         case "mul", (first, second) if first is second:
             return True
         case "add", (first, int() | float() as number) if name_of(first) == "elu" and first.args[1:] in ((), (1,)):
-            return number >= 1
+            return number >= 1 and not x.kwargs
         case "clamp" | "clamp_min", (_, int() | float() as least, *_):
             return least >= 0
         case (("add" | "mul" | "div"), pair):
-            return not x.kwargs and is_not_negative(pair, masks)
+            return not x.kwargs and is_not_negative(pair, masks, changed)
         case "masked_fill", (first, _, value):
-            return is_not_negative((first, value), masks)
+            return is_not_negative((first, value), masks, changed)
         case "where", (_, *sides):
-            return is_not_negative(sides, masks)
+            return is_not_negative(sides, masks, changed)
         case name, (first, *_) if name in KEEPING_SIGNS:
-            return is_not_negative(first, masks)
+            return is_not_negative(first, masks, changed)
         case name, _:
             return name in NOT_NEGATIVE or (is_tensor(x) and dtype(x) == torch.bool)
 
 
 def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
-    """Whether the steps make of random factors what the formula does, in float64, also for a query without features."""
+    """Whether the steps make of random factors what the formula does, in float64, also without features."""
     import torch
 
     from effexport.models.adapters.folding import ROUNDING
@@ -289,15 +358,14 @@ def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
     q, k, v = written.factors
     generator = torch.Generator().manual_seed(0)
     tokens, channels = (size_of(size) for size in k.shape[-2:])
-    small = min((x for x in numbers_added(steps) if x > 0), default=1e-6) / (tokens * channels)
-    for magnitude in (math.sqrt(small), *MAGNITUDES):
+    small = min(numbers_added(steps), default=1e-6) / (tokens * channels)
+    root = math.sqrt(small)
+    for of_queries, of_keys in (*MAGNITUDES, (root, root), (small, 1), (1, small)):
         drawn: dict[Node, torch.Tensor] = {}
-        for factor in (v, k, q):
+        for factor, magnitude in ((v, 1), (k, of_keys), (q, of_queries)):
             values = torch.randn([*map(size_of, shape(factor.source))], generator=generator, dtype=torch.float64)
-            if factor is not v:
-                values = magnitude * (values if factor.rectified else values.abs())
-            drawn[factor.source] = values
-        drawn[q.source].permute(q.axes)[..., 0, :] = 0
+            is_sign_free = factor is v or factor.rectified
+            drawn[factor.source] = magnitude * (values if is_sign_free else values.abs())
         queries, keys, mixed = (factor.matrix(drawn[factor.source]) for factor in written.factors)
         weights = queries @ keys.sum(dim=-2).unsqueeze(-1) + written.eps
         ours = (queries @ (keys.mT @ mixed) / weights).permute(written.axes)
@@ -305,13 +373,16 @@ def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
         known = ours.isfinite()
         if theirs.shape != ours.shape or not torch.equal(known, theirs.isfinite()):
             return False
-        if not (theirs - ours)[known].abs().max() <= ROUNDING[torch.float64] * ours[known].abs().max():
+        if not known.any():
+            if of_queries and of_keys:
+                return False
+        elif not (theirs - ours)[known].abs().max() <= ROUNDING[torch.float64] * ours[known].abs().max():
             return False
     return True
 
 
 def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-    """The result of the last step in float64; sizes are those of the example."""
+    """The result of the last step in float64; shapes are those of the example."""
     import torch
 
     found = dict(given)
@@ -323,11 +394,11 @@ def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torc
 
     for node in steps:
         if name_of(node) == "type_as":
-            found[node] = found[node.args[0]]
+            found[node] = found[node.args[0]].to(value(dtype(node)))
             continue
-        args, options = torch.fx.map_arg(
-            (node.args, node.kwargs), lambda x: size_of(x.meta["val"]) if is_size(x) else found[x]
-        )
+        number = number_of if name_of(node) in NUMBERS else size_of
+        given_sizes = {one: number(one.meta["val"]) for one in node.all_input_nodes if is_size(one)}
+        args, options = torch.fx.map_arg((node.args, node.kwargs), {**found, **given_sizes}.__getitem__)
         found[node] = node.target(*map(value, args), **{name: value(x) for name, x in options.items()})
     return found[steps[-1]]
 
@@ -408,6 +479,19 @@ def is_size(node: Node) -> bool:
     import torch
 
     return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def number_of(size: Any) -> float:
+    """A size as a factor or a summand, at random sizes: what holds for them, such as n / n = 1, holds for all."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return float(expression.subs({symbol: Random(str(symbol)).uniform(2, 99) for symbol in expression.free_symbols}))
+
+
+def is_of_example(size: Any) -> bool:
+    """Whether the shapes of the example give a size, and not its numbers."""
+    return isinstance(size, int) or size.node.has_hint()
 
 
 def size_of(size: Any) -> int:

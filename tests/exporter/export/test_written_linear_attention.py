@@ -15,6 +15,7 @@ from slow_cases import slow_after
 from torch import Tensor, nn
 
 import effexport
+from effexport.export.written_linear_attention import turn_linear_attentions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 DIM, HEADS = 16, 2
@@ -167,6 +168,171 @@ def test_a_linear_attention_becomes_the_operator(name: str, tmp_path: Path) -> N
 def test_what_is_another_function_stays(name: str, tmp_path: Path) -> None:
     form = KEPT[name]
     assert not check(Attention(form), tmp_path, is_masked=form.is_masked).artifact.spec.custom_ops
+
+
+class Alone(nn.Module):
+    """A core alone, of features and values."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch._check(k.shape[-2] == v.shape[-2])
+        torch._check(q.shape[-2] == v.shape[-2] or q.ndim == 2)
+        return self.core(q, k, v)
+
+
+def count_in(core: Core, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    """How many linear attentions are found in a core, for any number of tokens."""
+    tokens = tuple({len(shape) - 2: torch.export.Dim.AUTO} for shape in shapes)
+    tensors = tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
+    program = torch.export.export(Alone(core), tensors, dynamic_shapes={"q": tokens[0], "k": tokens[1], "v": tokens[2]})
+    return turn_linear_attentions(program).total()
+
+
+HEADS_OF_8 = (2, HEADS, 12, 8)
+
+
+def rectified(core: Core) -> Core:
+    return lambda q, k, v: core(q.relu(), k.relu(), v)
+
+
+def test_products_of_other_ranks_stay() -> None:
+    """Such as keys and values without a batch, and a matrix of weights before a product."""
+    assert count_in(rectified(two_products), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 1
+    assert count_in(rectified(two_products), HEADS_OF_8, HEADS_OF_8[1:], HEADS_OF_8[1:]) == 0
+    assert count_in(lambda q, k, v: (q @ (k.mT @ v)) * 0.5, (5, 8), (2, 12, 8), (2, 12, 8)) == 0
+
+
+def test_a_wider_type_than_that_of_the_operator_stays() -> None:
+    shapes = HEADS_OF_8, HEADS_OF_8, HEADS_OF_8
+    assert count_in(rectified(two_products), *shapes, dtype=torch.float64) == 0
+    assert count_in(rectified(two_products), *shapes, dtype=torch.float16) == 1
+
+
+def test_sizes_that_follow_from_numbers_stay() -> None:
+    def of_some_tokens(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = v[0, :, 0] > 0
+        q, k, v = (x[:, kept] for x in (q.relu(), k.relu(), v))
+        return two_products(q, k, v)
+
+    def of_their_count(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = q.relu(), k.relu()
+        return q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) * (v[0, :, 0] > 0).nonzero().shape[0] + 1e-6)
+
+    shape = (2, 12, 8)
+    assert count_in(of_some_tokens, shape, shape, shape) == 0
+    assert count_in(of_their_count, shape, shape, shape) == 0
+
+
+# Functions that are linear attention at the 12 tokens of the example.
+AT_THE_EXAMPLE: dict[str, Core] = {
+    "the first 100 keys": lambda q, k, v: q @ (k.mT @ v) / (q @ k[:, :, :100].sum(-2).unsqueeze(-1) + 1e-6),
+    "the last 100 keys": lambda q, k, v: q @ (k.mT @ v) / (q @ k[:, :, -100:].sum(-2).unsqueeze(-1) + 1e-6),
+    "ones to a multiple of 4": lambda q, k, v: (
+        q @ (k.mT @ v) / (q @ F.pad(k, (0, 0, 0, -k.shape[2] % 4), value=1.0).sum(-2).unsqueeze(-1) + 1e-6)
+    ),
+    "a share of 12 tokens": lambda q, k, v: q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) * v.shape[2] / 12 + 1e-6),
+    "the first 100 keys and values": lambda q, k, v: two_products(q, k[:, :, :100], v[:, :, :100]),
+    "whole dozens": lambda q, k, v: q @ (k.mT @ v) * (v.shape[2] // 12) / (q @ k.sum(-2).unsqueeze(-1) + 1e-6),
+    "the first of windows": lambda q, k, v: (
+        q @ (k.mT @ v) / (q @ k.unflatten(2, (-1, 12)).sum(3).select(2, 0).unsqueeze(-1) + 1e-6)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_EXAMPLE)
+def test_what_is_another_function_at_other_sizes_stays(name: str) -> None:
+    assert count_in(rectified(AT_THE_EXAMPLE[name]), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+
+
+# Functions that are linear attention as long as there are features, or one token, or numbers that float32 has.
+ALMOST: dict[str, Core] = {
+    "1e-30 beside sums of keys": lambda q, k, v: q @ (k.mT @ v) / (q @ (k.sum(-2) + 1e-30).unsqueeze(-1)),
+    "1e-30 beside queries": lambda q, k, v: q @ (k.mT @ v) / ((q + 1e-30) @ k.sum(-2).unsqueeze(-1) + 1e-30),
+    "a subnormal number": lambda q, k, v: two_products(q, k, v, 1e-40),
+    "a number beyond float32": lambda q, k, v: two_products(q, k, v, 1e39),
+    "a doubled denominator": lambda q, k, v: q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) * 2 + 1e-6),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+@pytest.mark.parametrize("name", ALMOST)
+def test_what_is_almost_the_function_stays(name: str, tokens: int) -> None:
+    shape = (2, HEADS, tokens, 8)
+    assert count_in(rectified(ALMOST[name]), shape, shape, shape) == 0
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-6, 1.0])
+def test_one_token(eps: float) -> None:
+    shape = (2, HEADS, 1, 8)
+    assert count_in(rectified(lambda q, k, v: two_products(q, k, v, eps)), shape, shape, shape) == 1
+
+
+def after(change: Callable[[Tensor, Tensor, Tensor], object]) -> Core:
+    """Keys that are read by way of a view after a change, and all factors after they were read."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_transposed = k.mT
+        change(q, k, v)
+        states, sums = k_transposed @ v, k_transposed.sum(-1, keepdim=True)
+        change(q, k, v)
+        return q @ states / (q @ sums + 1e-6)
+
+    return core
+
+
+CHANGED_IN_PLACE: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "keys": lambda q, k, v: k.add_(0.3),
+    "a part of the keys": lambda q, k, v: k[:, :, 0].zero_(),
+    "values in pieces": lambda q, k, v: v.chunk(2, -1)[0].mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_IN_PLACE)
+def test_what_is_changed_in_place_stays(name: str) -> None:
+    core = after(CHANGED_IN_PLACE[name])
+    assert count_in(lambda q, k, v: core(q.relu(), k.relu(), v * 2), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+
+
+def test_features_that_are_changed_in_place_may_be_negative() -> None:
+    def below(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        features = k.exp()
+        alias = features[:]
+        features.sub_(2)
+        return two_products(q.exp(), alias * 1, v)
+
+    assert count_in(below, HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+    assert count_in(lambda q, k, v: two_products(q.exp(), F.elu(k).add(1, alpha=0.5), v), *[HEADS_OF_8] * 3) == 0
+    assert count_in(lambda q, k, v: two_products((q * 1).relu_(), (k * 1).relu_(), v), *[HEADS_OF_8] * 3) == 1
+
+
+def test_results_that_are_arguments_of_the_next() -> None:
+    def three_times(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return two_products(two_products(q, k, two_products(q, k, v)).relu(), k, v)
+
+    assert count_in(rectified(three_times), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 3
+
+
+def test_values_from_another_attention(tmp_path: Path) -> None:
+    form = Form(core=lambda q, k, v: two_products(q, k, two_products(q, k, v)))
+    assert check(Attention(form), tmp_path).artifact.spec.custom_ops == {OPERATOR: 2}
+
+
+def test_whole_numbers_between_the_steps() -> None:
+    def of_rounded_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q @ (k.mT @ v) / ((q @ k.sum(-2).unsqueeze(-1)).type_as(q.argmax()) + 1e-6)
+
+    assert count_in(rectified(of_rounded_sums), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 0
+
+
+def test_values_that_are_divided_by_their_number_and_multiplied_again() -> None:
+    def as_in_loftr(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inverse = 1 / (q @ k[:, :, : v.shape[2]].sum(-2).unsqueeze(-1) + 1e-6)
+        return q @ (k.mT @ (v / v.shape[2])) * inverse * v.shape[2]
+
+    assert count_in(rectified(as_in_loftr), HEADS_OF_8, HEADS_OF_8, HEADS_OF_8) == 1
 
 
 class Image(nn.Module):
