@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.signature import Parameter
 
 CONTRACTS = {name: contract for name, op in OPS.items() if (contract := load_contract(op)).cases}
-KERNELS = ("kernel", "cuda", "cuda sm_75")
+KERNELS = ("kernel", "cuda")
 
 pytestmark = pytest.mark.requires("native", "onnx", "ort")
 SIGNATURES = {name: OPS[name].load().SIGNATURE for name in CONTRACTS}
@@ -36,14 +37,16 @@ kernels = pytest.mark.parametrize("how", KERNELS)
 def table(
     *hows: str, ops: Iterable[str] = CONTRACTS, dtypes: tuple[str, ...] = (), every: bool = True
 ) -> pytest.MarkDecorator:
-    """Parameters op, how and case: what a contract asks of these implementations, in every case or in some."""
-    rows = [
-        pytest.param(op, how, case, id=f"{op}-{how}-{case.name}")
-        for op, contract in ((op, CONTRACTS[op]) for op in ops)
-        for how in hows
-        for case in contract.cases + every * (contract.small + ("cuda" not in how) * contract.larger)
-        if case.dtype in (dtypes or OPS[op].element_types) and case.dtype not in not_promised(contract, how)
-    ]
+    """Parameters op, how and case: what a contract asks of these implementations, in every case or in some, the
+    first of which are in the fast part."""
+    rows = []
+    for op, how in itertools.product(ops, hows):
+        contract = CONTRACTS[op]
+        cases = contract.cases + every * (contract.small + ("cuda" not in how) * contract.larger)
+        types = set(dtypes or OPS[op].element_types) - set(not_promised(contract, how))
+        for i, case in enumerate(case for case in cases if case.dtype in types):
+            slow = pytest.mark.slow if i >= (15 if every else 6) else ()
+            rows.append(pytest.param(op, how, case, id=f"{op}-{how}-{case.name}", marks=slow))
     return pytest.mark.parametrize(("op", "how", "case"), rows)
 
 
@@ -102,7 +105,9 @@ def test_the_body_works_in_every_opset(op: str, opset: int) -> None:
     assert_formula(op, "body", last_case(op), opset=opset)
 
 
-@table(*MAKERS, ops=[name for name, contract in CONTRACTS.items() if contract.hidden], dtypes=ONE_TYPE)
+@table(
+    "torch", "body", *KERNELS, ops=[name for name, contract in CONTRACTS.items() if contract.hidden], dtypes=ONE_TYPE
+)
 def test_what_hidden_tokens_hold_changes_no_bit(op: str, how: str, case: Case) -> None:
     contract = CONTRACTS[op]
     inputs = without_nan(contract.inputs(case, "cpu"))
