@@ -28,6 +28,8 @@ MOST_BYTES = 128 << 20
 REMEDY = "build the artifact again with effexport build"
 # Ten times the distance within which onnxscript takes a number for 0 or 1.
 ALMOST = {0.0: 1e-7, 1.0: 1e-4}
+# The end of a slice that has none.
+FAR = 2**63 - 1
 # Exporter metadata that later steps read: the modules that a node came from.
 SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
@@ -93,6 +95,7 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
         model.graph.inputs.remove(value)
         value.const_value = tensor
         model.graph.register_initializer(value)
+    leave_slices(model)
     program = torch.onnx.ONNXProgram(model, None)
     try:
         with hidden_constants(model) as hidden:
@@ -106,6 +109,32 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
             "export", f"torch.onnx could not optimise the graph: {cause}; --debug shows the traceback"
         ) from error
     return program.model
+
+
+def leave_slices(model: ir.Model) -> None:
+    """Forget the free sizes of what is cut at a fixed place, such as the first 100 tokens, where PyTorch takes them for
+    those of the whole, as in the example. onnxscript would leave such a slice out (rewriter, collapse_slice2_rule)."""
+    import onnx_ir as ir
+
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "Slice" and len(node.inputs) > 3]:
+        data, starts, ends, axes = node.inputs[:4]
+        shape = node.outputs[0].shape
+        if data is None or shape is None or data.shape != shape:
+            continue
+        cuts = zip(*(constants_of(one) for one in (starts, ends, axes)), strict=False)
+        cut = {axis % len(shape) for start, end, axis in cuts if (start, end) != (0, FAR)}
+        if any(not isinstance(shape[axis], int) for axis in cut):
+            node.outputs[0].shape = ir.Shape([None if i in cut else size for i, size in enumerate(shape)])
+
+
+def constants_of(value: ir.Value | None) -> list[int]:
+    """The numbers of a value, by way of casts and shapes; none of a value that is not constant."""
+    import onnx_ir as ir
+
+    while value is not None and (node := value.producer()) is not None and node.op_type in ("Cast", "Reshape"):
+        value = node.inputs[0]
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return [] if tensor is None else tensor.numpy().flatten().tolist()
 
 
 @contextlib.contextmanager

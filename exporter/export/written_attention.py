@@ -6,12 +6,13 @@ Without a visible key, PyTorch averages all values, or has no number if that of 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from effexport.export.traced_nodes import dtype, inserting, rank
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -178,19 +179,6 @@ def turn(graph: Graph, written: Written) -> None:
     written.out.replace_all_uses_with(out)
 
 
-@contextlib.contextmanager
-def inserting(graph: Graph, place: Node) -> Iterator[Callable[..., Node]]:
-    """A function that calls an operator with arguments, in the graph before a place in whose name it is exported."""
-
-    def call(target: Callable[..., Any], *args: Any, **options: Any) -> Node:
-        node = graph.call_function(target, args, options)
-        node.meta = {**place.meta, "val": target(*(value_of(x) for x in args), **options)}
-        return node
-
-    with graph.inserting_before(place):
-        yield call
-
-
 def remarks_on_written(found: Mapping[str, int], called: Mapping[str, int]) -> list[str]:
     """Sentences for the report. found: operators of the graph by name. called: those that the model itself calls."""
     from effexport.plugins.linear_attention.op import SIGNATURE as LINEAR
@@ -205,17 +193,3 @@ def remarks_on_written(found: Mapping[str, int], called: Mapping[str, int]) -> l
         for signature, (what, parts, ours) in ways.items()
         if (count := found.get(signature.onnx_name, 0) - called.get(signature.onnx_name, 0)) > 0
     ]
-
-
-def value_of(x: Any) -> Any:
-    import torch
-
-    return x.meta["val"] if isinstance(x, torch.fx.Node) else x
-
-
-def rank(node: Any) -> int:
-    return len(node.meta["val"].shape)
-
-
-def dtype(node: Any) -> Any:
-    return node.meta["val"].dtype

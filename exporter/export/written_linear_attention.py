@@ -15,10 +15,20 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from random import Random
 from typing import TYPE_CHECKING, Any
 
-from effexport.export.written_attention import dtype, inserting, rank
+from effexport.export.traced_nodes import (
+    dtype,
+    inserting,
+    is_of_example,
+    is_size,
+    is_tensor,
+    name_of,
+    number_of,
+    rank,
+    shape,
+    size_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -452,48 +462,3 @@ def is_transpose(node: Node) -> bool:
 def transposition(count: int) -> tuple[int, ...]:
     """The order of axes that exchanges the last two."""
     return (*range(count - 2), count - 1, count - 2)
-
-
-def name_of(node: Any) -> str:
-    """The name of PyTorch's operator, "" for others."""
-    import torch
-
-    if not isinstance(node, torch.fx.Node):
-        return ""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._opname if node.target.namespace == "aten" else ""
-    return getattr(node.target, "__name__", "")
-
-
-def shape(node: Node) -> tuple[Any, ...]:
-    return tuple(node.meta["val"].shape)
-
-
-def is_tensor(x: Any) -> bool:
-    import torch
-
-    return isinstance(x, torch.fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
-
-
-def is_size(node: Node) -> bool:
-    import torch
-
-    return isinstance(node.meta.get("val"), int | torch.SymInt)
-
-
-def number_of(size: Any) -> float:
-    """A size as a factor or a summand, at random sizes: what holds for them, such as n / n = 1, holds for all."""
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    return float(expression.subs({symbol: Random(str(symbol)).uniform(2, 99) for symbol in expression.free_symbols}))
-
-
-def is_of_example(size: Any) -> bool:
-    """Whether the shapes of the example give a size, and not its numbers."""
-    return isinstance(size, int) or size.node.has_hint()
-
-
-def size_of(size: Any) -> int:
-    """A size of the example."""
-    return size if isinstance(size, int) else int(size.node.hint)

@@ -447,3 +447,19 @@ def test_a_profile_has_no_length_that_the_file_does_not_take() -> None:
 )
 def test_an_assumption_is_shown_as_its_user_would_write_it(expression: str, text: str) -> None:
     assert readable(expression, {"s0": "seq of x", "s1": "seq of y", "s2": "batch of x"}) == text
+
+
+@pytest.mark.parametrize("place", [slice(100), slice(-100, None)], ids=["first", "last"])
+def test_a_part_that_is_the_whole_in_the_example_stays_a_part(place: slice, tmp_path: Path) -> None:
+    """torch.export gives it the shape of the whole, and onnxscript left such a slice out."""
+
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, place].mT @ x[:, place]
+
+    result = effexport.export(Part().eval(), torch.randn(2, 12, DIM), tmp_path / "out")
+    with effexport.load(result.path) as runner:
+        for length in (7, 100, 101, 300):
+            x = torch.randn(2, length, DIM)
+            (found,) = runner.run({"x": x.numpy()}).values()
+            np.testing.assert_allclose(found, Part()(x).numpy(), rtol=0, atol=1e-4)

@@ -1,0 +1,86 @@
+"""Nodes of a program that torch.export traced: what they are, and new ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+    # a node of torch.fx, whose arguments have any type
+    Node = Any
+
+
+def name_of(node: Any) -> str:
+    """The name of PyTorch's operator, "" for others."""
+    import torch
+
+    if not isinstance(node, torch.fx.Node):
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._opname if node.target.namespace == "aten" else ""
+    return getattr(node.target, "__name__", "")
+
+
+def is_tensor(x: Any) -> bool:
+    import torch
+
+    return isinstance(x, torch.fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
+
+
+def value_of(x: Any) -> Any:
+    import torch
+
+    return x.meta["val"] if isinstance(x, torch.fx.Node) else x
+
+
+def shape(node: Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def rank(node: Any) -> int:
+    return len(node.meta["val"].shape)
+
+
+def dtype(node: Any) -> Any:
+    return node.meta["val"].dtype
+
+
+def is_size(node: Node) -> bool:
+    import torch
+
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def is_of_example(size: Any) -> bool:
+    """Whether the shapes of the example give a size, and not its numbers."""
+    return isinstance(size, int) or size.node.has_hint()
+
+
+def size_of(size: Any) -> int:
+    """A size of the example."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def number_of(size: Any) -> float:
+    """A size as a factor or a summand, at random sizes: what holds for them, such as n / n = 1, holds for all."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return float(expression.subs({symbol: Random(str(symbol)).uniform(2, 99) for symbol in expression.free_symbols}))
+
+
+@contextlib.contextmanager
+def inserting(graph: Graph, place: Node) -> Iterator[Callable[..., Node]]:
+    """A function that calls an operator with arguments, in the graph before a place in whose name it is exported."""
+
+    def call(target: Callable[..., Any], *args: Any, **options: Any) -> Node:
+        node = graph.call_function(target, args, options)
+        node.meta = {**place.meta, "val": target(*(value_of(x) for x in args), **options)}
+        return node
+
+    with graph.inserting_before(place):
+        yield call
