@@ -90,7 +90,9 @@ def test_half_precision_stays_finite_for_large_inputs(variant: str, causal: bool
 
 
 @pytest.mark.parametrize(
-    "variant", [variant for variant, causal in rows() if causal and ATTENTION_SPECS[variant](causal=True).is_causal]
+    # a later token moves the borders of chunks in a sort
+    "variant",
+    [variant for variant, causal in rows() if causal and not ATTENTION_SPECS[variant].is_hashed],
 )
 @torch.no_grad()
 def test_later_tokens_change_nothing_in_a_causal_form(variant: str) -> None:
