@@ -36,15 +36,15 @@ ENTRIES = {
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
-        f"effexport_linear_attention_states_{dtype}": ["u64"] * 3 + ["u32"] * 6 + ["u64"]
+        f"effexport_linear_attention_states_{dtype}": ["u64"] * 3 + ["u32"] * 7 + ["u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
-        f"effexport_linear_attention_outputs_{dtype}": ["u64"] * 2 + ["u32"] * 6 + ["f32", "u64"]
+        f"effexport_linear_attention_outputs_{dtype}": ["u64"] * 2 + ["u32"] * 7 + ["f32", "u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
-        f"effexport_linear_attention_causal_outputs_{dtype}": ["u64"] * 5 + ["u32"] * 6 + ["f32", "u64"]
+        f"effexport_linear_attention_causal_outputs_{dtype}": ["u64"] * 5 + ["u32"] * 7 + ["f32", "u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     "effexport_linear_attention_combine": ["u64"] + ["u32"] * 4 + ["u64"],
