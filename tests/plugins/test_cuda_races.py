@@ -51,7 +51,7 @@ CASES = {
     ),
     "aft_window_attention": in_all_types(Case((2, 2, 70, 33, 1, 2, 1, 40, 1)), Case((2, 2, 70, 33, 33, 1, 70, 7, 0))),
     "linear_attention": in_all_types(
-        *(Case((3, 1, *sizes, causal), (1e-6,)) for sizes in ((10, 66, 8), (66, 8, 8)) for causal in (1, 0))
+        *(Case((3, 1, *sizes, causal, 0), (1e-6,)) for sizes in ((10, 66, 8), (66, 8, 8)) for causal in (1, 0))
     ),
 }
 

@@ -39,7 +39,7 @@ ATTRIBUTES: dict[str, tuple[dict[str, Any], ...]] = {
     "LSHHash": tuple(
         {"bucket_factors": factors, "chunk_length": 64} for factors in ([2], [70], [4, 6], [2] * 29, [1 << 30])
     ),
-    "EluLinearAttentionStates": tuple({"least": least} for least in (64, 256, 512)),
+    "EluLinearAttentionStates": tuple({"least": least, "relu": least // 512} for least in (64, 256, 512)),
 }
 SIZES = (1, 3, 24, 63, 64, 65, 100, 129, 1000, 4097, 40000)
 

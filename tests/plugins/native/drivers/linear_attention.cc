@@ -8,13 +8,15 @@ namespace {
 template <class T>
 struct AttentionCase {
   std::size_t seq, head_dim, value_dim;
+  bool relu;
   std::vector<T> q, k, v, out;
   std::vector<std::uint8_t> keep;
 
-  AttentionCase(std::size_t seq, std::size_t head_dim, std::size_t value_dim)
+  AttentionCase(std::size_t seq, std::size_t head_dim, std::size_t value_dim, bool relu)
       : seq(seq),
         head_dim(head_dim),
         value_dim(value_dim),
+        relu(relu),
         q(4 * seq * head_dim),
         k(4 * seq * head_dim),
         v(4 * seq * value_dim),
@@ -34,13 +36,14 @@ struct AttentionCase {
   effexport::linear_attention::Arrays<T> arrays() {
     const auto size = [](std::size_t value) { return static_cast<std::int64_t>(value); };
     return {q.data(), k.data(),  v.data(),       keep.data(),     out.data(), 2,
-            2,        size(seq), size(head_dim), size(value_dim), 1e-6f};
+            2,        size(seq), size(head_dim), size(value_dim), 1e-6f,      relu};
   }
 
   // Largest difference from the formula in double, as a share of the largest value; NaN wins.
   double error(bool causal) const {
-    const auto feature = [](T x) {
+    const auto feature = [this](T x) {
       const double value = effexport::to_float(x);
+      if (relu) return std::max(value, 0.0);
       return value > 0 ? value + 1 : std::exp(value);
     };
     double worst = 0, largest = 0;
@@ -79,9 +82,9 @@ struct AttentionCase {
 // All pieces of the kernel, in the order in which callers put them together.
 template <class T>
 void check_attention(const char* instructions, std::size_t seq, std::size_t head_dim, std::size_t value_dim,
-                     double tolerance) {
+                     double tolerance, bool relu = false) {
   using namespace effexport::linear_attention;
-  AttentionCase<T> given(seq, head_dim, value_dim);
+  AttentionCase<T> given(seq, head_dim, value_dim, relu);
   const Arrays<T> x = given.arrays();
   const auto workspace = aligned_block(cpu_workspace_bytes(x.head_dim, x.value_dim));
   const std::int64_t slices = cpu_slices(x.seq);
@@ -125,6 +128,7 @@ void check_attention_sizes(const char* instructions) {
   for (std::size_t seq : {1, 2, 63, 64, 65, 130, 1100}) {
     check_attention<float>(instructions, seq, 16, 16, kFloat);
     check_attention<float>(instructions, seq, 5, 3, kFloat);
+    check_attention<float>(instructions, seq, 17, 3, kFloat, true);
   }
   for (std::size_t dim : {1, 4, 15, 17, 32, 33, 64, 100, 128}) {
     check_attention<float>(instructions, 70, dim, dim, kFloat);
@@ -145,7 +149,7 @@ void check_attention_reads_every_half(const char* instructions) {
   std::vector<std::uint8_t> keep(v.size(), 1);
   // φ(0) = 1: a head of one position returns its value
   const Arrays<effexport::Half> x{zero.data(), zero.data(), v.data(), keep.data(), out.data(), 2 * count,
-                                  1,           1,           1,        1,           0.0f};
+                                  1,           1,           1,        1,           0.0f,       false};
   const auto workspace = aligned_block(cpu_workspace_bytes(1, 1));
   for (std::int64_t head = 0; head < 2 * count; ++head) {
     causal_head_cpu(x, head, workspace.get());
