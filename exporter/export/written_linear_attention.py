@@ -438,7 +438,7 @@ def turn(graph: Graph, written: WrittenLinear) -> None:
         q, k, v = (x if has_heads else call(aten.unsqueeze.default, x, 1) for x in (q, k, v))
         of_keys = call(aten.select.int, call(aten.select.int, k, 1, 0), -1, 0)
         keep = call(aten.ones_like.default, of_keys, dtype=torch.bool)
-        out = call(torch.ops.effexport.linear_attention.default, q, k, v, keep, written.eps, False, 128, True)
+        out = call(torch.ops.effexport.linear_attention.default, q, k, v, keep, written.eps, relu=True)
         if not has_heads:
             out = call(aten.squeeze.dim, out, 1)
         if written.axes == (0, 1, 3, 2):

@@ -76,11 +76,6 @@ def share_of(largest: float, error: float) -> Callable[[Array], Array]:
     return within(largest * error)
 
 
-def share_of_result(error: float) -> Callable[[Array], Array]:
-    """A share of the largest number of the result."""
-    return lambda body: np.full(body.shape, error * np.abs(body).max(initial=0.0))
-
-
 def largest_visible(v: Array, keep: Array) -> float:
     return float(np.abs(v.astype(np.float64))[np.broadcast_to(keep[:, None, :, None], v.shape)].max(initial=0.0))
 

@@ -37,7 +37,6 @@ def layer_of(variant: str, causal: bool) -> AttentionLayer:
     """A layer of random weights, those of positions too. What a causal form does not have is left out."""
     contract, cls = CONTRACTS[variant], ATTENTION_SPECS[variant]
     small = {name: value for name, value in contract.small.items() if not (causal and name == "conv_kernel_size")}
-    torch.manual_seed(0)
     layer = module_from_spec(cls(dim=DIM, heads=4, seq_len=128, causal=causal, **small), 0)
     assert isinstance(layer, AttentionLayer)
     return layer.eval()

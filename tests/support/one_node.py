@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from kernel_sessions import ort_value, session
+from kernel_sessions import ort_value
 
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 
@@ -63,17 +63,3 @@ def run_poisoned(
     binding.bind_ortvalue_output("out", ort_value(out))
     session.run_with_iobinding(binding)
     return out
-
-
-def run_kernel(
-    op: str, feeds: Mapping[str, np.ndarray], shape: Sequence[int], *, threads: int = 2, **attributes: Any
-) -> np.ndarray:
-    model = one_node_model(op, feeds, body=False, **attributes)
-    return run_poisoned(session(model, library=True, threads=threads), feeds, shape, output_dtype(op, feeds))
-
-
-def run_body(
-    op: str, feeds: Mapping[str, np.ndarray], shape: Sequence[int], *, opset: int = 20, **attributes: Any
-) -> np.ndarray:
-    model = one_node_model(op, feeds, body=True, opset=opset, **attributes)
-    return run_poisoned(session(model, library=False), feeds, shape, output_dtype(op, feeds))
