@@ -19,7 +19,7 @@ from effexport.proof.inputs.random import random_inputs
 from effexport.proof.tolerances import Limit
 from effexport.quantize.record import Quantization, Samples
 from effexport.spec import BuildSpec
-from effexport.text.samples import samples_from_file
+from effexport.text.reading import samples_from_file
 
 if TYPE_CHECKING:
     from torch import nn

@@ -29,8 +29,11 @@ from serving_load import ServerProcess, running_server  # noqa: E402
 
 from effexport.artifact import open_artifact  # noqa: E402
 from effexport.generation.sampling import Sampling  # noqa: E402
-from effexport.generation.session import Session  # noqa: E402
-from effexport.generation.text_generator import TextGenerator, generator_from_artifact  # noqa: E402
+from effexport.generation.text_generator import (  # noqa: E402
+    Session,
+    TextGenerator,
+    generator_from_artifact,
+)
 from effexport.runners.artifact_decoder import decoder_from_artifact  # noqa: E402
 from effexport.runners.runner import ModelOptions  # noqa: E402
 

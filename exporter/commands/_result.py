@@ -80,8 +80,7 @@ def next_step(artifact: Artifact, report: Report) -> str:
 
 def fill_mask_command(artifact: Artifact) -> str:
     """How to try out a model that fills masks; "" for others, and without what reads texts."""
-    from effexport.text.fill_mask import FillMask
-    from effexport.text.tasks import task_from_artifact
+    from effexport.text.tasks import FillMask, task_from_artifact
 
     try:
         task = task_from_artifact(artifact)

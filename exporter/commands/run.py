@@ -126,7 +126,7 @@ def run_arrays(
     from effexport.cli import print_json
     from effexport.files import load_npz, save_npz
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.text.files import windows_of_file
+    from effexport.text.reading import windows_of_file
     from effexport.text.task import TextOptions, outputs_of
 
     opened = open_artifact(artifact)

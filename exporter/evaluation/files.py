@@ -19,11 +19,11 @@ from effexport.evaluation.labelled import (
 from effexport.evaluation.results import LANGUAGE, Objective
 from effexport.files import load_npz
 from effexport.models.families import CONFIG
-from effexport.text.classification import Labels, labels_from_config
+from effexport.text.fast_tokenizer import json_of
 from effexport.text.reading import bytes_of_file, decoded, objects_of_lines
 from effexport.text.task import reader_from_spec
+from effexport.text.tasks import Labels, labels_from_config
 from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
-from effexport.text.tokenizer_files import json_of
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact

@@ -10,12 +10,12 @@ from effexport.artifact import Artifact
 from effexport.errors import MissingExtraError, UserError
 from effexport.models.bounded_file import MOST_BYTES_OF_VOCABULARY, FileTooLargeError, bounded_bytes
 from effexport.models.families import CONFIG
-from effexport.text.fast_tokenizer import fast_tokenizer
-from effexport.text.tokenizer_files import (
+from effexport.text.fast_tokenizer import (
     REMEDY,
     TOKENIZER_FILES,
     TOKENIZER_JSON,
     VOCABULARIES,
+    fast_tokenizer,
     has_tokenizer,
     refuse_custom_code,
 )

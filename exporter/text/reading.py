@@ -1,15 +1,26 @@
-"""Texts from files and from standard input."""
+"""Texts from files and from standard input: as lines, as windows of a model, and as samples of what it will read."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from effexport.artifact import Artifact
 from effexport.errors import UserError
+from effexport.files import load_npz
 from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
+from effexport.runners.feeds import checked_feeds, limits_from_spec
+from effexport.text.task import Prepared, Reader, TextOptions, reader_from_spec
+from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
 
 STDIN = Path("-")
 MOST_BYTES = 1 << 30
@@ -85,3 +96,107 @@ def objects_of_lines(path: Path, example: str) -> Iterator[tuple[str, str, str |
 
 def name_of(path: Path) -> str:
     return "standard input" if path == STDIN else str(path)
+
+
+def windows_of_file(path: Path, artifact: Artifact, options: TextOptions) -> Prepared:
+    """A file as inputs of an artifact, in windows if it is longer than the model allows.
+
+    A byte-level model also reads files that are not text.
+    Raises UserError for a file that cannot be read, and for a model that reads no text.
+    """
+    tokenizer = tokenizer_from_artifact(artifact)
+    reader = reader_from_spec(artifact.spec, tokenizer)
+    data, limit, stride = bytes_of_file(path), options.max_window, options.stride or 0
+    if isinstance(tokenizer, ByteTokenizer):
+        return reader.cut("", None, tokenizer.encode_bytes(data), limit, stride)
+    return reader.split(decoded(data, path), None, limit=limit, stride=stride)
+
+
+ARRAYS, JSON_LINES = ".npz", ".jsonl"
+# Fewer say too little about the largest activations; more change them little and take time.
+FEWEST, MOST = 64, 128
+# Tokens of a sample of a short text.
+SHORTEST_WINDOW = 16
+LABELS = "labels"
+Feeds = Mapping[str, "Array"]
+
+
+def samples_from_file(path: Path, artifact: Artifact) -> list[Feeds]:
+    """The samples of a file, each as the inputs of one run: rows of arrays (.npz), texts (.jsonl, an object with text
+    in each line), or windows of a text (any other file). At most MOST, spread over the file.
+
+    Raises UserError for a file that cannot be read, does not fit the model or has fewer than FEWEST samples.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ARRAYS:
+        found = samples_of_arrays(path, artifact)
+    else:
+        try:
+            reader = reader_from_spec(artifact.spec, tokenizer_from_artifact(artifact))
+        except UserError as error:
+            inputs = ", ".join(map(str, artifact.spec.inputs))
+            raise UserError(
+                f"{path} is not {ARRAYS}, and this model reads no text; expected FILE{ARRAYS} with its inputs: {inputs}"
+            ) from error
+        found = samples_of_lines(path, reader) if suffix == JSON_LINES else windows_of_text(path, reader, artifact)
+    if len(found) < FEWEST:
+        raise UserError(f"{path} has {len(found)} samples; expected at least {FEWEST}, of what the model will read")
+    return spread(found, MOST)
+
+
+def spread(samples: Sequence[Feeds], most: int) -> list[Feeds]:
+    """At most so many, at equal distances."""
+    places = np.linspace(0, len(samples) - 1, min(most, len(samples))).round().astype(int)
+    return [samples[place] for place in places]
+
+
+def samples_of_arrays(path: Path, artifact: Artifact) -> list[Feeds]:
+    spec = artifact.spec
+    arrays = {name: array for name, array in load_npz(path).items() if name != LABELS}
+    known = [tensor.name for tensor in spec.inputs]
+    unknown = [name for name in arrays if name not in known]
+    if unknown or not arrays:
+        raise UserError(
+            f"{path} holds {', '.join(arrays) or 'no arrays'}; expected the inputs of this model, one row for each "
+            f"sample: {', '.join(map(str, spec.inputs))}"
+        )
+    rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(rows.values())) != 1:
+        sizes = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise UserError(f"{path}: the arrays have different numbers of rows: {sizes}; expected one row for each sample")
+    limits = limits_from_spec(spec)
+    count = next(iter(rows.values()))
+    places = [int(place) for place in np.linspace(0, count - 1, min(count, MOST)).round()]
+    found: list[Feeds] = []
+    for place in places:
+        try:
+            found.append(checked_feeds({n: a[place : place + 1] for n, a in arrays.items()}, spec.inputs, limits))
+        except UserError as error:
+            raise UserError(f"row {place} of {path} does not fit the model: {error}") from error
+    return found
+
+
+def samples_of_lines(path: Path, reader: Reader) -> list[Feeds]:
+    found: list[Feeds] = []
+    for where, text, pair, _ in objects_of_lines(path, '{"text": "…"}'):
+        try:
+            found.append(reader.split(text, pair, limit=None, stride=0).runs[0])
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+    return found
+
+
+def windows_of_text(path: Path, reader: Reader, artifact: Artifact) -> list[Feeds]:
+    """Windows as long as the model is built for, or shorter ones if the text would give too few."""
+    data = bytes_of_file(path)
+    if b"\0" in data:
+        raise UserError(f"{path} is not a text: it has zero bytes; expected a text, FILE{JSON_LINES} or FILE{ARRAYS}")
+    if isinstance(reader.tokenizer, ByteTokenizer):
+        text, encoding = "", reader.tokenizer.encode_bytes(data)
+    else:
+        text = decoded(data, path)
+        encoding = reader.encode(text, None)
+    window = min(artifact.spec.model.seq_len, max(SHORTEST_WINDOW, len(encoding) // FEWEST))
+    prepared = reader.cut(text, None, encoding, window, 0)
+    full = [place for place, tokens in enumerate(prepared.windows) if len(tokens) == window]
+    return [{name: array[place : place + 1] for name, array in prepared.feeds.items()} for place in full]

@@ -1,27 +1,337 @@
-"""Which task an artifact answers, and a model that answers it."""
+"""The tasks of transformers' pipelines, the one that an artifact answers, and a model that answers it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
+from effexport.models import head_spec
+from effexport.models.checkpoint_spec import label_names
 from effexport.models.families import CONFIG
-from effexport.models.head_spec import EMBEDDING, POSITIONS, SCORES, Head
+from effexport.models.head_spec import EMBEDDING, POSITIONS, SCORES, Head, Pooling
+from effexport.models.validation import SpecError
 from effexport.runners.runner import Closeable
-from effexport.text.classification import TextClassification, TokenClassification, labels_from_config
-from effexport.text.embedding import Embedding
-from effexport.text.fill_mask import DEFAULT_TOP, FillMask
-from effexport.text.question_answering import DEFAULT_WINDOW, QuestionAnswering
-from effexport.text.task import DEFAULT_OPTIONS, Prepared, Reader, Task, TextOptions, outputs_of, reader_from_spec
-from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact
-from effexport.text.tokenizer_files import json_of
+from effexport.text.fast_tokenizer import json_of
+from effexport.text.task import (
+    DEFAULT_OPTIONS,
+    TOKENS,
+    Prepared,
+    Reader,
+    Task,
+    TextOptions,
+    best,
+    outputs_of,
+    reader_from_spec,
+    softmax,
+)
+from effexport.text.tokenizer import Encoding, Tokenizer, tokenizer_from_artifact
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
+
+
+# Token-classification does not list the tokens with this label.
+OUTSIDE = "O"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes of a checkpoint. problem_type: as in config.json, None if it names none."""
+
+    names: tuple[str, ...]
+    problem_type: str | None = None
+
+    def scores(self, logits: Array) -> Array:
+        """Scores of a text's classes: probabilities, unless the checkpoint estimates numbers."""
+        wide = logits.astype(np.float64)
+        if self.problem_type == "regression":
+            return wide
+        if self.problem_type == "multi_label_classification" or len(self.names) == 1:
+            independent: Array = 1 / (1 + np.exp(-wide))
+            return independent
+        return softmax(wide)
+
+
+def labels_from_config(config: Mapping[str, Any], count: int) -> Labels:
+    """The classes that config.json names; transformers calls unnamed ones LABEL_0, LABEL_1, … Raises UserError."""
+    try:
+        names = label_names(config)
+    except SpecError as error:
+        raise UserError(str(error)) from error
+    return Labels(tuple(names.get(i, f"LABEL_{i}") for i in range(count)), config.get("problem_type"))
+
+
+@dataclass(frozen=True)
+class TextClassification:
+    """Classifies a whole text, or a pair of texts. top: how many labels, None for all."""
+
+    name: ClassVar[str] = "text-classification"
+    reader: Reader
+    labels: Labels
+    top: int | None = None
+
+    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+        return self.reader.whole(text, pair, "classification")
+
+    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+        """A list of {label, score}, from the highest score."""
+        scores = self.labels.scores(next(iter(outputs.values()))[0])
+        places = best(scores, len(scores) if self.top is None else self.top)
+        return [{"label": self.labels.names[i], "score": float(scores[i])} for i in places]
+
+
+@dataclass(frozen=True)
+class TokenClassification:
+    """Classifies every token. A token that is in two windows is judged in the one where it is further from the edge."""
+
+    name: ClassVar[str] = "token-classification"
+    reader: Reader
+    labels: Labels
+    stride: int
+    max_window: int | None = None
+
+    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+        return self.reader.split(text, pair, limit=self.max_window, stride=self.stride)
+
+    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+        """A list of {entity, score, index, word, start, end} of all tokens whose label is not "O".
+
+        index: the place of the token in the tokens of the whole text, with those that the tokenizer adds. start, end:
+        characters.
+        """
+        logits = next(iter(outputs.values()))
+        whole, tokenizer = prepared.encoding, self.reader.tokenizer
+        entities = []
+        for index, (row, column) in enumerate(judged_in(prepared)):
+            scores = softmax(logits[row, column])
+            label = int(scores.argmax())
+            if whole.special[index] or self.labels.names[label] == OUTSIDE:
+                continue
+            start, end = whole.offsets[index]
+            token, text = whole.ids[index], prepared.pair if whole.sequence[index] == 1 else prepared.text
+            # an unknown token says nothing; the text does
+            word = (text or "")[start:end] if token == tokenizer.unk_token_id else tokenizer.token(token)
+            entities.append(
+                {
+                    "entity": self.labels.names[label],
+                    "score": float(scores[label]),
+                    "index": index,
+                    "word": word,
+                    "start": start,
+                    "end": end,
+                }
+            )
+        return entities
+
+
+def judged_in(prepared: Prepared) -> list[tuple[int, int]]:
+    """For each token of the text, the row and column where the nearer end of the row is furthest away."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for row, places in enumerate(prepared.places):
+        for column, place in enumerate(places):
+            distance = min(column, len(places) - 1 - column)
+            if place not in found or distance > found[place][0]:
+                found[place] = (distance, row, column)
+    return [found[place][1:] for place in range(len(prepared.encoding))]
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """One vector for a text: the graph's own, or the mean over the kept tokens of the last hidden state.
+
+    output: the name of the output. pooled: how the graph has pooled it, None if it has not. splits: whether windows of
+    a long text can be put together: means are weighted by tokens, maxima compared; other vectors have no sum.
+    """
+
+    name: ClassVar[str] = "feature-extraction"
+    reader: Reader
+    output: str
+    pooled: Pooling | None = None
+    splits: bool = True
+    stride: int = 0
+    max_window: int | None = None
+
+    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+        if not self.splits:
+            return self.reader.whole(text, pair, "an embedding of this kind (--pool cls, or --normalize)")
+        return self.reader.split(text, pair, limit=self.max_window, stride=self.stride)
+
+    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+        """{embedding: a list of numbers, tokens: their number in the text, with those that the tokenizer adds}."""
+        return {"embedding": self.vector(prepared, outputs).tolist(), "tokens": len(prepared.encoding)}
+
+    def vector(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Array:
+        """The vector of a text, float32."""
+        values = outputs[self.output].astype(np.float64)
+        lengths = np.array([len(window) for window in prepared.windows])
+        if self.pooled is None:
+            values = np.stack([values[row, :length].mean(axis=0) for row, length in enumerate(lengths)])
+        if self.pooled == "max":
+            joined: Array = values.max(axis=0)
+        else:
+            joined = (values * (lengths / lengths.sum())[:, None]).sum(axis=0)
+        if not np.isfinite(joined).all():
+            raise UserError("the model answers this text with NaN or infinity; a higher --precision may help")
+        return joined.astype(np.float32)
+
+
+DEFAULT_TOP = 5
+
+
+@dataclass(frozen=True)
+class FillMask:
+    """Predicts the tokens of all masks of a text, each by itself.
+
+    in_graph: how many tokens the graph itself selects, at the places that its input `positions` names; None if it
+    returns the logits of all tokens.
+    """
+
+    name: ClassVar[str] = "fill-mask"
+    reader: Reader
+    top: int = DEFAULT_TOP
+    in_graph: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reader.tokenizer.mask_token_id is None:
+            raise UserError("the tokenizer of this artifact has no mask token, so there is nothing to fill")
+        if self.in_graph is not None and self.top > self.in_graph:
+            raise UserError(
+                f"top is {self.top}; this artifact returns the {self.in_graph} most probable tokens: build it with a "
+                "larger --top-k, or without"
+            )
+
+    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+        prepared = self.reader.whole(text, pair, "fill-mask")
+        masks = self.masks(prepared)
+        if not len(masks):
+            raise UserError(
+                f"the text has no {self.reader.tokenizer.mask_token}; write it where a token is to be predicted"
+            )
+        if self.in_graph is None:
+            return prepared
+        return dataclasses.replace(prepared, feeds={**prepared.feeds, POSITIONS: masks[None].astype(np.int64)})
+
+    def masks(self, prepared: Prepared) -> Array:
+        """Where the masks stand in the only row."""
+        places: Array = np.flatnonzero(prepared.feeds[TOKENS][0] == self.reader.tokenizer.mask_token_id)
+        return places
+
+    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+        """A list of {score, token, token_str, sequence}, from the most probable; a list of such lists for several
+        masks, and the other masks stay in the sequences.
+        """
+        places = self.masks(prepared)
+        answers = []
+        for i, place in enumerate(places):
+            if self.in_graph is None:
+                shares = softmax(next(iter(outputs.values()))[0, place])
+                tokens = best(shares, self.top)
+                scores = shares[tokens]
+            else:
+                scores, tokens = outputs[SCORES][0, i, : self.top], outputs[head_spec.TOKENS][0, i, : self.top]
+            answers.append(
+                [
+                    self.proposal(prepared, int(place), int(token), float(score), alone=len(places) == 1)
+                    for token, score in zip(tokens, scores, strict=True)
+                ]
+            )
+        return answers[0] if len(answers) == 1 else answers
+
+    def proposal(self, prepared: Prepared, place: int, token: int, score: float, *, alone: bool) -> dict[str, Any]:
+        tokenizer = self.reader.tokenizer
+        ids = list(prepared.windows[0].ids)
+        ids[place] = token
+        filled = [number for number in ids if number != tokenizer.pad_token_id]
+        return {
+            "score": score,
+            "token": token,
+            "token_str": tokenizer.decode([token], skip_special_tokens=False),
+            "sequence": tokenizer.decode(filled, skip_special_tokens=alone),
+        }
+
+
+# The sequence number of the context; the question comes first.
+CONTEXT = 1
+# What transformers' pipeline takes as the longest window.
+DEFAULT_WINDOW = 384
+
+
+@dataclass(frozen=True)
+class QuestionAnswering:
+    """Finds the answer to a question in a context, which is cut into windows.
+
+    top: how many answers. max_window: tokens of a window with the question. stride: tokens that windows share.
+    """
+
+    name: ClassVar[str] = "question-answering"
+    reader: Reader
+    top: int
+    max_window: int
+    stride: int
+    max_answer_tokens: int
+
+    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+        """text: the question. pair: the context."""
+        if pair is None:
+            raise UserError("question-answering needs two texts: a question, and the context that answers it")
+        return self.reader.split(text, pair, limit=self.max_window, stride=self.stride, sequence=CONTEXT)
+
+    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+        """{score, start, end, answer} with characters of the context; a list of these if several are wanted.
+
+        Equal answers of several windows or places count as one, with the sum of their scores.
+        """
+        assert prepared.pair is not None
+        answers: dict[str, dict[str, Any]] = {}
+        for row, window in enumerate(prepared.windows):
+            logits = [outputs[name][row, : len(window)] for name in ("start_logits", "end_logits")]
+            for first, last, score in self.spans(window, *logits):
+                start, end = whole_words(window, first, last)
+                text = prepared.pair[start:end]
+                known = answers.setdefault(text.lower(), {"score": 0.0, "start": start, "end": end, "answer": text})
+                known["score"] += score
+        ranked = sorted(answers.values(), key=lambda answer: -answer["score"])[: self.top]
+        return ranked[0] if len(ranked) == 1 else ranked
+
+    def spans(self, window: Encoding, start: Array, end: Array) -> list[tuple[int, int, float]]:
+        """The first and last token of the best spans of a window, and the probability of each.
+
+        The token [CLS] stands for "no answer": it takes part in the probabilities and is not a span.
+        """
+        cls = self.reader.tokenizer.cls_token_id
+        wanted = np.array([number == CONTEXT for number in window.sequence])
+        counted = wanted | np.array([token == cls for token in window.ids]) if cls is not None else wanted
+        first, last = (softmax(np.where(counted, logits.astype(np.float64), -10000.0)) for logits in (start, end))
+        first[0] = last[0] = 0
+        # every span that ends where it begins or later, and is not too long
+        scores = np.tril(np.triu(first[:, None] * last[None, :]), self.max_answer_tokens - 1)
+        # more than are wanted: several become one where they begin or end in the same words
+        flat = best(scores.ravel(), 2 * self.top + 10)
+        found = [(int(place // len(window)), int(place % len(window))) for place in flat]
+        return [(i, j, float(scores[i, j])) for i, j in found if counted[i] and counted[j] and scores[i, j] > 0]
+
+
+def whole_words(window: Encoding, first: int, last: int) -> tuple[int, int]:
+    """The characters of a span of tokens, extended to whole words where the tokenizer knows words."""
+    words = window.words[first], window.words[last]
+    if None in words:
+        return window.offsets[first][0], window.offsets[last][1]
+    places = [
+        [i for i, number in enumerate(window.sequence) if number == CONTEXT and window.words[i] == word]
+        for word in words
+    ]
+    if not all(places):
+        return window.offsets[first][0], window.offsets[last][1]
+    return window.offsets[places[0][0]][0], window.offsets[places[1][-1]][1]
+
 
 # Overlapping windows share at most this many tokens, and at most half of a window, as in transformers' pipeline.
 DEFAULT_STRIDE = 128

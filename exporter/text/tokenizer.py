@@ -8,8 +8,7 @@ from typing import Protocol
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.text.fast_tokenizer import FastTokenizer, fast_tokenizer
-from effexport.text.tokenizer_files import TOKENIZER_FILES, TOKENIZER_JSON
+from effexport.text.fast_tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, FastTokenizer, fast_tokenizer
 
 # Tokens of a byte-level encoder: 0 is padding, 1 is spare and stands for a mask, and byte b is b + 2.
 BYTE_MASK = 1

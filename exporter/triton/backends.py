@@ -16,10 +16,10 @@ from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners.ort.kernels import library_for
 from effexport.runners.ort.settings import OrtSettings
+from effexport.text.fast_tokenizer import TOKENIZER_JSON
 from effexport.text.task import Task
 from effexport.text.tasks import task_from_artifact
 from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact
-from effexport.text.tokenizer_files import TOKENIZER_JSON
 from effexport.triton.backend import Backend
 from effexport.triton.signature import CONTEXT, TEXT
 from effexport.triton.spec import BACKENDS, PackageName, PackageSpec

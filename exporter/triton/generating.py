@@ -16,8 +16,7 @@ from effexport.triton.codes import OverloadedError
 
 if TYPE_CHECKING:
     from effexport.generation.sampling import Sampling
-    from effexport.generation.session import FinishReason, Session
-    from effexport.generation.text_generator import TextGenerator
+    from effexport.generation.text_generator import FinishReason, Session, TextGenerator
 
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
 CANCEL_CHECK_SECONDS = 0.05

@@ -15,8 +15,7 @@ import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import EffexportError
-from effexport.generation.stepper import INPUT
-from effexport.generation.text_generator import generator_from_artifact
+from effexport.generation.text_generator import INPUT, generator_from_artifact
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.decode import decoder_in_ort
 from effexport.runners.runner import Closeable

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from effexport.errors import UserError
 from effexport.models.families import CONFIG
 from effexport.models.validation import did_you_mean
+from effexport.text.fast_tokenizer import json_of
 from effexport.text.task import Task, TextOptions
 from effexport.text.tasks import task_from_spec
 from effexport.text.tokenizer import tokenizer_from_artifact
-from effexport.text.tokenizer_files import json_of
 from effexport.triton.signature import REQUEST_ID
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import numpy as np
 
 from effexport.errors import EffexportError, UserError
 from effexport.models.head_spec import EMBEDDING
-from effexport.text.embedding import Embedding
 from effexport.text.task import Prepared, Task, groups, joined_outputs
+from effexport.text.tasks import Embedding
 from effexport.triton.merging import Answer, run_merged
 from effexport.triton.signature import ANSWER, CONTEXT, TEXT, decoded
 

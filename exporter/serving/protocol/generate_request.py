@@ -10,7 +10,7 @@ import orjson
 
 from effexport.errors import UserError
 from effexport.generation.sampling import ALIASES, Sampling
-from effexport.generation.session import Piece
+from effexport.generation.text_generator import Piece
 from effexport.models.validation import did_you_mean, shown
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.request_fields import parsed_object

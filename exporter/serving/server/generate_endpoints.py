@@ -17,7 +17,7 @@ from effexport.serving.server.service import Endpoint, Service, json_response
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from effexport.generation.session import Piece
+    from effexport.generation.text_generator import Piece
     from effexport.serving.server.generations import Stream
     from effexport.serving.server.served_model import ServedModel
 

@@ -17,8 +17,7 @@ from effexport.serving.server.metrics import LATENCY_BUCKETS
 
 if TYPE_CHECKING:
     from effexport.generation.sampling import Sampling
-    from effexport.generation.session import Piece, Session
-    from effexport.generation.text_generator import TextGenerator
+    from effexport.generation.text_generator import Piece, Session, TextGenerator
     from effexport.serving.server.metrics import Metrics
     from effexport.serving.settings import ServingSettings
 

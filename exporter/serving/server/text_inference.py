@@ -20,11 +20,10 @@ from effexport.serving.protocol.text_request import ANSWER, CONTEXT, EMBEDDING, 
 from effexport.serving.server.queued import Queued, outputs_of
 from effexport.serving.server.waiting import Waiting
 from effexport.serving.settings import MAX_TEXTS
-from effexport.text.embedding import Embedding
+from effexport.text.fast_tokenizer import json_of
 from effexport.text.task import TOKENS, Prepared, Task, TextOptions, groups, joined_outputs
-from effexport.text.tasks import task_from_spec
+from effexport.text.tasks import Embedding, task_from_spec
 from effexport.text.tokenizer import Encoding, tokenizer_from_artifact
-from effexport.text.tokenizer_files import json_of
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact

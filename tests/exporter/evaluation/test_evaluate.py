@@ -24,7 +24,7 @@ from effexport.evaluation.labelled import IGNORED, MASKED_SHARE, LabelledRows, r
 from effexport.evaluation.scores import scores_of
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.report.reading import report_from_values
-from effexport.text.classification import Labels, TextClassification
+from effexport.text.tasks import Labels, TextClassification
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 Cli = Callable[..., Any]

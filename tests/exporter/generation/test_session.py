@@ -12,8 +12,7 @@ from alphabet import Alphabet
 
 from effexport.errors import RuntimeFailedError
 from effexport.generation.sampling import Sampling
-from effexport.generation.session import Session
-from effexport.generation.stepper import Stepper
+from effexport.generation.text_generator import Session, Stepper
 from effexport.text.tokenizer import ByteTokenizer
 
 GREEDY = Sampling(max_new_tokens=6, temperature=0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.generation.stream_decoder import MOST_WAITING, REPLACEMENT, StreamDecoder
+from effexport.generation.text_generator import MOST_WAITING, REPLACEMENT, StreamDecoder
 from effexport.text.tokenizer import ByteTokenizer, Tokenizer
 
 TEXT = "Grüße, 世界! 👩\N{ZERO WIDTH JOINER}🚀 naïve — ﷽ \U00010348 end"

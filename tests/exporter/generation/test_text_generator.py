@@ -14,9 +14,7 @@ from effexport.artifact import Artifact
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.export.module_source import module_from_seed
 from effexport.generation.sampling import Sampling
-from effexport.generation.session import Session
-from effexport.generation.stepper import Stepper
-from effexport.generation.text_generator import TextGenerator, generator_from_artifact
+from effexport.generation.text_generator import Session, Stepper, TextGenerator, generator_from_artifact
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.artifact_decoder import decoder_from_artifact
 from effexport.spec import BuildSpec

@@ -20,9 +20,8 @@ from transformers_models import same_rotations
 import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
-from effexport.text.classification import labels_from_config
-from effexport.text.fill_mask import FillMask
 from effexport.text.task import TextOptions
+from effexport.text.tasks import FillMask, labels_from_config
 
 pytestmark = pytest.mark.requires("torch", "transformers")
 # float32 softmaxes of the same logits differ by 1e-7; the limit is the one that users are promised
