@@ -1,0 +1,89 @@
+"""Folders of benchmarks and sweeps that an earlier commit wrote: they are read as they were, and a sweep goes on.
+
+tests/corpus/e23d9acc-results.tar.xz has `bench/`, the results of a benchmark, and `sweep/`, the folder of sweep.toml after
+it was run for 8 tokens and then, with a limit that every artifact exceeds, for softmax of 9 tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_runs import CORPUS
+from sweep_cells import notes, pretend
+
+from effexport.bench.rendering.output import csv_from_results
+from effexport.bench.results import results_from_json
+from effexport.sweep import cells as cells_module
+from effexport.sweep.attempt import Limits
+from effexport.sweep.cells import cells_from_file
+from effexport.sweep.output import results_of_sweep, write_results
+from effexport.sweep.processes import ProcessExecutor
+from effexport.sweep.run import Sweep, plan_of
+from effexport.sweep.store import ATTEMPTS, Store
+from effexport.sweep.sweep_file import sweep_file_from_path
+
+STATES = {"softmax-8": "finished", "softmax-9": "failed", "linear-8": "finished", "linear-9": "to run"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with tarfile.open(CORPUS / "e23d9acc-results.tar.xz") as members:
+        members.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def test_a_benchmark_is_read_and_written_as_it_was(folder: Path) -> None:
+    results = results_from_json(folder / "bench" / "results.json")
+    assert results.to_json() == (folder / "bench" / "results.json").read_text()
+    assert csv_from_results(results) == (folder / "bench" / "results.csv").read_bytes().decode()
+    assert [row.status for row in results.rows].count("not run") == 4
+
+
+def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, journal = Store(folder / "sweep"), tmp_path / "journal"
+    before = json.loads((store.path / "results.json").read_text())
+    # the cells are of the versions that were installed then
+    (record, *_) = store.path.glob("cells/*/record.json")
+    versions = json.loads(record.read_text())["versions"]
+    monkeypatch.setattr(cells_module, "deciding_versions", lambda target: versions)
+    cells = cells_from_file(sweep_file_from_path(folder / "sweep.toml"))
+    assert [cell.id for cell in cells] == [cell["id"] for cell in before["cells"]]
+
+    plan = plan_of(store, cells, retry_failed=False)
+    assert {cell_name(name): state for name, state in plan.states.items()} == STATES
+
+    def work(attempt: Any, where: Path) -> Any:
+        return pretend(attempt, where, journal=str(journal))
+
+    with store.opened():
+        executor = ProcessExecutor(Limits(), 1, work, ())
+        sweep = Sweep(store, executor)
+        sweep.run(plan.to_run)
+        executor.close()
+        command: Callable[[str], str] = "effexport sweep sweep.toml -o sweep --only {}".format
+        known = {name: before[name] for name in ("name", "command", "where", "seconds", "complete")}
+        results = results_of_sweep(plan, store, sweep, command_of_cell=command, **known)
+        write_results(results, store.path)
+    assert [cell_name(entry["cell"]) for entry in notes(journal) if entry["event"] == "began"] == ["linear-9"]
+    assert [entry["status"] for entry in notes(store.path / ATTEMPTS)] == ["finished"] * 2 + ["failed", "finished"]
+
+    after = json.loads((store.path / "results.json").read_text())
+    assert after.keys() == before.keys()
+    assert after["summary"] == {"finished": 3, "failed": 1, "not run": 0}
+    for old, new in zip(before["cells"], after["cells"], strict=True):
+        assert old.keys() == new.keys()
+        if cell_name(old["id"]) != "linear-9":
+            assert new == old | {"is_new": False}
+    lines = csv.DictReader((store.path / "results.csv").read_text().splitlines())
+    assert [line["id"] for line in lines] == [cell.id for cell in cells]
+
+
+def cell_name(name: str) -> str:
+    """`linear-8` of `linear-8-fp32-onnx-4045bdc9d890`."""
+    return name.partition("-fp32")[0]
