@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from effexport.description import Kind
     from effexport.dtypes import Array
     from effexport.engines.spec import EngineSpec
-    from effexport.evaluation.results import Evaluation
+    from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
     from effexport.proof.references.named_module import NamedModule
     from effexport.report.model import Report
@@ -166,7 +166,7 @@ def build(
     from effexport.engines.spec import EngineSpec, check_target
     from effexport.environment import require_torch
     from effexport.errors import check_type
-    from effexport.evaluation.task_loss import TaskData
+    from effexport.evaluation.evaluate import TaskData
     from effexport.spec import BuildSpec
 
     require_torch("effexport.build")
@@ -334,7 +334,7 @@ def verify(
 
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
-    from effexport.evaluation.changed_answers import answer_checks
+    from effexport.evaluation.evaluate import answer_checks
     from effexport.proof.references.choice import parse_choice
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.verified import report_from_verification
@@ -391,8 +391,8 @@ def evaluate(
     """
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
+    from effexport.evaluation.data import Windows
     from effexport.evaluation.evaluate import Subject, evaluate_artifact, other_subject
-    from effexport.evaluation.labelled import Windows
     from effexport.runners.runner import ModelOptions
 
     check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.dtypes import Array
-    from effexport.evaluation.task_loss import TaskData
+    from effexport.evaluation.evaluate import TaskData
     from effexport.runners.runner import Runner
 
 # Drawn where no file is given; they only show where a loss arises.

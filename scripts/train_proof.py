@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from effexport.environment import versions  # noqa: E402
-from effexport.evaluation.labelled import LABELS  # noqa: E402
+from effexport.evaluation.data import LABELS  # noqa: E402
 from effexport.models.encoder import Encoder  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS, Experiment  # noqa: E402
 from scripts.training.judge import judged  # noqa: E402

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from effexport.evaluation.labelled import IGNORED, MASKED_SHARE
+from effexport.evaluation.data import IGNORED, MASKED_SHARE
 from effexport.models.encoder import Encoder
 from effexport.text.tokenizer import BYTE_MASK
 from scripts.training.corpus import Corpus, tokens_of

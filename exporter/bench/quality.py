@@ -11,8 +11,7 @@ from typing import Any
 from effexport.bench.grid import Model, model_of_case
 from effexport.bench.results import Case
 from effexport.errors import UserError
-from effexport.evaluation.estimates import BITS, LOSS, Estimate
-from effexport.evaluation.results import LANGUAGE, Evaluation
+from effexport.evaluation.figures import BITS, LANGUAGE, LOSS, Estimate, Evaluation
 from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.contract import ModelContract
 from effexport.models.validation import SpecError

@@ -260,7 +260,7 @@ def command(
     from effexport.build_quantization import QuantizationData, with_scales_for_engines
     from effexport.build_request import BuildRequest
     from effexport.cli import print_json
-    from effexport.evaluation.task_loss import TaskData
+    from effexport.evaluation.evaluate import TaskData
 
     require_torch("effexport build")
     engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}

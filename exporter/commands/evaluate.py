@@ -26,7 +26,7 @@ from effexport.units import counted, duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.evaluation.results import Evaluation
+    from effexport.evaluation.figures import Evaluation
 
 EXAMPLES = (
     "effexport evaluate artifacts/writer --data held-out.txt",
@@ -90,8 +90,8 @@ def command(
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.errors import UserError
+    from effexport.evaluation.data import Windows
     from effexport.evaluation.evaluate import Subject, evaluate_artifact, other_subject
-    from effexport.evaluation.labelled import Windows
     from effexport.files import json_text
     from effexport.runners.runner import ModelOptions
 

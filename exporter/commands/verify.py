@@ -110,7 +110,7 @@ def command(
     form = chosen_format(output, force=force)
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
-    from effexport.evaluation.changed_answers import answer_checks
+    from effexport.evaluation.evaluate import answer_checks
     from effexport.proof.checks.result import passed, summary
     from effexport.proof.references.named_module import NamedModule
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact

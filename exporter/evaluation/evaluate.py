@@ -1,4 +1,4 @@
-"""Judges an artifact on labelled data, by itself or beside another model: what `effexport evaluate` does."""
+"""Models judged on labelled data: alone, beside another model, beside PyTorch, and quantised beside float."""
 
 from __future__ import annotations
 
@@ -9,22 +9,111 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from effexport.artifact import open_artifact
-from effexport.errors import UserError
-from effexport.evaluation.estimates import Scores, changes, differences, estimates_of
-from effexport.evaluation.files import rows_of_data
-from effexport.evaluation.labelled import LabelledRows, Windows, objective_of, same_labels
-from effexport.evaluation.results import LANGUAGE, Comparison, Evaluation
-from effexport.evaluation.scores import Run, run_of_module, scores_of
+from effexport.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.evaluation.data import IGNORED, LabelledRows, Windows, objective_of, rows_of_data, same_labels
+from effexport.evaluation.figures import (
+    ACCURACY,
+    LANGUAGE,
+    LOSS,
+    Comparison,
+    Evaluation,
+    Objective,
+    Quality,
+    Scores,
+    changes,
+    differences,
+    estimates_of,
+)
 from effexport.files import file_digest
+from effexport.models.head_spec import LOGITS
 from effexport.models.validation import did_you_mean
-from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
+from effexport.proof.case_label import CaseLabel
+from effexport.proof.checks.result import Check, Kind, judged
+from effexport.proof.module_runs import run_module
+from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.tolerances import Limit, arithmetic_limit
+from effexport.quantize.record import TaskFigure
+from effexport.runners.artifact_runner import check_runtime, model_opener, runner_from_artifact
+from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import ModelOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
+    from effexport.proof.verify_artifact import Candidate, Request
+
+# Inputs by name → outputs by name.
+Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
+
+
+def run_of_module(artifact: Artifact, weights: Weights | None, option: str) -> Run:
+    """What runs the PyTorch module of an artifact. Raises UserError, which names the option, if it is not available."""
+    module = module_of_artifact(artifact, weights)
+    if isinstance(module, Unavailable):
+        raise UserError(f"{option}: {module}")
+    spec, limits = artifact.spec, limits_from_spec(artifact.spec)
+    return lambda feeds: run_module(module, spec, checked_feeds(feeds, spec.inputs, limits))
+
+
+def scores_of(run: Run, data: Sequence[LabelledRows]) -> Scores:
+    """Run a model on all rows, at least one.
+
+    Raises UserError for labels that the model does not have, and RuntimeFailedError for logits that are not finite.
+    """
+    return joined([scores_of_logits(run(rows.feeds)[LOGITS], rows) for rows in data])
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of all rows of several parts, at least one, in their order."""
+    text_bytes = [part.text_bytes for part in parts if part.text_bytes is not None]
+    return Scores(
+        np.concatenate([part.nats for part in parts]),
+        np.concatenate([part.asked for part in parts]),
+        np.concatenate([part.right for part in parts]),
+        np.concatenate(text_bytes) if len(text_bytes) == len(parts) else None,
+        np.concatenate([part.answers for part in parts]),
+    )
+
+
+def scores_of_logits(logits: Array, rows: LabelledRows) -> Scores:
+    """logits: [rows, classes] or [rows, tokens, classes]."""
+    wanted, labels = asked_logits(logits, rows.labels)
+    count = len(rows.labels)
+    of_row = np.nonzero(rows.labels != IGNORED)[0]
+    peaks = wanted.max(axis=-1)
+    sums = np.log(np.exp(wanted - peaks[:, None]).sum(axis=-1)) + peaks
+    nats = sums - np.take_along_axis(wanted, labels[:, None], axis=-1)[:, 0]
+    answers = wanted.argmax(axis=-1).astype(np.int32)
+    return Scores(
+        np.bincount(of_row, nats, count),
+        np.bincount(of_row, minlength=count),
+        np.bincount(of_row, answers == labels, count).astype(np.int64),
+        rows.text_bytes,
+        answers,
+    )
+
+
+def asked_logits(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """The logits [asked, classes], in float64, of the places that have a label, and these labels [asked].
+
+    Raises UserError for a label that is no class, and RuntimeFailedError for logits that are not finite.
+    """
+    chosen = labels != IGNORED
+    wanted, found = logits[chosen].astype(np.float64), labels[chosen]
+    classes = logits.shape[-1]
+    wrong = (found < 0) | (found >= classes)
+    if wrong.any():
+        raise UserError(
+            f"the labels contain {found[wrong][0]}; expected 0 to {classes - 1}, or {IGNORED} for no answer"
+        )
+    if not np.isfinite(wanted).all():
+        raise RuntimeFailedError(f"the {LOGITS} contain NaN or infinity, so no answer can be judged")
+    return wanted, found
+
 
 TORCH = "torch"
 OnStage = Callable[[str], None]
@@ -32,7 +121,7 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is judged: an artifact in a runtime, or its PyTorch module (TORCH).
+    """A model that is timed_scores: an artifact in a runtime, or its PyTorch module (TORCH).
 
     weights: of the module, if they were not drawn from the seed.
     """
@@ -84,10 +173,10 @@ def evaluate_artifact(
             "the two models do not read the data as the same rows, so they cannot be compared row by row; expected "
             "models with the same tokenizer and length: set the length with --window"
         )
-    scores, seconds = judged(subject, rows, on_stage)
+    scores, seconds = timed_scores(subject, rows, on_stage)
     comparison = None
     if other is not None:
-        found, took = judged(other, other_rows, on_stage)
+        found, took = timed_scores(other, other_rows, on_stage)
         comparison = Comparison(
             other.title,
             tuple(estimates_of(found, language=language)),
@@ -114,7 +203,7 @@ def evaluate_artifact(
     )
 
 
-def judged(subject: Subject, rows: Sequence[LabelledRows], on_stage: OnStage) -> tuple[Scores, float]:
+def timed_scores(subject: Subject, rows: Sequence[LabelledRows], on_stage: OnStage) -> tuple[Scores, float]:
     """The scores of a model, and the seconds of its runs."""
     on_stage(f"loading {subject.title}")
     with subject.opened() as run:
@@ -122,3 +211,144 @@ def judged(subject: Subject, rows: Sequence[LabelledRows], on_stage: OnStage) ->
         start = time.perf_counter()
         scores = scores_of(run, rows)
         return scores, time.perf_counter() - start
+
+
+CHANGED = "answers that changed"
+
+
+def answer_checks(
+    candidate: Candidate, request: Request, on_stage: Callable[[str], None]
+) -> tuple[list[Check], Quality | None]:
+    """How many of the most probable answers on the data of the request are not PyTorch's, and whether those were nearly
+    tied there; and the figures of both. No checks without data, and no figures if the model cannot be judged. A
+    quantised model is compared with the float module.
+
+    Raises UserError for data that does not fit the model, and without the module.
+    """
+    if request.data is None:
+        return [], None
+    candidate.check()
+    artifact, spec, data = candidate.artifact, candidate.artifact.spec, request.data
+    rows = rows_of_data(data, artifact, Windows())
+    on_stage(f"comparing the answers to {data}")
+    run_torch = run_of_module(artifact, request.weights, "--data compares with PyTorch")
+    label = CaseLabel(data.name, (sum(len(some.labels) for some in rows), max(some.tokens for some in rows)))
+    parts, torch_parts, widest = [], [], 0.0
+    with opened_candidate(candidate) as run:
+        for some in rows:
+            expected = run_torch(some.feeds)[LOGITS]
+            torch_parts.append(scores_of_logits(expected, some))
+            try:
+                parts.append(scores_of_logits(run(some.feeds)[LOGITS], some))
+            except RuntimeFailedError as error:
+                return [Check(Kind.ANSWERS, label, CHANGED, "failed", detail=str(error))], None
+            widest = max(widest, widest_gap(expected, some.labels, torch_parts[-1].answers, parts[-1].answers))
+    quality = quality_of(data, objective_of(spec), joined(parts), joined(torch_parts))
+    changed = quality.changes
+    detail = f"{changed.count:,} of {changed.of:,} answers changed"
+    count = Check(Kind.ANSWERS, label, CHANGED, "passed", float(changed.count), detail=detail)
+    if artifact.manifest.hash_values or spec.is_quantized:
+        # other buckets change answers for good reasons, which the free run judges, and so does quantisation
+        return [count], quality
+    limit = arithmetic_limit(spec)
+    twice = Limit(2 * limit.value, f"two logits, each of them off by what the arithmetic may be: {limit.reason}")
+    ties = judged(Kind.ANSWER_NEAR_TIES, label, "widest gap of a changed answer / RMS", widest, twice, detail)
+    return [count, ties], quality
+
+
+def quality_of(data: Path, objective: Objective, scores: Scores, pytorch: Scores) -> Quality:
+    """The figures of a model and of PyTorch. data: the file that both were run on."""
+    language = objective in LANGUAGE
+    return Quality(
+        str(data),
+        file_digest(data),
+        objective,
+        len(scores.asked),
+        tuple(estimates_of(scores, language=language)),
+        tuple(estimates_of(pytorch, language=language)),
+        tuple(differences(scores, pytorch, language=language)),
+        changes(scores, pytorch),
+    )
+
+
+@contextmanager
+def opened_candidate(candidate: Candidate) -> Iterator[Run]:
+    """What runs the model under test, or its engine."""
+    artifact, options = candidate.artifact, candidate.options
+    if candidate.is_engine:
+        with runner_from_artifact(artifact, candidate.runtime, options) as runner:
+            yield runner.run
+        return
+    open_model = model_opener(candidate.runtime, options)
+    with open_model(candidate.path, limits_from_spec(artifact.spec), None) as runner:
+        yield runner.run
+
+
+def widest_gap(logits: Array, labels: Array, best: Array, chosen: Array) -> float:
+    """How far PyTorch's logits of other answers are below those of its own, relative to the RMS of all logits, or of
+    the place's own if that is larger, as in `metrics.relative_error`; 0 if no answer changed.
+
+    logits: PyTorch's, [rows, classes] or [rows, tokens, classes]. best, chosen: PyTorch's answers where a label is, and
+    the other ones, [asked].
+    """
+    places = np.flatnonzero(best != chosen)
+    if not len(places):
+        return 0.0
+    wanted = logits[labels != IGNORED].astype(np.float64)
+    squares = np.square(wanted).mean(axis=-1)
+    scales = np.sqrt(np.maximum(squares[places], squares.mean()))
+    gaps = wanted[places, best[places]] - wanted[places, chosen[places]]
+    return float((gaps / scales).max())
+
+
+@dataclass
+class TaskData:
+    """The labelled data of --evaluate. rows: read when the tokenizer of the model is there."""
+
+    path: Path
+    rows: list[LabelledRows] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise UserError(f"--evaluate names {self.path}, which is no file; expected a text, .jsonl or .npz")
+
+    def read(self, artifact: Artifact) -> None:
+        """Raises UserError for data that does not fit the model."""
+        spec, limits = artifact.spec, limits_from_spec(artifact.spec)
+        self.rows = [
+            LabelledRows(checked_feeds(some.feeds, spec.inputs, limits), some.labels, some.text_bytes)
+            for some in rows_of_data(self.path, artifact, Windows())
+        ]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and tokens of the longest."""
+        return sum(len(some.labels) for some in self.rows), max(some.tokens for some in self.rows)
+
+    def figures(self, run: Run) -> dict[str, float]:
+        """The figures of a model by name."""
+        scores = scores_of(run, self.rows)
+        return {found.name: found.value for found in estimates_of(scores, language=scores.text_bytes is not None)}
+
+    def loss(self, exact: Run, quantized: Run) -> float:
+        """The relative increase of the loss from one model to another."""
+        return relative_loss(LOSS, self.figures(exact)[LOSS], self.figures(quantized)[LOSS])
+
+    def compared(self, exact: Run, quantized: Run) -> Sequence[TaskFigure]:
+        """Every figure of both."""
+        of_float, found = self.figures(exact), self.figures(quantized)
+        return [
+            TaskFigure(
+                name=name,
+                float_value=of_float[name],
+                quantized_value=found[name],
+                relative_loss=relative_loss(name, of_float[name], found[name]),
+            )
+            for name in of_float
+        ]
+
+
+def relative_loss(name: str, exact: float, found: float) -> float:
+    """By how much a figure is worse, as a share of that of the float model. Of all figures, only accuracy falls."""
+    change = exact - found if name == ACCURACY else found - exact
+    return change / max(abs(exact), float(np.finfo(np.float32).tiny))

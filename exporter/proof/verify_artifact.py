@@ -137,7 +137,7 @@ class Request:
     """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
 
     cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
-    differs, even if no check fails. data: whose answers are compared as well; see evaluation/changed_answers.py.
+    differs, even if no check fails. data: whose answers are compared as well; see `answer_checks`.
     """
 
     choice: ReferenceChoice

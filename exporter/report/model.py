@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from effexport.artifact import CheckSummary, EngineEntry, Manifest, Parity
-from effexport.evaluation.estimates import Quality
+from effexport.evaluation.figures import Quality
 from effexport.files import json_text
 from effexport.models.contract import Scope
 from effexport.proof.case_label import CaseLabel

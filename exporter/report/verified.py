@@ -16,7 +16,7 @@ from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECIS
 from effexport.report.rendering.text import trace_text
 
 if TYPE_CHECKING:
-    from effexport.evaluation.estimates import Quality
+    from effexport.evaluation.figures import Quality
     from effexport.proof.verify import Verification
     from effexport.proof.verify_artifact import Candidate, Request
 

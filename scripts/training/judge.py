@@ -13,11 +13,9 @@ import numpy as np
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
-from effexport.evaluation.estimates import Estimate, Scores, changes, differences, estimates_of
-from effexport.evaluation.evaluate import TORCH, Subject
-from effexport.evaluation.files import rows_of_data
-from effexport.evaluation.labelled import LabelledRows, Windows
-from effexport.evaluation.scores import Run, scores_of
+from effexport.evaluation.data import LabelledRows, Windows, rows_of_data
+from effexport.evaluation.evaluate import TORCH, Run, Subject, scores_of
+from effexport.evaluation.figures import Estimate, Scores, changes, differences, estimates_of
 from effexport.models.head_spec import LOGITS
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import limits_from_spec

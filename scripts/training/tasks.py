@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from effexport.evaluation.labelled import IGNORED, MASKED_SHARE
+from effexport.evaluation.data import IGNORED, MASKED_SHARE
 from effexport.text.tokenizer import BYTE_MASK
 from scripts.training.corpus import Corpus
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from effexport.evaluation.labelled import IGNORED
+from effexport.evaluation.data import IGNORED
 from effexport.models.encoder import Encoder
 from effexport.processor import Processor
 from scripts.training.tasks import Batch

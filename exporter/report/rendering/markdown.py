@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from effexport.evaluation.estimates import Quality
+from effexport.evaluation.figures import Quality
 from effexport.one_line import one_line
 from effexport.proof.checks.result import Check, by_name, outcome_of, summary
 from effexport.quantize.record import Quantization

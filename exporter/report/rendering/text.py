@@ -16,7 +16,7 @@ from effexport.report.problems import problems_of
 from effexport.units import NOTHING, counted, number
 
 if TYPE_CHECKING:
-    from effexport.evaluation.estimates import Estimate, Quality
+    from effexport.evaluation.figures import Estimate, Quality
 
 # How many nodes or weights a sentence lists.
 LISTED = 5

@@ -23,8 +23,7 @@ from effexport.bench.rendering.page import html_from_results
 from effexport.bench.results import Row
 from effexport.commands._advice_text import json_of_advice
 from effexport.errors import UserError
-from effexport.evaluation.estimates import Estimate
-from effexport.evaluation.results import Evaluation, Objective
+from effexport.evaluation.figures import Estimate, Evaluation, Objective
 from effexport.files import json_text
 from effexport.plots.axes import ticks_around
 

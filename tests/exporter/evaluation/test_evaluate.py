@@ -19,9 +19,16 @@ from torch.nn.functional import cross_entropy
 import effexport
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.evaluation.files import class_names, examples_of_lines
-from effexport.evaluation.labelled import IGNORED, MASKED_SHARE, LabelledRows, rows_of_texts, same_labels
-from effexport.evaluation.scores import scores_of
+from effexport.evaluation.data import (
+    IGNORED,
+    MASKED_SHARE,
+    LabelledRows,
+    class_names,
+    examples_of_lines,
+    rows_of_texts,
+    same_labels,
+)
+from effexport.evaluation.evaluate import scores_of
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.report.reading import report_from_values
 from effexport.text.tasks import Labels, TextClassification

@@ -24,7 +24,7 @@ from effexport.build_request import BuildRequest
 from effexport.cli import cli as program
 from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
-from effexport.evaluation.estimates import Changes, Estimate, Quality
+from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
 from effexport.report.compare import Side

@@ -24,7 +24,7 @@ from page_browser import (
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.dtypes import TensorInfo
-from effexport.evaluation.estimates import Changes, Estimate, Quality
+from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Worst, not_run
 from effexport.report.compare import Comparison, Side
