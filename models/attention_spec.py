@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from effexport.models.contract import HostileInputs, ModelContract
 from effexport.models.products import Product
+from effexport.models.shapes import Dims, Shapes, linear
 from effexport.models.validation import (
     ShortRepr,
     check_field_types,
@@ -24,7 +25,6 @@ from effexport.models.validation import (
     require,
     shown,
 )
-from effexport.models.weight_shapes import Dims, Shapes, linear
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

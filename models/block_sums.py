@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.exp_sums import (
+from effexport.models.variants.sums import (
     ABSENT,
     FLOOR,
     ExpSums,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.models.checkpoint_spec import label_names
+from effexport.models.checkpoints.spec import label_names
 from effexport.models.validation import SpecError
 from effexport.text.task import Prepared, Reader, best, softmax
 

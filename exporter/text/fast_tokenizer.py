@@ -12,7 +12,7 @@ import msgspec
 
 from effexport.errors import MissingExtraError, UserError
 from effexport.models.bounded_file import MOST_BYTES_OF_VOCABULARY, bounded_bytes
-from effexport.models.families import CONFIG, read_json
+from effexport.models.checkpoints.families import CONFIG, read_json
 from effexport.models.validation import SpecError, shown_reason
 from effexport.text.tokenizer_classes import CLASS_OF_MODEL, SPECIAL_TOKENS, TOKENIZER_CLASSES, TokenizerClass
 from effexport.text.tokenizer_files import (

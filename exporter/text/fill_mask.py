@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.models import head_spec
-from effexport.models.head_spec import POSITIONS, SCORES
+from effexport.models.encoder import head_spec
+from effexport.models.encoder.head_spec import POSITIONS, SCORES
 from effexport.text.task import TOKENS, Prepared, Reader, best, softmax
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from effexport.models.adapters.adapter import Adapter, NotExportableError, quali
 from effexport.models.adapters.given_draws import GivenDraws
 from effexport.models.adapters.weights import weight_alone
 from effexport.models.layers import causal_mask, keep_from_mask, merge_heads, split_heads
-from effexport.models.look_around import window_attention
 from effexport.models.validation import SpecError
+from effexport.models.variants.local.look_around import window_attention
 from effexport.models.variants.lsh.layer import LSHAttention, scaled_unit_keys
 from effexport.models.variants.lsh.spec import LSHSpec
 

@@ -28,8 +28,8 @@ from effexport.models.adapters.folding import (
 )
 from effexport.models.adapters.structure import counterpart
 from effexport.models.adapters.table import replacements
-from effexport.models.probe import ModuleFailedError
-from effexport.models.user_model import failing_module
+from effexport.models.user.model import failing_module
+from effexport.models.user.probe import ModuleFailedError
 
 # Largest difference by stored weights, as a fraction of the RMS of an answer: far above rounding.
 FOLDED_ERROR = 1e-4

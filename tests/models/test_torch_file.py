@@ -16,9 +16,9 @@ import torch
 from campaign.pickles import BOMBS, FORMS, NUMBERS, VIEWS, archive_of, described, numbers
 from torch import Tensor
 
-from effexport.models import state_dict_pickle
-from effexport.models.checkpoint import fill_module, read_tensors
-from effexport.models.torch_file import MOST_BYTES_OF_DIRECTORY, read_torch_file
+from effexport.models.checkpoints import state_dict_pickle
+from effexport.models.checkpoints.torch_file import MOST_BYTES_OF_DIRECTORY, read_torch_file
+from effexport.models.checkpoints.weights import fill_module, read_tensors
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.models.aft_layer import AFTLayer
-from effexport.models.exp_sums import ABSENT, ExpSums, average, merge, prefix_sums, sums_of_tokens, total
 from effexport.models.layers import State, merge_heads
+from effexport.models.variants.aft.layer import AFTLayer
 from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.sums import ABSENT, ExpSums, average, merge, prefix_sums, sums_of_tokens, total
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention
 
 

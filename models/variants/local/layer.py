@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.layers import MultiHeadAttention
-from effexport.models.look_around import chunk_count, look_around, window_attention
+from effexport.models.variants.local.look_around import chunk_count, look_around, window_attention
 from effexport.models.variants.local.spec import LocalSpec
 
 

@@ -21,7 +21,7 @@ from effexport.export.onnx_from_module import at_precision
 from effexport.models import attention_from_spec
 from effexport.models.adapters import remarks, replace
 from effexport.models.adapters.adapter import Adapter
-from effexport.models.user_model import CalledByPosition
+from effexport.models.user.model import CalledByPosition
 from effexport.models.variants.aft_local.spec import AFTLocalSpec
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.proof.cases import load_reference
@@ -200,7 +200,7 @@ def test_layers_of_ours_are_exported_as_if_the_code_around_them_mixed_nothing(
 
 
 def test_a_copy_in_half_precision_leaves_the_module_as_it_was() -> None:
-    from effexport.models.user_model import called_by_position
+    from effexport.models.user.model import called_by_position
 
     module = called_by_position(Embedder(), ["input_ids", "attention_mask"], {})
     before = {name: value.dtype for name, value in module.state_dict().items()}
