@@ -17,7 +17,7 @@ from effexport.export.module_source import (
     source_from_user,
 )
 from effexport.models.attention_spec import field_names
-from effexport.models.checkpoints.families import check_weights_file
+from effexport.models.checkpoints.spec import check_weights_file
 from effexport.models.validation import require
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.quiet import quiet

@@ -16,10 +16,9 @@ from effexport.models.attention_spec import (
     field_names,
     known_fields,
 )
-from effexport.models.checkpoints.families import checkpoint_from_dict, spec_from_checkpoint
+from effexport.models.checkpoints.spec import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.contract import ModelContract
-from effexport.models.encoder.head_spec import TOKENS, Head, Pooling
-from effexport.models.encoder.spec import EncoderSpec, encoder_from_dict
+from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling, encoder_from_dict
 from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import (

@@ -15,7 +15,7 @@ from effexport.evaluation.labelled import IGNORED, Windows, objective_of
 from effexport.evaluation.results import LANGUAGE, Objective
 from effexport.evaluation.scores import Run, joined, run_of_module, scores_of_logits
 from effexport.files import file_digest
-from effexport.models.encoder.head_spec import LOGITS
+from effexport.models.encoder.spec import LOGITS
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind, judged
 from effexport.proof.tolerances import Limit, arithmetic_limit

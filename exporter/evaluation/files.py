@@ -18,7 +18,7 @@ from effexport.evaluation.labelled import (
 )
 from effexport.evaluation.results import LANGUAGE, Objective
 from effexport.files import load_npz
-from effexport.models.checkpoints.families import CONFIG
+from effexport.models.checkpoints.spec import CONFIG
 from effexport.text.classification import Labels, labels_from_config
 from effexport.text.reading import bytes_of_file, decoded, objects_of_lines
 from effexport.text.task import reader_from_spec

@@ -10,7 +10,7 @@ import numpy as np
 
 from effexport.errors import UserError
 from effexport.evaluation.results import Objective
-from effexport.models.encoder.head_spec import LOGITS
+from effexport.models.encoder.spec import LOGITS
 from effexport.text.task import TOKENS, Prepared, Reader, groups
 from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer
 

@@ -10,7 +10,7 @@ import numpy as np
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.evaluation.estimates import Scores
 from effexport.evaluation.labelled import IGNORED, LabelledRows
-from effexport.models.encoder.head_spec import LOGITS
+from effexport.models.encoder.spec import LOGITS
 from effexport.proof.module_runs import run_module
 from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
 from effexport.runners.feeds import checked_feeds, limits_from_spec

@@ -67,7 +67,7 @@ def source_from_path(path: Path | None, which: str = OF_ARTIFACT) -> ModuleSourc
 
 def source_from_user(user: UserModel, name: str, spec: BuildSpec) -> ModuleSource:
     """The source of a user's own model: the original and the copy with our layers, both with the head of the spec."""
-    from effexport.models.encoder.head import with_head
+    from effexport.models.encoder.module import with_head
 
     adapted = replace(user.adapted, module=with_head(user.module, spec.head, spec.model))
     user = replace(user, original=with_head(user.original, spec.head, spec.model), adapted=adapted)
@@ -92,8 +92,7 @@ def why_too_large(spec: BuildSpec) -> str:
 
 
 def module_from_seed(spec: BuildSpec) -> nn.Module:
-    from effexport.models.encoder.head import with_head
-    from effexport.models.encoder.module import module_from_spec
+    from effexport.models.encoder.module import module_from_spec, with_head
 
     check_memory(spec)
     return with_head(module_from_spec(spec.model, spec.seed), spec.head, spec.model)
@@ -102,7 +101,7 @@ def module_from_seed(spec: BuildSpec) -> nn.Module:
 def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> nn.Module:
     """The module with its weights. Raises SpecError for weights that do not fit."""
     from effexport.models.checkpoints import weights as checkpoint
-    from effexport.models.encoder.head import with_head
+    from effexport.models.encoder.module import with_head
 
     if spec.model.recipe == "checkpoint":
         check_memory(spec)

@@ -46,7 +46,7 @@ from effexport.export.traced_graphs import (
 )
 from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
-from effexport.models.encoder.head_spec import MASKS
+from effexport.models.encoder.spec import MASKS
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.known_ops import known_ops

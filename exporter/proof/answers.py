@@ -324,7 +324,7 @@ class Original:
         import torch
 
         from effexport.models.adapters.adapter import frozen
-        from effexport.models.user.one_precision import OnePrecision
+        from effexport.models.user.modes import OnePrecision
 
         in_float64 = OnePrecision(torch.float64) if self._mixes_types else nullcontext()
         with frozen(copy, self._user.adapted), given_buckets(copy, case.buckets), in_float64:
@@ -356,7 +356,7 @@ def in_float32(user: UserModel) -> AbstractContextManager[object]:
     """Have the original compute in float32 alone for the length of a `with` block, like our copy."""
     import torch
 
-    from effexport.models.user.one_precision import OnePrecision
+    from effexport.models.user.modes import OnePrecision
 
     return OnePrecision(torch.float32) if mixes_types(user) else nullcontext()
 

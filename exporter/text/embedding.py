@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.models.encoder.head_spec import Pooling
+from effexport.models.encoder.spec import Pooling
 from effexport.text.task import Prepared, Reader
 
 if TYPE_CHECKING:

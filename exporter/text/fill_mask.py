@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.models.encoder import head_spec
-from effexport.models.encoder.head_spec import POSITIONS, SCORES
+from effexport.models.encoder.spec import POSITIONS, SCORES
+from effexport.models.encoder.spec import TOKENS as BEST_TOKENS
 from effexport.text.task import TOKENS, Prepared, Reader, best, softmax
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class FillMask:
                 tokens = best(shares, self.top)
                 scores = shares[tokens]
             else:
-                scores, tokens = outputs[SCORES][0, i, : self.top], outputs[head_spec.TOKENS][0, i, : self.top]
+                scores, tokens = outputs[SCORES][0, i, : self.top], outputs[BEST_TOKENS][0, i, : self.top]
             answers.append(
                 [
                     self.proposal(prepared, int(place), int(token), float(score), alone=len(places) == 1)

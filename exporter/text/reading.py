@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import UserError
-from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
+from effexport.models.validation import FileTooLargeError, bounded_bytes
 
 STDIN = Path("-")
 MOST_BYTES = 1 << 30

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.models.checkpoints.families import CONFIG
-from effexport.models.encoder.head_spec import EMBEDDING, POSITIONS, SCORES, Head
+from effexport.models.checkpoints.spec import CONFIG
+from effexport.models.encoder.spec import EMBEDDING, POSITIONS, SCORES, Head
 from effexport.runners.runner import Closeable
 from effexport.text.classification import TextClassification, TokenClassification, labels_from_config
 from effexport.text.embedding import Embedding

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import UserError
-from effexport.models.checkpoints.families import CONFIG, read_json
+from effexport.models.checkpoints.spec import CONFIG, read_json
 from effexport.models.validation import SpecError, shown
 
 REMEDY = "copy the tokenizer's files again from their source"

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotReplaceableError
-from effexport.models.adapters.weights import linear_weights
+from effexport.models.adapters.adapter import Adapter, NotReplaceableError, linear_weights
 from effexport.models.layers import merge_heads, split_heads
 from effexport.models.variants.aft_full.layer import AFTFullAttention
 from effexport.models.variants.aft_full.spec import AFTFullSpec

@@ -1,17 +1,17 @@
-"""A byte-level encoder around any attention variant."""
+"""A byte-level encoder around any attention variant, models with a head, and causal models token by token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models import attention_from_spec
 from effexport.models.contract import ModelContract, load
-from effexport.models.encoder.spec import EncoderSpec
-from effexport.models.layers import AttentionLayer, LayerNorm, State
+from effexport.models.encoder.spec import EncoderSpec, Head, Pooling
+from effexport.models.layers import AttentionLayer, LayerNorm, SameWeights, State, at_least_float32, keep_from_mask
 from effexport.models.validation import SpecError
 
 
@@ -202,7 +202,7 @@ class WithState:
 
 def block_from_spec(spec: EncoderSpec, layer: int) -> ResidualBlock | ReversibleBlock:
     """Block number `layer`; LSH layers get rotations of their own."""
-    attention = attention_from_spec(spec.attention.of_layer(layer))
+    attention = load(spec.attention.layer)(spec.attention.of_layer(layer))
     return (ReversibleBlock if spec.block == "reversible" else ResidualBlock)(spec, attention)
 
 
@@ -245,3 +245,163 @@ def weight_scale(name: str, parameter: Tensor) -> float:
 def weight_mean(name: str) -> float:
     """Mean for a parameter of this name: one for the gains of normalisations."""
     return 1.0 if name.endswith("norm.weight") else 0.0
+
+
+# The length below which a vector is not scaled to 1: a vector of zeros stays one.
+SHORTEST = 1e-12
+
+
+def with_head(module: nn.Module, head: Head, model: ModelContract) -> nn.Module:
+    """A module that returns the outputs of a head, with the weights of a module of this model; without a head, the
+    module itself."""
+    if head.top_k is not None:
+        return TopTokensModel(module, head.top_k)
+    return PooledModel(module, head, model) if head.pool is not None else module
+
+
+class PooledModel(SameWeights):
+    """A model whose hidden states become one vector for each sample."""
+
+    def __init__(self, model: nn.Module, head: Head, spec: ModelContract) -> None:
+        super().__init__(model)
+        self._mask = list(spec.inputs).index(spec.mask) if spec.mask else None
+        self._mask_ignores = spec.mask_ignores
+        self._head = head
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The inputs of the model → [batch, channels], in the precision of the hidden states."""
+        result = self._model.forward(*inputs)
+        hidden = result[0] if isinstance(result, tuple) else result
+        keep = None if self._mask is None else (inputs[self._mask] != 0) != self._mask_ignores
+        return embedding(hidden, keep, self._head)
+
+
+class TopTokensModel(SameWeights):
+    """A language model that predicts some tokens only, and returns the likeliest for each.
+
+    The model has `encode`, from its inputs to hidden states, and `head`, from hidden states to logits.
+    """
+
+    def __init__(self, model: nn.Module, top_k: int) -> None:
+        super().__init__(model)
+        self._top_k = top_k
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs of the model, and positions int64 [batch, masks] → scores and tokens [batch, masks, top_k]."""
+        return top_tokens(self.logits(*inputs), self._top_k)
+
+    def logits(self, *inputs: Tensor) -> Tensor:
+        """The arguments of `forward` → [batch, masks, vocabulary]."""
+        *tokens, positions = inputs
+        hidden: Tensor = self._model.encode(*tokens)
+        # not rows of all samples in one table: a runtime refuses a place beyond the sequence, which would be of another
+        # sample there
+        rows = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        logits: Tensor = self._model.head(rows)
+        return logits
+
+
+def top_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Logits [batch, masks, vocabulary] → the largest probabilities in falling order, in the precision of the logits,
+    and their tokens, int64; both [batch, masks, top_k]."""
+    scores, tokens = probabilities(logits).topk(top_k, dim=-1)
+    return scores.to(logits.dtype), tokens
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """The softmax of logits, in float32, or in float64 if the logits are."""
+    return torch.softmax(at_least_float32(logits), dim=-1)
+
+
+def embedding(hidden: Tensor, keep: Tensor | None, head: Head) -> Tensor:
+    """Hidden states [batch, seq, channels] → one vector for each sample, [batch, channels].
+
+    keep: boolean [batch, seq], the tokens that count; None for all. A sample without any gets zeros as mean or maximum.
+    Sums and lengths are computed in float32, or in float64 if the hidden states are.
+    """
+    assert head.pool is not None
+    pooled = pool(at_least_float32(hidden), keep, head.pool)[:, : head.truncate_dim]
+    if head.normalize:
+        length = pooled.square().sum(dim=-1, keepdim=True).sqrt()
+        pooled = pooled / length.clamp(min=SHORTEST)
+    return pooled.to(hidden.dtype)
+
+
+def pool(hidden: Tensor, keep: Tensor | None, kind: Pooling) -> Tensor:
+    """Hidden states [batch, seq, channels] → [batch, channels]."""
+    if kind == "cls":
+        return hidden[:, 0]
+    if keep is None:
+        return hidden.mean(dim=1) if kind == "mean" else hidden.amax(dim=1)
+    kept = keep.unsqueeze(-1)
+    count = kept.to(hidden.dtype).sum(dim=1)
+    if kind == "mean":
+        return torch.where(kept, hidden, 0.0).sum(dim=1) / count.clamp(min=1)
+    if kind == "max":
+        lowest = torch.finfo(hidden.dtype).min
+        return torch.where(count > 0, torch.where(kept, hidden, lowest).amax(dim=1), 0.0)
+    assert_never(kind)
+
+
+class ModelWithState(nn.Module):
+    """A causal model as a function of tokens and an explicit state, for export and for streaming.
+
+    The state is a flat sequence of tensors in the order of `state_names`; start from `initial_state`.
+    """
+
+    def __init__(self, model: AttentionLayer | Encoder) -> None:
+        super().__init__()
+        self.model = model
+        layers = [block.attention for block in model.blocks] if isinstance(model, Encoder) else [model]
+        self.layers: list[AttentionLayer] = layers  # type: ignore[assignment]
+
+    @property
+    def state_names(self) -> list[str]:
+        """Names like `layer0_s`, one for each tensor of the state."""
+        return [f"layer{i}_{name}" for i, layer in enumerate(self.layers) for name in layer.initial_state(1)]
+
+    def initial_state(self, batch: int) -> list[Tensor]:
+        """The state before the first token. Raises SpecError for a model without a state of constant size."""
+        return [tensor for layer in self.layers for tensor in layer.initial_state(batch).values()]
+
+    def nested(self, state: Sequence[Tensor]) -> list[State]:
+        """The flat state as one dictionary for each layer."""
+        remaining = iter(state)
+        return [{name: next(remaining) for name in layer.initial_state(1)} for layer in self.layers]
+
+
+class DecodeStep(ModelWithState):
+    """One token at a time."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """An encoder takes input_ids int64 [batch, 1], position int64 [batch] from 0, and the state; a bare layer takes
+        hidden_states [batch, 1, dim] and the state. Returns the output for this token, then the next state."""
+        token, *rest = inputs
+        if isinstance(self.model, Encoder):
+            position, *state = rest
+            output, states = self.model.step(token, position, self.nested(state))
+        else:
+            output, next_state = self.model.step(token, self.nested(rest)[0])
+            states = [next_state]
+        return (output, *flat(states))
+
+
+class Prefill(ModelWithState):
+    """A whole prompt at a time, of any length, after the tokens that the state holds."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """As `DecodeStep.forward`, for tokens [batch, seq, …]; attention_mask int64 [batch, seq], 1 = keep, follows
+        them. Returns the output for these tokens, then the state after the last one that is kept."""
+        tokens, mask, *rest = inputs
+        if isinstance(self.model, Encoder):
+            position, *state = rest
+            output, states = self.model.prefill(tokens, mask, position, self.nested(state))
+        else:
+            output, next_state = self.model.prefill(tokens, keep_from_mask(tokens, mask), self.nested(rest)[0])
+            states = [next_state]
+        return (output, *flat(states))
+
+
+def flat(states: Sequence[State]) -> list[Tensor]:
+    """The inverse of `ModelWithState.nested`."""
+    return [tensor for state in states for tensor in state.values()]

@@ -16,7 +16,7 @@ from effexport.models.shapes import Dims
 from effexport.models.user.drawn_numbers import SEED, DrawnNumbers
 from effexport.models.user.inputs import MaskKind, ModuleInput, ModuleInputs
 from effexport.models.user.model import CalledByPosition, recorded_results
-from effexport.models.user.observers import Observer, Selections
+from effexport.models.user.modes import Observer, Selections
 from effexport.models.user.probe import PROBE_SEQ_LEN, ModuleFailedError, Probe
 from effexport.models.validation import SpecError, require
 from effexport.plugins.ops import OPS

@@ -17,7 +17,7 @@ from effexport.models.adapters.adapter import Adapted
 from effexport.models.layers import SameWeights
 from effexport.models.user.drawn_numbers import DrawnNumbers, NotFrozenError
 from effexport.models.user.inputs import arguments_of
-from effexport.models.user.one_precision import OnePrecision, cast, types_of
+from effexport.models.user.modes import OnePrecision, cast, types_of
 from effexport.models.validation import SpecError, require
 
 # Modules of PyTorch whose parameters mean what their owner makes of them, such as a bias of -inf for hidden distances.

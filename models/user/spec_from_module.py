@@ -11,8 +11,13 @@ import torch
 
 from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
 from effexport.models.adapters.folding import detached_copy
-from effexport.models.adapters.remarks import remarks_on
-from effexport.models.adapters.replace import NotAsOriginalError, check_folded, layers_at_fault, with_our_layers
+from effexport.models.adapters.replace import (
+    NotAsOriginalError,
+    check_folded,
+    layers_at_fault,
+    remarks_on,
+    with_our_layers,
+)
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import with_fixed_axis
 from effexport.models.user.calls import (
@@ -40,10 +45,9 @@ from effexport.models.user.model import (
     training_note,
     unwrapped,
 )
-from effexport.models.user.observers import FloatTypes
-from effexport.models.user.probe import ModuleFailedError, Probe, UnknownAxesError, probe_length
+from effexport.models.user.modes import FloatTypes
+from effexport.models.user.probe import ModuleFailedError, Probe, UnknownAxesError, output_formulas, probe_length
 from effexport.models.user.spec import ModuleSpec, is_constant
-from effexport.models.user.symbolic_sizes import output_formulas
 from effexport.models.validation import SpecError, require
 from effexport.models.variants.pytorch.spec import PyTorchSpec
 

@@ -18,7 +18,7 @@ from effexport.evaluation.evaluate import TORCH, Subject
 from effexport.evaluation.files import rows_of_data
 from effexport.evaluation.labelled import LabelledRows, Windows
 from effexport.evaluation.scores import Run, scores_of
-from effexport.models.encoder.head_spec import LOGITS
+from effexport.models.encoder.spec import LOGITS
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.runner import ModelOptions

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from effexport.models.checkpoints.families import FAMILIES, is_checkpoint, spec_from_checkpoint
+from effexport.models.checkpoints.spec import FAMILIES, is_checkpoint, spec_from_checkpoint
 from effexport.models.checkpoints.weights import fill_module, module_from_checkpoint, read_weights
 from effexport.models.contract import load
 from effexport.models.validation import SpecError

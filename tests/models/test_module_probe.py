@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
 from effexport.models.attention_spec import AttentionSpec
-from effexport.models.checkpoints.families import checkpoint_from_dict
+from effexport.models.checkpoints.spec import checkpoint_from_dict
 from effexport.models.user.model import check_weights
 from effexport.models.user.spec_from_module import Calling, model_and_spec, spec_from_module
 from effexport.models.validation import SpecError

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.user.model import called_by_position
-from effexport.models.user.observers import FloatTypes
-from effexport.models.user.one_precision import OnePrecision
+from effexport.models.user.modes import FloatTypes, OnePrecision
 
 pytestmark = pytest.mark.requires("torch")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effexport.models.checkpoints.families import check_weights_file, spec_from_checkpoint
+from effexport.models.checkpoints.spec import check_weights_file, spec_from_checkpoint
 from effexport.models.checkpoints.weights import fill_module, read_tensors, read_weights
 from effexport.models.validation import SpecError
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from effexport.models.attention_spec import AttentionSpec, attention_spec
-from effexport.models.checkpoints.families import FAMILIES
 from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
 from effexport.models.checkpoints.reformer_spec import ReformerSpec
-from effexport.models.checkpoints.spec import PublishedSpec
+from effexport.models.checkpoints.spec import FAMILIES, PublishedSpec
 from effexport.models.contract import load
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.encoder.spec import EncoderSpec

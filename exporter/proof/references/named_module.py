@@ -16,7 +16,7 @@ from effexport.export.module_source import (
     source_from_user,
 )
 from effexport.models.contract import ModelContract
-from effexport.models.user.artifact_inputs import inputs_from_spec
+from effexport.models.user.inputs import inputs_from_spec
 from effexport.models.validation import SpecError, require
 from effexport.proof.stored_cases import stored_cases
 from effexport.quiet import quiet

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effexport.models.products import Product, banded_products
-from effexport.models.shapes import Shapes
+from effexport.models.shapes import Product, Shapes, banded_products
 from effexport.models.validation import check_kernel_size, require
 from effexport.models.variants.aft.spec import AFTSpec
 

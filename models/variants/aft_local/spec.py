@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effexport.models.products import Product, banded_products
+from effexport.models.shapes import Product, banded_products
 from effexport.models.validation import require
 from effexport.models.variants.aft.spec import AFTPositionSpec
 

@@ -37,7 +37,7 @@ class AFTSimpleAttention(AFTLayer):
         return simple_sums(keys, self.spec.causal)
 
     def initial_state(self, batch: int) -> State:
-        """The state before the first token, zeros: the triple m, n, d of `exp_sums`, each float32 [batch, dim]."""
+        """The state before the first token, zeros: the triple m, n, d of its sums, each float32 [batch, dim]."""
         zeros = torch.zeros(batch, self.spec.inner_dim, device=self.out.weight.device)
         return {name: zeros.clone() for name in ExpSums._fields}
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from effexport.models.attention_spec import QueryKeySpec, convolution_weights, read_zero_as_none
-from effexport.models.products import Product, convolution
-from effexport.models.shapes import Shapes
+from effexport.models.shapes import Product, Shapes, convolution
 from effexport.models.validation import check_kernel_size, require
 
 

@@ -1,4 +1,5 @@
-"""Runs the code of a user's model at one precision, whatever types it casts to, mixes, or asks autocast for."""
+"""Modes of PyTorch that see its functions, or run the code of a user's model at one precision, whatever types it casts
+to, mixes, or asks autocast for."""
 
 from __future__ import annotations
 
@@ -11,9 +12,60 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from effexport.models.user.torch_functions import is_write
+
+def is_write(name: str) -> bool:
+    """Whether a function writes into its first argument, whose type therefore stays."""
+    in_place = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def writes(func: Any, kwargs: Any) -> bool:
+    """Whether a call of a PyTorch function writes into its first argument, or into `out`."""
+    name = getattr(func, "__name__", "")
+    return is_write(name) or name == "__set__" or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+
+
+def storage(x: Tensor) -> int:
+    """Identity of the memory of a tensor, also of one without memory while torch.export traces."""
+    return int(x.untyped_storage()._cdata)
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """F.scaled_dot_product_attention in single operations, with zeros where a query has no visible key.
+
+    torch.onnx translates it for four axes, and gives the average of all values where a query has no visible key.
+    Shapes: [..., queries, head_dim], [..., keys, head_dim], [..., keys, value_dim].
+    """
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if factor != 1:
+        root = math.sqrt(abs(factor))  # of both, so that float16 does not overflow
+        query, key = query * math.copysign(root, factor), key * root
+    scores = query @ key.transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores.softmax(-1) @ value
+    is_exact = mask.dtype != torch.float16  # in which a large negative number in a mask becomes -inf with a score
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
+    scores = scores + mask
+    # a mask is usually smaller than the scores
+    hidden = (mask if is_exact else scores).amax(-1, keepdim=True) == -math.inf
+    return (scores.softmax(-1) @ value).masked_fill(hidden, 0)
+
 
 # Our operators take the types that our layers give them: a weight may be float32 beside values in half precision.
 OPERATORS = "torch._ops.effexport"
@@ -182,3 +234,55 @@ def with_nearest(name: str, args: Any, kwargs: Any, half: torch.dtype) -> tuple[
 
 def is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64)
+
+
+class Observer(TorchDispatchMode):
+    """Sees every operator that PyTorch computes in a `with` block."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # PyTorch would load its compiler, for a second, to keep it out of code that is not compiled anyway
+        return False
+
+    def see(self, func: Any, arguments: tuple[Any, ...]) -> None:
+        """Look at a call before it is computed."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.see(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class FloatTypes(Observer):
+    """Collects the floating-point types of all results in a `with` block, in `found`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found.update(types_of(result))
+        return result
+
+
+class Selections(Observer):
+    """Collects what is selected by indices in a `with` block. found: table, axis, indices, and padding_idx or None."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[Tensor, int, Tensor, int | None]] = []
+
+    def see(self, func: Any, arguments: tuple[Any, ...]) -> None:
+        aten = torch.ops.aten
+        if func is aten.embedding.default:
+            table, index, *rest = arguments
+            self.found.append((table, 0, index, rest[0] if rest and rest[0] >= 0 else None))
+        elif func is aten.index.Tensor:
+            table, indices = arguments
+            integers = [(axis, x) for axis, x in enumerate(indices) if x is not None and x.dtype is not torch.bool]
+            self.found += [(table, axis, index, None) for axis, index in integers]
+        elif func in (aten.index_select.default, aten.gather.default):
+            table, axis, index = arguments[:3]
+            self.found.append((table, axis % max(1, table.ndim), index, None))
