@@ -27,7 +27,7 @@ from effexport.export.onnx_graph import (
     why_other_weights,
 )
 from effexport.files import FolderKind, file_digest, is_inside
-from effexport.models.families import is_checkpoint
+from effexport.models.checkpoints.spec import is_checkpoint
 from effexport.models.validation import near_path
 from effexport.quantize.record import Quantization
 from effexport.records import Count, Figure, Seconds, record_from_values, text_of_file, values_of_text

@@ -56,7 +56,7 @@ from effexport.export.same_graph import why_other_graph
 from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_sizes, spec_with_sizes
 from effexport.export.traced_graphs import read_traced
 from effexport.export.written_attention import remarks_on_written
-from effexport.models.families import CONFIG
+from effexport.models.checkpoints.spec import CONFIG
 from effexport.processor import Processor
 from effexport.proof.answers import Answers, reference_from_model
 from effexport.proof.candidates import open_in_ort

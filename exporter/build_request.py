@@ -17,7 +17,7 @@ from effexport.export.module_source import (
     source_from_user,
 )
 from effexport.models.attention_spec import field_names
-from effexport.models.families import check_weights_file
+from effexport.models.checkpoints.spec import check_weights_file
 from effexport.models.validation import require
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.quiet import quiet
@@ -112,7 +112,7 @@ class BuildRequest:
         self, module: nn.Module | str, on_stage: Callable[[str], None]
     ) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
         """As `resolve`, for a module. The caller's own module stays as it is."""
-        from effexport.models.module_probe import Calling, model_and_spec
+        from effexport.models.user.spec_from_module import Calling, model_and_spec
 
         origin = origin_of_module(module)
         examples, dynamic = self.examples, self.dynamic

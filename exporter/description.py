@@ -12,9 +12,9 @@ from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
 from effexport.errors import UserError
 from effexport.export.module_source import why_too_large
 from effexport.export.onnx_graph import graph_summary, load_graph
-from effexport.models.families import check_no_adapter, how_to_download
+from effexport.models.checkpoints.spec import check_no_adapter, how_to_download
+from effexport.models.shapes import count
 from effexport.models.validation import near_path
-from effexport.models.weight_shapes import count
 from effexport.runners.ort.kernels import kernel_library
 from effexport.shell import command_line
 from effexport.spec import build_spec_from_checkpoint

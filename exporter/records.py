@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 
 from effexport.errors import UserError
-from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
+from effexport.models.validation import FileTooLargeError, bounded_bytes
 
 MOST_BYTES = 8 << 20
 MOST_VALUES = 500_000

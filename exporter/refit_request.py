@@ -13,7 +13,7 @@ from effexport.engines.sidecar import read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import EngineWarning, UserError
 from effexport.export.module_source import ModuleSource, source_from_path, weights_digest
-from effexport.models.families import check_weights_file, spec_from_checkpoint
+from effexport.models.checkpoints.spec import check_weights_file, spec_from_checkpoint
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runtimes import engine_name
 from effexport.shell import command_line

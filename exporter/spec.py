@@ -16,10 +16,10 @@ from effexport.models.attention_spec import (
     field_names,
     known_fields,
 )
+from effexport.models.checkpoints.spec import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.contract import ModelContract
-from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
-from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
-from effexport.models.head_spec import TOKENS, Head, Pooling
+from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling, encoder_from_dict
+from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import (
     ShortRepr,
@@ -31,11 +31,10 @@ from effexport.models.validation import (
     shown_name,
 )
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.models.weight_shapes import count
 from effexport.toml_file import read_toml
 
 if TYPE_CHECKING:
-    from effexport.models.module_spec import ModuleSpec
+    from effexport.models.user.spec import ModuleSpec
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 # Which golden values an artifact keeps.
@@ -333,7 +332,7 @@ def build_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> BuildSpec:
-    """The spec of a user's own module. model: from `module_probe.spec_from_module`, which reads the flag seq_len.
+    """The spec of a user's own module. model: from `spec_from_module`, which reads the flag seq_len.
 
     Raises SpecError for flags that the module decides itself.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import UserError
-from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
+from effexport.models.validation import FileTooLargeError, bounded_bytes
 
 # For files that people write. The parser's time and memory grow with the square of the parts of a key, a.b.c.
 MOST_BYTES = 256 << 10

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from effexport.models.attention_spec import AttentionSpec
 from effexport.models.contract import load
-from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.variants import ATTENTION_SPECS
 
 if TYPE_CHECKING:

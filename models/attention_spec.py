@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from effexport.models.contract import HostileInputs, ModelContract
-from effexport.models.products import Product
+from effexport.models.shapes import Dims, Product, Shapes, linear
 from effexport.models.validation import (
     ShortRepr,
     check_field_types,
@@ -24,7 +24,6 @@ from effexport.models.validation import (
     require,
     shown,
 )
-from effexport.models.weight_shapes import Dims, Shapes, linear
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 if TYPE_CHECKING:
-    from effexport.models.weight_shapes import Dims, Shapes
+    from effexport.models.shapes import Dims, Shapes
 
 Scope = Literal["encoder", "attention", "checkpoint"]
 Recipe = Literal["spec", "checkpoint", "code"]

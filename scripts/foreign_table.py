@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from effexport.build import artifact_from_spec
 from effexport.export.module_source import source_from_user
-from effexport.models.module_probe import Calling, model_and_spec
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.user.spec import ModuleSpec
+from effexport.models.user.spec_from_module import Calling, model_and_spec
 from effexport.proof.answers import Original
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Kind

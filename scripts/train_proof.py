@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from effexport.environment import versions  # noqa: E402
 from effexport.evaluation.data import LABELS  # noqa: E402
-from effexport.models.encoder import Encoder  # noqa: E402
+from effexport.models.encoder.module import Encoder  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS, Experiment  # noqa: E402
 from scripts.training.judge import judged  # noqa: E402
 from scripts.training.tasks import Batch, Task  # noqa: E402

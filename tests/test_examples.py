@@ -16,7 +16,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_every_package_that_is_known_has_an_example() -> None:
-    from effexport.models.adapters.table import ADAPTERS
+    from effexport.models.adapters.replace import ADAPTERS
 
     texts = "".join((ROOT / "examples" / name).read_text(encoding="utf-8") for name in EXAMPLES)
     packages = {adapter.package: adapter.package.replace("-", "_").removeprefix("pytorch_") for adapter in ADAPTERS}

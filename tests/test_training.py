@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from effexport.evaluation.data import IGNORED, MASKED_SHARE
-from effexport.models.encoder import Encoder
+from effexport.models.encoder.module import Encoder
 from effexport.text.tokenizer import BYTE_MASK
 from scripts.training.corpus import Corpus, tokens_of
 from scripts.training.experiments import EXPERIMENTS

@@ -11,8 +11,8 @@ from effexport.bench.results import Case
 from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.errors import UserError
 from effexport.models.attention_spec import AttentionSpec, attention_spec
-from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.products import Product
+from effexport.models.encoder.spec import EncoderSpec
+from effexport.models.shapes import Product
 from effexport.models.validation import did_you_mean
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.runtimes import BENCH_RUNTIMES

@@ -24,8 +24,8 @@ from effexport.commands._types import Named, OneOf
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.environment import require_torch
 from effexport.errors import UserError
-from effexport.models.families import tasks
-from effexport.models.head_spec import POOLINGS
+from effexport.models.checkpoints.spec import tasks
+from effexport.models.encoder.spec import POOLINGS
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.runtimes import ORT_RUNTIMES
 from effexport.spec import GOLDEN, SCOPES

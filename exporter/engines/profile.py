@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from effexport.models.head_spec import MASKS
+from effexport.models.encoder.spec import MASKS
 from effexport.models.validation import SpecError, did_you_mean, require
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 from effexport.errors import UserError
 from effexport.evaluation.figures import LANGUAGE, Objective
 from effexport.files import load_npz
-from effexport.models.families import CONFIG
-from effexport.models.head_spec import LOGITS
+from effexport.models.checkpoints.spec import CONFIG
+from effexport.models.encoder.spec import LOGITS
 from effexport.text.fast_tokenizer import json_of
 from effexport.text.reading import bytes_of_file, decoded, objects_of_lines
 from effexport.text.task import TOKENS, Prepared, Reader, groups, reader_from_spec

@@ -28,7 +28,7 @@ from effexport.evaluation.figures import (
     estimates_of,
 )
 from effexport.files import file_digest
-from effexport.models.head_spec import LOGITS
+from effexport.models.encoder.spec import LOGITS
 from effexport.models.validation import did_you_mean
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind, judged

@@ -13,7 +13,7 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.models.decode_step import ModelWithState
+    from effexport.models.encoder.module import ModelWithState
     from effexport.quantize.record import Quantization
 
 
@@ -28,7 +28,7 @@ def onnx_from_decode_step(
 
     traced, quantization: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
     """
-    from effexport.models.decode_step import DecodeStep
+    from effexport.models.encoder.module import DecodeStep
 
     model = DecodeStep(at_precision(module, spec.precision))  # type: ignore[arg-type]
     write_with_state(model, spec, path, traced, quantization, one_token=True)
@@ -45,7 +45,7 @@ def onnx_from_prefill(
 
     traced, quantization: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
     """
-    from effexport.models.decode_step import Prefill
+    from effexport.models.encoder.module import Prefill
 
     model = Prefill(at_precision(module, spec.precision))  # type: ignore[arg-type]
     write_with_state(model, spec, path, traced, quantization, one_token=False)

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
-from effexport.models.weight_shapes import count
+from effexport.models.shapes import count
 from effexport.spec import BuildSpec
 from effexport.units import listed, memory
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.models.user_model import UserModel
+    from effexport.models.user.model import UserModel
 
 SEED = "seed"
 # Which model weights have to fit, for errors: that of an artifact, and that of a build.
@@ -46,7 +46,7 @@ class ModuleSource:
 
     def model(self, module: nn.Module) -> UserModel:
         """A module that was made, beside the original that it is a copy of; a module of ours is its own."""
-        from effexport.models.user_model import model_of_ours
+        from effexport.models.user.model import model_of_ours
 
         return self.user or model_of_ours(module)
 
@@ -67,7 +67,7 @@ def source_from_path(path: Path | None, which: str = OF_ARTIFACT) -> ModuleSourc
 
 def source_from_user(user: UserModel, name: str, spec: BuildSpec) -> ModuleSource:
     """The source of a user's own model: the original and the copy with our layers, both with the head of the spec."""
-    from effexport.models.head import with_head
+    from effexport.models.encoder.module import with_head
 
     adapted = replace(user.adapted, module=with_head(user.module, spec.head, spec.model))
     user = replace(user, original=with_head(user.original, spec.head, spec.model), adapted=adapted)
@@ -92,8 +92,7 @@ def why_too_large(spec: BuildSpec) -> str:
 
 
 def module_from_seed(spec: BuildSpec) -> nn.Module:
-    from effexport.models.encoder import module_from_spec
-    from effexport.models.head import with_head
+    from effexport.models.encoder.module import module_from_spec, with_head
 
     check_memory(spec)
     return with_head(module_from_spec(spec.model, spec.seed), spec.head, spec.model)
@@ -101,8 +100,8 @@ def module_from_seed(spec: BuildSpec) -> nn.Module:
 
 def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> nn.Module:
     """The module with its weights. Raises SpecError for weights that do not fit."""
-    from effexport.models import checkpoint
-    from effexport.models.head import with_head
+    from effexport.models.checkpoints import weights as checkpoint
+    from effexport.models.encoder.module import with_head
 
     if spec.model.recipe == "checkpoint":
         check_memory(spec)
@@ -126,8 +125,8 @@ def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> n
 
 def module_with_weights(module: nn.Module, name: str, path: Path) -> nn.Module:
     """A copy of a user's own module with the weights of a file. Raises SpecError for those that do not fit."""
-    from effexport.models import checkpoint
     from effexport.models.adapters.folding import detached_copy
+    from effexport.models.checkpoints import weights as checkpoint
 
     copy = detached_copy(module)
     names = {name: (name,) for name in copy.state_dict()}

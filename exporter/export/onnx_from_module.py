@@ -46,7 +46,7 @@ from effexport.export.traced_graphs import (
 )
 from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
-from effexport.models.head_spec import MASKS
+from effexport.models.encoder.spec import MASKS
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.known_ops import known_ops
@@ -183,7 +183,7 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
     """
     import torch
 
-    from effexport.models.user_model import CalledByPosition
+    from effexport.models.user.model import CalledByPosition
 
     if precision == "fp32" or precision in QUANTIZED:
         return module
@@ -262,7 +262,7 @@ def program_from_module(
 def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
     from effexport.models.adapters.sdpa import attention_calls_as_operators
-    from effexport.models.adapters.traced_code import code_as_exported
+    from effexport.models.user.traced_code import code_as_exported
 
     with contextlib.ExitStack() as stack:
         if spec.model.is_traced_as_found:
@@ -308,7 +308,7 @@ def program_of_user(
     Raises OtherSizesError if the code ties it to other sizes than those of the spec, of which the proof runs a few
     only, and StageError if it cannot be traced.
     """
-    from effexport.models.user_model import drawing_model
+    from effexport.models.user.model import drawing_model
 
     sizes = sizes_of_example(example, signature.inputs)
     drawing = drawing_model(module)

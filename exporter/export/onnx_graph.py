@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.files import file_digest, is_inside
-from effexport.models.head_spec import LARGEST_TOP_K
+from effexport.models.encoder.spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
 from effexport.spec import NEXT_PREFIX, BuildSpec

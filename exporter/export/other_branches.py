@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.export.specialised_length import TRIED
-from effexport.models import module_inputs
+from effexport.models.user import inputs as user_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +184,7 @@ def resized(
 ) -> tuple[torch.Tensor, ...]:
     """An example with other sizes of its free axes."""
     pairs = zip(example, inputs, strict=True)
-    return tuple(module_inputs.resized(value, tensor.dims, sizes) for value, tensor in pairs)
+    return tuple(user_inputs.resized(value, tensor.dims, sizes) for value, tensor in pairs)
 
 
 def drawn(

@@ -13,7 +13,7 @@ def recurrent_translation(opset: int) -> dict[Any, Callable[..., Any]]:
     import torch
     from onnxscript import values
 
-    from effexport.models.adapters.recurrent import GATES
+    from effexport.models.user.traced_code import GATES
 
     op = values.Opset("", opset)
 

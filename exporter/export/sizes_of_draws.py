@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from effexport.dtypes import TensorInfo
-    from effexport.models.user_model import CalledByPosition
+    from effexport.models.user.model import CalledByPosition
 
 STORE = "To keep it free, draw the numbers once, in __init__, for the largest size, or switch the draw off"
 
@@ -27,7 +27,7 @@ def sizes_of_draws(
     """
     import torch
 
-    from effexport.models.module_inputs import resized
+    from effexport.models.user.inputs import resized
 
     assert module.drawn is not None
     # what it raises is reported where it is traced

@@ -15,7 +15,7 @@ from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.export.exported_model import OutputClass, output_class, transformers_class
 from effexport.export.onnx_graph import load_graph
-from effexport.models.families import CONFIG
+from effexport.models.checkpoints.spec import CONFIG
 from effexport.runners.runner import Runner, tensors_text
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.dtypes import Array
-    from effexport.models.user_model import UserModel
+    from effexport.models.user.model import UserModel
 
 STAGE = "reference"
 # The cases that also run in float64: the shape of the export, and one in which the mask hides tokens.
@@ -149,7 +149,7 @@ def defined_answer(
 def with_examples(inputs: Mapping[str, Array], model: UserModel, spec: BuildSpec) -> Iterator[dict[str, Array]]:
     """Inputs of the same shapes with values of the user's example in the place of drawn ones: first in those that are
     integers or booleans, then in all; those of the mask of tokens stay."""
-    from effexport.models.module_inputs import resized
+    from effexport.models.user.inputs import resized
 
     if not model.examples:
         return
@@ -324,7 +324,7 @@ class Original:
         import torch
 
         from effexport.models.adapters.adapter import frozen
-        from effexport.models.one_precision import OnePrecision
+        from effexport.models.user.modes import OnePrecision
 
         in_float64 = OnePrecision(torch.float64) if self._mixes_types else nullcontext()
         with frozen(copy, self._user.adapted), given_buckets(copy, case.buckets), in_float64:
@@ -356,7 +356,7 @@ def in_float32(user: UserModel) -> AbstractContextManager[object]:
     """Have the original compute in float32 alone for the length of a `with` block, like our copy."""
     import torch
 
-    from effexport.models.one_precision import OnePrecision
+    from effexport.models.user.modes import OnePrecision
 
     return OnePrecision(torch.float32) if mixes_types(user) else nullcontext()
 
@@ -365,7 +365,7 @@ def first_other_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
     """The first replaced layer of which ours, given the inputs of the original, gives another result; "" if none
     does."""
     from effexport.models.adapters.adapter import frozen, named
-    from effexport.models.user_model import tensors_of
+    from effexport.models.user.model import tensors_of
 
     limit = reference_limit(spec).value
     others: list[str] = []

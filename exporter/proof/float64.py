@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from effexport.environment import free_memory_bytes
-from effexport.models.observers import Observer
+from effexport.models.user.modes import Observer
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Check, Kind, judged, not_run
 from effexport.proof.metrics import largest_change

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.models.head_spec import TOKENS
+from effexport.models.encoder.spec import TOKENS
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def scores_of_indices(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, A
     """The part `ranked` of a case: for a model that returns the likeliest tokens, the probability of every token."""
     import torch
 
-    from effexport.models.head import TopTokensModel, probabilities
+    from effexport.models.encoder.module import TopTokensModel, probabilities
 
     if not isinstance(module, TopTokensModel):
         return {}

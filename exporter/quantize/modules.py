@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.encoder import FeedForward
+from effexport.models.encoder.module import FeedForward
 from effexport.quantize.record import Quantization, QuantizedLayer, unrounded_name
 
 INT8_LARGEST, FP8_LARGEST = 127.0, 448.0

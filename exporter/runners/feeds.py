@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo, named_sizes
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.models.head_spec import MASKS
+from effexport.models.encoder.spec import MASKS
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import did_you_mean
 from effexport.runners.runner import tensors_text

@@ -11,7 +11,7 @@ from effexport.bench.grid import Model
 from effexport.engines.spec import EngineSpec, check_target
 from effexport.errors import UserError
 from effexport.models.attention_spec import AttentionSpec, field_names
-from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.validation import SpecError, check_type, require
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.runtimes import ENGINE_RUNTIMES

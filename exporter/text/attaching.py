@@ -8,8 +8,8 @@ from pathlib import Path
 
 from effexport.artifact import Artifact
 from effexport.errors import MissingExtraError, UserError
-from effexport.models.bounded_file import MOST_BYTES_OF_VOCABULARY, FileTooLargeError, bounded_bytes
-from effexport.models.families import CONFIG
+from effexport.models.checkpoints.spec import CONFIG
+from effexport.models.validation import MOST_BYTES_OF_VOCABULARY, FileTooLargeError, bounded_bytes
 from effexport.text.fast_tokenizer import (
     REMEDY,
     TOKENIZER_FILES,

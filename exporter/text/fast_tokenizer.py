@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from effexport.errors import MissingExtraError, UserError
-from effexport.models.bounded_file import MOST_BYTES_OF_VOCABULARY, bounded_bytes
-from effexport.models.families import CONFIG, read_json
-from effexport.models.validation import SpecError, shown, shown_reason
+from effexport.models.checkpoints.spec import CONFIG, read_json
+from effexport.models.validation import MOST_BYTES_OF_VOCABULARY, SpecError, bounded_bytes, shown, shown_reason
 
 if TYPE_CHECKING:
     import tokenizers

@@ -13,7 +13,7 @@ import numpy as np
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.files import load_npz
-from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
+from effexport.models.validation import FileTooLargeError, bounded_bytes
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.text.task import Prepared, Reader, TextOptions, reader_from_spec
 from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact

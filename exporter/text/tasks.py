@@ -11,10 +11,9 @@ import numpy as np
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.models import head_spec
-from effexport.models.checkpoint_spec import label_names
-from effexport.models.families import CONFIG
-from effexport.models.head_spec import EMBEDDING, POSITIONS, SCORES, Head, Pooling
+from effexport.models.checkpoints.spec import CONFIG, label_names
+from effexport.models.encoder.spec import EMBEDDING, POSITIONS, SCORES, Head, Pooling
+from effexport.models.encoder.spec import TOKENS as BEST_TOKENS
 from effexport.models.validation import SpecError
 from effexport.runners.runner import Closeable
 from effexport.text.fast_tokenizer import json_of
@@ -236,7 +235,7 @@ class FillMask:
                 tokens = best(shares, self.top)
                 scores = shares[tokens]
             else:
-                scores, tokens = outputs[SCORES][0, i, : self.top], outputs[head_spec.TOKENS][0, i, : self.top]
+                scores, tokens = outputs[SCORES][0, i, : self.top], outputs[BEST_TOKENS][0, i, : self.top]
             answers.append(
                 [
                     self.proposal(prepared, int(place), int(token), float(score), alone=len(places) == 1)

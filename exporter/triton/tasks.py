@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import UserError
-from effexport.models.families import CONFIG
+from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.validation import did_you_mean
 from effexport.text.fast_tokenizer import json_of
 from effexport.text.task import Task, TextOptions

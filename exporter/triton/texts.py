@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.errors import EffexportError, UserError
-from effexport.models.head_spec import EMBEDDING
+from effexport.models.encoder.spec import EMBEDDING
 from effexport.text.task import Prepared, Task, groups, joined_outputs
 from effexport.text.tasks import Embedding
 from effexport.triton.merging import Answer, run_merged

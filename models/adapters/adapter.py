@@ -1,4 +1,4 @@
-"""What an adapter is: the layers of one package that have a counterpart of ours; and a model in which they are ours."""
+"""An adapter: the layers of one package that have a counterpart of ours, and a model in which they are ours."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
 from effexport.models.validation import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 # Makes our module from a layer of the package. It gets the layer, in evaluation mode and not to be changed, and the
 # length in tokens that the model is exported for. The result has the `forward` of the layer: the same arguments under
@@ -120,3 +125,39 @@ class PrefixedBuckets(dict[str, "Tensor"]):
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._target[self._prefix + name] = value
+
+
+def linear_weights(owner: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The state of our linear layers; one without a bias gets a bias of zeros.
+
+    names: of our layers, by the names that the linear layers have in `owner`.
+    """
+    found = {}
+    for theirs, ours in names.items():
+        linear: Any = getattr(owner, theirs)
+        found[f"{ours}.weight"] = linear.weight
+        found[f"{ours}.bias"] = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+    return {name: torch.clone(value.detach()) for name, value in found.items()}
+
+
+def weight_alone(owner: nn.Module, name: str) -> Tensor:
+    """The weight of a linear layer. Raises NotReplaceableError for one with a bias, which ours has no place for."""
+    linear: Any = getattr(owner, name)
+    if linear.bias is not None and bool(linear.bias.any()):
+        raise NotReplaceableError(f"its {name} has a bias, which those of its package do not have")
+    weight: Tensor = linear.weight.detach()
+    return weight
+
+
+class GivenDraws(TorchFunctionMode):
+    """While it is active, torch.randn returns what `draw` says."""
+
+    def draw(self, shape: Sequence[int]) -> Tensor:
+        """The numbers for a call of torch.randn that asks for this shape."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return self.draw(args[0]).to(**kwargs) if func is torch.randn else func(*args, **kwargs)

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
-from effexport.models.adapters.adapter import Adapter, NotExportableError
-from effexport.models.adapters.weights import linear_weights
+from effexport.models.adapters.adapter import Adapter, NotExportableError, linear_weights
 from effexport.models.attention_spec import AttentionSpec
 from effexport.models.layers import AttentionLayer
 from effexport.models.variants.aft_full.spec import AFTFullSpec

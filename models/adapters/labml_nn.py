@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotReplaceableError
-from effexport.models.adapters.weights import linear_weights
-from effexport.models.exp_sums import ABSENT, average, sums_of_tokens, weighted_sums
+from effexport.models.adapters.adapter import Adapter, NotReplaceableError, linear_weights
 from effexport.models.layers import merge_heads, split_heads
 from effexport.models.variants.aft_full.layer import AFTFullAttention
 from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.sums import ABSENT, average, sums_of_tokens, weighted_sums
 
 NAMES = {"query": "query", "key": "key", "value": "value", "output": "out"}
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotReplaceableError
-from effexport.models.adapters.weights import weight_alone
+from effexport.models.adapters.adapter import Adapter, NotReplaceableError, weight_alone
 from effexport.models.layers import MultiHeadAttention, merge_heads, rotate_pairs, split_heads
 from effexport.models.variants.linear.layer import LinearAttention
 from effexport.models.variants.linear.spec import LinearSpec

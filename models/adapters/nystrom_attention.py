@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError
-from effexport.models.adapters.weights import weight_alone
+from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, weight_alone
 from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.models.variants.nystrom.spec import NystromSpec
 

@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotExportableError, qualified_name
-from effexport.models.adapters.given_draws import GivenDraws
-from effexport.models.adapters.weights import weight_alone
+from effexport.models.adapters.adapter import Adapter, GivenDraws, NotExportableError, qualified_name, weight_alone
 from effexport.models.layers import causal_mask, keep_from_mask, merge_heads, split_heads
-from effexport.models.look_around import window_attention
 from effexport.models.validation import SpecError
+from effexport.models.variants.local.layer import window_attention
 from effexport.models.variants.lsh.layer import LSHAttention, scaled_unit_keys
 from effexport.models.variants.lsh.spec import LSHSpec
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from effexport.models.torch_functions import storage, writes, written_out
+from effexport.models.user.modes import storage, writes, written_out
 from effexport.plugins.masked_attention.op import hides_when_added, masked_attention
 
 TO_BOOL = {Tensor.to, Tensor.bool}

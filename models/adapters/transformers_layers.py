@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotReplaceableError
-from effexport.models.adapters.given_draws import GivenDraws
-from effexport.models.adapters.weights import linear_weights, weight_alone
+from effexport.models.adapters.adapter import Adapter, GivenDraws, NotReplaceableError, linear_weights, weight_alone
 from effexport.models.layers import AttentionLayer, keep_from_mask, split_heads, take_rows
 from effexport.models.validation import SpecError
 from effexport.models.variants.local.layer import LocalAttention

@@ -10,7 +10,8 @@ import pkgutil
 
 from effexport.models.attention_spec import offered
 
-for folder in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{folder.name}.spec")
+for found in pkgutil.iter_modules(__path__):
+    if found.ispkg:
+        importlib.import_module(f"{__name__}.{found.name}.spec")
 
 ATTENTION_SPECS = offered()

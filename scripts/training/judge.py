@@ -16,7 +16,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.evaluation.data import LabelledRows, Windows, rows_of_data
 from effexport.evaluation.evaluate import TORCH, Run, Subject, scores_of
 from effexport.evaluation.figures import Estimate, Scores, changes, differences, estimates_of
-from effexport.models.head_spec import LOGITS
+from effexport.models.encoder.spec import LOGITS
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.runner import ModelOptions

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from effexport.evaluation.data import IGNORED
-from effexport.models.encoder import Encoder
+from effexport.models.encoder.module import Encoder
 from effexport.processor import Processor
 from scripts.training.tasks import Batch
 

@@ -139,7 +139,7 @@ def test_inspect_describes_what_the_command_prints(built: Built, cli: Callable[.
 
 
 def test_the_repr_of_a_spec_is_the_call_that_makes_it(small_spec: Callable[..., BuildSpec]) -> None:
-    from effexport.models.encoder_spec import EncoderSpec
+    from effexport.models.encoder.spec import EncoderSpec
     from effexport.models.variants.lsh.spec import LSHSpec
 
     spec = BuildSpec(model=EncoderSpec(attention=LSHSpec(dim=64, heads=4), layers=3), precision="fp16")

@@ -565,7 +565,7 @@ def failing(*arguments: object, **options: object) -> None:
 @pytest.mark.parametrize(
     "stage",
     [
-        "effexport.models.encoder.module_from_spec",
+        "effexport.models.encoder.module.module_from_spec",
         "effexport.build.onnx_from_module",
         "effexport.build.reference_from_model",
         "effexport.build.save_reference",

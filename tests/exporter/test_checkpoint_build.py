@@ -246,7 +246,7 @@ def test_flags_that_contradict_a_checkpoint(
 
 
 def test_our_own_weights_come_from_a_file(cli: Callable[..., Any], tmp_path: Path) -> None:
-    from effexport.models.encoder import module_from_spec
+    from effexport.models.encoder.module import module_from_spec
     from effexport.spec import build_spec_from_options
 
     small = {"dim": 32, "heads": 2, "layers": 1, "seq_len": 64}

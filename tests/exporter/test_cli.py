@@ -152,8 +152,8 @@ def test_python_dash_m_imports_nothing_from_the_current_folder(tmp_path: Path) -
 
 
 OWN_MODULE = """
-from effexport.models.encoder import Encoder
-from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.encoder.module import Encoder
+from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
 

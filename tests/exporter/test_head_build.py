@@ -22,7 +22,7 @@ from effexport.engines.profile import profiles_from_texts
 from effexport.errors import UserError
 from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.models.head import PooledModel
+from effexport.models.encoder.module import PooledModel
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.arithmetic import check_ranks
 from effexport.proof.tolerances import Limit

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
-from effexport.models.module_probe import Calling, model_and_spec
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.user.spec import ModuleSpec
+from effexport.models.user.spec_from_module import Calling, model_and_spec
 from effexport.models.validation import SpecError
 from effexport.proof.cases import SMALL_BYTES, Case, golden_cases, load_reference
 from effexport.proof.references.named_module import module_again

@@ -32,7 +32,7 @@ from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import Written, onnx_from_module
 from effexport.export.onnx_graph import model_digest
 from effexport.export.traced_graphs import SCOPES_KEY, add_traced, read_traced
-from effexport.models.module_probe import spec_from_module
+from effexport.models.user.spec_from_module import spec_from_module
 from effexport.proof.cases import load_reference
 from effexport.refit_request import RefitRequest
 from effexport.spec import BuildSpec

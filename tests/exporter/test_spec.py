@@ -11,7 +11,7 @@ import pytest
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.validation import SpecError
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.spec import BuildSpec, build_spec_from_options

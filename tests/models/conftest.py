@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from kept import code_of, digest_of, kept
 from torch import Tensor
 
-from effexport.models.aft_contract import bias_full, gated_sums
-from effexport.models.aft_layer import AFTPositionLayer
 from effexport.models.layers import AttentionLayer
+from effexport.models.variants.aft.contract import bias_full, gated_sums
+from effexport.models.variants.aft.layer import AFTPositionLayer
 from effexport.models.variants.aft_conv.contract import bias_conv
 from effexport.models.variants.aft_conv.layer import AFTConvAttention
 from effexport.models.variants.aft_conv.spec import AFTConvSpec

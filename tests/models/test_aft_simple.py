@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effexport.models.exp_sums import ExpSums, prefix_sums
+from effexport.models.variants.sums import ExpSums, prefix_sums
 
 DIM = 8
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from effexport.models.checkpoint import fill_module, module_from_checkpoint, read_weights
+from effexport.models.checkpoints.spec import FAMILIES, is_checkpoint, spec_from_checkpoint
+from effexport.models.checkpoints.weights import fill_module, module_from_checkpoint, read_weights
 from effexport.models.contract import load
-from effexport.models.families import FAMILIES, is_checkpoint, spec_from_checkpoint
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")
@@ -340,7 +340,7 @@ def test_a_config_that_disagrees_with_the_weights_is_refused_before_the_module_i
     config |= {"attn_layers": ["lsh"] * 2 if field == "vocab_size" else ["lsh"], field: 5_000}
     (folder / "config.json").write_text(json.dumps(config))
     spec, _ = spec_from_checkpoint(folder, {})
-    monkeypatch.setattr("effexport.models.checkpoint.load", None)
+    monkeypatch.setattr("effexport.models.checkpoints.weights.load", None)
     expected = r"word_embeddings\.weight \[.*expected \[5000, " if field == "vocab_size" else r"\d+ missing tensors: "
     with pytest.raises(SpecError, match=expected):
         module_from_checkpoint(folder, spec)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from written_module import DIM, Written
 
-from effexport.models.drawn_numbers import SEED, DrawnNumbers, NotFrozenError
-from effexport.models.user_model import CalledByPosition, called_by_position, training_note
+from effexport.models.user.drawn_numbers import SEED, DrawnNumbers, NotFrozenError
+from effexport.models.user.model import CalledByPosition, called_by_position, training_note
 
 ROUNDING = 1e-6  # of float32, in a few operations
 

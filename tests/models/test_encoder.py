@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from effexport.models.attention_spec import attention_spec
-from effexport.models.encoder import Encoder, FeedForward, ReversibleBlock, module_from_spec
-from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.encoder.module import Encoder, FeedForward, ReversibleBlock, module_from_spec
+from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.validation import SpecError
-from effexport.models.variant_contract import variant_contract
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.models.variants.contract import variant_contract
 
 BLOCKS = ["pre-norm", "post-norm", "reversible"]
 SMALL = {variant: variant_contract(variant).small for variant in ATTENTION_SPECS}

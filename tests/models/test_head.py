@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from effexport.models.head import embedding
-from effexport.models.head_spec import POOLINGS, Head, Pooling
+from effexport.models.encoder.module import embedding
+from effexport.models.encoder.spec import POOLINGS, Head, Pooling
 from effexport.models.validation import SpecError
 from effexport.spec import BuildSpec, build_spec_from_options
 

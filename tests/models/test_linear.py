@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from effexport.models.contract import HostileInputs
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import State
 from effexport.models.validation import SpecError
 from effexport.models.variants.linear.contract import exact, features

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.models.validation import SpecError
 from effexport.models.variants.lsh.contract import exact
 from effexport.models.variants.lsh.layer import LSHAttention, LSHHash

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effexport.models.module_inputs import (
+from effexport.models.user.inputs import (
     ModuleInput,
     ModuleInputs,
     inputs_from_examples,

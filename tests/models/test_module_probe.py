@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
 from effexport.models.attention_spec import AttentionSpec
-from effexport.models.families import checkpoint_from_dict
-from effexport.models.module_probe import Calling, model_and_spec, spec_from_module
-from effexport.models.user_model import check_weights
+from effexport.models.checkpoints.spec import checkpoint_from_dict
+from effexport.models.user.model import check_weights
+from effexport.models.user.spec_from_module import Calling, model_and_spec, spec_from_module
 from effexport.models.validation import SpecError
 from effexport.models.variants.aft_full.spec import AFTFullSpec
 from effexport.models.variants.aft_local.spec import AFTLocalSpec

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
 from effexport.models.variants.nystrom.contract import exact, naive_segments, slow_pinv

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.observers import FloatTypes
-from effexport.models.one_precision import OnePrecision
-from effexport.models.user_model import called_by_position
+from effexport.models.user.model import called_by_position
+from effexport.models.user.modes import FloatTypes, OnePrecision
 
 pytestmark = pytest.mark.requires("torch")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effexport.models.checkpoint import fill_module, read_tensors, read_weights
-from effexport.models.families import check_weights_file, spec_from_checkpoint
+from effexport.models.checkpoints.spec import check_weights_file, spec_from_checkpoint
+from effexport.models.checkpoints.weights import fill_module, read_tensors, read_weights
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")

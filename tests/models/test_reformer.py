@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from effexport.models.checkpoint import fill_module
-from effexport.models.reformer import IGNORED, Reformer, weight_names
-from effexport.models.reformer_spec import ReformerSpec
+from effexport.models.checkpoints.reformer import IGNORED, Reformer, weight_names
+from effexport.models.checkpoints.reformer_spec import ReformerSpec
+from effexport.models.checkpoints.weights import fill_module
 from effexport.models.validation import SpecError
 from effexport.models.variants.local.spec import LocalSpec
 from effexport.models.variants.lsh.layer import LSHHash

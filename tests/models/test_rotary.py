@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effexport.models.attention_spec import QueryKeySpec
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import MultiHeadAttention, fused_operators, rotary_angles, rotate_pairs
 from effexport.models.validation import SpecError
 from effexport.models.variants.linear.spec import LinearSpec

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.models.variants.softmax.contract import exact, projected
 from effexport.models.variants.softmax.layer import SoftmaxAttention, softmax_attention
 from effexport.models.variants.softmax.spec import SoftmaxSpec

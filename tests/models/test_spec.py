@@ -11,14 +11,14 @@ import sys
 import pytest
 
 from effexport.models.attention_spec import AttentionSpec, attention_from_dict, attention_spec, field_names
-from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
+from effexport.models.encoder.spec import EncoderSpec, encoder_from_dict
 from effexport.models.validation import SpecError, nearest_divisors, nearest_multiples
-from effexport.models.variant_contract import variant_contract
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.models.variants.aft_conv.spec import AFTConvSpec
 from effexport.models.variants.aft_full.spec import AFTFullSpec
 from effexport.models.variants.aft_local.spec import AFTLocalSpec
 from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.contract import variant_contract
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.models.variants.local.spec import LocalSpec
 from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.size_formula import shape_of
-from effexport.models.symbolic_sizes import output_formulas
-from effexport.models.user_model import called_by_position
+from effexport.models.user.model import called_by_position
+from effexport.models.user.probe import output_formulas
 
 pytestmark = pytest.mark.requires("torch")
 

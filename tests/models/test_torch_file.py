@@ -16,9 +16,9 @@ import torch
 from campaign.pickles import BOMBS, FORMS, NUMBERS, VIEWS, archive_of, described, numbers
 from torch import Tensor
 
-from effexport.models import state_dict_pickle
-from effexport.models.checkpoint import fill_module, read_tensors
-from effexport.models.torch_file import MOST_BYTES_OF_DIRECTORY, read_torch_file
+from effexport.models.checkpoints import torch_file
+from effexport.models.checkpoints.torch_file import MOST_BYTES_OF_DIRECTORY, read_torch_file
+from effexport.models.checkpoints.weights import fill_module, read_tensors
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")
@@ -129,13 +129,13 @@ def test_a_pickle_that_costs_much_is_refused_early(path: Path, pickled: bytes, m
             Counted.steps += 1
             return super().__getitem__(code)
 
-    monkeypatch.setattr(state_dict_pickle, "INSTRUCTIONS", Counted(state_dict_pickle.INSTRUCTIONS))
+    monkeypatch.setattr(torch_file, "INSTRUCTIONS", Counted(torch_file.INSTRUCTIONS))
     for make in FORMS.values():
         path.write_bytes(make(pickled))
         Counted.steps = 0
         message = refusal(path)
         # about a second on a processor of 2023; the older format has three short pickles before it
-        assert Counted.steps <= state_dict_pickle.MOST_STEPS + 100
+        assert Counted.steps <= torch_file.MOST_STEPS + 100
         assert len(message) < 500 + len(str(path))
 
 

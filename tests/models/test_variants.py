@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import AttentionLayer
-from effexport.models.variant_contract import variant_contract
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.models.variants.contract import variant_contract
 
 DIM = 32
 # Other lengths cut products into other blocks, and batches into other rows; Nyström's pseudo-inverse multiplies last

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from effexport.models.attention_spec import AttentionSpec, attention_spec
-from effexport.models.checkpoint_spec import PublishedSpec
+from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
+from effexport.models.checkpoints.reformer_spec import ReformerSpec
+from effexport.models.checkpoints.spec import FAMILIES, PublishedSpec
 from effexport.models.contract import load
-from effexport.models.encoder import module_from_spec
-from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.families import FAMILIES
-from effexport.models.nystromformer_spec import NystromformerSpec
-from effexport.models.reformer_spec import ReformerSpec
+from effexport.models.encoder.module import module_from_spec
+from effexport.models.encoder.spec import EncoderSpec
+from effexport.models.shapes import count
 from effexport.models.validation import SpecError, nearest_divisors
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.models.weight_shapes import count
 
 LAYERS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ATTENTION_SPECS),

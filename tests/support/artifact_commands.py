@@ -18,8 +18,8 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.files import save_npz
-from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.checkpoints.spec import CheckpointSpec
+from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs.random import random_inputs
 
 LENGTH = 6

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.models.module_probe import spec_from_module
+from effexport.models.user.spec_from_module import spec_from_module
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.settings import OrtSettings

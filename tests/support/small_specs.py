@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from effexport.models.variant_contract import variant_contract
+from effexport.models.variants.contract import variant_contract
 from effexport.spec import BuildSpec, build_spec_from_options
 
 SMALL: dict[str, Any] = {"dim": 32, "heads": 2, "seq_len": 64}

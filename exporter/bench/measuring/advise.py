@@ -17,7 +17,7 @@ from effexport.bench.measuring.progress import OnStep
 from effexport.bench.measuring.run import Bench, Settings, bench, describe
 from effexport.bench.measuring.timing import Rotation, TimedCall
 from effexport.bench.results import BenchResults, Case, Row
-from effexport.models.products import Product
+from effexport.models.shapes import Product
 from effexport.units import duration
 
 # A product that is large enough to reach the processor's speed; it takes about 20 ms per core.

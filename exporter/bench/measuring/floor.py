@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.bench.measuring.models import signature_of_case
 from effexport.bench.results import Case
 from effexport.dtypes import DTYPES
-from effexport.models.products import Product
+from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
 
 if TYPE_CHECKING:

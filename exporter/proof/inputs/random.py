@@ -10,7 +10,7 @@ import numpy as np
 
 from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.models.contract import NONE, longer_length
-from effexport.models.head_spec import MASKS, POSITIONS
+from effexport.models.encoder.spec import MASKS, POSITIONS
 from effexport.models.size_formula import shape_of
 from effexport.spec import MASK_NAME, BuildSpec
 

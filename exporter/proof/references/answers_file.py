@@ -12,7 +12,7 @@ import numpy as np
 from effexport.dtypes import named_sizes, numpy_dtype
 from effexport.environment import require_torch
 from effexport.errors import UserError
-from effexport.models.head_spec import SCORES, TOKENS, vocabulary
+from effexport.models.encoder.spec import SCORES, TOKENS, vocabulary
 from effexport.models.size_formula import shape_of
 from effexport.proof.answers import answered_case, with_hash_noise
 from effexport.proof.cases import Case, check_fits

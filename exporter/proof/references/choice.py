@@ -32,7 +32,7 @@ from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.models.user_model import UserModel
+    from effexport.models.user.model import UserModel
     from effexport.proof.answers import Answers
     from effexport.proof.cases import Case
     from effexport.spec import BuildSpec

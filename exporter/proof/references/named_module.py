@@ -15,8 +15,8 @@ from effexport.export.module_source import (
     origin_of_module,
     source_from_user,
 )
-from effexport.models.artifact_inputs import inputs_from_spec
 from effexport.models.contract import ModelContract
+from effexport.models.user.inputs import inputs_from_spec
 from effexport.models.validation import SpecError, require
 from effexport.proof.stored_cases import stored_cases
 from effexport.quiet import quiet
@@ -24,7 +24,7 @@ from effexport.quiet import quiet
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from effexport.models.user_model import UserModel
+    from effexport.models.user.model import UserModel
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class NamedModule:
 def module_again(module: nn.Module, name: str, spec: ModelContract, examples: object = None) -> UserModel:
     """The user's own module of an artifact, or one with other weights. examples: what it is called with, if the user
     says so. Raises SpecError for another model than that of the spec."""
-    from effexport.models.module_probe import Calling, model_and_spec
-    from effexport.models.user_model import unwrapped
+    from effexport.models.user.model import unwrapped
+    from effexport.models.user.spec_from_module import Calling, model_and_spec
 
     inputs = inputs_from_spec(unwrapped(module), name, spec, examples)
     length = spec.seq_len if spec.has_seq else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from effexport.errors import UserError
 from effexport.models.contract import ModelContract
-from effexport.models.head_spec import EMBEDDING, LOGITS, POSITIONS, SCORES, TOKENS, Head
+from effexport.models.encoder.spec import EMBEDDING, LOGITS, POSITIONS, SCORES, TOKENS, Head
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.proof.warm_up import warm_up
@@ -92,7 +92,7 @@ def answer_to_case(model: nn.Module, spec: ModelContract, head: Head, case: Case
     """
     import torch
 
-    from effexport.models.head import embedding, probabilities, top_tokens
+    from effexport.models.encoder.module import embedding, probabilities, top_tokens
 
     seq_len = case.keep.shape[-1]
     extra = (spec.transformers_len or seq_len) - seq_len

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from effexport.errors import UserError
-from effexport.models.families import CONFIG
+from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.validation import shown
 from effexport.serving.protocol.body import aside
 from effexport.serving.protocol.errors import RequestError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.models.aft_contract import gated_sums
-from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.aft.contract import gated_sums
 from effexport.models.variants.aft_conv.layer import AFTConvAttention
 from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.contract import VariantContract
 
 
 def bias_conv(layer: AFTConvAttention, seq_len: int) -> Tensor:

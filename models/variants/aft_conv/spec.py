@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effexport.models.aft_spec import AFTSpec
-from effexport.models.products import Product, banded_products
+from effexport.models.shapes import Product, Shapes, banded_products
 from effexport.models.validation import check_kernel_size, require
-from effexport.models.weight_shapes import Shapes
+from effexport.models.variants.aft.spec import AFTSpec
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effexport.models.aft_contract import bias_full, gated_sums
-from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.aft.contract import bias_full, gated_sums
 from effexport.models.variants.aft_full.layer import AFTFullAttention
 from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.contract import VariantContract
 
 
 def exact(layer: AFTFullAttention, x: Tensor, keep: Tensor) -> Tensor:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.models.aft_layer import AFTPositionLayer, near_diagonal
-from effexport.models.block_sums import causal_block_size, causal_block_sums, earlier_block_sums
-from effexport.models.exp_sums import ExpSums, join_blocks, merge, split_blocks, sums_with_weights
 from effexport.models.layers import at_least_float32
+from effexport.models.variants.aft.layer import AFTPositionLayer, near_diagonal
+from effexport.models.variants.sums import (
+    ExpSums,
+    causal_block_size,
+    causal_block_sums,
+    earlier_block_sums,
+    join_blocks,
+    merge,
+    split_blocks,
+    sums_with_weights,
+)
 
 # Causal: with more blocks than this on the top level, blocks are made larger. The memory grows with their
 # number.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effexport.models.aft_spec import AFTPositionSpec
-from effexport.models.products import Product
+from effexport.models.shapes import Product
+from effexport.models.variants.aft.spec import AFTPositionSpec
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effexport.models.aft_contract import bias_full, gated_sums
-from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.aft.contract import bias_full, gated_sums
 from effexport.models.variants.aft_local.layer import AFTLocalAttention
 from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.contract import VariantContract
 
 
 def bias_local(layer: AFTLocalAttention, seq_len: int) -> Tensor:

@@ -6,12 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.aft_layer import AFTPositionLayer, later_columns, near_diagonal
-from effexport.models.block_sums import banded_sums, causal_banded_sums, causal_block_size
-from effexport.models.exp_sums import ABSENT, ExpSums, block_count
 from effexport.models.validation import SpecError
+from effexport.models.variants.aft.layer import AFTPositionLayer, later_columns, near_diagonal
 from effexport.models.variants.aft_local.spec import AFTLocalSpec
 from effexport.models.variants.aft_simple.layer import simple_sums
+from effexport.models.variants.sums import (
+    ABSENT,
+    ExpSums,
+    banded_sums,
+    block_count,
+    causal_banded_sums,
+    causal_block_size,
+)
 from effexport.plugins.aft_window_attention.op import aft_window_attention
 
 # Block sizes: small blocks waste little of the window, large ones keep the window to a few blocks.

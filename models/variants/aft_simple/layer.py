@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.models.aft_layer import AFTLayer
-from effexport.models.exp_sums import ABSENT, ExpSums, average, merge, prefix_sums, sums_of_tokens, total
 from effexport.models.layers import State, merge_heads
+from effexport.models.variants.aft.layer import AFTLayer
 from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.sums import ABSENT, ExpSums, average, merge, prefix_sums, sums_of_tokens, total
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention
 
 
@@ -37,7 +37,7 @@ class AFTSimpleAttention(AFTLayer):
         return simple_sums(keys, self.spec.causal)
 
     def initial_state(self, batch: int) -> State:
-        """The state before the first token, zeros: the triple m, n, d of `exp_sums`, each float32 [batch, dim]."""
+        """The state before the first token, zeros: the triple m, n, d of its sums, each float32 [batch, dim]."""
         zeros = torch.zeros(batch, self.spec.inner_dim, device=self.out.weight.device)
         return {name: zeros.clone() for name in ExpSums._fields}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.linear.layer import LinearAttention
 from effexport.models.variants.linear.spec import LinearSpec
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from effexport.models.attention_spec import QueryKeySpec
 from effexport.models.contract import HostileInputs
-from effexport.models.products import Product
+from effexport.models.shapes import Product
 from effexport.models.validation import nearest_multiples, require
 
 

@@ -1,4 +1,9 @@
-"""Reformer's local attention: chunks in their original order. A layer of Reformer models, not a variant of its own."""
+"""Reformer's local attention, chunks in their original order, and what its two kinds of layers share: windows of
+chunks, masks and the softmax over a window. A layer of Reformer models, not a variant of its own.
+
+Axes: (groups, rounds, chunks, chunk_length, …) with groups = batch × heads; a local layer has one round.
+Source: Kitaev et al., 2020, arXiv 2001.04451, section 2, and the semantics of transformers 4.57.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,75 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.layers import MultiHeadAttention
-from effexport.models.look_around import chunk_count, look_around, window_attention
-from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.layers import MultiHeadAttention, at_least_float32
+from effexport.models.variants.local.spec import LocalSpec, LookAroundSpec
+
+# Overwrites hidden logits, float32. The logit of a token itself lies between these and all others: a token attends to
+# itself only when nothing else is visible.
+HIDDEN_LOGIT = -1e9
+
+
+def chunk_count(seq_len: int, chunk_length: int) -> int:
+    """How many chunks cover seq_len tokens; the last one may be partly padding."""
+    return (seq_len + chunk_length - 1) // chunk_length
+
+
+def look_around(x: Tensor, spec: LookAroundSpec, fill: float = 0) -> Tensor:
+    """Each chunk together with its neighbours.
+
+    x [groups, rounds, chunks, chunk_length, …] → [groups, rounds, chunks, window, …] with
+    window = (before + 1 + after) · chunk_length. Beyond the ends of a round there is `fill`, or, if circular, the
+    other end of all rounds in a row.
+    """
+    before, after = spec.num_chunks_before, spec.num_chunks_after
+    if before == after == 0:
+        return x
+    if spec.circular:
+        flat = x.flatten(1, 2)
+        shifted = [flat if by == 0 else flat.roll(-by, dims=1) for by in range(-before, after + 1)]
+        return torch.unflatten(torch.cat(shifted, dim=2), 1, tuple(x.shape[1:3]))
+    ends = list(x.shape)
+    ends[2] = before
+    parts = [torch.full(ends, fill, dtype=x.dtype, device=x.device)] if before else []
+    parts.append(x)
+    ends[2] = after
+    parts += [torch.full(ends, fill, dtype=x.dtype, device=x.device)] if after else []
+    extended = torch.cat(parts, dim=2)
+    chunks = x.shape[2]
+    return torch.cat([extended[:, :, i : chunks + i] for i in range(before + 1 + after)], dim=3)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    is_self: Tensor | None = None,
+    *,
+    self_logit: float = 0.0,
+    penalty: Tensor | None = None,
+    rounded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of every chunk over its window.
+
+    q [groups, rounds, chunks, chunk_length, head_dim]; k, v [… chunks, window, head_dim]; visible and is_self boolean
+    [… chunk_length, window]. Returns the context like q, and the float32 log-sum-exp of every row, [… chunk_length].
+    self_logit: the logit of a token's own key. penalty: subtracted from all logits.
+    rounded: weights exp(x − lse) as in transformers, which near x = −1e5 do not add up to one.
+    """
+    logits = at_least_float32(q @ k.transpose(-1, -2))
+    logits = torch.where(visible, logits, HIDDEN_LOGIT)
+    if is_self is not None:
+        logits = torch.where(is_self, self_logit, logits)
+    if penalty is not None:
+        logits = logits - penalty
+    # written out: runtimes import ReduceLogSumExp without subtracting the maximum
+    highest = logits.amax(dim=-1, keepdim=True)
+    weights = torch.exp(logits - highest)
+    total = weights.sum(dim=-1, keepdim=True)
+    lse = highest + torch.log(total)
+    weights = torch.exp(logits - lse) if rounded else weights / total
+    return weights.to(v.dtype) @ v, lse.squeeze(-1)
 
 
 class LocalAttention(MultiHeadAttention):

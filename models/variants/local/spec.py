@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from effexport.models.attention_spec import QueryKeySpec
-from effexport.models.products import Product
+from effexport.models.shapes import Product
 from effexport.models.validation import require
 
 

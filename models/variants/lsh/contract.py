@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.lsh.layer import LSHAttention
 from effexport.models.variants.lsh.spec import LSHSpec
 

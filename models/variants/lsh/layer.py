@@ -19,7 +19,7 @@ from effexport.models.layers import (
     split_heads,
     take_rows,
 )
-from effexport.models.look_around import chunk_count, look_around, window_attention
+from effexport.models.variants.local.layer import chunk_count, look_around, window_attention
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention
 from effexport.plugins.lsh_hash.op import lsh_hash

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from effexport.models.attention_spec import Hashes
 from effexport.models.contract import HostileInputs
-from effexport.models.products import Product
+from effexport.models.shapes import Product, Shapes
 from effexport.models.validation import MOST_REPEATS, as_written, check_count, nearest_multiples, require
 from effexport.models.variants.local.spec import LookAroundSpec
-from effexport.models.weight_shapes import Shapes
 
 # Exported graphs pad the numbers of buckets in float32, which is exact below this.
 MOST_BUCKETS = 2**24

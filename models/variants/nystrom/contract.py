@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.nystrom.layer import NystromAttention
 from effexport.models.variants.nystrom.spec import NystromSpec
 

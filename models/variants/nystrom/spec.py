@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from effexport.models.attention_spec import QueryKeySpec, convolution_weights, read_zero_as_none
-from effexport.models.products import Product, convolution
+from effexport.models.shapes import Product, Shapes, convolution
 from effexport.models.validation import MOST_REPEATS, check_count, check_kernel_size, nearest_multiples, require
-from effexport.models.weight_shapes import Shapes
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from effexport.models.attention_spec import AttentionSpec
-from effexport.models.products import Product
+from effexport.models.shapes import Product
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.models.variant_contract import VariantContract
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.softmax.layer import SoftmaxAttention
 from effexport.models.variants.softmax.spec import SoftmaxSpec
 

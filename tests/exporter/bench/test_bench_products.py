@@ -9,7 +9,7 @@ import pytest
 from effexport.bench.grid import Grid, models_from_text, products_of_case
 from effexport.bench.measuring.floor import FEWEST_ROWS, pieces
 from effexport.bench.results import Case
-from effexport.models.products import Product
+from effexport.models.shapes import Product
 
 BATCH, HEADS, D, N = 2, 3, 16, 192
 GROUPS, DIM, TOKENS = BATCH * HEADS, HEADS * D, BATCH * N

@@ -9,7 +9,7 @@ import pytest
 from small_specs import spec_of
 
 from effexport.commands.run import amount_of
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.user.spec import ModuleSpec
 from effexport.models.variants.pytorch.spec import PyTorchSpec
 from effexport.spec import BuildSpec
 

@@ -23,7 +23,7 @@ from effexport.engines.sidecar import EngineInfo, check_engine_file, check_model
 from effexport.engines.spec import EngineSpec
 from effexport.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.spec import BuildSpec
 

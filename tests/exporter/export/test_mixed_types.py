@@ -19,9 +19,9 @@ import effexport
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import at_precision
 from effexport.models import attention_from_spec
-from effexport.models.adapters import remarks, replace
+from effexport.models.adapters import replace
 from effexport.models.adapters.adapter import Adapter
-from effexport.models.user_model import CalledByPosition
+from effexport.models.user.model import CalledByPosition
 from effexport.models.variants.aft_local.spec import AFTLocalSpec
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.proof.cases import load_reference
@@ -162,8 +162,7 @@ def test_autocast_does_not_hide_a_layer_that_computes_something_else(
         return ours
 
     name = f"{TheirProduct.__module__}.{TheirProduct.__qualname__}"
-    for module in (replace, remarks):
-        monkeypatch.setattr(module, "replacements", lambda: {name: (Adapter("pytest", ("",), {}), replaced)})
+    monkeypatch.setattr(replace, "replacements", lambda: {name: (Adapter("pytest", ("",), {}), replaced)})
     model, x = UnderAutocast(TheirProduct()).eval(), torch.randn(2, 24, DIM)
     if factor == 1:
         assert effexport.export(model, x, tmp_path / "out").report.verdict == "passed"
@@ -200,7 +199,7 @@ def test_layers_of_ours_are_exported_as_if_the_code_around_them_mixed_nothing(
 
 
 def test_a_copy_in_half_precision_leaves_the_module_as_it_was() -> None:
-    from effexport.models.user_model import called_by_position
+    from effexport.models.user.model import called_by_position
 
     module = called_by_position(Embedder(), ["input_ids", "attention_mask"], {})
     before = {name: value.dtype for name, value in module.state_dict().items()}

@@ -26,7 +26,7 @@ from effexport.export.onnx_graph import (
     check_portable,
     graph_tensors,
 )
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.proof.inputs.random import random_inputs

@@ -21,7 +21,7 @@ from effexport.artifact import REFERENCE, Artifact, open_artifact
 from effexport.dtypes import TensorInfo
 from effexport.engines.profile import default_profile, within
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.proof.stored_cases import stored_cases
 from effexport.runners.feeds import limits_of_runner

@@ -20,7 +20,7 @@ from written_module import DIM, Written, vectors
 import effexport
 from effexport.api import BuildResult
 from effexport.errors import StageError, UserError
-from effexport.models.drawn_numbers import SEED
+from effexport.models.user.drawn_numbers import SEED
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import effexport
 from effexport.export.size_arithmetic import size_translation
-from effexport.models.adapters.size_arithmetic import Log2, arithmetic_of_sizes
+from effexport.models.user.size_arithmetic import Log2, arithmetic_of_sizes
 from effexport.quiet import quiet
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -22,7 +22,7 @@ from effexport.engines.profile import Profile, Range, within
 from effexport.errors import StageError, UserError
 from effexport.export.other_branches import Side, program_of_sides
 from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs.random import case_inputs
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.signature import signature_from_spec

@@ -19,7 +19,7 @@ import effexport
 from effexport.cli import cli, main
 from effexport.errors import StageError, UserError
 from effexport.models import attention_from_spec
-from effexport.models.adapters import remarks, replace
+from effexport.models.adapters import replace
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, Replacement
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.models.variants.softmax.spec import SoftmaxSpec
@@ -89,8 +89,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Table:
     """A table of adapters in which only TheirAttention is known."""
     name = f"{TheirAttention.__module__}.{TheirAttention.__qualname__}"
     table = {name: (Adapter("pytest", ("0.1",), {}), lambda layer, seq_len: Ours(layer))}
-    for module in (replace, remarks):
-        monkeypatch.setattr(module, "replacements", lambda: table)
+    monkeypatch.setattr(replace, "replacements", lambda: table)
     return table
 
 
@@ -216,7 +215,7 @@ def test_a_layer_kept_for_one_reason_in_several_places_is_one_note(known: Table)
         layer.register_forward_hook(lambda _, given, result: 2 * result)
     model = nn.Sequential(*layers)
     found = replace.with_our_layers(model, 8)
-    (note,) = remarks.remarks_on(model, found, turned=0)
+    (note,) = replace.remarks_on(model, found, turned=0)
     assert note.startswith("0, 1, 2 and 2 more (")
     assert "are exported as PyTorch has it: it has forward hooks" in note
 

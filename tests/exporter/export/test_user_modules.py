@@ -18,7 +18,7 @@ from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.specialised_length import OtherSizesError, lies_in
 from effexport.models import attention_from_spec
-from effexport.models.module_probe import spec_from_module
+from effexport.models.user.spec_from_module import spec_from_module
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner

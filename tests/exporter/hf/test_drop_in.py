@@ -22,7 +22,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.dtypes import TensorInfo
 from effexport.errors import MissingExtraError, UserError
 from effexport.export.exported_model import EXPORT_JSON, output_class
-from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.spec import BuildSpec
 

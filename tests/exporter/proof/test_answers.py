@@ -23,7 +23,7 @@ from effexport.artifact import Artifact
 from effexport.build import artifact_from_spec
 from effexport.errors import StageError
 from effexport.export.module_source import module_from_seed
-from effexport.models.user_model import model_of_ours
+from effexport.models.user.model import model_of_ours
 from effexport.proof.answers import FLOAT64_CASES, Answers, reference_from_model
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Kind, not_run, passed

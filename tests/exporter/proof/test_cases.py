@@ -12,7 +12,7 @@ import pytest
 
 from effexport.build import check_axes
 from effexport.errors import StageError, UserError
-from effexport.models.module_spec import ModuleSpec
+from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.models.variants.pytorch.spec import PyTorchSpec
 from effexport.proof.cases import Case, load_reference, save_reference

@@ -15,9 +15,9 @@ from small_specs import spec_of
 
 from effexport.artifact import Artifact
 from effexport.errors import StageError
-from effexport.models.aft_spec import AFTSpec
-from effexport.models.encoder import module_from_spec
-from effexport.models.user_model import model_of_ours
+from effexport.models.encoder.module import module_from_spec
+from effexport.models.user.model import model_of_ours
+from effexport.models.variants.aft.spec import AFTSpec
 from effexport.proof.answers import reference_from_model
 from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.cases import KEPT, Case, load_reference

@@ -15,7 +15,7 @@ import pytest
 
 from effexport.build import artifact_from_spec
 from effexport.build_quantization import QuantizationData
-from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.spec import BuildSpec, build_spec_from_options
 

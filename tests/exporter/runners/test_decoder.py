@@ -15,7 +15,7 @@ from effexport.artifact import PREFILL, Artifact, open_artifact
 from effexport.errors import EffexportError, UserError
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import module_from_seed
-from effexport.models.user_model import model_of_ours
+from effexport.models.user.model import model_of_ours
 from effexport.proof.answers import reference_from_model
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.decode_step import check_decoder

@@ -17,7 +17,7 @@ import effexport
 from effexport.models.adapters.adapter import frozen
 from effexport.models.adapters.folding import detached_copy, fold_computed_weights, linear_from
 from effexport.models.adapters.replace import with_our_layers
-from effexport.models.module_probe import Calling, model_and_spec
+from effexport.models.user.spec_from_module import Calling, model_and_spec
 
 pytestmark = pytest.mark.requires("torch")
 

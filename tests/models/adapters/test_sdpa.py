@@ -12,7 +12,7 @@ from adapted_models import exported, padding, random_states, relative_error, tra
 from torch import Tensor, nn
 
 from effexport.models.adapters.sdpa import attention_calls_as_operators
-from effexport.models.torch_functions import written_out
+from effexport.models.user.modes import written_out
 
 pytestmark = pytest.mark.requires("torch")
 

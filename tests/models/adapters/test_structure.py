@@ -16,7 +16,7 @@ import effexport
 from effexport.models.adapters.linear_function import LinearFunction
 from effexport.models.adapters.replace import with_our_layers
 from effexport.models.layers import fused_operators
-from effexport.models.module_probe import Calling, model_and_spec
+from effexport.models.user.spec_from_module import Calling, model_and_spec
 
 pytestmark = pytest.mark.requires("torch")
 

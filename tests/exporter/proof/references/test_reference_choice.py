@@ -25,7 +25,7 @@ from transformers_models import saved
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.models.encoder import module_from_spec
+from effexport.models.encoder.module import module_from_spec
 from effexport.proof.cases import load_reference
 from effexport.proof.references.choice import ReferenceChoice, parse_choice
 from effexport.proof.references.rebuilt_module import why_not_rebuilt
@@ -421,8 +421,8 @@ def test_the_original_model_is_a_reference(cli: Cli, tmp_path: Path, kind: str, 
 
 @pytest.mark.requires("transformers")
 def test_a_chosen_correction_is_not_compared_with_transformers() -> None:
-    from effexport.models.nystromformer_spec import NystromformerSpec
-    from effexport.models.reformer_spec import ReformerSpec
+    from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
+    from effexport.models.checkpoints.reformer_spec import ReformerSpec
 
     landmarks = {"num_landmarks": 8, "segment_means_seq_len": 32}
     per_head = NystromformerSpec(seq_len=8, pinv_init="per_head", **landmarks)

@@ -1,0 +1,1 @@
+"""Published checkpoint families: specs from config.json, modules, and files of weights."""
