@@ -65,7 +65,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "bench",
         "sweep",
         "serving",
-        "triton",
         "hf",
     ),
     ("refit_request",),

@@ -10,13 +10,13 @@ import click
 from effexport.commands._options import common_options, result_console, say
 from effexport.commands._types import OneOf
 from effexport.runners.ort.settings import IMPLEMENTATIONS
+from effexport.serving.triton.spec import BACKENDS
 from effexport.shell import command_line
-from effexport.triton.spec import BACKENDS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.triton.package import Package
+    from effexport.serving.triton.package import Package
 
 FORMATS = ("triton",)
 
@@ -88,8 +88,8 @@ def command(
     """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
-    from effexport.triton.package import package_artifact
-    from effexport.triton.spec import PackageSpec
+    from effexport.serving.triton.package import package_artifact
+    from effexport.serving.triton.spec import PackageSpec
 
     given = {name: value for name, value in options.items() if value is not None}
     spec = PackageSpec(

@@ -20,14 +20,13 @@ from effexport.commands._options import (
 )
 from effexport.errors import MissingExtraError, UserError
 from effexport.runtimes import ARTIFACT_RUNTIMES
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.settings import ServingSettings
 from effexport.units import bytes_from_text, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from effexport.serving.server.served_model import ServedModel
-    from effexport.serving.server.target import ServingTarget
+    from effexport.serving.http.models import ServedModel, ServingTarget
 
 TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
 SERVER_MODULES = ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client")
@@ -124,7 +123,7 @@ def command(
     Each model has its own queue. Requests of similar length to one model run as one batch. When the server stops, it
     still answers accepted requests. With --json, it prints one object with its URL on stdout as soon as it is ready.
     """
-    from effexport.serving.server.target import ServingTarget
+    from effexport.serving.http.models import ServingTarget
 
     if not 0 <= port <= LAST_PORT:
         raise UserError(f"--port is {port}; expected 0 to {LAST_PORT}")
@@ -174,9 +173,8 @@ def serve_here(targets: Sequence[ServingTarget], allow_load: Path | None, host: 
     """Serve the models in this process."""
     require(*SERVER_MODULES, extra="serve")
     from effexport.cli import print_json
-    from effexport.serving.server.app import create_app
-    from effexport.serving.server.server import bound_socket, run_server, url_of
-    from effexport.serving.server.target import repository_from_targets
+    from effexport.serving.http.models import repository_from_targets
+    from effexport.serving.http.server import bound_socket, create_app, run_server, url_of
 
     console = stderr_console()
     bound = bound_socket(host, port)
@@ -211,8 +209,8 @@ def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, o
 
     require(*SERVER_MODULES, extra="serve")
     require("ray.serve", extra="serve-ray")
-    from effexport.serving.server.ray_deployment import ReplicaSettings, deploy_until_stopped
-    from effexport.serving.server.served_model import VERSION
+    from effexport.serving.http.models import VERSION
+    from effexport.serving.http.ray_deployment import ReplicaSettings, deploy_until_stopped
 
     address = given.get("address")
     console = stderr_console()

@@ -349,7 +349,7 @@ def expanded(given: Sequence[str], names: dict[str, Path]) -> Iterator[str]:
 
 def serve(original: Original, attacked: Path, output: Path) -> Ended:
     """What `effexport serve` does before it listens, then the end."""
-    import effexport.serving.server.server as server
+    import effexport.serving.http.server as server
 
     listen = server.run_server
     server.run_server = lambda app, bound, on_ready: (bound.close(), asyncio.run(app.state.service.models.close()))  # type: ignore[assignment]

@@ -91,7 +91,7 @@ LINES_WITH_VALUES = {
 
 def check_pages(repository: Path, what: str) -> None:
     """AssertionError if a page that a program reads has anything but what `effexport package` means to write."""
-    templates = importlib.resources.files("effexport.triton")
+    templates = importlib.resources.files("effexport.serving.triton")
     for name, with_values in LINES_WITH_VALUES.items():
         fixed = set((templates / f"{name}.j2").read_text(encoding="utf-8").split("\n"))
         for line in (repository / name).read_text(encoding="utf-8").split("\n"):

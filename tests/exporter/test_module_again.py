@@ -27,12 +27,11 @@ from effexport.models.validation import SpecError
 from effexport.proof.cases import SMALL_BYTES, Case, golden_cases, load_reference
 from effexport.proof.references.named_module import module_again
 from effexport.runtimes import RUNTIMES
-from effexport.serving.server.served_model import ServedModel
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.http.models import ServedModel
+from effexport.serving.triton.config import batching_of, warm_ups
+from effexport.serving.triton.spec import PackageSpec
 from effexport.spec import BuildSpec
-from effexport.triton.batching import batching_of
-from effexport.triton.spec import PackageSpec
-from effexport.triton.warmup import warm_ups
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]

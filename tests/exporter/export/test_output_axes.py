@@ -28,8 +28,8 @@ from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.trt.memory import resolved
 from effexport.runtimes import RUNTIMES
-from effexport.serving.server.served_model import ServedModel, why_not_joined
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.http.models import ServedModel, why_not_joined
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -24,9 +24,9 @@ from effexport.export.other_branches import Side, program_of_sides
 from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs.random import case_inputs
-from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.signature import signature_from_spec
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.errors import RequestError
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.engine.signature import signature_from_spec
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

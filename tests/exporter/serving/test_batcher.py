@@ -16,13 +16,11 @@ import pytest
 
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.joining import joined_feeds, split_outputs
-from effexport.serving.protocol.errors import ClientGoneError, RequestError
-from effexport.serving.server.batcher import Batcher, Job
-from effexport.serving.server.metrics import Metrics
-from effexport.serving.server.queued import outputs_of
-from effexport.serving.server.served_model import why_not_joined
-from effexport.serving.server.waiting import TextMemory
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.errors import ClientGoneError, RequestError
+from effexport.serving.engine.queue import Batcher, Job, TextMemory, outputs_of
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.http.metrics import Metrics
+from effexport.serving.http.models import why_not_joined
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("serve")

@@ -17,12 +17,11 @@ from alphabet import Alphabet
 
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
-from effexport.serving.protocol.errors import QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
-from effexport.serving.protocol.generate_request import generate_request
-from effexport.serving.server.generate_endpoints import EventStream, Text
-from effexport.serving.server.generations import Generations, Stream
-from effexport.serving.server.metrics import Metrics
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.errors import QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.http.generate import EventStream, Text, generate_request
+from effexport.serving.http.generations import Generations, Stream
+from effexport.serving.http.metrics import Metrics
 from effexport.text.tokenizer import ByteTokenizer
 
 COUNTING = Sampling(max_new_tokens=6, temperature=0)

@@ -19,16 +19,15 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from effexport.dtypes import TensorInfo
-from effexport.serving.protocol.embedding_request import embedding_request
-from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.infer_response import answer_from_outputs
-from effexport.serving.protocol.json_data import PIECE, array_from_json
-from effexport.serving.protocol.request_fields import Wanted, parsed_object
-from effexport.serving.server import connection
-from effexport.serving.server.connection import Protocol
-from effexport.serving.server.model_repository import ModelRepository
-from effexport.serving.server.service import Service
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.errors import RequestError
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.http import connection
+from effexport.serving.http.connection import Protocol
+from effexport.serving.http.models import ModelRepository
+from effexport.serving.http.openai import embedding_request
+from effexport.serving.http.request import PIECE, Wanted, array_from_json, parsed_object
+from effexport.serving.http.service import Service
+from effexport.serving.http.v2 import answer_from_outputs
 
 pytestmark = pytest.mark.requires("serve")
 

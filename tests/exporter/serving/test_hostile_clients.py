@@ -38,10 +38,10 @@ from starlette.requests import Request
 import effexport
 from effexport.artifact import Artifact
 from effexport.models.validation import shown
-from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.head import MAX_HEAD_BYTES, check_head
-from effexport.serving.server.service import Service
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.errors import RequestError
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.http.body import MAX_HEAD_BYTES, check_head
+from effexport.serving.http.service import Service
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 HOST = (b"host", b"x")

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.infer_request import InferRequest, infer_request
-from effexport.serving.protocol.infer_response import answer_from_outputs
-from effexport.serving.protocol.request_fields import fields_from_body
-from effexport.serving.protocol.signature import Signature, signature_from_spec
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.errors import RequestError
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.engine.signature import Signature, signature_from_spec
+from effexport.serving.http.request import InferRequest, fields_from_body, infer_request
+from effexport.serving.http.v2 import answer_from_outputs
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("serve")

@@ -21,12 +21,11 @@ from effexport.errors import RuntimeFailedError
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.joining import Padding, padding_share
 from effexport.runtimes import RUNTIMES
-from effexport.serving.protocol.errors import RequestError
-from effexport.serving.server.batcher import Batcher, Job
-from effexport.serving.server.metrics import Metrics
-from effexport.serving.server.served_model import why_not_padded
-from effexport.serving.server.target import ServingTarget
-from effexport.serving.settings import ServingSettings
+from effexport.serving.engine.errors import RequestError
+from effexport.serving.engine.queue import Batcher, Job
+from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.http.metrics import Metrics
+from effexport.serving.http.models import ServingTarget, why_not_padded
 from effexport.spec import BuildSpec
 
 TOKENS = Padding({"x": 1}, {"y": 1}, {})

@@ -108,7 +108,7 @@ def test_options_that_cannot_work_are_refused_before_ray_starts(
 
 
 def test_a_runtime_on_a_gpu_gets_one_for_each_replica() -> None:
-    from effexport.serving.server.ray_deployment import ReplicaSettings
+    from effexport.serving.http.ray_deployment import ReplicaSettings
 
     assert ReplicaSettings.from_options({}, "ort-cuda").gpus == 1.0
     assert ReplicaSettings.from_options({"gpus": 0.25}, "trt-rtx").gpus == 0.25

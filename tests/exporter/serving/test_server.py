@@ -35,7 +35,7 @@ from serving_load import (
 )
 
 from effexport.artifact import Artifact
-from effexport.serving.server.server import MAX_CONNECTIONS
+from effexport.serving.http.server import MAX_CONNECTIONS
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 MIB = 1 << 20

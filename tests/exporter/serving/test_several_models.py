@@ -17,9 +17,8 @@ from serving_load import Sample, ServerProcess, closed_loop, exchange_once, json
 import effexport
 from effexport.artifact import Artifact
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.serving.server.served_model import ServedModel
-from effexport.serving.server.target import ServingTarget
-from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
+from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
+from effexport.serving.http.models import ServedModel, ServingTarget
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 
@@ -193,7 +192,7 @@ def test_memory_is_bounded_for_all_models_together(cli: Callable[..., Any], arti
     for resident, words in (([10**9 - weights + 1], "with the"), ([0, 10**9 + 1], "with small loaded")):
         threads = threading.active_count()
         with (
-            mock.patch("effexport.serving.server.target.status_bytes", side_effect=resident),
+            mock.patch("effexport.serving.http.models.status_bytes", side_effect=resident),
             pytest.raises(UserError, match=f"{words}.*the server would use 1.00 GB .* leave out another model"),
         ):
             target.load()

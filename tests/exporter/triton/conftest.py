@@ -13,8 +13,8 @@ import pytest
 from effexport.artifact import Artifact, open_artifact
 from effexport.engines.sidecar import EngineInfo, summary_of_engine, write_sidecar
 from effexport.runtimes import engine_name
-from effexport.triton.package import Package, package_artifact
-from effexport.triton.spec import PackageSpec
+from effexport.serving.triton.package import Package, package_artifact
+from effexport.serving.triton.spec import PackageSpec
 
 
 def package(artifact: Artifact | Path, repository: Path, *, replace_config: bool = False, **fields: Any) -> Package:

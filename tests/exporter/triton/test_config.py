@@ -11,8 +11,8 @@ from triton_server import ask_client
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.triton.package import Package
-from effexport.triton.pbtxt import Word, quoted, text_from_message
+from effexport.serving.triton.config import Word, quoted, text_from_message
+from effexport.serving.triton.package import Package
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native", "triton")
 Built = Callable[..., Artifact]

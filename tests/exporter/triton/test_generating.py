@@ -18,10 +18,9 @@ from effexport.artifact import Artifact
 from effexport.errors import EffexportError, UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
+from effexport.serving.triton.generating import GenerationLoop, OverloadedError
+from effexport.serving.triton.instance import generation_request, triton_code
 from effexport.text.tokenizer import ByteTokenizer
-from effexport.triton.codes import OverloadedError, triton_code
-from effexport.triton.generating import GenerationLoop
-from effexport.triton.generation_request import generation_request
 
 Built = Callable[..., Artifact]
 SECONDS = 30
@@ -176,7 +175,7 @@ class LeavingReply(KeptReply):
 
 
 def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effexport.triton.generating.CANCEL_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("effexport.serving.triton.generating.CANCEL_CHECK_SECONDS", 0.0)
     switches = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # threads take turns 500 times as often as usual, so that they meet at every place
     decoder, dice = Alphabet(batches=64), random.Random(0)

@@ -13,7 +13,7 @@ from effexport.artifact import Artifact
 from effexport.dtypes import TensorInfo
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.feeds import FeedLimits
-from effexport.triton.merging import run_merged
+from effexport.serving.triton.merging import run_merged
 
 
 class Doubling:

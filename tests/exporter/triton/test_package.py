@@ -25,9 +25,9 @@ from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
-from effexport.triton.backends import zip_of_effexport
-from effexport.triton.package import Package
-from effexport.triton.spec import LARGEST_VERSION, PackageSpec
+from effexport.serving.triton.backends import zip_of_effexport
+from effexport.serving.triton.package import Package
+from effexport.serving.triton.spec import LARGEST_VERSION, PackageSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
 Built = Callable[..., Artifact]
@@ -278,7 +278,7 @@ def test_a_failure_at_any_step_leaves_everything_as_it_was(
     existing: bool,
 ) -> None:
     # neither the kernels nor effexport have to be copied again at each of the many steps
-    monkeypatch.setattr("effexport.triton.backends.zip_of_effexport", lambda: b"zip")
+    monkeypatch.setattr("effexport.serving.triton.backends.zip_of_effexport", lambda: b"zip")
     options = {"name": "m", "implementation": "body"}
     repository = tmp_path / "place" / "repo"
     if existing:
@@ -575,5 +575,5 @@ def test_effexport_travels_whole_and_always_as_the_same_bytes() -> None:
     names = zipfile.ZipFile(io.BytesIO(data)).namelist()
     modules = ("__init__", "models/variants/lsh/spec", "plugins/building/library")
     assert {f"effexport/{name}.py" for name in modules} <= set(names)
-    assert "effexport/triton/merging.py" in names
+    assert "effexport/serving/triton/instance.py" in names
     assert all(name.endswith(".py") for name in names)

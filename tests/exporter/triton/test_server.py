@@ -19,7 +19,7 @@ from effexport.artifact import Artifact
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
-from effexport.triton.package import Package
+from effexport.serving.triton.package import Package
 
 pytestmark = [
     pytest.mark.requires("torch", "onnx", "ort", "native", "triton"),

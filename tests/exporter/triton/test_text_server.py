@@ -24,7 +24,7 @@ from triton_server import ENVIRONMENT, ROOT, TritonServer, ask_client, environme
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.generation.sampling import Sampling
-from effexport.triton.package import Package
+from effexport.serving.triton.package import Package
 
 pytestmark = [
     pytest.mark.requires("torch", "onnx", "ort", "native", "transformers", "triton"),

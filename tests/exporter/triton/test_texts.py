@@ -14,10 +14,9 @@ import pytest
 from effexport.dtypes import TensorInfo
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.feeds import FeedLimits
+from effexport.serving.triton.texts import Request, options_from_parameters, run_requests
 from effexport.text.task import TextOptions
 from effexport.text.tasks import Embedding
-from effexport.triton.tasks import options_from_parameters
-from effexport.triton.texts import Request, run_requests
 
 
 class Doubling:

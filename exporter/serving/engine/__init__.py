@@ -1,0 +1,1 @@
+"""The engine of both servers: queue, batches, generation, texts, signature."""

@@ -1,0 +1,346 @@
+"""Continuous batching: threads run the model; whenever one is free, it takes waiting requests that fit together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from effexport.errors import EffexportError, RefusedNumbersError, UserError
+from effexport.runners.joining import (
+    NO_PADDING,
+    Key,
+    Padding,
+    joined_feeds,
+    joining_key,
+    padding_share,
+    rows_of,
+    split_outputs,
+)
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
+from effexport.serving.http.body import Receive
+from effexport.serving.http.metrics import Metrics
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+    from effexport.serving.engine.settings import ServingSettings
+    from effexport.serving.engine.signature import Signature
+
+
+logger = logging.getLogger("effexport.serving")
+Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
+
+
+@dataclass(eq=False)
+class Job:
+    """A waiting request. Times are from time.perf_counter.
+
+    length: in tokens; 0 if the inputs have no axis of tokens.
+    """
+
+    feeds: Mapping[str, Array]
+    rows: int
+    length: int
+    key: Key
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Mapping[str, Array]]
+    deadline: float
+    enqueued: float = field(default_factory=time.perf_counter)
+    started: bool = False
+
+
+Outcome = tuple[Job, "Mapping[str, Array] | Exception"]
+
+
+class Batcher:
+    """A bounded queue and the threads that empty it.
+
+    joins: whether requests may share a run. padding: how those of different lengths do, if the settings allow padding.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        settings: ServingSettings,
+        metrics: Metrics,
+        *,
+        joins: bool,
+        padding: Padding = NO_PADDING,
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._metrics = metrics
+        self._joins = joins
+        self._padding = padding
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._busy_s = 0.01  # duration of recent runs, for Retry-After
+        metrics.observe_queue(lambda: len(self._waiting))
+        self._threads = [
+            threading.Thread(target=self._work, name="effexport-runner", daemon=True)
+            for _ in range(settings.concurrent_runs or 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return all(thread.is_alive() for thread in self._threads)
+
+    @property
+    def retry_after_s(self) -> int:
+        """Estimated whole seconds until the present queue is empty, for the Retry-After header."""
+        return max(1, round(len(self._waiting) * self._busy_s / len(self._threads)))
+
+    def refuse_if_full(self) -> None:
+        if len(self._waiting) >= self._settings.queue_size:
+            raise RequestError(f"{self._settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
+
+    def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
+        """Queue a request; called by the event loop. Raises RequestError if the queue is full or the server stops."""
+        loop = asyncio.get_running_loop()
+        key = joining_key(feeds, self._padding)
+        length = self._padding.length_of(feeds)
+        job = Job(feeds, rows, length, key, loop, loop.create_future(), time.perf_counter() + timeout_s)
+        with self._changed:
+            if self._closing:
+                raise RequestError("the server is stopping; send the request to another one", STOPPING)
+            self.refuse_if_full()
+            self._waiting.append(job)
+            # all, because the one that wakes up may only wait for others to join the oldest job
+            self._changed.notify_all()
+        return job
+
+    def withdraw(self, job: Job) -> None:
+        """Forget a request that nobody waits for any more; called by the event loop. A run that has begun goes on.
+
+        It leaves the queue at once, not when a run ends: until then it would take the place and the memory of others.
+        """
+        job.answer.cancel()
+        with self._changed, contextlib.suppress(ValueError):
+            self._waiting.remove(job)
+
+    def close(self) -> None:
+        """Run what was accepted, then stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while batch := self._take():
+            started = time.perf_counter()
+            deliver(self._outcomes(batch))
+            seconds = (time.perf_counter() - started) / len(batch)
+            with self._changed:
+                self._busy_s += 0.2 * (seconds - self._busy_s)
+
+    def _take(self) -> list[Job]:
+        """The oldest job and the jobs that may join it; empty when the server stops."""
+        with self._changed:
+            while True:
+                self._drop_late()
+                if self._waiting:
+                    batch = self._first_batch()
+                    if not self._is_worth_waiting(batch):
+                        for job in batch:
+                            self._waiting.remove(job)
+                        return batch
+                if not self._waiting:
+                    if self._closing:
+                        return []
+                    self._changed.wait()
+
+    def _is_worth_waiting(self, batch: Sequence[Job]) -> bool:
+        """Whether more jobs may still join a batch; if so, wait for the next job or the end of the delay."""
+        delay_s = self._settings.batch_delay_ms / 1e3
+        if not (delay_s and self._joins) or self._closing:
+            return False
+        left = batch[0].enqueued + delay_s - time.perf_counter()
+        is_full = not self._has_room(sum(job.rows for job in batch) + 1, max(job.length for job in batch))
+        if is_full or left <= 0:
+            return False
+        self._changed.wait(left)
+        return True
+
+    def _first_batch(self) -> list[Job]:
+        """The oldest job, and those that may share its run: those closest to its length, the older ones first."""
+        first = self._waiting[0]
+        batch = [first]
+        if not self._joins:
+            return batch
+        others = [job for job in self._waiting if job.key == first.key and job is not first]
+        for job in sorted(others, key=lambda job: abs(job.length - first.length)):
+            rows, lengths = zip(*((one.rows, one.length) for one in (*batch, job)), strict=True)
+            if self._has_room(sum(rows), max(lengths)) and padding_share(rows, lengths) <= self._settings.max_padding:
+                batch.append(job)
+        return batch
+
+    def _has_room(self, rows: int, length: int) -> bool:
+        """Whether requests may share a run of this size."""
+        tokens = self._settings.max_run_tokens
+        return rows <= self._settings.max_batch and (tokens is None or rows * length <= tokens)
+
+    def _drop_late(self) -> None:
+        """Remove jobs that waited too long."""
+        now = time.perf_counter()
+        late = [job for job in self._waiting if job.deadline < now]
+        for job in late:
+            self._waiting.remove(job)
+        deliver([(job, waited_too_long()) for job in late])
+
+    def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
+        """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
+        started = time.perf_counter()
+        for job in batch:
+            if not job.started:
+                job.started = True
+                self._metrics.waited(started - job.enqueued)
+        rows = [job.rows for job in batch]
+        try:
+            outputs = self._run(joined_feeds([job.feeds for job in batch], self._padding))
+            parts = split_outputs(outputs, rows, [job.length for job in batch], self._padding)
+        except Exception as error:  # the thread must survive anything that a runtime raises
+            if len(batch) > 1:
+                return [outcome for job in batch for outcome in self._outcomes([job])]
+            return [(batch[0], refusal_from_error(error))]
+        self._metrics.ran(sum(rows), time.perf_counter() - started)
+        return list(zip(batch, parts, strict=True))
+
+
+def waited_too_long() -> RequestError:
+    return RequestError("the request waited too long for the runner; try again later", WAITED_TOO_LONG)
+
+
+def refusal_from_error(error: Exception) -> RequestError:
+    if isinstance(error, UserError | RefusedNumbersError):
+        return RequestError(str(error))
+    if isinstance(error, EffexportError):
+        return RequestError(str(error), FAILED)
+    logger.error("a run failed unexpectedly", exc_info=error)
+    return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
+
+
+def deliver(outcomes: Sequence[Outcome]) -> None:
+    """Hand results to the event loops that wait for them, in one call for each loop."""
+    for loop in {job.loop for job, _ in outcomes}:
+        # if the loop has ended, nobody waits for the answer
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, [(job, result) for job, result in outcomes if job.loop is loop])
+
+
+def settle(outcomes: Sequence[Outcome]) -> None:
+    for job, result in outcomes:
+        if job.answer.done():
+            continue
+        if isinstance(result, Exception):
+            job.answer.set_exception(result)
+        else:
+            job.answer.set_result(result)
+
+
+Gone = asyncio.Future[None]
+
+
+class Queued(Protocol):
+    """A model with a queue, as requests see it."""
+
+    @property
+    def batcher(self) -> Batcher: ...
+
+    @property
+    def signature(self) -> Signature: ...
+
+    @property
+    def settings(self) -> ServingSettings: ...
+
+
+async def outputs_of(model: Queued, feeds: Mapping[str, Array], timeout_s: float, gone: Gone) -> Mapping[str, Array]:
+    """Queue feeds and wait for their outputs. gone: see `watched`.
+
+    Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
+    """
+    job = model.batcher.submit(feeds, rows_of(feeds), timeout_s)
+    try:
+        return await first_of(job, gone, timeout_s)
+    finally:
+        if not job.answer.done():
+            model.batcher.withdraw(job)
+
+
+@contextmanager
+def watched(receive: Receive) -> Iterator[Gone]:
+    """Yield a future that is done when the client of a request has gone; its body has been read."""
+    gone = asyncio.ensure_future(client_gone(receive))
+    try:
+        yield gone
+    finally:
+        gone.cancel()
+
+
+async def first_of(job: Job, gone: Gone, timeout_s: float) -> Mapping[str, Array]:
+    """The outputs of the job. Raises ClientGoneError, or RequestError if the job does not start in time."""
+    timeout: float | None = timeout_s
+    while True:
+        either: tuple[asyncio.Future[Any], ...] = (job.answer, gone)
+        done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if job.answer in done:
+            return job.answer.result()
+        if gone in done:
+            raise ClientGoneError
+        if not job.started:
+            raise waited_too_long()
+        timeout = None  # the run has started and cannot be stopped
+
+
+async def client_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class TextMemory:
+    """Characters that may be tokens at the same time, for all models of a server together: a token takes about 600
+    bytes. Further texts wait. Only the event loop uses it."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        self._limit = limit
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def holding(self, characters: int, timeout_s: float) -> AsyncIterator[None]:
+        """Raises RequestError if there is no room in time."""
+        characters = min(characters, self._limit)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._left < characters:
+                    await self._freed.wait()
+        except TimeoutError:
+            raise waited_too_long() from None
+        self._left -= characters
+        try:
+            yield
+        finally:
+            # without an await, which could be cancelled, so that those who wait always hear of it
+            self._left += characters
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How the texts of one request wait. gone: see `watched`. memory: of the server."""
+
+    timeout_s: float
+    gone: Gone
+    memory: TextMemory

@@ -1,0 +1,541 @@
+"""The models of a server: how each is loaded, its queue and signature, and all of them by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from effexport.environment import usable_cores
+from effexport.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.models.validation import shown
+from effexport.process_memory import give_back_freed, status_bytes
+from effexport.proof.checks.result import Kind
+from effexport.runners.joining import Padding
+from effexport.runners.runner import ModelOptions
+from effexport.runtimes import RUNTIMES, engine_name
+from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
+from effexport.serving.engine.queue import Batcher
+from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
+from effexport.serving.engine.signature import Signature, signature_from_spec
+from effexport.serving.http.generations import Generations
+from effexport.serving.http.metrics import Metrics
+from effexport.spec import MASK_NAME, is_optional
+from effexport.units import listed, memory
+
+if TYPE_CHECKING:
+    from effexport.artifact import Artifact
+    from effexport.dtypes import Array
+    from effexport.generation.text_generator import TextGenerator
+    from effexport.runners.runner import Runner
+    from effexport.runtimes import Runtime
+    from effexport.serving.http.text_inference import Texts
+    from effexport.spec import BuildSpec
+
+
+# The only version: an artifact is one version of a model.
+VERSION = "1"
+
+
+class ServedModel:
+    """A model that answers requests: runner, signature and queue. `close` answers accepted requests, then closes it.
+
+    why_not_joined: why requests never share a run; "" if they may. why_not_padded: the same for requests of different
+    lengths. settings: resolved for the runtime.
+    texts: what answers texts; for a model that does not read any, why not. loaded_at: in seconds since 1970.
+    """
+
+    version = VERSION
+
+    def __init__(
+        self,
+        runner: Runner,
+        artifact: Artifact,
+        name: str,
+        settings: ServingSettings,
+        runtime: Runtime,
+        texts: Texts | str = "",
+    ) -> None:
+        spec = artifact.spec
+        self.name = name
+        self.loaded_at = int(time.time())
+        self._texts = texts
+        self.why_not_joined = why_not_joined(spec)
+        self.why_not_padded = why_not_padded(artifact, runtime)
+        self.settings = replace(settings, max_padding=0.0) if self.why_not_padded else settings
+        self.platform = runtime.platform
+        self.signature: Signature = signature_from_spec(spec, settings)
+        self.metrics = Metrics(name)
+        self._runner = runner
+        # the length of the build is only an example, however long it is
+        self._warm_up_length = spec.model.fixed_seq_len or min(
+            spec.model.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN
+        )
+        self._axis_sizes: Mapping[str, int] = spec.model.axis_sizes
+        self.batcher = Batcher(
+            runner.run,
+            self.settings,
+            self.metrics,
+            joins=not self.why_not_joined,
+            padding=Padding.from_spec(spec),
+        )
+        self._generations: Generations | str = ""
+        self._closed = False
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @property
+    def is_ready(self) -> bool:
+        runs = isinstance(self._generations, str) or self._generations.is_alive
+        return not self._closed and self.batcher.is_alive and runs
+
+    def serve_generation(self, generator: TextGenerator | str) -> None:
+        """Generate texts too. generator: warmed up, and closed with the model; or why the model cannot.
+
+        Raises what its runtime raises.
+        """
+        if isinstance(generator, str):
+            self._generations = generator
+        else:
+            self._generations = Generations(generator, self.settings, self.metrics)
+
+    @property
+    def generations(self) -> Generations:
+        """Raises RequestError for a model that does not generate text."""
+        if isinstance(self._generations, str):
+            raise RequestError(f"model {self.name!r} does not generate: {self._generations}")
+        return self._generations
+
+    @property
+    def implementation(self) -> Mapping[str, str]:
+        return self._runner.implementation
+
+    @property
+    def texts(self) -> Texts:
+        """Raises RequestError for a model that does not read text."""
+        if isinstance(self._texts, str):
+            raise RequestError(f"model {self.name!r} does not read text: {self._texts or 'send tensors'}")
+        return self._texts
+
+    def metadata(self) -> dict[str, Any]:
+        """The V2 model metadata. What a client may send instead of tensors is in `parameters`."""
+        texts = {} if isinstance(self._texts, str) else {"parameters": self._texts.metadata()}
+        tensors = self.signature.metadata()
+        return {"name": self.name, "versions": [VERSION], "platform": self.platform, **tensors, **texts}
+
+    def warm_up(self) -> None:
+        """Run once at the length of the build, so that the first request does not pay for one-time work.
+
+        Raises what the runner raises, so that a model that cannot run is noticed before the server is ready.
+        """
+        try:
+            self._runner.run(self.example_feeds(1, self._warm_up_length))
+        except MemoryError as error:
+            raise RuntimeFailedError(
+                f"{self.name} cannot run with {self._warm_up_length} tokens here: there is not enough memory"
+            ) from error
+
+    def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
+        """Zeros for the inputs that are not optional; every model accepts them."""
+        import numpy as np
+
+        from effexport.dtypes import numpy_dtype
+
+        sizes = {**self._axis_sizes, "batch": rows, "seq": seq_len}
+        feeds = {}
+        for tensor in self.signature.inputs:
+            if not is_optional(tensor):
+                shape = [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
+                feeds[tensor.name] = np.zeros(shape, numpy_dtype(tensor.dtype))
+        return feeds
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the model loaded during the block. Only the event loop uses it."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Return when no request uses the model; the caller has seen to it that no further one finds it."""
+        await self._unused.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        self.batcher.close()
+        if not isinstance(self._generations, str):
+            self._generations.close()
+        self._runner.close()
+
+
+def why_not_joined(spec: BuildSpec) -> str:
+    """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
+    has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
+    alone = "" if has_batch_axes else "an input or output does not begin with a batch axis"
+    return spec.model.why_samples_mix or alone
+
+
+def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:
+    """Why requests of different lengths must not share a run; "" if the report of the artifact has shown that padding
+    a sample to the length of another one does not change its result."""
+    spec = artifact.spec
+    if reason := why_not_joined(spec):
+        return reason
+    if MASK_NAME not in {tensor.name for tensor in spec.inputs}:
+        return f"the model has no {MASK_NAME}"
+    if spec.model.fixed_seq_len is not None:
+        return f"the model takes {spec.model.fixed_seq_len} tokens only"
+    name = f"{runtime.name}: {Kind.PADDING_LENGTH}" if runtime.engine else str(Kind.PADDING_LENGTH)
+    check = artifact.manifest.parity.summary.get(name)
+    if check is None or not check.passed or check.failed:
+        return f"its report has no passed check named {name!r}; build it again"
+    return ""
+
+
+logger = logging.getLogger("effexport.serving")
+READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
+
+
+class Target(Protocol):
+    def load(self) -> ServedModel: ...
+
+
+class Loadable(Protocol):
+    """Models that a running server may load. Both methods read the disk."""
+
+    def names(self) -> list[str]: ...
+
+    def target(self, name: str) -> Target:
+        """Raises UserError for a name that it does not have."""
+
+
+class ModelRepository:
+    """The served models of one server. Each has its own queue, limits and runner thread.
+
+    settings: of the server; limits on connections and memory hold for all models together.
+    loadable: what may be loaded and unloaded while the server runs; None: nothing.
+    """
+
+    def __init__(
+        self, models: Sequence[ServedModel], settings: ServingSettings, loadable: Loadable | None = None
+    ) -> None:
+        check_names([model.name for model in models])
+        self.settings = settings
+        self._loadable = loadable
+        self._models = {model.name: model for model in models}
+        # state and reason of models that are not served, or for which a load is under way or has failed
+        self._changes: dict[str, tuple[str, str]] = {}
+        # one change at a time, so that two loads do not both count on the same memory
+        self._changing = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(list(self._models.values()))
+
+    def get(self, name: str, version: str | None = None) -> ServedModel:
+        """The model of this name. Raises RequestError if there is none, or not in this version."""
+        model = self._models.get(name)
+        if model is None:
+            if name in self._changes:
+                state, reason = self._changes[name]
+                raise RequestError(f"model {name!r} is not served: {reason or state.lower()}", NOT_FOUND)
+            names = listed([repr(known) for known in self._models]) or "no models"
+            raise RequestError(f"no model {shown(name, 128)}; this server has {names}", NOT_FOUND)
+        if version not in (None, model.version):
+            raise RequestError(f"no version {version[:32]!r} of {name}; expected {model.version!r}", NOT_FOUND)
+        return model
+
+    @property
+    def is_ready(self) -> bool:
+        return all(model.is_ready for model in self)
+
+    async def index(self) -> list[dict[str, Any]]:
+        """The V2 repository index: name, version, state and reason of each model that is served or can be loaded."""
+        found = await asyncio.to_thread(self._loadable.names) if self._loadable else []
+        entries = []
+        for name in dict.fromkeys([*self._models, *self._changes, *found]):
+            state, reason = self._state(name)
+            entries.append({"name": name, "version": VERSION, "state": state, "reason": reason})
+        return entries
+
+    def _state(self, name: str) -> tuple[str, str]:
+        model = self._models.get(name)
+        state, reason = self._changes.get(name, (UNAVAILABLE, "not loaded"))
+        if model is None:
+            return state, reason
+        if not model.is_ready:
+            return UNAVAILABLE, "its runner has stopped; see the server's log"
+        return READY, reason if name in self._changes else ""
+
+    async def load(self, name: str) -> None:
+        """Load a model, or load it again. If that fails, everything stays as it was, and the index has the reason.
+
+        Raises RequestError if the model may not or cannot be loaded.
+        """
+        loadable = self._checked_loadable()
+        async with self._changing:
+            try:
+                target = await asyncio.to_thread(loadable.target, name)
+            except UserError as error:
+                raise RequestError(str(error)) from error
+            self._changes[name] = LOADING, "being loaded"
+            try:
+                model = await asyncio.to_thread(target.load)
+            except Exception as error:
+                # of a model that was loaded and closed again
+                await asyncio.to_thread(give_back_freed)
+                raise self._failed(name, error) from error
+            del self._changes[name]
+            before = self._models.get(name)
+            self._models[name] = model
+        if before is not None:
+            # its requests are still answered; nobody has to wait for that
+            task = asyncio.create_task(retire(before))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    def _failed(self, name: str, error: Exception) -> RequestError:
+        kind, reason = INVALID, str(error)
+        if not isinstance(error, EffexportError):
+            logger.error("loading %s failed unexpectedly", name, exc_info=error)
+            kind, reason = FAILED, "an unexpected failure; the server's log says why"
+        self._changes[name] = UNAVAILABLE, f"the last load failed: {reason}"
+        return RequestError(f"{name} was not loaded: {reason}", kind)
+
+    async def unload(self, name: str) -> None:
+        """Answer the requests that the model has accepted, then free its memory. Raises RequestError."""
+        self._checked_loadable()
+        async with self._changing:
+            model = self.get(name)
+            del self._models[name]
+            self._changes[name] = UNLOADING, "being unloaded"
+        # its requests take as long as their clients do, for which no other model should wait
+        await retire(model)
+        if self._changes.get(name, ("",))[0] == UNLOADING:
+            self._changes[name] = UNAVAILABLE, "unloaded"
+
+    def _checked_loadable(self) -> Loadable:
+        if self._loadable is None:
+            raise RequestError(
+                "this server does not load or unload models; start it with --allow-load FOLDER, the folder of the "
+                "artifacts that may be loaded",
+                FORBIDDEN,
+            )
+        return self._loadable
+
+    async def close(self) -> None:
+        """Answer what was accepted, then close all models."""
+        await asyncio.gather(*self._retiring)
+        for model in self:
+            await asyncio.to_thread(model.close)
+
+
+async def retire(model: ServedModel) -> None:
+    """Close a model that is no longer found by its name, when its last request is answered."""
+    await model.unused()
+
+    def close() -> None:
+        model.close()
+        give_back_freed()
+
+    await asyncio.to_thread(close)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises UserError for models that have the same name."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(
+            f"several models have the name {listed(twice)}; expected different names: give each artifact its own with "
+            "--name, in the order of the artifacts"
+        )
+
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class ServingTarget:
+    """An artifact to serve. name: None for the name of its folder. runtime, implementation, device: as in
+    `effexport run`.
+
+    threads: of the runtime; None: its default, or what concurrent runs leave of the cores.
+    """
+
+    artifact: Path
+    name: str | None
+    runtime: str
+    implementation: str
+    settings: ServingSettings
+    threads: int | None = None
+    device: int = 0
+
+    @property
+    def options(self) -> ModelOptions:
+        runs = self.resolved.concurrent_runs or 1
+        # a run also computes in the thread that started it, so all runs together use every core
+        threads = self.threads if runs == 1 else max(1, self.cores - runs + 1)
+        return ModelOptions(self.implementation, threads, device=self.device)
+
+    @property
+    def cores(self) -> int:
+        return self.threads or usable_cores()
+
+    @property
+    def resolved(self) -> ServingSettings:
+        """The settings for this runtime on this machine."""
+        return self.settings.resolved(RUNTIMES[self.runtime], self.cores)
+
+    def load(self) -> ServedModel:
+        """Open the artifact and warm it up in this process.
+
+        Raises UserError if it cannot be served, or takes more memory than the server may.
+        """
+        from effexport.runners.artifact_runner import runner_from_artifact
+
+        artifact, name = self.checked()
+        check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
+        texts = texts_of(artifact, name)
+        runner = runner_from_artifact(artifact, self.runtime, self.options)
+        model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], texts)
+        try:
+            model.warm_up()
+            model.serve_generation(self.generator(artifact, name))
+            check_memory(name, self.settings.max_memory_bytes)
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+    def generator(self, artifact: Artifact, name: str) -> TextGenerator | str:
+        """What generates texts with an artifact called `name`, or why it cannot."""
+        from effexport.generation.text_generator import generator_from_artifact
+        from effexport.runners.artifact_decoder import decoder_from_artifact
+
+        try:
+            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))
+        except UserError as error:
+            return str(error).replace(str(artifact.path), name)
+
+    def checked(self) -> tuple[Artifact, str]:
+        """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
+        from effexport.artifact import open_artifact
+        from effexport.runners.artifact_runner import check_runtime
+
+        check_runtime(self.runtime, self.options)
+        artifact = open_artifact(self.artifact)
+        name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
+        signature_from_spec(artifact.spec, self.settings)
+        return artifact, name
+
+
+@dataclass(frozen=True)
+class LoadableModels:
+    """The artifacts that a running server may load: the folders in `folder`, and those that it was started with.
+
+    started: what the server was started with, by name. Artifacts of the folder are opened with the same options.
+    """
+
+    folder: Path
+    started: Mapping[str, ServingTarget]
+
+    def names(self) -> list[str]:
+        """The models that can be loaded."""
+        from effexport.artifact import MANIFEST
+
+        found = sorted(path.parent.name for path in self.folder.glob(f"*/{MANIFEST}"))
+        return list(dict.fromkeys([*self.started, *(name for name in found if NAME_PATTERN.fullmatch(name))]))
+
+    def target(self, name: str) -> ServingTarget:
+        """Raises UserError for a name that does not stay in the folder, or is not there."""
+        from effexport.artifact import MANIFEST
+
+        if name in self.started:
+            return self.started[name]
+        path = self.folder / checked_name(name)
+        # `realpath` leaves a loop of links as it is
+        if Path(os.path.realpath(path)).parent != self.folder.resolve():
+            raise UserError(f"{name!r} leads out of the folder {self.folder}; expected the name of an artifact in it")
+        if not (path / MANIFEST).is_file():
+            raise UserError(f"no artifact {name!r} in {self.folder}; the repository index lists what can be loaded")
+        return replace(next(iter(self.started.values())), artifact=path, name=name)
+
+
+def repository_from_targets(
+    targets: Sequence[ServingTarget], allow_load: Path | None, on_stage: Callable[[str], None]
+) -> ModelRepository:
+    """Load all models of a server, or none: mistakes are found before the first is loaded. Raises UserError.
+
+    allow_load: the folder of artifacts that may be loaded later; None: none may. on_stage: called with a text before
+    each model.
+    """
+
+    names = [target.checked()[1] for target in targets]
+    check_names(names)
+    models: list[ServedModel] = []
+    try:
+        for target in targets:
+            on_stage(f"loading {target.artifact} for {target.runtime}")
+            models.append(target.load())
+    except BaseException:
+        for model in models:
+            model.close()
+        raise
+    loadable = LoadableModels(allow_load, dict(zip(names, targets, strict=True))) if allow_load else None
+    return ModelRepository(models, targets[0].settings, loadable)
+
+
+def texts_of(artifact: Artifact, name: str) -> Texts | str:
+    """What answers texts, or why the artifact cannot."""
+    from effexport.serving.http.text_inference import Texts
+
+    try:
+        return Texts(artifact)
+    except EffexportError as error:
+        return str(error).replace(str(artifact.path), name)
+
+
+def checked_name(name: str) -> str:
+    """Raises UserError for a name that does not fit into a URL."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise UserError(
+            f"the model's name is {name[:160]!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a "
+            "letter or digit: choose one with --name"
+        )
+    return name
+
+
+def model_bytes(artifact: Artifact, runtime: str) -> int:
+    """Size of the files that a runtime loads: engines, or models with their weights."""
+    from effexport.artifact import DECODE_STEP, MODEL, PREFILL
+    from effexport.generation.text_generator import why_not_generated
+
+    models = (MODEL,) if why_not_generated(artifact.spec) else (MODEL, DECODE_STEP, PREFILL)
+    firsts = tuple(engine_name(runtime, model) if RUNTIMES[runtime].engine else model for model in models)
+    return sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(firsts))
+
+
+def check_memory(name: str, limit_bytes: int | None, more_bytes: int = 0) -> None:
+    """Raises UserError if the process has, or would have with `more_bytes`, more resident memory than the limit."""
+    if limit_bytes is None:
+        return
+    used = status_bytes("VmRSS")
+    if used + more_bytes > limit_bytes:
+        state = f"with the {memory(more_bytes)} of {name}" if more_bytes else f"with {name} loaded"
+        raise UserError(
+            f"{state}, the server would use {memory(used + more_bytes)} of memory; --max-memory allows "
+            f"{memory(limit_bytes)} for all models together: unload or leave out another model, or allow more"
+        )

@@ -1,0 +1,414 @@
+"""Infer requests of the KServe V2 protocol: JSON and binary data, as tensors or texts."""
+
+from __future__ import annotations
+
+import gc
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from effexport.dtypes import DTYPES, numpy_dtype
+from effexport.models.validation import shown
+from effexport.serving.engine.errors import TOO_LARGE, RequestError
+from effexport.serving.engine.settings import MAX_TEXT_BYTES, MAX_TEXTS
+from effexport.serving.engine.signature import BINARY_ONLY, Signature, named, unknown_name
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array, TensorInfo
+
+
+# Lists, objects and strings of a request, roughly. Nested tensors have a list for each row.
+MAX_JSON_PIECES = 1 << 21
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The parts of the body of a request: its JSON, the parameters of that, and the binary data after it."""
+
+    fields: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+    binary: memoryview
+
+
+def fields_from_body(body: bytes, header: str | None) -> Fields:
+    """Parse a request. header: Inference-Header-Content-Length, the size of the JSON; None: the whole body.
+
+    Raises RequestError for a body that is not a JSON object and data.
+    """
+    length = json_length(body, header)
+    fields = parsed_object(body[:length] if header is not None else body)
+    return Fields(fields, parameters_of(fields, "the request"), memoryview(body)[length:])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the client wants. id: to be returned.
+
+    outputs: for each that the client wants, whether as bytes after the JSON instead of as numbers in it.
+    timeout_s: how long the client wants to wait for the runner, or None.
+    """
+
+    id: str | None
+    outputs: Mapping[str, bool]
+    timeout_s: float | None
+
+
+def json_length(body: bytes, header: str | None) -> int:
+    if header is None:
+        return len(body)
+    # int() would also accept "+1", " 1", "1_0", digits of other scripts, and any number of digits
+    if not (header.isascii() and header.isdigit() and len(header) <= 18):
+        raise RequestError(f"Inference-Header-Content-Length is {shown(header)}; expected a number of bytes")
+    length = int(header)
+    if not 0 < length <= len(body):
+        raise RequestError(
+            f"Inference-Header-Content-Length is {length}; expected 1 to {len(body)}, the size of the body"
+        )
+    return length
+
+
+def parsed_object(text: bytes, expected: str = "a JSON object with inputs") -> dict[str, Any]:
+    """The JSON object in the body of a request. Raises RequestError, which says what was expected."""
+    import orjson
+
+    # In memory, a list that is two bytes of JSON takes 56, so 64 MiB of them would be 1.7 GB and take seconds.
+    pieces = sum(map(text.count, (b"[", b"{", b'"')))
+    if pieces > MAX_JSON_PIECES:
+        raise RequestError(
+            f"the JSON of the request has {pieces} brackets and quotation marks; expected at most {MAX_JSON_PIECES}: "
+            "send flat lists, binary data, or several requests",
+            TOO_LARGE,
+        )
+    # no other thread runs meanwhile; and looking for garbage among what was just parsed would triple the time
+    gc.disable()
+    try:
+        fields = orjson.loads(text)
+    except (orjson.JSONDecodeError, RecursionError) as error:
+        raise RequestError(f"the request is not JSON: {error}") from None
+    finally:
+        gc.enable()
+    if not isinstance(fields, dict):
+        raise RequestError(f"the request is {shown(fields)}; expected {expected}")
+    return fields
+
+
+def parameters_of(fields: Mapping[str, Any], owner: str) -> Mapping[str, Any]:
+    parameters = fields.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise RequestError(f"parameters of {owner} are {shown(parameters)}; expected an object")
+    for name in ("shared_memory_region", "classification", "sequence_id"):
+        if parameters.get(name):
+            raise RequestError(f"{owner} has the parameter {name}, which this server does not support; leave it out")
+    return parameters
+
+
+def objects_named(fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """The list of objects under `key`, each with a different name. Raises RequestError."""
+    values = fields[key]
+    if not isinstance(values, list) or not values:
+        raise RequestError(f"{key} are {shown(values)}; expected a list of at least one object")
+    for value in values:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise RequestError(f"{key} hold {shown(value)}; expected an object with a name")
+    seen: set[str] = set()
+    for value in values:
+        if value["name"] in seen:
+            raise RequestError(f"{key} name {shown(value['name'])} twice")
+        seen.add(value["name"])
+    return values
+
+
+def unread_bytes(given: int, accounted: int) -> RequestError:
+    return RequestError(f"{given} bytes follow the JSON of the request; its inputs account for {accounted}")
+
+
+def wanted_from_fields(
+    parsed: Fields, datatypes: Mapping[str, str]
+) -> tuple[str | None, Mapping[str, bool], float | None]:
+    """The fields of Wanted. datatypes: of the outputs that there are, by name."""
+    identifier = parsed.fields.get("id")
+    if identifier is not None and not isinstance(identifier, str):
+        raise RequestError(f"id is {shown(identifier)}; expected a string")
+    outputs = outputs_from_fields(parsed.fields, parsed.parameters, datatypes)
+    return identifier, outputs, timeout_from_parameters(parsed.parameters)
+
+
+def outputs_from_fields(
+    fields: Mapping[str, Any], parameters: Mapping[str, Any], datatypes: Mapping[str, str]
+) -> dict[str, bool]:
+    """The outputs that the client names, in its order; all outputs if it names none."""
+    default = flag(parameters, "binary_data_output", False, "the request")
+    if fields.get("outputs") in (None, []):
+        wanted = dict.fromkeys(datatypes, default)
+    else:
+        wanted = {}
+        for value in objects_named(fields, "outputs"):
+            owner = f"output {shown(value['name'])}"
+            wanted[value["name"]] = flag(parameters_of(value, owner), "binary_data", default, owner)
+    for name, binary in wanted.items():
+        if name not in datatypes:
+            raise unknown_name(name, list(datatypes), "output")
+        if datatypes[name] in BINARY_ONLY and not binary:
+            raise RequestError(
+                f"output {name!r} is {datatypes[name]}, which JSON cannot represent; ask for it with binary_data: true"
+            )
+    return wanted
+
+
+def flag(parameters: Mapping[str, Any], name: str, default: bool, owner: str) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise RequestError(f"{owner} has {name} {shown(value)}; expected true or false")
+    return value
+
+
+def timeout_from_parameters(parameters: Mapping[str, Any]) -> float | None:
+    """The parameter `timeout`, which Triton's clients send in microseconds, in seconds."""
+    value = parameters.get("timeout")
+    if value is None or (type(value) is int and value == 0):
+        return None
+    if type(value) is not int or value < 0:
+        raise RequestError(f"timeout is {shown(value)}; expected a number of microseconds")
+    return value / 1e6
+
+
+# Elements of one call into C, which lets no other thread run: a few milliseconds.
+PIECE = 1 << 16
+# Element types as Python reads them from JSON. A bool is an int in Python, but not in the protocol.
+_ELEMENTS: dict[str, tuple[set[type], str]] = {
+    "BOOL": ({bool}, "true or false"),
+    "INT32": ({int}, "integers"),
+    "INT64": ({int}, "integers"),
+    "FP32": ({int, float}, "numbers"),
+    "FP64": ({int, float}, "numbers"),
+}
+
+
+def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
+    """The elements as an array. shape: already checked. Raises RequestError for a wrong type, number or range."""
+    import numpy as np
+
+    datatype = DTYPES[tensor.dtype].protocol
+    if datatype in BINARY_ONLY:
+        raise RequestError(f"input {tensor.name!r} is {datatype}, which JSON cannot represent; send it as binary data")
+    flat = flat_elements(data, tensor.name, shape)
+    accepted, expected = _ELEMENTS[datatype]
+    others = set[type]().union(*(set(map(type, piece)) for piece in pieces(flat))) - accepted
+    if others:
+        first = next(value for value in flat if type(value) in others)
+        raise RequestError(f"data of input {tensor.name!r} holds {shown(first)}; expected {expected} for {datatype}")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.concatenate([np.array(piece, dtype=tensor.dtype) for piece in pieces(flat)])
+    except OverflowError:
+        raise RequestError(f"data of input {tensor.name!r} holds a number outside of {datatype}") from None
+    check_finite_input(tensor.name, array)
+    return array.reshape(shape)
+
+
+def pieces(flat: list[Any]) -> Iterator[list[Any]]:
+    return (flat[start : start + PIECE] for start in range(0, len(flat), PIECE))
+
+
+def check_finite_input(name: str, array: Array) -> None:
+    """Raises RequestError for NaN and infinity, to which no model has an answer; JSON has them as too large numbers."""
+    import numpy as np
+
+    if array.dtype.kind in "fV" and not np.isfinite(array).all():
+        raise RequestError(
+            f"data of input {name!r} holds NaN, infinity, or a number outside of {DTYPES[array.dtype.name].protocol}; "
+            "expected finite numbers"
+        )
+
+
+def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
+    """The elements in row-major order. Raises RequestError if they do not match the shape."""
+    if not isinstance(data, list):
+        raise RequestError(f"data of input {name!r} is {shown(data)}; expected a list")
+    count = math.prod(shape)
+    if not data or type(data[0]) is not list:
+        if len(data) != count:
+            raise RequestError(f"data of input {name!r} has {len(data)} elements; its shape {list(shape)} has {count}")
+        return data
+    level: list[Any] = [data]
+    for size in shape:
+        if not all(type(item) is list and len(item) == size for item in level):
+            raise RequestError(f"nested data of input {name!r} does not have its shape, {list(shape)}")
+        level = list(chain.from_iterable(level))
+    return level
+
+
+@dataclass(frozen=True)
+class InferRequest(Wanted):
+    """A request that the model can run. feeds: all inputs; those sent as binary data are views of the body."""
+
+    feeds: Mapping[str, Array]
+
+
+def infer_request(parsed: Fields, signature: Signature) -> InferRequest:
+    """Check a request. Raises RequestError for anything that this model cannot run."""
+    feeds = feeds_from_fields(parsed.fields, parsed.binary, signature)
+    datatypes = {tensor.name: DTYPES[tensor.dtype].protocol for tensor in signature.outputs}
+    return InferRequest(*wanted_from_fields(parsed, datatypes), signature.complete(feeds))
+
+
+def feeds_from_fields(fields: Mapping[str, Any], binary: memoryview, signature: Signature) -> dict[str, Array]:
+    if "inputs" not in fields:
+        raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
+    feeds: dict[str, Array] = {}
+    offset = 0
+    for value in objects_named(fields, "inputs"):
+        tensor = named(signature.inputs, value["name"], "input")
+        datatype, expected = value.get("datatype"), DTYPES[tensor.dtype].protocol
+        if datatype != expected:
+            raise RequestError(f"input {tensor.name!r} has datatype {shown(datatype)}; expected {expected}")
+        shape = signature.checked_shape(tensor, value.get("shape"))
+        size = parameters_of(value, f"input {tensor.name!r}").get("binary_data_size")
+        if size is None:
+            if "data" not in value:
+                raise RequestError(f"input {tensor.name!r} has neither data nor the parameter binary_data_size")
+            feeds[tensor.name] = array_from_json(value["data"], tensor, shape)
+            continue
+        if "data" in value:
+            raise RequestError(f"input {tensor.name!r} has both data and the parameter binary_data_size; expected one")
+        feeds[tensor.name] = array_from_binary(binary, offset, size, tensor, shape)
+        offset += size
+    if offset != len(binary):
+        raise unread_bytes(len(binary), offset)
+    return feeds
+
+
+def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
+    """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
+    import numpy as np
+
+    dtype = numpy_dtype(tensor.dtype)
+    expected = math.prod(shape) * dtype.itemsize
+    if type(size) is not int or size != expected:
+        raise RequestError(
+            f"input {tensor.name!r} has binary_data_size {shown(size)}; expected {expected}, the bytes of "
+            f"{tensor.dtype} {list(shape)}"
+        )
+    if offset + size > len(data):
+        raise RequestError(
+            f"input {tensor.name!r} needs {size} bytes of binary data; the body has {max(0, len(data) - offset)} left: "
+            "send Inference-Header-Content-Length, and all of the data after the JSON"
+        )
+    raw = np.frombuffer(data, np.uint8, size, offset)
+    if tensor.dtype == "bool" and raw.max() > 1:
+        raise RequestError(f"binary data of input {tensor.name!r} holds {raw.max()}; expected 0 and 1 for BOOL")
+    array: Array = np.require(raw.view(dtype), requirements="A").reshape(shape)
+    check_finite_input(tensor.name, array)
+    return array
+
+
+BYTES = "BYTES"
+TEXT, CONTEXT = "text", "context"
+ANSWER, EMBEDDING = "answer", "embedding"
+
+
+@dataclass(frozen=True)
+class TextRequest(Wanted):
+    """A request with texts instead of tensors. pairs: for each text, its second text or None.
+
+    parameters: of the request, some of which are options of the task.
+    """
+
+    texts: tuple[str, ...]
+    pairs: tuple[str | None, ...]
+    parameters: Mapping[str, Any]
+
+
+def has_texts(parsed: Fields, signature: Signature) -> bool:
+    """Whether a request has an input `text` or `context` that is not a tensor of the model."""
+    inputs = parsed.fields.get("inputs")
+    names = [value.get("name") for value in inputs if isinstance(value, dict)] if isinstance(inputs, list) else []
+    tensors = [tensor.name for tensor in signature.inputs]
+    return any(name in names and name not in tensors for name in (TEXT, CONTEXT))
+
+
+def text_request(parsed: Fields, outputs: Mapping[str, str]) -> TextRequest:
+    """Check the texts of a request. outputs: their names and datatypes. Raises RequestError."""
+    found: dict[str, tuple[str, ...]] = {}
+    offset = 0
+    for value in objects_named(parsed.fields, "inputs"):
+        name = value["name"]
+        if name not in (TEXT, CONTEXT):
+            raise RequestError(f"a request has texts or tensors; this one has {TEXT!r} and {shown(name)}")
+        if value.get("datatype") != BYTES:
+            raise RequestError(f"input {name!r} has datatype {shown(value.get('datatype'))}; expected {BYTES}")
+        shape = checked_shape(name, value.get("shape"))
+        size = parameters_of(value, f"input {name!r}").get("binary_data_size")
+        if size is None:
+            found[name] = strings_from_json(value.get("data"), name, shape)
+            continue
+        if "data" in value:
+            raise RequestError(f"input {name!r} has both data and the parameter binary_data_size; expected one")
+        left = len(parsed.binary) - offset
+        if type(size) is not int or not 0 <= size <= left:
+            raise RequestError(f"input {name!r} has binary_data_size {shown(size)}; the body has {left} bytes left")
+        found[name] = strings_from_binary(bytes(parsed.binary[offset : offset + size]), name, shape[0])
+        offset += size
+    if offset != len(parsed.binary):
+        raise unread_bytes(len(parsed.binary), offset)
+    if TEXT not in found:
+        raise RequestError(f"the request has a {CONTEXT!r} and no {TEXT!r}, which is the question")
+    texts, pairs = found[TEXT], found.get(CONTEXT)
+    if pairs is not None and len(pairs) != len(texts):
+        raise RequestError(f"{len(texts)} texts have {len(pairs)} contexts; expected one for each text")
+    return TextRequest(*wanted_from_fields(parsed, outputs), texts, pairs or (None,) * len(texts), parsed.parameters)
+
+
+def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        raise RequestError(f"input {name!r} has shape {shown(shape)}; expected a list of integers: [n] or [n, 1]")
+    if len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
+        raise RequestError(f"input {name!r} has shape {shown(shape)}; expected [n] or [n, 1], for n texts")
+    if shape[0] > MAX_TEXTS:
+        raise RequestError(f"input {name!r} has {shape[0]} texts; expected at most {MAX_TEXTS}: send several requests")
+    return tuple(shape)
+
+
+def strings_from_json(data: Any, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    if data is None:
+        raise RequestError(f"input {name!r} has neither data nor the parameter binary_data_size")
+    return checked_texts(flat_elements(data, name, shape), name)
+
+
+def strings_from_binary(data: bytes, name: str, count: int) -> tuple[str, ...]:
+    """Strings in UTF-8, each after its size in four bytes, little-endian."""
+    texts: list[str] = []
+    offset = 0
+    for index in range(count):
+        (size,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
+        offset += 4 + size
+        if offset > len(data):
+            raise RequestError(
+                f"binary data of input {name!r} ends within element {index}; expected {count} strings, each after its "
+                "size in four bytes, little-endian"
+            )
+        try:
+            texts.append(data[offset - size : offset].decode())
+        except UnicodeDecodeError as error:
+            raise RequestError(f"element {index} of input {name!r} is not UTF-8: {error.reason}") from None
+    if offset != len(data):
+        raise RequestError(f"binary data of input {name!r} has {len(data) - offset} bytes after its {count} strings")
+    return checked_texts(texts, name)
+
+
+def checked_texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
+    """Raises RequestError for what is not a string, or is longer than any text that a server should tokenise."""
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            raise RequestError(f"element {index} of {name!r} is {shown(value)}; expected a string")
+        if len(value) > MAX_TEXT_BYTES // 4 and len(value.encode()) > MAX_TEXT_BYTES:
+            raise RequestError(
+                f"element {index} of {name!r} has {len(value)} characters; expected at most {MAX_TEXT_BYTES} bytes: "
+                "split the text"
+            )
+    return tuple(values)

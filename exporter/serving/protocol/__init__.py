@@ -1,1 +1,0 @@
-"""The KServe V2 protocol: requests and responses as bytes."""

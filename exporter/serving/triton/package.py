@@ -1,0 +1,315 @@
+"""artifact → model repository, for `effexport package`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from effexport.artifact import MANIFEST, REMEDY, Artifact
+from effexport.dtypes import TensorInfo
+from effexport.errors import UserError
+from effexport.records import record_from_values
+from effexport.serving.triton.backends import Backend, choose_backends
+from effexport.serving.triton.config import Batching, ModelConfig, batching_of, text_from_config, warm_ups
+from effexport.serving.triton.pages import pages_of_repository, serve_arguments
+from effexport.serving.triton.repository import (
+    CONFIG,
+    RECORD,
+    Content,
+    ModelChange,
+    ModelRecord,
+    Origin,
+    Status,
+    config_digest,
+    digest_of_content,
+    digest_of_folder,
+    locked_repository,
+    read_record,
+    write_changes,
+)
+from effexport.serving.triton.signature import GENERATION, Signature, tensors_of
+from effexport.serving.triton.spec import LARGEST_VERSION, PackageName, PackageSpec
+from effexport.spec import BuildSpec, is_optional
+
+EXAMPLE_LENGTH = 8
+
+
+def model_change(
+    artifact: Artifact, repository: Path, name: str, backend: Backend, spec: PackageSpec, *, replace_config: bool
+) -> ModelChange:
+    """Raises UserError for a version with other contents, or a folder with another model."""
+    folder = repository / name
+    old = read_record(folder)
+    if folder.exists() and old is None:
+        raise UserError(
+            f"{folder} exists, and effexport did not write it; choose another name with --name, or another repository"
+        )
+    versions = numbered_folders(folder)
+    content = backend.files
+    version = version_of(content, versions, spec.version, name)
+    is_new = version not in versions
+    batching = Batching(0) if backend.generates else batching_of(artifact.spec, spec, backend.engine)
+    warm_up = spec.warm_up and not backend.generates
+    warm = warm_ups(artifact, warm_up_sizes(backend, batching), backend.engine) if warm_up else ()
+    build, title = artifact.spec, f"{artifact.spec.model.title}, {artifact.spec.precision}"
+    signature = signature_of(build, backend, batching)
+    config = ModelConfig(name, title, backend, signature, batching, warm, spec, version)
+    text = text_from_config(config).encode()
+    record = model_record(artifact, config, text, old)
+    if old is not None:
+        check_same_model(folder, old, record)
+    files: dict[str, bytes] = {}
+    if version == max((*versions, version)):
+        files = {f"warmup/{w.files[key]}": w.inputs[key].tobytes() for w in warm for key in w.inputs}
+        files[CONFIG] = text
+        check_unedited(folder, old, text, replace_config=replace_config)
+    elif old is not None:
+        # the configuration belongs to the newest version
+        record = replace(old, versions=record.versions if is_new else old.versions)
+    files[RECORD] = record.text().encode()
+    present = {path for path in files if (folder / path).is_file()}
+    files = {path: data for path, data in files.items() if path not in present or (folder / path).read_bytes() != data}
+    status: Status = "added" if is_new else "configured" if files else "unchanged"
+    return ModelChange(record, version, status, content if is_new else None, files)
+
+
+def numbered_folders(folder: Path) -> dict[int, Path]:
+    """The versions of a model. As in Triton, names with leading zeros do not count."""
+    if not folder.is_dir():
+        return {}
+    return {
+        int(path.name): path
+        for path in folder.iterdir()
+        if path.is_dir() and path.name.isascii() and path.name.isdecimal() and not path.name.startswith("0")
+    }
+
+
+def version_of(content: Content, versions: Mapping[int, Path], wanted: int | None, name: str) -> int:
+    """The number of the version with this content, else the next free one. Versions are never overwritten."""
+    digest = digest_of_content(content)
+    if wanted is not None:
+        if wanted in versions and digest_of_folder(versions[wanted]) != digest:
+            raise UserError(
+                f"version {wanted} of {name} exists with other contents; versions are never overwritten: leave "
+                f"out --version for the next free number, {next_free(versions)}"
+            )
+        return wanted
+    same = [number for number, folder in versions.items() if digest_of_folder(folder) == digest]
+    return max(same) if same else next_free(versions)
+
+
+def next_free(versions: Mapping[int, Path]) -> int:
+    number = max(versions, default=0) + 1
+    if number > LARGEST_VERSION:
+        raise UserError("no version number is left; choose a smaller one with --version")
+    return number
+
+
+def warm_up_sizes(backend: Backend, batching: Batching) -> tuple[int, ...]:
+    """Batch sizes to warm up: 1, and on a GPU also the preferred ones, for which it chooses memory and kernels."""
+    if not batching.max_batch:
+        return (0,)
+    preferred = batching.preferred if backend.kind == "gpu" else ()
+    return tuple(sorted({1, *preferred}))
+
+
+def signature_of(build: BuildSpec, backend: Backend, batching: Batching) -> Signature:
+    if backend.generates:
+        return GENERATION
+    # effexport's runner has defaults for missing inputs; other backends need every input of the graph
+    optional = frozenset(t.name for t in build.inputs if backend.name == "python" and is_optional(t))
+    signature = Signature(build.inputs, build.outputs, optional)
+    return signature.with_texts(batching.max_batch) if backend.example else signature
+
+
+def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: ModelRecord | None) -> ModelRecord:
+    build, manifest = artifact.spec, artifact.manifest
+    origin = Origin(
+        artifact=artifact.path.resolve().name,
+        weights_sha256=manifest.weights_sha256,
+        built_by=manifest.effexport_version,
+        custom_ops=sorted(manifest.custom_ops),
+        implementation=implementation_of(config.backend, manifest.custom_ops),
+        example=dict(config.backend.example),
+    )
+    packages: dict[PackageName, str] = {}
+    for name in config.backend.packages:
+        # those that a build does not record are those of this packaging
+        recorded = name in manifest.environment
+        release = manifest.environment[name] if recorded else importlib.metadata.version(name)
+        if release:
+            packages[name] = release
+    record = ModelRecord(
+        name=config.name,
+        group=config.name if config.backend.generates else config.spec.name,
+        backend=config.backend.name,
+        kind=config.backend.kind,
+        title=config.title,
+        inputs=config.signature.inputs,
+        outputs=config.signature.outputs,
+        max_batch=config.batching.max_batch,
+        reason=config.batching.reason,
+        example_length=build.model.fixed_seq_len
+        or max(build.model.shortest, min(EXAMPLE_LENGTH, build.model.max_seq_len or EXAMPLE_LENGTH)),
+        tensorrt_version=config.backend.engine.tensorrt_version if config.backend.engine else None,
+        server_path=config.spec.server_path,
+        config_sha256=config_digest(text),
+        packages=packages,
+        versions={**(old.versions if old else {}), str(config.version): origin},
+    )
+    # what comes from the artifact goes into a Dockerfile
+    return record_from_values(asdict(record), ModelRecord, str(artifact.path), REMEDY)
+
+
+def implementation_of(backend: Backend, custom_ops: Mapping[str, int]) -> str:
+    if backend.engine is not None:
+        return ", ".join(sorted(set(backend.engine.implementation.values()))) or "standard operators"
+    return ("kernel" if backend.library else "body") if custom_ops else "standard operators"
+
+
+def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
+    """Raises UserError unless both can share the configuration of one model."""
+    if old.backend != new.backend:
+        raise UserError(
+            f"{folder} is a model for the backend {old.backend}; expected another name for {new.backend}: choose one "
+            "with --name"
+        )
+    for kind in ("inputs", "outputs"):
+        # a version that reads texts and an older one that does not may share a configuration
+        before, now = tensors_of(getattr(old, kind)), tensors_of(getattr(new, kind))
+        if before != now:
+            raise UserError(
+                f"{folder} has the {kind} {described(before)}, and this artifact has {described(now)}; versions of one "
+                "model share a configuration: choose another name with --name"
+            )
+    if bool(old.reason) != bool(new.reason):
+        raise UserError(
+            f"requests to {folder} are {'not ' if old.reason else ''}batched, but requests to this artifact "
+            f"{'must not be' if new.reason else 'can be'}: {old.reason or new.reason}; choose another name with --name"
+        )
+
+
+def described(tensors: Sequence[TensorInfo]) -> str:
+    return ", ".join(map(str, tensors))
+
+
+def check_unedited(folder: Path, old: ModelRecord | None, text: bytes, *, replace_config: bool) -> None:
+    """Raises UserError if a hand-edited configuration would be overwritten."""
+    path = folder / CONFIG
+    if old is None or not path.is_file() or replace_config:
+        return
+    present = path.read_bytes()
+    if present != text and config_digest(present) != old.config_sha256:
+        raise UserError(
+            f"{path} was changed after effexport wrote it; keep a copy of your changes, then overwrite it with "
+            "--replace-config"
+        )
+
+
+@dataclass(frozen=True)
+class Package:
+    """The result of packaging an artifact. serve: the command of the server. remarks: sentences for the user."""
+
+    repository: Path
+    changes: tuple[ModelChange, ...]
+    serve: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+
+def package_artifact(
+    artifact: Artifact, repository: Path, spec: PackageSpec, *, replace_config: bool = False
+) -> Package:
+    """Add an artifact to a model repository. Everything is written, or nothing.
+
+    replace_config: overwrite a hand-edited config.pbtxt.
+    Raises UserError if the artifact cannot be served, the version exists, or the repository cannot be written.
+    """
+    check_repository(repository, artifact)
+    backends, remarks = choose_backends(artifact, spec)
+    with locked_repository(repository):
+        changes = []
+        names = tuple(backend.name for backend in backends if not backend.generates)
+        for backend in backends:
+            name = f"{spec.name}-generate" if backend.generates else spec.model_name(backend.name, names)
+            changes.append(model_change(artifact, repository, name, backend, spec, replace_config=replace_config))
+        records = records_of(repository) | {change.name: change.record for change in changes}
+        check_server_path(records, spec)
+        check_image(changes, spec.image_tag)
+        pages, kept = pages_of_repository(repository, records, spec.image_tag)
+        write_changes(repository, changes, pages)
+    if repository.resolve().name == "triton":
+        remarks += (
+            f"Python programs started in {repository.resolve().parent} take its folder triton for the package of that "
+            "name, and PyTorch then fails to compile; use another name, such as -o triton-models",
+        )
+    remarks += tuple(f"{repository / name} was not written by effexport and was not changed" for name in kept)
+    remarks += tuple(
+        f"{change.name}: no dynamic batching: {change.record.reason}" for change in changes if change.record.reason
+    )
+    for change in changes:
+        newest = max(map(int, change.record.versions))
+        if change.version < newest:
+            remarks += (
+                f"{change.name}: Triton serves the newest version, {newest}; to serve this artifact, give it a higher "
+                f"number with --version {newest + 1}",
+            )
+    return Package(repository, tuple(changes), serve_arguments(records), remarks)
+
+
+def check_repository(repository: Path, artifact: Artifact) -> None:
+    """Raises UserError for a path that cannot be a repository."""
+    if repository.exists() and not repository.is_dir():
+        raise UserError(f"{repository} is a file; expected the folder of a model repository, or a new one")
+    if (repository / MANIFEST).exists():
+        raise UserError(f"{repository} is an artifact; expected the folder of a model repository, or a new one")
+    if repository.resolve().is_relative_to(artifact.path.resolve()):
+        raise UserError(f"{repository} is inside the artifact {artifact.path}; choose another folder with -o")
+
+
+def records_of(repository: Path) -> dict[str, ModelRecord]:
+    """The models of a repository that effexport wrote, by name."""
+    found = {}
+    for folder in sorted(path for path in repository.iterdir() if path.is_dir()):
+        record = read_record(folder)
+        if record is not None:
+            found[folder.name] = record
+    return found
+
+
+# First releases of the image, as (year, month), whose Python can run effexport, and whose ONNX Runtime loads kernels
+# that were compiled for 1.21.
+FIRST_IMAGE_WITH_PYTHON_311 = (24, 12)
+FIRST_IMAGE_WITH_ORT_121 = (25, 3)
+
+
+def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
+    """Raises UserError for an image that is known to be too old for these models; custom tags are not checked."""
+    found = re.match(r"(\d\d)\.(\d\d)(?!\d)", tag or "")
+    if found is None:
+        return
+    release = (int(found[1]), int(found[2]))
+    for change in changes:
+        backend, implementation = change.record.backend, change.record.versions[str(change.version)]["implementation"]
+        first, reason = (0, 0), ""
+        if backend == "python":
+            first, reason = FIRST_IMAGE_WITH_PYTHON_311, "Python 3.11 or later"
+        elif backend == "onnxruntime" and implementation == "kernel":
+            first, reason = FIRST_IMAGE_WITH_ORT_121, "ONNX Runtime 1.21 or later"
+        if release < first:
+            raise UserError(
+                f"image tag {tag}: {change.name} needs {reason}, which images have from {first[0]}.{first[1]:02} on; "
+                "choose a later --image-tag"
+            )
+
+
+def check_server_path(records: dict[str, ModelRecord], spec: PackageSpec) -> None:
+    """Raises UserError if models have different paths on the server; configurations contain absolute paths."""
+    for name, record in records.items():
+        if record.server_path != spec.server_path:
+            raise UserError(
+                f"{name} was packaged with --server-path {record.server_path}, not {spec.server_path}; give the same "
+                "path for all models, or use another repository"
+            )
