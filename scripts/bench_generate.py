@@ -31,7 +31,7 @@ from effexport.artifact import open_artifact  # noqa: E402
 from effexport.generation.sampling import Sampling  # noqa: E402
 from effexport.generation.session import Session  # noqa: E402
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact  # noqa: E402
-from effexport.runners.artifact_decoder import decoder_from_artifact  # noqa: E402
+from effexport.runners.artifact_runner import decoder_from_artifact  # noqa: E402
 from effexport.runners.runner import ModelOptions  # noqa: E402
 
 SESSIONS = (1, 8, 64)

@@ -10,7 +10,7 @@ from effexport.triton.content import Content
 from effexport.triton.spec import BackendName, PackageName
 
 if TYPE_CHECKING:
-    from effexport.engines.sidecar import EngineInfo
+    from effexport.tensorrt.sidecar import EngineInfo
 
 
 @dataclass(frozen=True)

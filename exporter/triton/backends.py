@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from effexport.artifact import MANIFEST, Artifact
-from effexport.engines.sidecar import read_sidecar
 from effexport.errors import UserError
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners.ort.kernels import library_for
 from effexport.runners.ort.settings import OrtSettings
+from effexport.tensorrt.sidecar import read_sidecar
 from effexport.text.task import Task
 from effexport.text.tasks import task_from_artifact
 from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact

@@ -10,7 +10,7 @@ from effexport.spec import BuildSpec
 from effexport.triton.spec import DEFAULT_MAX_BATCH, PackageSpec
 
 if TYPE_CHECKING:
-    from effexport.engines.sidecar import EngineInfo
+    from effexport.tensorrt.sidecar import EngineInfo
 
 
 @dataclass(frozen=True)

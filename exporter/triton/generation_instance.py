@@ -18,7 +18,7 @@ from effexport.errors import EffexportError
 from effexport.generation.stepper import INPUT
 from effexport.generation.text_generator import generator_from_artifact
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.decode import decoder_in_ort
+from effexport.runners.ort.runner import decoder_in_ort
 from effexport.runners.runner import Closeable
 from effexport.triton.generating import GenerationLoop, Reply
 from effexport.triton.generation_request import generation_request

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.artifact import Artifact
-from effexport.engines.sidecar import EngineInfo
 from effexport.proof.cases import load_reference
 from effexport.proof.inputs.random import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.runners.joining import rows_of
+from effexport.tensorrt.sidecar import EngineInfo
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

@@ -18,7 +18,7 @@ from effexport.generation.session import Session
 from effexport.generation.stepper import Stepper
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact
 from effexport.proof.tolerances import arithmetic_limit
-from effexport.runners.artifact_decoder import decoder_from_artifact
+from effexport.runners.artifact_runner import decoder_from_artifact
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

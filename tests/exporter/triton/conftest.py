@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.engines.sidecar import EngineInfo, summary_of_engine, write_sidecar
 from effexport.runtimes import engine_name
+from effexport.tensorrt.sidecar import EngineInfo, summary_of_engine, write_sidecar
 from effexport.triton.package import Package, package_artifact
 from effexport.triton.spec import PackageSpec
 
