@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.description import Kind
     from effexport.dtypes import Array
-    from effexport.engines.spec import EngineSpec
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
     from effexport.proof.references.named_module import NamedModule
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from effexport.runners.ort.settings import OrtSettings
     from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
+    from effexport.tensorrt.spec import EngineSpec
     from effexport.text.task import TextOptions
     from effexport.text.tasks import TextModel
 
@@ -162,12 +162,11 @@ def build(
     from effexport.build import artifact_from_spec
     from effexport.build_quantization import QuantizationData, with_scales_for_engines
     from effexport.build_request import BuildRequest
-    from effexport.engines.profile import profiles_from_texts
-    from effexport.engines.spec import EngineSpec, check_target
     from effexport.environment import require_torch
     from effexport.errors import check_type
     from effexport.evaluation.evaluate import TaskData
     from effexport.spec import BuildSpec
+    from effexport.tensorrt.spec import EngineSpec, check_target, profiles_from_texts
 
     require_torch("effexport.build")
     check_build_types(variant, module, settings, engines)
@@ -215,8 +214,8 @@ def build(
 
 def check_build_types(variant: object, module: object, settings: OrtSettings | None, engines: object) -> None:
     """Raise UserError for arguments of `build` that have another type than expected, other than paths."""
-    from effexport.engines.spec import EngineSpec
     from effexport.errors import check_type
+    from effexport.tensorrt.spec import EngineSpec
 
     check_type("variant", variant, (str, type(None)), "the name of a variant")
     check_module(module)
@@ -521,9 +520,9 @@ def load_decoder(path: str | Path, settings: OrtSettings | None = None, *, runti
     Raises UserError for an artifact without a decode step, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.runners.artifact_decoder import check_has_decode_step, decoder_from_artifact
+    from effexport.runners.artifact_runner import check_has_decode_step, decoder_from_artifact
     from effexport.runners.feeds import limits_from_spec
-    from effexport.runners.ort.decode import decoder_in_ort
+    from effexport.runners.ort.runner import decoder_in_ort
 
     check_settings_or_runtime(settings, runtime)
     artifact = open_artifact(path_of("path", path))
@@ -545,7 +544,7 @@ def load_generator(path: str | Path, *, runtime: str = "ort") -> TextGenerator:
     """
     from effexport.artifact import open_artifact
     from effexport.generation.text_generator import generator_from_artifact
-    from effexport.runners.artifact_decoder import decoder_from_artifact
+    from effexport.runners.artifact_runner import decoder_from_artifact
 
     check_texts(runtime=runtime)
     return generator_from_artifact(open_artifact(path_of("path", path)), lambda it: decoder_from_artifact(it, runtime))

@@ -38,12 +38,6 @@ from effexport.build_quantization import (
     check_task,
     quantization_of_build,
 )
-from effexport.engines.api import import_api
-from effexport.engines.builder_log import OnProgress
-from effexport.engines.engine_from_engine import engine_from_engine
-from effexport.engines.profile import profile_remarks, within
-from effexport.engines.sidecar import summary_of_engine
-from effexport.engines.spec import EngineSpec
 from effexport.environment import free_memory_bytes, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, UserError, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
@@ -77,14 +71,17 @@ from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_lines
-from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.decode import decoder_in_ort
-from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.ort.session import check_settings
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
+from effexport.tensorrt.bindings import OnProgress, import_api
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_engine import engine_from_engine
+from effexport.tensorrt.sidecar import summary_of_engine
+from effexport.tensorrt.spec import EngineSpec, profile_remarks, within
 from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokenizer, tokenizer_of_refit
 from effexport.units import memory
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import msgspec
 
 from effexport.artifact import is_bare_checkpoint, open_artifact
-from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
 from effexport.errors import UserError
 from effexport.export.module_source import why_too_large
 from effexport.export.onnx_graph import graph_summary, load_graph
@@ -18,6 +17,7 @@ from effexport.models.validation import near_path
 from effexport.runners.ort.kernels import kernel_library
 from effexport.shell import command_line
 from effexport.spec import build_spec_from_checkpoint
+from effexport.tensorrt.sidecar import check_engine_file, is_engine, read_sidecar
 
 Kind = Literal["artifact", "model", "engine", "checkpoint"]
 # Files that belong to models, but cannot be described.

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import ARTIFACT_FOLDER, MANIFEST, Artifact, files_of_folder
-from effexport.engines.engine_from_engine import spec_of_engine, why_not_renewed
-from effexport.engines.sidecar import read_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import EngineWarning, UserError
 from effexport.export.module_source import ModuleSource, source_from_path, weights_digest
 from effexport.models.checkpoints.spec import check_weights_file, spec_from_checkpoint
-from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runtimes import engine_name
 from effexport.shell import command_line
 from effexport.spec import BuildSpec
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_engine import spec_of_engine, why_not_renewed
+from effexport.tensorrt.sidecar import read_sidecar
+from effexport.tensorrt.spec import EngineSpec
 
 if TYPE_CHECKING:
     from torch import nn

@@ -51,7 +51,7 @@ class Runtime:
 
     label: its name for people. device: where tensors and kernels are. package: what it needs first of all.
     plugins: packages of which any one adds it to a plain onnxruntime, in place of `package`.
-    folder: the folder in runners/ whose module `runner` opens artifacts with it; "" for those of `bench` alone.
+    folder: the folder in exporter/ whose module `runner` opens artifacts with it; "" for those of `bench` alone.
     platform: its name in the V2 inference protocol.
     provider: the execution provider of ONNX Runtime, as in OrtSettings.
     engine: whether it runs an engine built for it, and not the ONNX file; it is then also a --target of `build`.
@@ -79,6 +79,8 @@ class Runtime:
 
 TORCH = Package(("torch",), "torch", "build and bench models", "build", optional=True)
 _TORCH = partial(Runtime, package=TORCH, graph="")
+# ONNX Runtime's.
+ORT_FOLDER = "runners/ort"
 _ORT_CPU = partial(
     Runtime,
     device="cpu",
@@ -92,7 +94,7 @@ _ORT_GPU = partial(
     Runtime,
     device="cuda",
     package=Package(("onnxruntime-gpu",), "onnxruntime", "run and verify on a GPU", "gpu", optional=True),
-    folder="ort",
+    folder=ORT_FOLDER,
     platform="onnxruntime_onnx",
 )
 _CUDA_PLUGINS = tuple(
@@ -101,7 +103,7 @@ _CUDA_PLUGINS = tuple(
     )
     for major in (13, 12)
 )
-_TENSORRT = partial(Runtime, device="cuda", folder="trt", platform="tensorrt_plan", engine=True)
+_TENSORRT = partial(Runtime, device="cuda", folder="tensorrt", platform="tensorrt_plan", engine=True)
 
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime
@@ -110,7 +112,7 @@ RUNTIMES: dict[str, Runtime] = {
         _TORCH(name="compile", label="torch.compile", device="cpu", compiled=True),
         _ORT_CPU(name="naive", label="ONNX Runtime on the CPU, exported without our operators", graph="naive"),
         _ORT_CPU(name="ort-body", label="ONNX Runtime on the CPU, function bodies only", implementation="body"),
-        _ORT_CPU(name="ort", label="ONNX Runtime on the CPU", folder="ort"),
+        _ORT_CPU(name="ort", label="ONNX Runtime on the CPU", folder=ORT_FOLDER),
         _TORCH(name="torch-cuda", label="PyTorch on an NVIDIA GPU", device="cuda"),
         _TORCH(name="compile-cuda", label="torch.compile on an NVIDIA GPU", device="cuda", compiled=True),
         _ORT_GPU(name="ort-cuda", label="ONNX Runtime on an NVIDIA GPU", provider="cuda", plugins=_CUDA_PLUGINS),
@@ -144,7 +146,7 @@ RUNTIMES: dict[str, Runtime] = {
             label="OpenVINO on the CPU",
             device="cpu",
             package=Package(("openvino",), "openvino", "run and verify in OpenVINO", "openvino", optional=True),
-            folder="openvino",
+            folder="runners/openvino",
             platform="openvino_onnx",
             precision_hints=("bf16",),
         ),
@@ -155,7 +157,7 @@ RUNTIMES: dict[str, Runtime] = {
             package=Package(
                 ("onnxruntime-openvino",), "onnxruntime", "run and verify in OpenVINO", "ort-openvino", optional=True
             ),
-            folder="ort",
+            folder=ORT_FOLDER,
             platform="onnxruntime_onnx",
             provider="openvino",
             bench=False,
@@ -171,7 +173,7 @@ RUNTIMES: dict[str, Runtime] = {
                 "ort-rtx",
                 optional=True,
             ),
-            folder="ort",
+            folder=ORT_FOLDER,
             platform="onnxruntime_onnx",
             provider="tensorrt-rtx",
             bench=False,
@@ -181,7 +183,7 @@ RUNTIMES: dict[str, Runtime] = {
 # Those of --runtime, which run an artifact.
 ARTIFACT_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.folder}
 # Those of `build --runtime`, before there is an engine.
-ORT_RUNTIMES = {name: runtime for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.folder == "ort"}
+ORT_RUNTIMES = {name: runtime for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.folder == ORT_FOLDER}
 # Those of --target.
 ENGINE_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.engine}
 # Those of `bench --runtimes`.

@@ -34,7 +34,7 @@ from effexport.generation.text_generator import (  # noqa: E402
     TextGenerator,
     generator_from_artifact,
 )
-from effexport.runners.artifact_decoder import decoder_from_artifact  # noqa: E402
+from effexport.runners.artifact_runner import decoder_from_artifact  # noqa: E402
 from effexport.runners.runner import ModelOptions  # noqa: E402
 
 SESSIONS = (1, 8, 64)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._types import OneOf
-from effexport.engines.spec import HARDWARE_COMPATIBILITIES, PLUGIN_CHOICES
 from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.tensorrt.spec import HARDWARE_COMPATIBILITIES, PLUGIN_CHOICES
 from effexport.units import bytes_from_text
 
 if TYPE_CHECKING:
-    from effexport.engines.spec import EngineSpec
     from effexport.spec import BuildSpec
+    from effexport.tensorrt.spec import EngineSpec
 
 _OPTIONS = (
     click.option(
@@ -102,9 +102,8 @@ def engines_from_flags(flags: dict[str, Any], spec: BuildSpec) -> tuple[EngineSp
     With several targets, an option that only one of them has is for that one.
     Raises SpecError for what cannot be built, and for options without a target.
     """
-    from effexport.engines.profile import profiles_from_texts
-    from effexport.engines.spec import EngineSpec, check_target, options_of_others
     from effexport.models.validation import require
+    from effexport.tensorrt.spec import EngineSpec, check_target, options_of_others, profiles_from_texts
 
     options = {name: value for name, value in flags.items() if name != "targets"}
     targets = [target for target in dict.fromkeys(flags["targets"]) if target != "none"]

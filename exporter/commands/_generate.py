@@ -62,7 +62,7 @@ def generate(
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.generation.text_generator import check_generates, generator_from_artifact
-    from effexport.runners.artifact_decoder import decoder_from_artifact
+    from effexport.runners.artifact_runner import decoder_from_artifact
 
     opened = open_artifact(artifact)
     check_generates(opened)

@@ -49,8 +49,7 @@ def command(load: bool, as_json: bool) -> None:
 
 def examine_tools() -> list[dict[str, str | None]]:
     """Programs and GPUs: what each is needed for, what was found (None: nothing), and what adds it."""
-    from effexport.plugins.building.gpus import gpus_here
-    from effexport.plugins.building.toolchain import examine_compiler, examine_nvcc, require_cmake
+    from effexport.plugins.building.toolchain import examine_compiler, examine_nvcc, gpus_here, require_cmake
     from effexport.plugins.errors import LibraryError
 
     def found(find: Callable[[], object]) -> str | None:
@@ -99,8 +98,8 @@ def examine_bfloat16() -> tuple[str | None, str]:
 def examine_driver() -> tuple[str | None, str]:
     """What the driver of the GPU is good for (None: there is no driver), and what TensorRT plugins need, whose PTX is
     refused by a driver that is older than it."""
-    from effexport.plugins.building.gpus import driver_cuda
-    from effexport.plugins.building.ptx_target import MAX_ISA, cuda_of_isa, text_of
+    from effexport.plugins.building.ptx import MAX_ISA, cuda_of_isa, text_of
+    from effexport.plugins.building.toolchain import driver_cuda
 
     here, needed = driver_cuda(), cuda_of_isa(MAX_ISA)
     wanted = f"a driver of CUDA {text_of(needed)} or later"
@@ -115,8 +114,8 @@ def examine_tensorrt() -> list[dict[str, str | None]]:
     Packages are looked up, not imported.
     """
     from effexport.runners.ort.plugin_provider import linked_release
-    from effexport.runners.ort.tensorrt_provider import linked_libraries_here
     from effexport.runtimes import RUNTIMES
+    from effexport.tensorrt.ort_providers import linked_libraries_here
 
     majors = [name.rpartition(".")[2] for name in linked_libraries_here()]
     rows = (
@@ -184,7 +183,7 @@ def examine_library(*, load: bool) -> dict[str, Any]:
     kernels run in the installed ONNX Runtime, too."""
     from effexport.plugins.building.library import find_library
     from effexport.plugins.errors import LibraryError
-    from effexport.runners.ort.trial import problem_of_library
+    from effexport.runners.ort.kernels import problem_of_library
 
     library, problem, remedy = None, None, None
     try:

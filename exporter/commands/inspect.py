@@ -13,7 +13,7 @@ from effexport.units import megabytes, seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from effexport.engines.sidecar import EngineInfo
+    from effexport.tensorrt.sidecar import EngineInfo
 
 
 @click.command("inspect")
@@ -27,7 +27,7 @@ def command(path: Path, as_json: bool) -> None:
     """
     from effexport.cli import print_json
     from effexport.description import describe
-    from effexport.engines.sidecar import read_sidecar
+    from effexport.tensorrt.sidecar import read_sidecar
 
     kind, described = describe(path)
     if as_json:
@@ -104,10 +104,10 @@ def pairs_of_summary(result: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]]:
     """Names and values from the sidecar of an engine; layers are counted here, and listed by --json."""
-    from effexport.engines.layers import count_dtypes, count_types
-    from effexport.engines.spec import options_of_others
     from effexport.plugins.masked_attention.trt import OPERATOR
     from effexport.runtimes import RUNTIMES
+    from effexport.tensorrt.layers import count_dtypes, count_types
+    from effexport.tensorrt.spec import options_of_others
 
     def counted(counts: dict[str, int]) -> str:
         return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -14,8 +14,7 @@ from effexport.commands._options import common_options, result_console, say, sta
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.plugins.building.library import Library
-    from effexport.plugins.building.records import BuiltOperator
+    from effexport.plugins.building.library import BuiltOperator, Library
     from effexport.plugins.ops import Op
 
 BUILD_COMMAND = "effexport plugins build"

@@ -8,18 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.profile import Profile, Range, profile_from_shapes
-from effexport.engines.sidecar import EngineInfo
-from effexport.engines.spec import EngineSpec
 from effexport.export.onnx_graph import external_sizes, graph_outline, model_digest
 from effexport.proof.candidates import RunnerCandidate
 from effexport.proof.given_values import bucket_dims, given_values, with_given_values
-from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.runner import Runner
 from effexport.runtimes import ENGINE_SUFFIX
 from effexport.spec import BuildSpec
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.sidecar import EngineInfo
+from effexport.tensorrt.spec import EngineSpec, Profile, Range, profile_from_shapes
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -52,7 +51,7 @@ def engine_candidate(
     The second engine is built here, from the same model with the same options. One flipped bucket changes a third of
     all outputs, so the arithmetic can only be compared if both sides use the same buckets.
     """
-    from effexport.runners.trt.runner import TrtRunner
+    from effexport.tensorrt.runner import TrtRunner
 
     limits = limits_from_spec(spec)
     # the temporary folder is removed last, after the engine in it is closed

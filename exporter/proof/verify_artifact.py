@@ -28,8 +28,7 @@ from effexport.proof.verify import (
     verify_in_runtime,
 )
 from effexport.proof.verify_engine import verify_engine
-from effexport.runners.artifact_decoder import decoder_from_artifact
-from effexport.runners.artifact_runner import check_precision_of_model, model_opener
+from effexport.runners.artifact_runner import check_precision_of_model, decoder_from_artifact, model_opener
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import ModelOptions

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.engines.sidecar import EngineMismatchError, read_sidecar
 from effexport.errors import UserError
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.checks.run_checks import run_checks
@@ -15,6 +14,7 @@ from effexport.proof.engine_candidate import engine_candidate
 from effexport.proof.verify import Verification, verify_decoder
 from effexport.runners.feeds import limits_from_spec
 from effexport.spec import BuildSpec
+from effexport.tensorrt.sidecar import EngineMismatchError, read_sidecar
 
 if TYPE_CHECKING:
     from effexport.proof.cases import Case
@@ -35,7 +35,7 @@ def verify_decode_engines_if_possible(
 ) -> Verification:
     """The checks of the engines of the decode step and the prefill in an artifact folder, or one that was not run if
     they cannot run on this machine."""
-    from effexport.runners.trt.decode import decoder_in_trt
+    from effexport.tensorrt.runner import decoder_in_trt
 
     def open_decoder() -> DecodeRunner:
         return decoder_in_trt(folder, target, limits_from_spec(spec))

@@ -1,4 +1,4 @@
-"""Opens artifacts, ONNX files and engines with the runtime of a given name."""
+"""Opens artifacts, their decode steps, ONNX files and engines with the runtime of a given name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from effexport.artifact import DECODE_STEP, PREFILL, Artifact
 from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.plugins.ops import OPS
-from effexport.runners.feeds import FeedLimits, limits_of_runner
+from effexport.runners.decode import DecodeRunner
+from effexport.runners.feeds import FeedLimits, limits_from_spec, limits_of_runner
 from effexport.runners.ort.kernels import check_operators
+from effexport.runners.ort.runner import decoder_in_ort, settings_from_options
 from effexport.runners.runner import ModelOptions, Runner
-from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
+from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_FOLDER, Runtime
+from effexport.tensorrt.runner import decoder_in_trt
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -30,7 +34,7 @@ def check_runtime(runtime: str, options: ModelOptions) -> None:
         raise UserError(f"unknown --runtime {runtime!r}{did_you_mean(runtime, known)} Expected: {', '.join(known)}")
     check_operators(options.implementation, "--implementation")
     row = ARTIFACT_RUNTIMES[runtime]
-    if row.folder != "ort" and options.implementation != "auto":
+    if row.folder != ORT_FOLDER and options.implementation != "auto":
         reason = (
             "whether plugins or bodies run was decided when the engine was built" if row.engine else "it runs bodies"
         )
@@ -111,4 +115,32 @@ def runner_from_artifact(artifact: Artifact, runtime: str = "ort", options: Mode
 
 def runner_module(runtime: Runtime) -> ModuleType:
     """The module `runner` of a runtime's folder, which has `open_model` or, for engines, `open_engine`."""
-    return importlib.import_module(f"{__package__}.{runtime.folder}.runner")
+    return importlib.import_module(f"effexport.{runtime.folder.replace('/', '.')}.runner")
+
+
+def decoder_from_artifact(
+    artifact: Artifact, runtime: str = "ort", options: ModelOptions = DEFAULT_OPTIONS
+) -> DecodeRunner:
+    """Open the decode step and the prefill of an artifact, or the engines of them.
+
+    Raises UserError for a runtime that is unknown, missing, or does not decode, and for an artifact without a decode
+    step or its engines.
+    """
+    check_runtime(runtime, options)
+    check_has_decode_step(artifact)
+    limits, row = limits_from_spec(artifact.spec), ARTIFACT_RUNTIMES[runtime]
+    if row.engine:
+        for model in (DECODE_STEP, PREFILL):
+            artifact.engine_path(runtime, model)
+        return decoder_in_trt(artifact.path, runtime, limits)
+    if row.folder != ORT_FOLDER:
+        able = [name for name, other in ARTIFACT_RUNTIMES.items() if other.engine or other.folder == ORT_FOLDER]
+        raise UserError(f"--runtime {runtime} does not decode token by token; expected one of: {', '.join(able)}")
+    settings = settings_from_options(row, options)
+    return decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+
+
+def check_has_decode_step(artifact: Artifact) -> None:
+    """Raises UserError for an artifact that cannot decode token by token."""
+    if not artifact.spec.has_decode_step:
+        raise UserError(f"{artifact.path} has no decode step; only causal linear and aft-simple models have one")

@@ -17,7 +17,7 @@ from typing import IO
 import msgspec
 
 from effexport.files import json_text
-from effexport.plugins.building.programs import ending
+from effexport.plugins.building.toolchain import ending
 from effexport.sweep.cell import Cell
 from effexport.sweep.outcome import LOG, OUTCOME, REQUEST, Outcome
 

@@ -10,11 +10,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from effexport.engines.profile import Profile, parse_profile
-from effexport.engines.spec import EngineSpec
 from effexport.environment import PACKAGES
 from effexport.runtimes import RUNTIMES
 from effexport.spec import BuildSpec
+from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
 # To be increased when the contents of a cell's folder change; cells of earlier formats are then rebuilt.
 CELL_FORMAT = 1

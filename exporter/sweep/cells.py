@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from effexport.bench.grid import Model
-from effexport.engines.profile import profiles_from_texts
-from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.models.validation import SpecError, require
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.sweep.cell import ONNX_ONLY, Cell, deciding_versions
 from effexport.sweep.sweep_file import CELL_KEYS, SweepFile
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 # A larger sweep is probably larger than intended.
 MAX_CELLS = 10_000

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from effexport.environment import memory_info, usable_cores
-from effexport.plugins.building.gpus import Gpu, gpus_here
+from effexport.plugins.building.toolchain import Gpu, gpus_here
 from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event

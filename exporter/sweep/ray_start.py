@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from effexport.errors import MissingExtraError, UserError
-from effexport.plugins.building.gpus import gpus_here
+from effexport.plugins.building.toolchain import gpus_here
 from effexport.sweep.attempt import Limits, Work, run_attempt
 from effexport.sweep.cluster import RayExecutor, short
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from effexport.bench.grid import Model
-from effexport.engines.spec import EngineSpec, check_target
 from effexport.errors import UserError
 from effexport.models.attention_spec import AttentionSpec, field_names
 from effexport.models.encoder.spec import EncoderSpec
@@ -27,6 +26,7 @@ from effexport.sweep.values import (
     tables,
     toml_text,
 )
+from effexport.tensorrt.spec import EngineSpec, check_target
 from effexport.toml_file import read_toml
 
 AXES = ("variants", "seq_lens", "precisions", "targets", "gpus")

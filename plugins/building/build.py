@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -12,21 +13,24 @@ import platform
 import re
 import shlex
 import shutil
+import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from effexport.plugins.building import sources
-from effexport.plugins.building.build_folder import clear_leftovers, lock, publish, temporary_folder
 from effexport.plugins.building.headers import Headers, find_headers
 from effexport.plugins.building.library import (
     CACHE_VARIABLE,
     LIBRARY_NAME,
     RECORD_NAME,
+    BuildInfo,
+    BuiltOperator,
     Library,
     find_build,
     kernels_folder,
@@ -35,8 +39,6 @@ from effexport.plugins.building.library import (
     select_build,
     sha256_of,
 )
-from effexport.plugins.building.programs import last_line, run_logged, run_program
-from effexport.plugins.building.records import BuildInfo, BuiltOperator
 from effexport.plugins.building.toolchain import (
     Compiler,
     Nvcc,
@@ -44,8 +46,11 @@ from effexport.plugins.building.toolchain import (
     examine_compiler,
     examine_nvcc,
     kernel_gpus,
+    last_line,
     require_cmake,
     require_generator,
+    run_logged,
+    run_program,
 )
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.ops import Op
@@ -302,3 +307,59 @@ def _is_intact(folder: Path) -> bool:
         return sha256_of(folder / LIBRARY_NAME) == read_build(folder).sha256
     except (OSError, ValueError):
         return False
+
+
+TEMPORARY_PREFIX = ".build-"
+
+
+@contextlib.contextmanager
+def temporary_folder(folder: Path) -> Iterator[Path]:
+    """A folder named after this machine and process, so that `clear_leftovers` knows whether it is still in use."""
+    temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=folder))
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def publish(result: Path, target: Path) -> None:
+    """Move the result into place in one step. An existing build (forced, damaged, or of a quicker process) is replaced
+    file by file, so that there is a library at every moment."""
+    try:
+        result.rename(target)
+    except OSError:
+        for name in (LIBRARY_NAME, RECORD_NAME):
+            (result / name).replace(target / name)
+
+
+@contextlib.contextmanager
+def lock(folder: Path, on_stage: Callable[[str], None]) -> Iterator[None]:
+    """Allow one build at a time if the file system supports locks; otherwise the last build published wins."""
+    with (folder / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_stage("waiting for a build in another process")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError:
+            on_stage("this file system does not support locks; continuing without one")
+        yield
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove the temporary folders of builds that were killed on this machine."""
+    own = f"{TEMPORARY_PREFIX}{socket.gethostname()}-"
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        pid = path.name.removeprefix(own).split("-")[0]
+        if path.name.startswith(own) and pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

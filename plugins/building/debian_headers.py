@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from effexport.plugins.building.programs import last_line, run_program
+from effexport.plugins.building.toolchain import last_line, run_program
 
 SUITE = "trixie"
 PACKAGE = "libonnxruntime-dev"

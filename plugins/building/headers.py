@@ -13,7 +13,7 @@ from pathlib import Path
 
 from effexport.plugins.building.debian_headers import RecipeError, headers_from_debian
 from effexport.plugins.building.library import make_cache_folder
-from effexport.plugins.building.programs import run_program
+from effexport.plugins.building.toolchain import run_program
 from effexport.plugins.errors import LibraryError
 
 VARIABLE = "EFFEXPORT_ORT_INCLUDE_DIR"

@@ -644,7 +644,7 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
 def test_doctor_says_which_driver_tensorrt_plugins_need(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] | None, found: str | None, remedy: str | None
 ) -> None:
-    monkeypatch.setattr("effexport.plugins.building.gpus.driver_cuda", lambda: driver)
+    monkeypatch.setattr("effexport.plugins.building.toolchain.driver_cuda", lambda: driver)
     (tool,) = [tool for tool in cli("doctor", "--json").json["tools"] if tool["name"] == "driver"]
     assert tool == {"name": "driver", "purpose": "run TensorRT plugins", "found": found, "remedy": remedy}
     assert (found or "none; install a driver of").split(":")[0] in cli("doctor").out

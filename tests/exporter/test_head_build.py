@@ -17,8 +17,6 @@ from transformers_models import inputs, saved
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
-from effexport.engines.limits import limit_problems
-from effexport.engines.profile import profiles_from_texts
 from effexport.errors import UserError
 from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
@@ -28,6 +26,8 @@ from effexport.proof.checks.arithmetic import check_ranks
 from effexport.proof.tolerances import Limit
 from effexport.proof.verify import verify_candidate
 from effexport.runners.ort.settings import OrtSettings
+from effexport.tensorrt.limits import limit_problems
+from effexport.tensorrt.spec import profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # What the issue of pooled answers asks for: float32 sums of two layers, in another order.

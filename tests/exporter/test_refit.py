@@ -24,9 +24,6 @@ from transformers_models import saved
 import effexport
 from effexport.artifact import Artifact, manifest_digest, manifest_text, open_artifact
 from effexport.build import artifact_from_spec
-from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import read_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import Written, onnx_from_module
@@ -36,6 +33,8 @@ from effexport.models.user.spec_from_module import spec_from_module
 from effexport.proof.cases import load_reference
 from effexport.refit_request import RefitRequest
 from effexport.spec import BuildSpec
+from effexport.tensorrt.sidecar import read_sidecar
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 ZERO = torch.tensor([0])
@@ -407,7 +406,7 @@ def test_an_engine_is_built_again_or_left_out(
     assert second.engine_sha256 != first.engine_sha256
     reason = "TensorRT-RTX is not installed; add it with: pip install 'effexport[rtx]'"
     monkeypatch.setattr(
-        "effexport.engines.engine_from_engine.import_api", lambda target: (_ for _ in ()).throw(UserError(reason))
+        "effexport.tensorrt.engine_from_engine.import_api", lambda target: (_ for _ in ()).throw(UserError(reason))
     )
     result = cli("refit", old.path, "--weights", file)
     assert result.code == 0, result.err

@@ -17,7 +17,7 @@ EXTRAS = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["option
 
 @pytest.mark.parametrize("runtime", ARTIFACT_RUNTIMES.values(), ids=lambda runtime: str(runtime.name))
 def test_a_runtime_for_artifacts_has_a_module_that_opens_them(runtime: Runtime) -> None:
-    module = importlib.import_module(f"effexport.runners.{runtime.folder}.runner")
+    module = importlib.import_module(f"effexport.{runtime.folder.replace('/', '.')}.runner")
     assert hasattr(module, "open_engine" if runtime.engine else "open_model")
     assert runtime.platform
 

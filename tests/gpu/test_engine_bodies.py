@@ -11,8 +11,8 @@ import pytest
 from engine_machine import Machine
 from gpu.engines import bodies, page, records
 
-from effexport.engines.sidecar import write_sidecar
-from effexport.runners.trt.runner import TrtRunner, TrtSettings
+from effexport.tensorrt.runner import TrtRunner, TrtSettings
+from effexport.tensorrt.sidecar import write_sidecar
 
 
 @pytest.fixture

@@ -16,14 +16,12 @@ from small_builds import built_artifact
 from small_specs import spec_of
 
 from effexport.artifact import DECODE_STEP, PREFILL, open_artifact
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.profile import profiles_from_texts
-from effexport.engines.spec import EngineSpec
-from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.trt.decode import decoder_in_trt
-from effexport.runners.trt.runner import TrtSettings
 from effexport.runtimes import engine_name
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.runner import TrtSettings, decoder_in_trt
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 

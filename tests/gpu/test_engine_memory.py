@@ -13,7 +13,7 @@ from engine_machine import SEQ_LEN, Machine, series
 from fake_tensorrt import FakeCuda
 from gpu.engines import feeds, fresh, fresh_process, leaks
 
-from effexport.runners.trt.runner import TrtSettings
+from effexport.tensorrt.runner import TrtSettings
 
 
 class LeakyCuda(FakeCuda):

@@ -6,8 +6,8 @@ import onnx
 import onnx.parser
 
 from effexport.dtypes import DTYPES
-from effexport.engines.profile import Profile, Range
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.tensorrt.spec import Profile, Range
 
 SIZES = Profile({"batch": Range(1, 2, 4), "n": Range(1, 256, 4096), "m": Range(1, 256, 4096)})
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

@@ -12,11 +12,11 @@ import numpy as np
 from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 from gpu.engines import model
 
-from effexport.engines.sidecar import EngineInfo, write_sidecar
 from effexport.export.module_source import module_from_seed
 from effexport.proof.module_runs import run_module
-from effexport.runners.trt.runner import TrtRunner, TrtSettings
 from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.tensorrt.runner import TrtRunner, TrtSettings
+from effexport.tensorrt.sidecar import EngineInfo, write_sidecar
 
 SEQ_LEN = 64
 Spoil = Callable[[np.ndarray], None]

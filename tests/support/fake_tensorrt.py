@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from effexport.dtypes import TensorInfo, numpy_dtype
-from effexport.engines.sidecar import ShapeRange
-from effexport.runners.cuda.device import CudaError, DeviceMemory, PinnedMemory
+from effexport.tensorrt.cuda import CudaError, DeviceMemory, PinnedMemory
+from effexport.tensorrt.sidecar import ShapeRange
 
 POISON = 0xA5
 STREAM = 77

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 
-from effexport.engines.sidecar import EngineInfo, read_sidecar
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.settings import OrtSettings
+from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
 
 
 def fake_tensorrt(folder: Path) -> FakeTensorRT:

@@ -138,7 +138,7 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
         return TorchCandidate(case, compiled=runtime.compiled, device=runtime.device)
     assert model is not None
     if runtime.engine:
-        from effexport.runners.trt.runner import TrtRunner
+        from effexport.tensorrt.runner import TrtRunner
 
         return RunnerCandidate(TrtRunner(model))
     open_model = model_opener(case, threads, memory_arena)
@@ -195,7 +195,7 @@ def reason_not_here(runtime: str) -> str | None:
             return "PyTorch sees no NVIDIA GPU here"
         without_triton = row.compiled and importlib.util.find_spec("triton") is None
         return "torch.compile needs Triton on a GPU: pip install triton" if without_triton else None
-    from effexport.runners.cuda.opening import open_cuda
+    from effexport.tensorrt.cuda import open_cuda
 
     try:
         open_cuda(row.package.extra).close()
@@ -208,7 +208,7 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
     """Why a runtime that needs a GPU is not usable; None if it is installed."""
     try:
         if runtime.engine:
-            from effexport.engines.api import import_api
+            from effexport.tensorrt.bindings import import_api
 
             import_api(runtime.name)
         else:
@@ -226,10 +226,9 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
 
 def engine_from_case(case: Case, model: Path, output: Path) -> None:
     """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
-    from effexport.engines.engine_from_onnx import engine_from_onnx
-    from effexport.engines.profile import Profile, Range
-    from effexport.engines.spec import EngineSpec
-    from effexport.runners.cuda.opening import current_compute_capability
+    from effexport.tensorrt.cuda import current_compute_capability
+    from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+    from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
     sizes = {"batch": case.batch, "seq": case.seq_len}
     profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})

@@ -312,9 +312,9 @@ def opened_reference(
     choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
 ) -> tuple[Candidate, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
-    from effexport.engines.sidecar import read_sidecar
     from effexport.proof.candidates import ModelCandidate
     from effexport.proof.engine_candidate import engine_candidate
+    from effexport.tensorrt.sidecar import read_sidecar
 
     if choice.path.is_file():
         hashes, path, limits = artifact.manifest.decisions, choice.path, FeedLimits()

@@ -13,7 +13,7 @@ from effexport.errors import RuntimeUnsupportedError
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.given_values import with_given_values
 from effexport.runners.feeds import FeedLimits, checked_feeds
-from effexport.runners.ort.runner import run_failure, tensor_info
+from effexport.runners.ort.runner import array_from_value, run_failure, tensor_info, value_from_array
 from effexport.runners.ort.session import (
     check_provider,
     kernels_of_model,
@@ -22,7 +22,6 @@ from effexport.runners.ort.session import (
     without_weights,
 )
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
-from effexport.runners.ort.values import array_from_value, value_from_array
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

@@ -99,7 +99,7 @@ class OpenVinoRunner(Closeable):
 
 
 class BoundRequest:
-    """A model bound to inputs of one shape, made by `OpenVinoRunner.bind`; see `effexport.runners.ort.binding`."""
+    """A model bound to inputs of one shape, made by `OpenVinoRunner.bind`; see `effexport.runners.ort.runner`."""
 
     def __init__(self, request: Any, feeds: Mapping[str, Array], outputs: tuple[TensorInfo, ...]) -> None:
         """feeds: complete and checked."""

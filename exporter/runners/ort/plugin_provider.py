@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import MissingExtraError, UserError
-from effexport.plugins.building.gpus import gpus_here
+from effexport.plugins.building.toolchain import gpus_here
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings
-from effexport.runners.ort.tensorrt_provider import check_tf32, engine_folder, profile_options, tf32_allowed
 from effexport.runtimes import RUNTIMES, Package
+from effexport.tensorrt.ort_providers import check_tf32, engine_folder, profile_options, tf32_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from effexport.engines.sidecar import ShapeRange
+    from effexport.tensorrt.sidecar import ShapeRange
 
 
 @dataclass(frozen=True)

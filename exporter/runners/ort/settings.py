@@ -12,7 +12,7 @@ from effexport.models.validation import SpecError, check_field_types, did_you_me
 from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
-    from effexport.engines.sidecar import ShapeRange
+    from effexport.tensorrt.sidecar import ShapeRange
 
 PROVIDERS: dict[str, str] = {
     "cpu": "CPUExecutionProvider",

@@ -423,7 +423,7 @@ class ServingTarget:
     def generator(self, artifact: Artifact, name: str) -> TextGenerator | str:
         """What generates texts with an artifact called `name`, or why it cannot."""
         from effexport.generation.text_generator import generator_from_artifact
-        from effexport.runners.artifact_decoder import decoder_from_artifact
+        from effexport.runners.artifact_runner import decoder_from_artifact
 
         try:
             return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from effexport.artifact import MANIFEST, Artifact
-from effexport.engines.sidecar import read_sidecar
 from effexport.errors import UserError
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
@@ -21,13 +20,14 @@ from effexport.runners.ort.settings import OrtSettings
 from effexport.serving.triton.repository import Content
 from effexport.serving.triton.signature import CONTEXT, TEXT
 from effexport.serving.triton.spec import BACKENDS, BackendName, PackageName, PackageSpec
+from effexport.tensorrt.sidecar import read_sidecar
 from effexport.text.fast_tokenizer import TOKENIZER_JSON
 from effexport.text.task import Task
 from effexport.text.tasks import task_from_artifact
 from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact
 
 if TYPE_CHECKING:
-    from effexport.engines.sidecar import EngineInfo
+    from effexport.tensorrt.sidecar import EngineInfo
 
 
 @dataclass(frozen=True)

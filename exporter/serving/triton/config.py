@@ -12,7 +12,6 @@ import numpy as np
 
 from effexport.artifact import Artifact
 from effexport.dtypes import TensorInfo
-from effexport.engines.sidecar import EngineInfo
 from effexport.errors import UserError
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.proof.cases import load_reference
@@ -22,6 +21,7 @@ from effexport.serving.triton.backends import Backend
 from effexport.serving.triton.signature import Signature, triton_type
 from effexport.serving.triton.spec import DEFAULT_MAX_BATCH, DEFAULT_SESSIONS, PackageSpec
 from effexport.spec import BuildSpec
+from effexport.tensorrt.sidecar import EngineInfo
 from effexport.version import __version__
 
 if TYPE_CHECKING:

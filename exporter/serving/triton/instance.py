@@ -23,8 +23,7 @@ from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
 from effexport.runners.feeds import limits_from_spec, limits_of_runner
-from effexport.runners.ort.decode import decoder_in_ort
-from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import Closeable
 from effexport.serving.triton.generating import GenerationLoop, OverloadedError, Reply

@@ -19,7 +19,7 @@ PLUGINS, BODIES = "plugins", "bodies"
 
 def why_not_compared(model: Model) -> str:
     """Why an engine cannot be compared with one of function bodies; empty if it can."""
-    from effexport.engines.sidecar import read_sidecar
+    from effexport.tensorrt.sidecar import read_sidecar
 
     if model.target == "trt-rtx":
         return "TensorRT-RTX has no plugins, so the engine has function bodies only"
@@ -30,8 +30,8 @@ def why_not_compared(model: Model) -> str:
 
 def build_with_bodies(model: Model) -> Outcome:
     from effexport.artifact import MODEL
-    from effexport.engines.engine_from_onnx import engine_from_onnx
-    from effexport.runners.cuda.opening import current_compute_capability
+    from effexport.tensorrt.cuda import current_compute_capability
+    from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 
     spec = dataclasses.replace(engine_spec(model), plugins="never")
     source, precision = model.artifact / MODEL, model.spec.precision
@@ -41,7 +41,7 @@ def build_with_bodies(model: Model) -> Outcome:
 
 def compare_with_bodies(model: Model, timed: bool) -> Outcome:
     """Compare the outputs of the two engines on the same inputs and time them in turns."""
-    from effexport.runners.trt.runner import TrtSettings
+    from effexport.tensorrt.runner import TrtSettings
 
     graphs = TrtSettings(cuda_graph=True)
     engines = {PLUGINS: model.engine, BODIES: model.body_engine}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from effexport.runners.decode import DecodeRunner
-    from effexport.runners.trt.runner import TrtSettings
+    from effexport.tensorrt.runner import TrtSettings
 
     Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -21,7 +21,7 @@ BATCH, PROMPT, STEPS = 2, 63, 32
 
 def open_decoder(model: Model, settings: TrtSettings) -> DecodeRunner:
     from effexport.runners.feeds import limits_from_spec
-    from effexport.runners.trt.decode import decoder_in_trt
+    from effexport.tensorrt.runner import decoder_in_trt
 
     return decoder_in_trt(model.artifact, model.target, limits_from_spec(model.spec), settings)
 
@@ -32,8 +32,8 @@ def check_decoding(model: Model) -> Outcome:
     from effexport.proof.cases import load_reference
     from effexport.proof.checks.result import summary
     from effexport.proof.verify import verify_decoder
-    from effexport.runners.ort.decode import decoder_in_ort
-    from effexport.runners.trt.runner import TrtSettings
+    from effexport.runners.ort.runner import decoder_in_ort
+    from effexport.tensorrt.runner import TrtSettings
 
     cases = load_reference(model.artifact / REFERENCE)
     with decoder_in_ort(model.artifact / DECODE_STEP, model.artifact / PREFILL) as on_cpu:

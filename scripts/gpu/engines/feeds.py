@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from effexport.runners.trt.runner import TrtRunner, TrtSettings
+    from effexport.tensorrt.runner import TrtRunner, TrtSettings
 
 
 def open_runner(engine: Path, settings: TrtSettings | None = None) -> TrtRunner:
-    from effexport.runners.trt.runner import TrtRunner
+    from effexport.tensorrt.runner import TrtRunner
 
     return TrtRunner(engine, settings)
 
 
 def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> list[dict[str, int]]:
     """Distinct sizes of the dynamic dimensions within the first profile, including its two ends."""
-    from effexport.runners.trt.memory import dim_ranges
+    from effexport.tensorrt.memory import dim_ranges
 
     ranges = dim_ranges(runner.inputs, runner.info.profiles[0])
     possible = math.prod(high - low + 1 for low, high in ranges.values())
@@ -38,8 +38,8 @@ def random_feeds(
     import numpy as np
 
     from effexport.dtypes import numpy_dtype
-    from effexport.runners.trt.memory import resolved
     from effexport.spec import MASK_NAME
+    from effexport.tensorrt.memory import resolved
 
     feeds = {}
     for tensor in runner.inputs:

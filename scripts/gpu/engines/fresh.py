@@ -32,9 +32,9 @@ def run_in_fresh_process(model: Model) -> Outcome:
     from safetensors.numpy import load_file
 
     from effexport.artifact import REFERENCE
-    from effexport.engines.sidecar import read_sidecar
     from effexport.proof.cases import load_reference
     from effexport.proof.checks.result import summary
+    from effexport.tensorrt.sidecar import read_sidecar
 
     info, reference = read_sidecar(model.engine), model.artifact / REFERENCE
     cases = [case for case in load_reference(reference) if covers(info.profiles, case.inputs)]

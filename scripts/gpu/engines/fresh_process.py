@@ -24,8 +24,8 @@ from gpu.engines.second_runner import compare_runners
 if TYPE_CHECKING:
     import numpy as np
 
-    from effexport.runners.cuda.device import Cuda
-    from effexport.runners.trt.runner import TrtRunner
+    from effexport.tensorrt.cuda import Cuda
+    from effexport.tensorrt.runner import TrtRunner
 
     Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -68,8 +68,8 @@ def fresh_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def import_target(engine: Path) -> None:
-    from effexport.engines.api import import_api
-    from effexport.engines.sidecar import read_sidecar
+    from effexport.tensorrt.bindings import import_api
+    from effexport.tensorrt.sidecar import read_sidecar
 
     import_api(read_sidecar(engine).target)
 
@@ -113,17 +113,17 @@ def run_cases(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_second(options: argparse.Namespace) -> dict[str, Any]:
-    from effexport.engines.sidecar import read_sidecar
+    from effexport.tensorrt.sidecar import read_sidecar
 
     return compare_runners(options.engine, read_sidecar(options.engine).target, options.index_limit)
 
 
 def run_soak(options: argparse.Namespace) -> dict[str, Any]:
-    from effexport.engines.sidecar import read_sidecar
     from effexport.errors import GraphWarning
-    from effexport.runners.cuda.opening import open_cuda
-    from effexport.runners.trt.runner import TrtSettings
     from effexport.runtimes import RUNTIMES
+    from effexport.tensorrt.cuda import open_cuda
+    from effexport.tensorrt.runner import TrtSettings
+    from effexport.tensorrt.sidecar import read_sidecar
 
     # without graphs, the soak would test something else
     warnings.simplefilter("error", GraphWarning)

@@ -19,8 +19,8 @@ from gpu.engines.records import Outcome, exact
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.runners.trt.runner import TrtRunner
     from effexport.spec import BuildSpec
+    from effexport.tensorrt.runner import TrtRunner
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 ROUNDS = 31
@@ -35,12 +35,11 @@ def time_artifact(model: Model) -> Outcome:
 def time_long_sequences(model: Model) -> Outcome:
     """Time an engine of the same model for long sequences; it is only compared with PyTorch on the GPU."""
     from effexport.artifact import MODEL
-    from effexport.engines.engine_from_onnx import engine_from_onnx
-    from effexport.engines.profile import Profile, Range
-    from effexport.engines.spec import EngineSpec
     from effexport.export.module_source import module_from_seed
     from effexport.export.onnx_from_module import onnx_from_module
-    from effexport.runners.cuda.opening import current_compute_capability
+    from effexport.tensorrt.cuda import current_compute_capability
+    from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+    from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
     lengths = [n for n in LENGTHS if n > model.spec.model.seq_len]
     spec = long_spec(model.spec, lengths[-1])
@@ -66,7 +65,7 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
 
     from effexport.export.module_source import module_from_seed
     from effexport.export.onnx_from_module import at_precision
-    from effexport.runners.trt.runner import TrtSettings
+    from effexport.tensorrt.runner import TrtSettings
 
     # the engine and PyTorch's products use full float32, not TF32
     torch.backends.cudnn.allow_tf32 = False

@@ -56,12 +56,10 @@ class Model:
 
 def why_left_out(target: str) -> str:
     """The error that prevents building engines for a target here; empty if there is none."""
-    from effexport.engines.api import import_api
-    from effexport.engines.builder_log import BuildLog
-    from effexport.engines.engine_from_onnx import make_builder
-    from effexport.engines.profile import Profile
-    from effexport.engines.spec import EngineSpec
     from effexport.errors import EffexportError
+    from effexport.tensorrt.bindings import BuildLog, import_api
+    from effexport.tensorrt.engine_from_onnx import make_builder
+    from effexport.tensorrt.spec import EngineSpec, Profile
 
     try:
         api = import_api(target)  # type: ignore[arg-type]
@@ -83,9 +81,9 @@ def build_separately(model: Model) -> Outcome:
     """Build the engine without its parity check: an engine that fails it is still a result."""
     from effexport.artifact import DECODE_STEP, MODEL, PREFILL
     from effexport.build import artifact_from_spec
-    from effexport.engines.engine_from_onnx import engine_from_onnx
-    from effexport.runners.cuda.opening import current_compute_capability
     from effexport.runtimes import engine_name
+    from effexport.tensorrt.cuda import current_compute_capability
+    from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 
     artifact_from_spec(model.spec, model.artifact)
     for name in (MODEL, DECODE_STEP, PREFILL) if model.spec.has_decode_step else (MODEL,):
@@ -95,16 +93,15 @@ def build_separately(model: Model) -> Outcome:
 
 
 def engine_spec(model: Model) -> Any:
-    from effexport.engines.profile import default_profile
-    from effexport.engines.spec import EngineSpec
+    from effexport.tensorrt.spec import EngineSpec, default_profile
 
     return EngineSpec(target=model.target, profiles=(default_profile(model.spec),))  # type: ignore[arg-type]
 
 
 def engine_data(engine: Path) -> dict[str, Any]:
     """The important facts about an engine, from its sidecar."""
-    from effexport.engines.layers import count_dtypes, count_types
-    from effexport.engines.sidecar import read_sidecar, summary_of_engine
+    from effexport.tensorrt.layers import count_dtypes, count_types
+    from effexport.tensorrt.sidecar import read_sidecar, summary_of_engine
 
     info = read_sidecar(engine)
     with_tactic = [layer for layer in info.layers if layer.get("tactic")]

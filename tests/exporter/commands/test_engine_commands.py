@@ -16,9 +16,9 @@ from onnx_in_fake_tensorrt import fake_tensorrt
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
-from effexport.engines.sidecar import read_sidecar, write_sidecar
 from effexport.errors import UserError
-from effexport.plugins.building.ptx_target import PtxTarget
+from effexport.plugins.building.ptx import PtxTarget
+from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
 
 # one worker, so that every engine is built once
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "rtx"), pytest.mark.xdist_group("engine commands")]
@@ -221,8 +221,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, that_decodes: Path) -> list[FakeCu
         opened.append(api.cuda)
         return api
 
-    monkeypatch.setattr("effexport.runners.trt.loading.import_api", import_api)
-    monkeypatch.setattr("effexport.runners.trt.loading.open_cuda", lambda extra: opened[-1])
+    monkeypatch.setattr("effexport.tensorrt.execution.import_api", import_api)
+    monkeypatch.setattr("effexport.tensorrt.execution.open_cuda", lambda extra: opened[-1])
     return opened
 
 

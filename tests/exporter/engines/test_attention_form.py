@@ -21,14 +21,12 @@ import onnx.reference
 import pytest
 from attention_models import PRECISIONS, SIZES, our_attention
 
-from effexport.engines.attention_form import attention_form
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.opset import ops_that_differ
-from effexport.engines.preparation import prepared_model
-from effexport.engines.sidecar import EngineInfo, read_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.plugins.masked_attention.trt import AS_ATTENTION
 from effexport.plugins.ops import FLOAT_TYPES
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.preparation import attention_form, ops_that_differ, prepared_model
+from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
+from effexport.tensorrt.spec import EngineSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx")
 TRT = EngineSpec(target="trt", profiles=(SIZES,))
@@ -146,8 +144,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[onnx.Mo
 
     flags = types.SimpleNamespace(STRONGLY_TYPED=0, PREFER_AOT_PYTHON_PLUGINS=2)
     api = StandIn(real=tensorrt_rtx, __version__=NEW, Builder=make_builder, NetworkDefinitionCreationFlag=flags)
-    monkeypatch.setattr("effexport.engines.engine_from_onnx.import_api", lambda target: api)
-    monkeypatch.setattr("effexport.engines.engine_from_onnx.inspected", lambda api, info, *others: info)
+    monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.import_api", lambda target: api)
+    monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.inspected", lambda api, info, *others: info)
 
     def build(model: onnx.ModelProto, dtype: str) -> EngineInfo:
         path = tmp_path / "model.onnx"
@@ -182,7 +180,7 @@ def test_attention_that_the_builder_refuses_gives_way_to_the_other_forms_with_it
 ) -> None:
     """Without our limits, TensorRT-RTX itself says that it has no kernel for float32; plugins need a real TensorRT."""
     anything = replace(AS_ATTENTION, types=FLOAT_TYPES)
-    monkeypatch.setattr("effexport.engines.attention_form.AS_ATTENTION", anything)
+    monkeypatch.setattr("effexport.tensorrt.preparation.AS_ATTENTION", anything)
     info = engine(our_attention("float32", 64), "float32")
     assert info.implementation == {"MaskedAttention": "body"}
     assert info.attention_form is not None

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from effexport.engines.builder_log import BuildLog, explain, interrupting, make_monitor, plain
-from effexport.engines.engine_from_onnx import built
-from effexport.engines.layers import check_dtypes, check_precision, count_dtypes, described_dtype, layers_of_engine
-from effexport.engines.network import Network
 from effexport.errors import StageError
+from effexport.tensorrt.bindings import BuildLog, explain, interrupting, make_monitor, plain
+from effexport.tensorrt.engine_from_onnx import Network, built
+from effexport.tensorrt.layers import check_dtypes, check_precision, count_dtypes, described_dtype, layers_of_engine
 from effexport.termination import Terminated, ending_in_order
 
 WORKSPACE = (

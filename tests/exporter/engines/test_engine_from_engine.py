@@ -13,13 +13,12 @@ import pytest
 from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 
 from effexport.artifact import Artifact
-from effexport.engines import engine_from_engine as refit
-from effexport.engines.preparation import prepared_model
-from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import EngineInfo, read_sidecar, write_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph, model_digest
+from effexport.tensorrt import engine_from_engine as refit
+from effexport.tensorrt.preparation import prepared_model
+from effexport.tensorrt.sidecar import EngineInfo, read_sidecar, write_sidecar
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 OLD = b"an engine"

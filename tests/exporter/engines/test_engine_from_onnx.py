@@ -15,17 +15,15 @@ import onnx.parser
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.engines.api import check_version, import_api
-from effexport.engines.builder_log import BuildLog
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.profile import Profile, Range, profiles_from_texts
-from effexport.engines.sidecar import EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import module_from_spec
-from effexport.runners.cuda.opening import current_compute_capability
 from effexport.spec import BuildSpec
+from effexport.tensorrt.bindings import BuildLog, check_version, import_api
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.sidecar import EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
+from effexport.tensorrt.spec import EngineSpec, Profile, Range, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 Built = Callable[..., Artifact]
@@ -113,7 +111,7 @@ def test_the_same_model_with_a_lowered_op_is_another_engine_and_a_wrong_one_is_r
 ) -> None:
     artifact = built("nystrom", "encoder", precision="fp16")
     profiles = profiles_from_texts([], artifact.spec)
-    from effexport.engines import engine_from_onnx as module
+    from effexport.tensorrt import engine_from_onnx as module
 
     honest = module.layers_of_network
 

@@ -14,13 +14,12 @@ from attention_models import PRECISIONS, SIZES, inputs, our_attention
 from slow_cases import slow_after
 
 from effexport.artifact import Artifact
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.kernels import FUSED, REASON_DIMS, REASON_FLOAT32, SEPARATE, kernels_from_log
-from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import EngineInfo
-from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
-from effexport.runners.cuda.opening import current_compute_capability
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.layers import FUSED, REASON_DIMS, REASON_FLOAT32, SEPARATE, kernels_from_log
+from effexport.tensorrt.sidecar import EngineInfo
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 Engine = Callable[..., EngineInfo]

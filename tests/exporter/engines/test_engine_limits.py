@@ -17,7 +17,6 @@ from transformers_models import saved
 
 from effexport.artifact import Artifact
 from effexport.dtypes import DTYPE_OF_PRECISION
-from effexport.engines.limits import check_limits, limit_problems
 from effexport.errors import UserError
 from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
@@ -25,6 +24,7 @@ from effexport.export.onnx_graph import FORBIDDEN_OPS
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
+from effexport.tensorrt.limits import check_limits, limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx")
 Specs = Callable[..., BuildSpec]

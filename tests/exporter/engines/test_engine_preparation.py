@@ -13,17 +13,15 @@ import onnx.helper
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.engines.builder_log import BuildLog
-from effexport.engines.config import config_from_spec, save_timing_cache
-from effexport.engines.network import network_from_model
-from effexport.engines.preparation import Prepared, prepared_model
-from effexport.engines.profile import Profile, Range
-from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.building.library import LibraryError
-from effexport.plugins.building.ptx_target import PtxTarget, ptx_target
+from effexport.plugins.building.ptx import PtxTarget, ptx_target
 from effexport.plugins.ops import DOMAIN
+from effexport.tensorrt.bindings import BuildLog
+from effexport.tensorrt.engine_from_onnx import config_from_spec, network_from_model, save_timing_cache
+from effexport.tensorrt.preparation import Prepared, prepared_model
+from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
@@ -179,7 +177,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.extend(ops)
         return ptx_target(architecture, (9, 0))
 
-    monkeypatch.setattr("effexport.engines.preparation.register_plugins", register)
+    monkeypatch.setattr("effexport.tensorrt.preparation.register_plugins", register)
     return seen
 
 
@@ -247,7 +245,7 @@ def test_without_a_cuda_compiler_the_body_runs_and_that_is_said(built: Built, mo
     def no_compiler(ops: list[str], architecture: int) -> None:
         raise LibraryError("no nvcc was found;\n  install the CUDA toolkit")
 
-    monkeypatch.setattr("effexport.engines.preparation.register_plugins", no_compiler)
+    monkeypatch.setattr("effexport.tensorrt.preparation.register_plugins", no_compiler)
     prepared = prepared_for(built("lsh", "encoder", fused=False).model_path, trt())
     assert prepared.implementation == {"LSHSort": "body"}
     assert prepared.remarks == (

@@ -10,7 +10,10 @@ import pytest
 
 from effexport.commands._engine_options import ENGINE_FLAGS, engines_from_flags, numbers_from_text
 from effexport.dtypes import TensorInfo
-from effexport.engines.profile import (
+from effexport.models.validation import SpecError
+from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.tensorrt.spec import (
+    EngineSpec,
     Profile,
     Range,
     default_profile,
@@ -18,9 +21,6 @@ from effexport.engines.profile import (
     profile_remarks,
     profiles_from_texts,
 )
-from effexport.engines.spec import EngineSpec
-from effexport.models.validation import SpecError
-from effexport.spec import BuildSpec, build_spec_from_options
 
 Specs = Callable[..., BuildSpec]
 ANY = (Profile({"batch": Range(1, 1, 1), "seq": Range(1, 8, 8)}),)

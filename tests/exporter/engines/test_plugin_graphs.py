@@ -17,14 +17,13 @@ from emulated_plugins import Call, array_of, emulated_op, execute, relative_rms
 from random_graphs import random_graph
 from small_specs import spec_of
 
-from effexport.engines.preparation import prepared_model
-from effexport.engines.profile import Profile, Range
-from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
 from effexport.export.onnx_graph import load_graph
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.tensorrt.preparation import prepared_model
+from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
 pytestmark = [pytest.mark.requires("torch", "onnx"), pytest.mark.usefixtures("registered")]
 SPEC = EngineSpec(target="trt", profiles=(Profile({"batch": Range(1, 2, 4)}),))
@@ -40,7 +39,7 @@ LIMITS = {"float32": 1e-6, "float16": 2 * 2**-11, "bfloat16": 2 * 2**-8, "int32"
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is registered: TensorRT is not there."""
-    monkeypatch.setattr("effexport.engines.preparation.register_plugins", lambda ops, architecture: None)
+    monkeypatch.setattr("effexport.tensorrt.preparation.register_plugins", lambda ops, architecture: None)
 
 
 def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:

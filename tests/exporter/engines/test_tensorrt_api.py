@@ -1,5 +1,5 @@
 """Every class, method and constant of TensorRT that our code uses exists: in the real bindings of 11.4 and 10.16, and
-in TensorRT-RTX. The protocols of engines/api.py say what is used, and mypy lets the code use nothing else."""
+in TensorRT-RTX. The protocols of tensorrt/bindings.py say what is used, and mypy lets the code use nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from effexport.engines import api
-from effexport.engines.spec import RTX_COMPUTE_CAPABILITIES
+from effexport.tensorrt import bindings as api
+from effexport.tensorrt.spec import RTX_COMPUTE_CAPABILITIES
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKER = ROOT / "tests" / "plugins" / "tensorrt" / "api_surface.py"
@@ -127,4 +127,4 @@ def test_the_bindings_are_reached_through_the_protocols_alone() -> None:
                 if any(module.split(".")[0] in ("tensorrt", "tensorrt_rtx") for module in modules):
                     importers.add(file.relative_to(ROOT).as_posix())
     # ONNX Runtime's provider needs the libraries of TensorRT loaded, and nothing of its API
-    assert importers <= {"exporter/runners/ort/tensorrt_provider.py"}
+    assert importers <= {"exporter/tensorrt/ort_providers.py"}

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 import effexport
 from effexport.artifact import REFERENCE, Artifact, open_artifact
 from effexport.dtypes import TensorInfo
-from effexport.engines.profile import default_profile, within
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.proof.stored_cases import stored_cases
 from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.trt.memory import resolved
 from effexport.runtimes import RUNTIMES
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel, why_not_joined
+from effexport.tensorrt.memory import resolved
+from effexport.tensorrt.spec import default_profile, within
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -11,10 +11,10 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from effexport.engines.limits import limit_problems
 from effexport.export.einsum import plain_equation
 from effexport.export.portable_graph import make_portable
 from effexport.plugins.function_body import traps
+from effexport.tensorrt.limits import limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

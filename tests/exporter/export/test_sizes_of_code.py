@@ -18,7 +18,6 @@ from written_module import DIM, Written, vectors
 
 import effexport
 from effexport.artifact import open_artifact
-from effexport.engines.profile import Profile, Range, within
 from effexport.errors import StageError, UserError
 from effexport.export.other_branches import Side, program_of_sides
 from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
@@ -28,6 +27,7 @@ from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import signature_from_spec
 from effexport.spec import BuildSpec
+from effexport.tensorrt.spec import Profile, Range, within
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import effexport
-from effexport.engines.limits import limit_problems
 from effexport.errors import StageError, UserError
+from effexport.tensorrt.limits import limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -16,7 +16,7 @@ from effexport.export.module_source import module_from_seed
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import Session, Stepper, TextGenerator, generator_from_artifact
 from effexport.proof.tolerances import arithmetic_limit
-from effexport.runners.artifact_decoder import decoder_from_artifact
+from effexport.runners.artifact_runner import decoder_from_artifact
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

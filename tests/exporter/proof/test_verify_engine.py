@@ -14,20 +14,19 @@ import numpy as np
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import check_model, check_runs_here, read_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.result import passed
 from effexport.proof.engine_candidate import spec_with_given_buckets
 from effexport.proof.verify_engine import verify_engine, verify_engine_if_possible
-from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.settings import OrtSettings
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.sidecar import check_model, check_runs_here, read_sidecar
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 Built = Callable[..., Artifact]
@@ -83,8 +82,8 @@ class InBuild(StandIn):
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     """As if this machine had a GPU."""
     module: Any = SimpleNamespace(TrtRunner=StandIn)
-    monkeypatch.setitem(sys.modules, "effexport.runners.trt.runner", module)
-    monkeypatch.setattr("effexport.engines.engine_from_onnx.inspected", lambda api, info, *rest: info)
+    monkeypatch.setitem(sys.modules, "effexport.tensorrt.runner", module)
+    monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.inspected", lambda api, info, *rest: info)
     monkeypatch.setattr(StandIn, "damage", 0.0)
     monkeypatch.setattr(StandIn, "opened", [])
     return StandIn
@@ -160,7 +159,7 @@ def test_a_reformer_with_chunks_of_two_sizes_gets_its_second_engine_too(
         hash_seed=0,
     )
     ReformerModel(config).save_pretrained(tmp_path / "checkpoint")
-    sys.modules["effexport.runners.trt.runner"].TrtRunner = InBuild  # type: ignore[attr-defined]
+    sys.modules["effexport.tensorrt.runner"].TrtRunner = InBuild  # type: ignore[attr-defined]
     result = cli("build", "--checkpoint", tmp_path / "checkpoint", "--target", "trt-rtx", "-o", tmp_path / "out")
     assert result.code == 0, result.err
     assert "trt-rtx: arithmetic with identical buckets" in result.out
@@ -214,7 +213,7 @@ def test_a_build_on_a_gpu_that_the_engine_is_not_for_says_so_and_goes_on(
         def __init__(self, engine: Path, **options: Any) -> None:
             check_runs_here(engine, replace(read_sidecar(engine), compute_capabilities=(89,)), "1.7.1.116", 90)
 
-    sys.modules["effexport.runners.trt.runner"].TrtRunner = OfAnotherGpu  # type: ignore[attr-defined]
+    sys.modules["effexport.tensorrt.runner"].TrtRunner = OfAnotherGpu  # type: ignore[attr-defined]
     (check,) = verify_engine_if_possible(engine, artifact.model_path, [], artifact.spec, []).checks
     assert check.status == "not run"
     assert "not run: it was built for SM 89, and this GPU is SM 90" in check.reason
@@ -225,7 +224,7 @@ def test_verify_on_the_command_line_runs_the_engine(
     cli: Callable[..., Any], stand_in: type[StandIn], tmp_path: Path
 ) -> None:
     small = ("--dim", "32", "--heads", "2", "--layers", "1", "--seq-len", "64")
-    sys.modules["effexport.runners.trt.runner"].TrtRunner = InBuild  # type: ignore[attr-defined]
+    sys.modules["effexport.tensorrt.runner"].TrtRunner = InBuild  # type: ignore[attr-defined]
     built = cli("build", "--variant", "nystrom", *small, "--target", "trt-rtx", "-o", tmp_path / "out")
     assert built.code == 0, built.err
     assert "trt-rtx: arithmetic" in built.out

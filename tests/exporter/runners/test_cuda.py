@@ -18,10 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from effexport.runners.cuda.cuda_python import CudaPython, _Span
-from effexport.runners.cuda.cuda_torch import CudaTorch
-from effexport.runners.cuda.device import Cuda, CudaError
-from effexport.runners.cuda.opening import open_cuda
+from effexport.tensorrt.cuda import Cuda, CudaError, CudaPython, CudaTorch, _Span, open_cuda
 
 
 def in_a_process_without_a_gpu(code: str) -> str:
@@ -36,7 +33,7 @@ def in_a_process_without_a_gpu(code: str) -> str:
 @pytest.mark.parametrize("before", ["", "import torch"])
 def test_without_a_gpu_the_error_says_what_running_needs(before: str) -> None:
     output = in_a_process_without_a_gpu(
-        f"{before}\nfrom effexport.runners.cuda.opening import open_cuda\n"
+        f"{before}\nfrom effexport.tensorrt.cuda import open_cuda\n"
         "try: open_cuda('rtx')\nexcept Exception as error: print(type(error).__name__, error)"
     )
     assert output.startswith("UserError CUDA finds no GPU that it can use (cudaError")
@@ -45,7 +42,7 @@ def test_without_a_gpu_the_error_says_what_running_needs(before: str) -> None:
 
 @pytest.mark.requires("rtx")
 def test_every_name_of_cuda_python_that_we_use_is_there() -> None:
-    source = importlib.import_module("effexport.runners.cuda.cuda_python")
+    source = importlib.import_module("effexport.tensorrt.cuda")
     names = dotted_names(ast.parse(inspect.getsource(source)), {"runtime", "_runtime"})
     names |= {("cudaGetDeviceCount",), ("cudaError_t", "cudaSuccess")}
     assert len(names) > 20
@@ -76,8 +73,8 @@ def test_cuda_python_takes_our_arguments() -> None:
     output = in_a_process_without_a_gpu("""
 import numpy as np
 from cuda.bindings import runtime
-from effexport.runners.cuda.device import CudaError, DeviceMemory, PinnedMemory
-from effexport.runners.cuda.cuda_python import CudaPython
+from effexport.tensorrt.cuda import CudaError, DeviceMemory, PinnedMemory
+from effexport.tensorrt.cuda import CudaPython
 
 cuda = object.__new__(CudaPython)
 cuda._runtime, cuda._device, cuda._stream = runtime, 0, runtime.cudaStream_t()

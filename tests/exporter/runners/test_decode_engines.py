@@ -17,19 +17,17 @@ from onnx_in_fake_tensorrt import fake_tensorrt
 
 import effexport
 from effexport.artifact import DECODE_STEP, PREFILL, Artifact, open_artifact
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import read_sidecar, write_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.decode_step import check_decoder
-from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.trt.decode import decoder_in_trt
-from effexport.runners.trt.runner import TrtSettings
 from effexport.runtimes import engine_name
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.runner import TrtSettings, decoder_in_trt
+from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 GRAPHS = TrtSettings(cuda_graph=True)

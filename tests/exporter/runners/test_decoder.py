@@ -23,7 +23,7 @@ from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.decode import decoder_in_ort
+from effexport.runners.ort.runner import decoder_in_ort
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

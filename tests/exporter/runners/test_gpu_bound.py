@@ -14,7 +14,7 @@ from gpu import bound as gpu_bound
 from effexport.artifact import Artifact
 from effexport.errors import KernelWarning
 from effexport.runners.ort import runner as ort_runner
-from effexport.runners.ort.binding import BoundModel
+from effexport.runners.ort.runner import BoundModel
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

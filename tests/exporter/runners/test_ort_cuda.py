@@ -25,12 +25,11 @@ from effexport.errors import EffexportError, KernelWarning, RuntimeFailedError, 
 from effexport.plugins.building.library import Library
 from effexport.plugins.ops import OPS
 from effexport.runners.artifact_runner import check_runtime
-from effexport.runners.ort import binding, kernels, placement
+from effexport.runners.ort import kernels
 from effexport.runners.ort import runner as ort_runner
 from effexport.runners.ort import session as ort_session
-from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.runner import OrtRunner, array_from_value, update_value
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.ort.values import array_from_value, update_value
 from effexport.runners.runner import ModelOptions
 
 pytestmark = pytest.mark.requires("onnx", "ort")
@@ -171,7 +170,7 @@ def test_a_model_that_cannot_be_looked_at_runs_with_a_warning(ort: FakeOrt, monk
 
 
 def test_long_lists_are_cut() -> None:
-    assert placement.listed([f"n{i}" for i in range(7)]) == "n0; n1; n2; n3; n4; and 2 more"
+    assert ort_session.listed([f"n{i}" for i in range(7)]) == "n0; n1; n2; n3; n4; and 2 more"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -192,7 +191,7 @@ def test_without_its_weights_a_model_opens_and_keeps_its_constants(dtype: str, t
     options.optimized_model_filepath = str(tmp_path / "final.onnx")
     session = InferenceSession(light.SerializeToString(), options)
     assert [value.name for value in session.get_outputs()] == ["y"]
-    assert placement.WEIGHT in [node.op_type for node in onnx.load(str(tmp_path / "final.onnx")).graph.node]
+    assert ort_session.WEIGHT in [node.op_type for node in onnx.load(str(tmp_path / "final.onnx")).graph.node]
 
 
 # ---- one of several GPUs
@@ -334,7 +333,7 @@ FEEDS = {"x": np.zeros((2, 4), np.float32)}
 def fake_session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
     monkeypatch.setattr(ort_runner, "session_from_model", lambda *args: ort_session.Session(session, {}))
-    monkeypatch.setattr(binding, "import_onnxruntime", lambda: FAKE_VALUES)
+    monkeypatch.setattr(ort_runner, "import_onnxruntime", lambda: FAKE_VALUES)
     return session
 
 
@@ -390,7 +389,7 @@ def test_after_an_update_that_fails_midway_a_bound_model_waits_for_all_inputs(mo
     with OrtRunner(parsed(text).SerializeToString()) as runner:
         bound = runner.bind({"a": old, "b": old})
         with monkeypatch.context() as patch:
-            patch.setattr(binding, "update_value", copying)
+            patch.setattr(ort_runner, "update_value", copying)
             with pytest.raises(RuntimeFailedError, match="cannot copy values into bound inputs: CUDA error 700"):
                 bound.update({"a": new, "b": new})
         bound.update({"a": new})
@@ -408,7 +407,7 @@ def test_outputs_that_cannot_be_copied_are_a_failure_of_the_runtime(monkeypatch:
     with OrtRunner(parsed("g (float[n] x) => (float[n] y) { y = Neg (x) }").SerializeToString()) as runner:
         bound = runner.bind({"x": np.zeros(2, np.float32)})
         bound.run()
-        monkeypatch.setattr(binding, "array_from_value", refuse)
+        monkeypatch.setattr(ort_runner, "array_from_value", refuse)
         with pytest.raises(RuntimeFailedError, match="cannot copy outputs to the host: CUDA error 700"):
             bound.outputs()
 

@@ -18,15 +18,15 @@ import onnx.parser
 import pytest
 
 from effexport import OrtSettings
-from effexport.engines.profile import default_profile
-from effexport.engines.sidecar import ShapeRange
 from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session
-from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 from effexport.runners.ort.session import session_from_model
 from effexport.spec import BuildSpec
+from effexport.tensorrt import ort_providers as ort_tensorrt
+from effexport.tensorrt.sidecar import ShapeRange
+from effexport.tensorrt.spec import default_profile
 
 pytestmark = pytest.mark.requires("onnx")
 TENSORRT, CUDA, CPU = "TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"

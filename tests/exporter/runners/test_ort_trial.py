@@ -18,7 +18,7 @@ from effexport.plugins.building.headers import find_headers
 from effexport.plugins.building.library import Library, find_library
 from effexport.plugins.building.toolchain import find_compiler
 from effexport.plugins.ops import DOMAIN, OPS
-from effexport.runners.ort.trial import TOLERANCE, model_of_call, problem_of_library
+from effexport.runners.ort.kernels import TOLERANCE, model_of_call, problem_of_library
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
 NATIVE = Path(__file__).parents[2] / "plugins" / "native"

@@ -23,17 +23,17 @@ import pytest
 
 from effexport import OrtSettings
 from effexport.bench.measuring.candidates import reason_without_runtime
-from effexport.engines.sidecar import ShapeRange
 from effexport.environment import versions
 from effexport.errors import KernelWarning, MissingExtraError, UserError
-from effexport.plugins.building.gpus import Gpu
 from effexport.plugins.building.library import Library
+from effexport.plugins.building.toolchain import Gpu
 from effexport.runners.ort import kernels, plugin_provider
 from effexport.runners.ort import session as ort_session
-from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 from effexport.runners.ort.plugin_provider import CUDA, RTX, PluginProvider
 from effexport.runners.ort.session import check_settings, session_from_model
 from effexport.runtimes import RUNTIMES
+from effexport.tensorrt import ort_providers as ort_tensorrt
+from effexport.tensorrt.sidecar import ShapeRange
 
 pytestmark = pytest.mark.requires("onnx")
 CPU = "CPUExecutionProvider"

@@ -19,14 +19,14 @@ import pytest
 from fake_tensorrt import FakeContext, FakeCuda, FakeEngine, FakeModel, FakeRuntime, FakeTensorRT
 
 from effexport.dtypes import TensorInfo, numpy_dtype
-from effexport.engines.api import ICudaEngine, IExecutionContext, Runtime
-from effexport.engines.sidecar import EngineInfo, sidecar_path, write_sidecar
 from effexport.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
-from effexport.runners.cuda.device import Cuda
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.runner import Runner
-from effexport.runners.trt.memory import EAGER_BYTES, Buffers
-from effexport.runners.trt.runner import TrtRunner, TrtSettings
+from effexport.tensorrt.bindings import ICudaEngine, IExecutionContext, Runtime
+from effexport.tensorrt.cuda import Cuda
+from effexport.tensorrt.memory import EAGER_BYTES, Buffers
+from effexport.tensorrt.runner import TrtRunner, TrtSettings
+from effexport.tensorrt.sidecar import EngineInfo, sidecar_path, write_sidecar
 
 WIDTH = 3
 GRAPHS = TrtSettings(cuda_graph=True)

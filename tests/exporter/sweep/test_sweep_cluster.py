@@ -20,7 +20,7 @@ from sweep_cells import notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
 from effexport.errors import MissingExtraError, UserError
-from effexport.plugins.building.gpus import gpus_here
+from effexport.plugins.building.toolchain import gpus_here
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.cluster import RayExecutor

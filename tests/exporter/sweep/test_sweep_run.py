@@ -12,7 +12,7 @@ import pytest
 from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
 
 from effexport.errors import EffexportError, UserError
-from effexport.plugins.building.gpus import Gpu, parse_gpus
+from effexport.plugins.building.toolchain import Gpu, parse_gpus
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event

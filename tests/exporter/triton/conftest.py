@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.engines.sidecar import EngineInfo, summary_of_engine, write_sidecar
 from effexport.runtimes import engine_name
 from effexport.serving.triton.package import Package, package_artifact
 from effexport.serving.triton.spec import PackageSpec
+from effexport.tensorrt.sidecar import EngineInfo, summary_of_engine, write_sidecar
 
 
 def package(artifact: Artifact | Path, repository: Path, *, replace_config: bool = False, **fields: Any) -> Package:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from effexport.plugins.building import gpus
-from effexport.plugins.building.gpus import Gpu, driver_cuda, gpus_here
+from effexport.plugins.building import toolchain as gpus
+from effexport.plugins.building.toolchain import Gpu, driver_cuda, gpus_here
 
 TWO_GPUS = """
 #include <string.h>

@@ -15,8 +15,15 @@ import pytest
 
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import build_library
-from effexport.plugins.building.library import LibraryError, cache_folder, find_library, get_library_path, list_builds
-from effexport.plugins.building.records import BuildInfo, read_record
+from effexport.plugins.building.library import (
+    BuildInfo,
+    LibraryError,
+    cache_folder,
+    find_library,
+    get_library_path,
+    list_builds,
+    read_record,
+)
 
 if TYPE_CHECKING:
     from fake_machine import Machine

@@ -10,12 +10,22 @@ list what only the other product has.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+import re
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol, TypeVar, cast
 
+from effexport.environment import without_garbage_collection
 from effexport.errors import MissingExtraError, UserError
 from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.termination import SIGNALS, terminate
 
 
 class ILogger(Protocol):
@@ -378,3 +388,240 @@ def version_tuple(version: str) -> tuple[int, int]:
 def bytes_of(memory: IHostMemory) -> bytes:
     """A copy of a buffer of the library."""
     return bytes(cast(Any, memory))
+
+
+T = TypeVar("T")
+
+# How the builder's message with all kernels begins.
+LISTING = "Layers:\n"
+# Logged for every graph with int64 inputs, which all of ours have.
+_NOISE = ("Make sure input", "Make sure output", "already exists, the output tensors")
+
+
+class BuildLog:
+    """The log of one build, or of one loaded engine, by severity. TensorRT takes `logger`.
+
+    A message goes to the logs that its thread has opened or restarted; from a thread that has none, to all.
+    kernels: the messages that list the kernels of an engine, see `kernels_from_log`.
+    """
+
+    def __init__(self, api: Api) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self.kernels: list[str] = []
+        self.logger = logger_of_process(api.ILogger)
+        self.restart()
+        with _lock:
+            _open_logs.add(self)
+
+    def restart(self) -> None:
+        """Empty the log, for what this thread does next."""
+        self.thread = _current.thread
+        for messages in (self.errors, self.warnings, self.kernels):
+            messages.clear()
+
+    def made(self, make: Callable[[Any], T]) -> T:
+        """An object of TensorRT's, `make(logger)`.
+
+        TensorRT holds a lock while it makes one, and may warn meanwhile that the process has another logger. Python
+        must not collect garbage in there: the destructors of TensorRT's objects wait for the same lock, for ever.
+        """
+        with without_garbage_collection():
+            return make(self.logger)
+
+
+class _Current(threading.local):
+    """thread: an object for each thread; numbers of threads are used again."""
+
+    def __init__(self) -> None:
+        self.thread = object()
+
+
+_current = _Current()
+# Reentrant, because TensorRT may log in a thread that holds it, when Python collects garbage there.
+_lock = threading.RLock()
+_open_logs: weakref.WeakSet[BuildLog] = weakref.WeakSet()
+
+
+def listeners() -> list[BuildLog]:
+    """The logs that a message of this thread goes to."""
+    with _lock:
+        logs = list(_open_logs)
+    return [log for log in logs if log.thread is _current.thread] or logs
+
+
+def logger_of_process(base: Any) -> Any:
+    """The one instance of an ILogger that collects messages: TensorRT wants one logger per process."""
+    with _lock:
+        return _new_logger(base)
+
+
+@functools.cache
+def _new_logger(base: Any) -> Any:
+    fatal = (base.INTERNAL_ERROR, base.ERROR)
+
+    class Logger(base):  # type: ignore[misc]  # the bindings have no types
+        def __init__(self) -> None:
+            base.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            for log in listeners():
+                if severity in fatal:
+                    log.errors.append(message.strip())
+                elif severity == base.WARNING and not any(noise in message for noise in _NOISE):
+                    log.warnings.append(message.strip())
+                elif message.startswith(LISTING):
+                    log.kernels.append(message)
+
+    return Logger()
+
+
+# Takes the phase that the builder is in, and the share of it that is done.
+OnProgress = Callable[[str, float], None]
+
+
+def make_monitor(api: Api, on_progress: OnProgress) -> Any:
+    """An IProgressMonitor that reports the outermost phases, and lets Ctrl-C through.
+
+    An exception cannot cross the library. An interrupt is therefore stored in `interrupted`, and the next
+    `step_complete` cancels the build.
+    """
+    base: Any = api.IProgressMonitor
+
+    class Monitor(base):  # type: ignore[misc]  # the bindings have no types
+        def __init__(self) -> None:
+            base.__init__(self)
+            self.interrupted = False
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if parent_phase is None or parent_phase in self._outermost():
+                self._steps[phase_name] = num_steps
+                self._report(phase_name, 0.0)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name in self._steps:
+                self._report(phase_name, (step + 1) / max(1, self._steps[phase_name]))
+            return not self.interrupted
+
+        def interrupt(self) -> None:
+            self.interrupted = True
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._steps.pop(phase_name, None)
+
+        def _outermost(self) -> list[str]:
+            return list(self._steps)[:1]
+
+        def _report(self, phase: str, share: float) -> None:
+            try:
+                on_progress(phase, min(1.0, share))
+            except KeyboardInterrupt:
+                self.interrupt()
+
+    return Monitor()
+
+
+@contextlib.contextmanager
+def interrupting(monitor: Any) -> Iterator[None]:
+    """Let Ctrl-C and the signals of `termination` cancel a build in the block, which has this monitor:
+    KeyboardInterrupt or Terminated, whatever the block raised.
+
+    Python would raise it in the next callback, and the bindings print what a callback raises and go on.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        monitor.interrupt()
+
+    usual: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, ours in ((signal.SIGINT, signal.default_int_handler), *((number, terminate) for number in SIGNALS)):
+            if signal.getsignal(number) is ours:
+                usual[number] = ours
+                signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for each, handler in usual.items():
+            signal.signal(each, handler)
+        if received:
+            usual[received[0]](received[0], None)
+        if monitor.interrupted:
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A message of TensorRT, its meaning and a remedy; both texts may use the groups of the expression."""
+
+    expression: str
+    reason: str
+    remedy: str
+
+
+_PATTERNS = (
+    _Pattern(
+        r"no tactics to implement the operation within workspace limit|insufficient workspace|increas\w+ the workspace",
+        "no implementation of some layer fits into the workspace",
+        "raise the limit with --workspace, lower the maxima of --profile, or leave --workspace out",
+    ),
+    _Pattern(
+        r"Cannot compile operation '(?P<node>[^']+)' for Turing \(SM75\): (?P<why>[^.]+)",
+        "node {node} cannot be built for SM 75: {why}",
+        "leave 75 out of --compute-capabilities; parts of every model stay in float32, whatever its precision",
+    ),
+    _Pattern(
+        r"Attention operation was not supported by a dedicated kernel",
+        "it has no kernel for all of the operator Attention in these types and sizes",
+        "use the function body or a plugin of ours, or build the model with an --opset before 23",
+    ),
+    _Pattern(
+        r"(?P<layer>\w+Layer) (?P<node>[^\s:]+): (?:[^\s:]+: )?(?P<why>[^\n]*?)\s*In \w+ at",
+        "{layer} at node {node}: {why}",
+        "build an artifact with effexport, or report this graph",
+    ),
+    _Pattern(
+        r"[Oo]ut of memory|OutOfMemory|cudaErrorMemoryAllocation",
+        "the GPU ran out of memory while building",
+        "lower the maxima of --profile, set --workspace, or free the GPU",
+    ),
+    _Pattern(
+        r"Unable to load library: (?P<library>[^:\s]+)",
+        "TensorRT does not find its library {library}",
+        "install it beside the bindings, or leave --version-compatible out",
+    ),
+    _Pattern(
+        r"CUDA driver version is insufficient|no CUDA-capable device|cudaError 35|cudaErrorNoDevice",
+        "this step needs an NVIDIA GPU with a recent driver, and this machine has none",
+        "build on a machine with a GPU, or use --target trt-rtx, which needs none",
+    ),
+    _Pattern(
+        r"Dimension mismatch for tensor (?P<node>\S+) and profile",
+        "the profile does not fit the shape of {node}",
+        "choose other sizes with --profile",
+    ),
+)
+
+
+def explain(errors: Sequence[str]) -> str:
+    """The reason of a failed build and the remedy, found in the lines of its log."""
+    for pattern in _PATTERNS:
+        for line in errors:
+            if match := re.search(pattern.expression, line):
+                groups = match.groupdict()
+                return f"{pattern.reason.format(**groups)}; {pattern.remedy.format(**groups)}"
+    if not errors:
+        return "it gave no reason"
+    return f"TensorRT reports: {plain(errors[0])}"
+
+
+def plain(line: str) -> str:
+    """A line of the log without the places in TensorRT's own sources."""
+    text = re.sub(r"\s+", " ", line)
+    text = re.sub(r"\s*\(In (function )?\w+ at /[^\s)]+\)", "", text)
+    text = re.sub(r"\s*In (function )?\w+ at /[^\s)]+", "", text)
+    text = re.sub(r"^\w+::\w+: ", "", text)
+    text = re.sub(r"^Error Code \d+: ", "", text)
+    return text.strip()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from effexport.engines.api import IExecutionContext
-from effexport.engines.sidecar import Shape
 from effexport.errors import GraphWarning
-from effexport.runners.cuda.device import Cuda, CudaError
+from effexport.tensorrt.bindings import IExecutionContext
+from effexport.tensorrt.cuda import Cuda, CudaError
+from effexport.tensorrt.sidecar import Shape
 
 Shapes = tuple[tuple[str, Shape], ...]
 

@@ -10,17 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from effexport.engines.api import bytes_of, import_api
-from effexport.engines.builder_log import BuildLog, OnProgress, explain
-from effexport.engines.custom_nodes import ATTENTION
-from effexport.engines.engine_from_onnx import FindGpu, compute_capabilities, engine_from_onnx, write_engine
-from effexport.engines.preparation import prepared_model
-from effexport.engines.profile import profile_from_shapes
-from effexport.engines.sidecar import EngineInfo, check_engine_file, check_runs_here, read_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph, model_digest
 from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.tensorrt.bindings import BuildLog, OnProgress, bytes_of, explain, import_api
+from effexport.tensorrt.engine_from_onnx import FindGpu, compute_capabilities, engine_from_onnx, write_engine
+from effexport.tensorrt.preparation import ATTENTION, prepared_model
+from effexport.tensorrt.sidecar import EngineInfo, check_engine_file, check_runs_here, read_sidecar
+from effexport.tensorrt.spec import EngineSpec, profile_from_shapes
 from effexport.version import __version__
 
 STAGE = "TensorRT refit"

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from effexport.dtypes import TensorInfo, check_tensors
-from effexport.engines.api import version_tuple
-from effexport.engines.kernels import EngineKernel
-from effexport.engines.layers import Layer
 from effexport.errors import UserError
 from effexport.files import file_digest, json_text, write_file
-from effexport.plugins.building.ptx_target import PtxTarget
+from effexport.plugins.building.ptx import PtxTarget
 from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
+from effexport.tensorrt.bindings import version_tuple
+from effexport.tensorrt.layers import EngineKernel, Layer
 
 FORMAT_VERSION = 1
 SIDECAR_SUFFIX = ".json"

@@ -22,6 +22,7 @@ from effexport.plugins.ops import DOMAIN
 if TYPE_CHECKING:
     import onnx
 
+
 # TensorRT 11 documents 9 to 25. Measured: beyond, RTX parses and builds what it does not know, without a warning.
 PARSER_OPSETS = range(9, 26)
 # Element types of ONNX that TensorRT supports: ours, and those that only models of others use.

@@ -1,27 +1,136 @@
-"""Prepares a model for TensorRT's parser: plugins, Attention or bodies, and the limits of the parser."""
+"""Prepares a model for TensorRT's parser: plugins, Attention or bodies, and the limits of the parser.
+
+Attention is one kernel or nothing: the network forbids TensorRT to take it apart (`keep_attention_whole`), so a builder
+without a kernel for all of it refuses. Building with it is therefore the measurement. If TensorRT refuses,
+`engine_from_onnx` asks again, with what it said, and gets plugins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from effexport.engines.custom_nodes import ATTENTION, ATTENTION_OPSET, node_facts, nodes_of
-from effexport.engines.limits import check_limits
-from effexport.engines.opset import declare_opset
-from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
-from effexport.export.onnx_graph import value_types
-from effexport.plugins.building.ptx_target import PtxTarget, ptx_architecture
+from effexport.export.onnx_graph import STANDARD_DOMAINS, all_nodes, value_types
+from effexport.plugins.building.ptx import PtxTarget, ptx_architecture
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.function_body import with_nodes
+from effexport.plugins.known_ops import known_ops
 from effexport.plugins.masked_attention.trt import AS_ATTENTION, OPERATOR
-from effexport.plugins.ops import DOMAIN
+from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.plugins.tensorrt_plugins import choose, plugins_of, register_plugins
 from effexport.plugins.trt_plugin import Plugin, Rewrite
+from effexport.tensorrt.bindings import version_tuple
+from effexport.tensorrt.limits import check_limits
+from effexport.tensorrt.sidecar import AttentionForm
+from effexport.tensorrt.spec import EngineSpec
 
 if TYPE_CHECKING:
     import onnx
+
+    from effexport.export.onnx_graph import ValueType
+
+
+# The standard operator that can take the place of MaskedAttention, and the first operator set that has it.
+ATTENTION = "Attention"
+ATTENTION_OPSET = 23
+
+
+def nodes_of(model: onnx.ModelProto, *ops: str) -> list[onnx.NodeProto]:
+    """The nodes of a graph of these custom operators, by default of all."""
+    wanted = ops or known_ops()
+    return [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in wanted]
+
+
+def node_facts(
+    node: onnx.NodeProto, tensors: Mapping[str, ValueType]
+) -> tuple[list[str], list[tuple[int | str | None, ...]], dict[str, Any]]:
+    """Types and dimensions of the inputs of a node, as far as known, and its attributes."""
+    import onnx
+
+    known = [tensors.get(name, ("unknown", ())) for name in node.input]
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute if a.name != PLUGIN_NAMESPACE}
+    return [dtype for dtype, _ in known], [dims for _, dims in known], attributes
+
+
+def ops_that_differ(model: onnx.ModelProto, opset: int) -> list[str]:
+    """The standard operators of a model that have other inputs, outputs or attributes in a later opset.
+
+    What operators without such differences have gained are element types, up to opset 23: a test lists them all.
+    """
+    declared = max((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), default=0)
+    names = {node.op_type for node in all_nodes(model) if node.domain in STANDARD_DOMAINS}
+    return sorted(name for name in names if declared < opset and _form(name, declared) != _form(name, opset))
+
+
+def _form(name: str, opset: int) -> tuple[Any, ...] | None:
+    """Attributes, inputs and outputs of a standard operator; None if the opset does not have it."""
+    import onnx.defs
+
+    try:
+        schema = onnx.defs.get_schema(name, opset)
+    except onnx.defs.SchemaError:
+        return None
+    attributes = {
+        name: (attribute.type, attribute.required, attribute.default_value.SerializeToString())
+        for name, attribute in schema.attributes.items()
+    }
+    return attributes, *([(x.name, x.option, x.type_str) for x in items] for items in (schema.inputs, schema.outputs))
+
+
+def declare_opset(model: onnx.ModelProto, opset: int) -> None:
+    """Declare an opset in a model and its functions, in place, where they are of an earlier one."""
+    for owner in (model, *model.functions):
+        for entry in owner.opset_import:
+            if entry.domain in STANDARD_DOMAINS:
+                entry.version = max(entry.version, opset)
+
+
+# The first TensorRT whose parser has Attention (its release notes).
+RELEASE = (10, 14)
+RTX_REASON = (
+    "TensorRT-RTX has no plugins, and where it has one kernel for Attention, it makes the same of the body, with fewer "
+    "others around it (measured with release 1.7.1)"
+)
+
+
+def attention_form(
+    model: onnx.ModelProto, spec: EngineSpec, tensorrt_version: str, refusal: str = ""
+) -> AttentionForm | None:
+    """What is to compute the MaskedAttention nodes of a model, all of them in one form; None if it has none.
+
+    refusal: what TensorRT said when it was asked to build them as Attention; "" before that.
+    """
+    nodes = nodes_of(model, OPERATOR)
+    if not nodes:
+        return None
+    if spec.target == "trt-rtx":
+        return AttentionForm("body", RTX_REASON)
+    if spec.plugins != "auto":
+        return AttentionForm("plugin" if spec.plugins == "require" else "body", f"--plugins {spec.plugins} asks for it")
+    if refusal:
+        return AttentionForm("plugin", f"TensorRT {tensorrt_version} does not build Attention here: {refusal}")
+    if version_tuple(tensorrt_version) < RELEASE:
+        return AttentionForm("plugin", f"TensorRT {tensorrt_version} does not import Attention; 10.14 and later do")
+    for problem in _problems(model, nodes):
+        return AttentionForm("plugin", f"not Attention: {problem}")
+    return AttentionForm(ATTENTION, f"TensorRT {tensorrt_version} builds it as one kernel")
+
+
+def _problems(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> Iterator[str]:
+    """Why nodes cannot be Attention."""
+    if not any((function.domain, function.name) == (DOMAIN, OPERATOR) for function in model.functions):
+        yield "the model has no function body of it to replace"
+    tensors = value_types(model)
+    for node in nodes:
+        dtypes, dims, attributes = node_facts(node, tensors)
+        if problem := AS_ATTENTION.why_not(dtypes, dims, attributes):
+            yield problem
+        elif any(0 in sizes for sizes in dims):
+            yield "a dimension of its inputs is 0"
+    if changed := ops_that_differ(model, ATTENTION_OPSET):
+        yield f"it needs opset {ATTENTION_OPSET}, where {', '.join(changed)} of this model differ"
 
 
 STAGE = "TensorRT build"

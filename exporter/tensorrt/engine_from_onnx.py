@@ -5,33 +5,50 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from effexport.disk import ANOTHER_FOLDER, write_error
-from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of, import_api
-from effexport.engines.attention_form import attention_form
-from effexport.engines.builder_log import BuildLog, OnProgress, explain, interrupting, make_monitor
-from effexport.engines.config import config_from_spec, save_timing_cache
-from effexport.engines.custom_nodes import ATTENTION
-from effexport.engines.kernels import attention_kernels, kernels_from_log
-from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
-from effexport.engines.network import Network, keep_attention_whole, network_from_model
-from effexport.engines.preparation import STAGE, prepared_model
-from effexport.engines.sidecar import AttentionForm, EngineInfo, ShapeRange, write_sidecar
-from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
-from effexport.files import replacing
+from effexport.files import replacing, write_file
 from effexport.plugins.masked_attention.trt import OPERATOR
 from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.tensorrt.bindings import (
+    Api,
+    Builder,
+    BuildLog,
+    IAttentionInputLayer,
+    IBuilderConfig,
+    INetworkDefinition,
+    OnnxParser,
+    OnProgress,
+    bytes_of,
+    explain,
+    import_api,
+    interrupting,
+    make_monitor,
+    plain,
+)
+from effexport.tensorrt.layers import (
+    attention_kernels,
+    check_dtypes,
+    check_precision,
+    kernels_from_log,
+    layers_of_engine,
+    layers_of_network,
+)
+from effexport.tensorrt.preparation import ATTENTION, STAGE, attention_form, prepared_model
+from effexport.tensorrt.sidecar import AttentionForm, EngineInfo, ShapeRange, write_sidecar
+from effexport.tensorrt.spec import EngineSpec
 from effexport.version import __version__
 
 if TYPE_CHECKING:
     import onnx
+
 
 # Takes the optional part of effexport that runs engines, and returns the compute capability of the GPU of this machine,
 # such as 90. Raises UserError without a GPU.
@@ -51,7 +68,7 @@ def engine_from_onnx(
     """Build an engine and write it to `output` with its sidecar beside it; on failure, write neither.
 
     model: a model.onnx with its external weights beside it. precision: that of its matrix products, which is checked,
-    because the graph decides it. find_gpu: `runners.cuda.opening.current_compute_capability`.
+    because the graph decides it. find_gpu: `cuda.current_compute_capability`.
     remarks: sentences for the sidecar.
     Raises MissingExtraError without TensorRT, UserError for a model or a file that cannot be used, SpecError for a
     profile that does not fit, and StageError if the parser, the builder or the check of element types fails.
@@ -201,3 +218,128 @@ def write_engine(output: Path, engine: bytes, info: EngineInfo) -> None:
             write_sidecar(output, info)
     except OSError as error:
         raise write_error(output, error, ANOTHER_FOLDER) from error
+
+
+PARSER_STAGE = "TensorRT's parser"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A parsed model. The parser owns weights that the network refers to, so both must be kept."""
+
+    definition: INetworkDefinition
+    parser: OnnxParser
+
+
+def network_from_model(api: Api, builder: Builder, log: BuildLog, target: str, model: bytes, path: Path) -> Network:
+    """Parse a serialised model. path: its file, beside which external weights are looked for.
+
+    Raises StageError with the node, the reason and the remedy.
+    """
+    known = api.NetworkDefinitionCreationFlag
+    # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
+    wanted = [known.STRONGLY_TYPED, known.PREFER_AOT_PYTHON_PLUGINS] if target == "trt" else [known.STRONGLY_TYPED]
+    definition = builder.create_network(sum(1 << int(flag) for flag in wanted))
+    parser = api.OnnxParser(definition, log.logger)
+    if not parser.parse(model, str(path)):
+        raise StageError(PARSER_STAGE, parse_failure(parser, log))
+    return Network(definition, parser)
+
+
+def keep_attention_whole(api: Api, definition: INetworkDefinition) -> None:
+    """Forbid the builder to take Attention apart, so that it makes one kernel of each or refuses to build."""
+    for layer in map(definition.get_layer, range(definition.num_layers)):
+        if layer.type == api.LayerType.ATTENTION_INPUT:
+            whole: Any = layer
+            whole.__class__ = api.IAttentionInputLayer  # get_layer returns the base class
+            cast(IAttentionInputLayer, whole).attention.decomposable = False
+
+
+def parse_failure(parser: OnnxParser, log: BuildLog) -> str:
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        where = (
+            f"node {error.node_name() or '(without a name)'} ({error.node_operator()})" if error.node_operator() else ""
+        )
+        if "Plugin not found" in error.desc():
+            return (
+                f"{where} is an operator that TensorRT does not have, without a function body or a plugin; attach a "
+                "body to the model, or use another operator"
+            )
+        if where and error.desc() in ("false", "unsupported"):
+            return f"{where} is an operator that TensorRT does not import; use another one"
+        if where:
+            return f"{where}: {plain(error.desc())}; build an artifact with effexport, or report this graph"
+        return f"the model cannot be read: {plain(error.desc())}"
+    return explain(log.errors)
+
+
+def config_from_spec(
+    api: Api, builder: Builder, spec: EngineSpec, shapes: tuple[Mapping[str, ShapeRange], ...]
+) -> IBuilderConfig:
+    """The configuration of a build. shapes: those of every input, one entry per profile."""
+    config = builder.create_builder_config()
+    for profile in shapes:
+        added = builder.create_optimization_profile()
+        for name, (smallest, optimum, largest) in profile.items():
+            added.set_shape(name, smallest, optimum, largest)
+        config.add_optimization_profile(added)
+    flags = {
+        api.BuilderFlag.TF32: spec.tf32,
+        api.BuilderFlag.VERSION_COMPATIBLE: spec.version_compatible,
+        api.BuilderFlag.WEIGHT_STREAMING: spec.weight_streaming,
+        api.BuilderFlag.REFIT: spec.refittable,
+    }
+    for flag, wanted in flags.items():
+        if wanted:
+            config.set_flag(flag)
+        else:
+            config.clear_flag(flag)
+    config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
+    if spec.optimization_level is not None:
+        config.builder_optimization_level = spec.optimization_level
+    if spec.workspace_bytes is not None:
+        config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, spec.workspace_bytes)
+    if spec.target == "trt":
+        configure_trt(api, config, spec)
+    else:
+        configure_rtx(api, config, spec)
+    return config
+
+
+def configure_trt(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
+    levels = api.HardwareCompatibilityLevel
+    config.hardware_compatibility_level = {
+        "none": levels.NONE,
+        "ampere+": levels.AMPERE_PLUS,
+        "same-compute-capability": levels.SAME_COMPUTE_CAPABILITY,
+    }[spec.hardware_compatibility]
+    if spec.timing_cache is not None:
+        known = spec.timing_cache.read_bytes() if spec.timing_cache.is_file() else b""
+        cache = config.create_timing_cache(known)
+        # a cache of another GPU or release is replaced by a new one
+        if cache is None or not config.set_timing_cache(cache, False):
+            empty = config.create_timing_cache(b"")
+            if empty is not None:
+                config.set_timing_cache(empty, False)
+
+
+def configure_rtx(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
+    """Does not touch the timing cache, because reading it makes TensorRT-RTX look for a GPU."""
+    if spec.compute_capabilities:
+        config.num_compute_capabilities = len(spec.compute_capabilities)
+        for index, number in enumerate(spec.compute_capabilities):
+            config.set_compute_capability(getattr(api.ComputeCapability, f"SM{number}"), index)
+
+
+def save_timing_cache(spec: EngineSpec, config: IBuilderConfig) -> None:
+    if spec.timing_cache is None:
+        return
+    path = spec.timing_cache
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, bytes_of(config.get_timing_cache().serialize()))
+    except OSError as error:
+        raise UserError(
+            f"the engine is built, but the timing cache {path} cannot be written: {error.strerror}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The memory of a runner's inputs and outputs, on the GPU and pinned on the host."""
+"""The memory of a runner's inputs and outputs, on the GPU and pinned on the host, and the profile that covers a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.dtypes import TensorInfo, numpy_dtype
-from effexport.engines.sidecar import EngineInfo, Shape, ShapeRange
-from effexport.errors import EffexportError
+from effexport.errors import EffexportError, UserError
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import SpecError
-from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedMemory
+from effexport.tensorrt.context import Shapes
+from effexport.tensorrt.cuda import Cuda, CudaError, DeviceMemory, PinnedMemory
+from effexport.tensorrt.sidecar import EngineInfo, Shape, ShapeRange
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+
 
 # A runner allocates for the largest shapes of its profiles at once if they need no more than this. Otherwise memory
 # grows with the runs: a profile up to 65536 tokens does not mean that such runs happen.
@@ -166,3 +168,40 @@ def dim_ranges(inputs: Sequence[TensorInfo], profile: Mapping[str, ShapeRange]) 
 def dim_name(tensor: TensorInfo, axis: int) -> str:
     dim = tensor.dims[axis]
     return f"{tensor.name}[{axis}]" if dim == "?" else str(dim)
+
+
+class Profiles:
+    """The sizes that an engine accepts, by the names of its dynamic dimensions."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._inputs = info.inputs
+        self._ranges = [dim_ranges(info.inputs, profile) for profile in info.profiles]
+
+    def index(self, sizes: Mapping[str, int]) -> int | None:
+        """The first profile that covers these sizes; None if none does."""
+        for index, ranges in enumerate(self._ranges):
+            if all(low <= sizes[dim] <= high for dim, (low, high) in ranges.items()):
+                return index
+        return None
+
+    def covering(self, shapes: Shapes) -> int:
+        """The first profile that covers the shapes of all inputs. Raises UserError if none does."""
+        shape_of = dict(shapes)
+        given = {
+            dim_name(tensor, axis): shape_of[tensor.name][axis]
+            for tensor in self._inputs
+            for axis, dim in enumerate(tensor.dims)
+            if isinstance(dim, str)
+        }
+        found = self.index(given)
+        if found is not None:
+            return found
+        sizes = ", ".join(f"{dim} {size}" for dim, size in given.items())
+        profiles = "; or ".join(
+            ", ".join(f"{dim} {low} to {high}" for dim, (low, high) in ranges.items()) for ranges in self._ranges
+        )
+        flag = ",".join(f"{dim}=1:{size}:{size}" for dim, size in given.items())
+        raise UserError(
+            f"the inputs have {sizes}; this engine was built for {profiles}: build it again with a profile that covers "
+            f"them, such as --profile {flag}"
+        )

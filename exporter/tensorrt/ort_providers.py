@@ -25,15 +25,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.engines.api import version_tuple
 from effexport.errors import KernelWarning, UserError
 from effexport.plugins.building.library import make_cache_folder
 from effexport.plugins.errors import LibraryError
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings
 from effexport.runtimes import RUNTIMES
+from effexport.tensorrt.bindings import version_tuple
 
 if TYPE_CHECKING:
-    from effexport.engines.sidecar import ShapeRange
+    from effexport.tensorrt.sidecar import ShapeRange
+
 
 TENSORRT = RUNTIMES["trt"].package
 PROVIDER = PROVIDERS["tensorrt"]

@@ -1,1 +1,0 @@
-"""Builds TensorRT engines from ONNX models: specs, profiles, the build, and the sidecar of an engine."""

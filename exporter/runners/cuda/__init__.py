@@ -1,1 +1,0 @@
-"""GPU memory, streams and graphs, through cuda-python or PyTorch."""
