@@ -18,9 +18,8 @@ from effexport.proof.module_runs import (
     scores_of_indices,
 )
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
-from effexport.quantize.modules import quantized_module, recorded_inputs
+from effexport.quantize.modules import quantized_module, recorded_inputs, smoothed
 from effexport.quantize.rounding import codes_of, rounded_rows
-from effexport.quantize.smoothing import smoothed
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,10 +11,17 @@ import numpy as np
 from torch import nn
 
 from effexport.errors import StageError
-from effexport.quantize.modules import FP8_LARGEST, INT8_LARGEST, RoundedLinear, quantized_module, recorded_inputs
+from effexport.quantize.modules import (
+    FP8_LARGEST,
+    INT8_LARGEST,
+    RoundedLinear,
+    quantized_module,
+    recorded_inputs,
+    smoothed,
+    smoothing_of,
+)
 from effexport.quantize.places import is_within, layers_to_quantize
 from effexport.quantize.record import Loss, Quantization, QuantizedLayer, Samples
-from effexport.quantize.smoothing import smoothed, smoothing_of
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
