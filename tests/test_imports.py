@@ -80,7 +80,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("quantize",),
     ("spec", "runtimes", "dtypes", "environment"),
     (
-        "plots",
+        "render",
         "errors",
         "disk",
         "files",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from effexport.plots.multiples import Chart, Line, Quantity, chart_of
-from effexport.report.rendering.templates import template_environment
+from effexport.render.multiples import Chart, Line, Quantity, chart_of
+from effexport.render.templates import template_environment
 from effexport.sweep.results import Row, SweepResults
 from effexport.units import duration, memory, moment, number
 
@@ -25,7 +25,7 @@ def html_from_results(results: SweepResults) -> str:
         "memory": memory,
         "path": quote,
     }
-    environment = template_environment(("report/rendering", "plots", "sweep"), filters)
+    environment = template_environment(("render", "sweep"), filters)
     return environment.get_template("page.html.j2").render(
         results=results,
         groups=groups_of(results.rows),

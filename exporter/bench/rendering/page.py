@@ -11,7 +11,7 @@ from effexport.bench.rendering.plots import bench_chart, frontier_chart, mean_ra
 from effexport.bench.rendering.published import TITLES
 from effexport.bench.rendering.table import differing_options, table_of
 from effexport.bench.results import BenchResults
-from effexport.report.rendering.templates import template_environment
+from effexport.render.templates import template_environment
 from effexport.units import listed, memory, moment
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MAX_OPEN_ROWS = 40
 def html_from_results(results: BenchResults, advice: Advice | None = None) -> str:
     """The page of a benchmark, which may be incomplete; one of `bench --advise` begins with its advice."""
     environment = template_environment(
-        ("report/rendering", "plots", "bench/rendering"),
+        ("render", "bench/rendering"),
         {"moment": moment, "memory": memory, "css": lambda text: text.replace(" ", "-")},
     )
     return environment.get_template("page.html.j2").render(

@@ -10,9 +10,9 @@ from effexport.bench.rendering.beside import mean_ratios
 from effexport.bench.rendering.curves import BASELINE, Curve, curves, median_ms
 from effexport.bench.rendering.frontier import on_frontier
 from effexport.bench.results import BenchResults, Row
-from effexport.plots.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
-from effexport.plots.multiples import Chart, Line, Quantity, chart_of
-from effexport.plots.svg import Figure, Point, Series, legend_of, scatter
+from effexport.render.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
+from effexport.render.multiples import Chart, Line, Quantity, chart_of
+from effexport.render.svg import Figure, Point, Series, legend_of, scatter
 from effexport.units import duration, memory, times
 
 if TYPE_CHECKING:

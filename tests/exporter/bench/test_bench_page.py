@@ -30,8 +30,8 @@ from effexport.bench.rendering.plots import bench_chart
 from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.bench.rendering.table import table_of
 from effexport.bench.results import BenchResults, Row
-from effexport.plots.axes import MAX_TICKS, ticks_between
-from effexport.plots.multiples import Chart
+from effexport.render.axes import MAX_TICKS, ticks_between
+from effexport.render.multiples import Chart
 from effexport.units import duration, duration_with, memory, rate, three_digits
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""

@@ -26,7 +26,7 @@ from effexport.errors import UserError
 from effexport.evaluation.estimates import Estimate
 from effexport.evaluation.results import Evaluation, Objective
 from effexport.files import json_text
-from effexport.plots.axes import ticks_around
+from effexport.render.axes import ticks_around
 
 LENGTH = 64
 Cli = Callable[..., Any]

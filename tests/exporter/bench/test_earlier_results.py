@@ -1,7 +1,7 @@
 """Folders of benchmarks and sweeps that an earlier commit wrote: they are read as they were, and a sweep goes on.
 
-tests/corpus/e23d9acc-results.tar.xz has `bench/`, the results of a benchmark, and `sweep/`, the folder of sweep.toml after
-it was run for 8 tokens and then, with a limit that every artifact exceeds, for softmax of 9 tokens.
+tests/corpus/e23d9acc-results.tar.xz has `bench/`, the results of a benchmark, and `sweep/`, the folder of sweep.toml
+after it was run for 8 tokens and then, with a limit that every artifact exceeds, for softmax of 9 tokens.
 """
 
 from __future__ import annotations

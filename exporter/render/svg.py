@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from effexport.plots.axes import (
+from effexport.render.axes import (
     EDGE,
     LEFT,
     PLOT_HEIGHT,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from effexport.plots.axes import PANEL_WIDTH, Axis, ticks_between
-from effexport.plots.svg import SERIES_COLOURS, Entry, Figure, Look, Point, Series, legend_of, scatter
+from effexport.render.axes import PANEL_WIDTH, Axis, ticks_between
+from effexport.render.svg import SERIES_COLOURS, Entry, Figure, Look, Point, Series, legend_of, scatter
 
 # The values that a description lists from each end, if there are many.
 LISTED = 4
