@@ -15,8 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from effexport.bench.rendering.curves import crossovers, curves
-from effexport.bench.rendering.headline import (
+from effexport.bench.findings import (
+    crossovers,
+    curves,
     disturbance,
     headlines,
     interruption,
@@ -25,9 +26,7 @@ from effexport.bench.rendering.headline import (
     status_of,
     verdict,
 )
-from effexport.bench.rendering.page import title_of
-from effexport.bench.rendering.plots import QUANTITIES, bench_chart
-from effexport.bench.rendering.table import parity_text
+from effexport.bench.page import QUANTITIES, bench_chart, parity_text, title_of
 from effexport.bench.results import BenchResults, Row, results_from_json
 from effexport.render.axes import PANEL_WIDTH, text_at
 from effexport.render.multiples import Chart

@@ -63,7 +63,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "build_request",
         "description",
         "bench",
-        "sweep",
         "serving",
         "triton",
         "hf",

@@ -2,19 +2,249 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from effexport.bench.advice import MOST_DISTURBED, Limits, Plan
 from effexport.bench.grid import model_of_case
-from effexport.bench.limits import Limits
-from effexport.bench.measuring.plan import MOST_DISTURBED, Plan
-from effexport.bench.rendering.build_command import BuildCommand, command_from_case
-from effexport.bench.rendering.entries import FITTING, STANDINGS, Entry, Standing
-from effexport.bench.rendering.frontier import OTHER_WEIGHTS, on_frontier, sentences_of_frontier, with_frontier
 from effexport.bench.results import BenchResults, Case, Row
+from effexport.models.attention_spec import field_names
 from effexport.processor import Processor
+from effexport.report.rendering.text import interval_text
 from effexport.runtimes import RUNTIMES
-from effexport.units import counted, duration, three_digits
+from effexport.shell import Word, command_line
+from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
+from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
+
+if TYPE_CHECKING:
+    from effexport.bench.quality import CandidateQuality
+
+Standing = Literal[
+    "use this",
+    "frontier",
+    "fits",
+    "–",
+    "memory unknown",
+    "disturbed",
+    "over the limit",
+    "not measured",
+    "failed",
+    "not reached",
+]
+# The order of the table. Without any limit, "–" stands for "fits". "frontier" fits too: with --quality, no other one
+# that fits is both faster and better.
+STANDINGS: tuple[Standing, ...] = get_args(Standing)
+FITTING: tuple[Standing, ...] = ("use this", "frontier", "fits", "–")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One candidate of an advice. row: its measurement at the full length, or None. why: its standing in words.
+
+    quality: None if it was not judged.
+    """
+
+    label: str
+    runtime: str
+    standing: Standing
+    why: str = ""
+    row: Row | None = None
+    quality: CandidateQuality | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} on {self.runtime}"
+
+    @property
+    def latency_ms(self) -> float | None:
+        return None if self.row is None or self.row.timing is None else self.row.timing.median_ms
+
+    @property
+    def latency(self) -> str:
+        """`12.3 ± 0.42 ms`: the median and its spread."""
+        if self.row is None or self.row.timing is None:
+            return NOTHING
+        return duration_with(self.row.timing.median_ms, self.row.timing.spread_ms)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.row is None else self.row.peak_bytes
+
+    @property
+    def loss(self) -> str:
+        """`2.1034 (2.0812 to 2.1256)`: with its 95 % confidence interval."""
+        return NOTHING if self.quality is None else interval_text(self.quality.loss)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether its timing is too long because of other programs."""
+        return self.latency_ms is not None and self.row is not None and not self.row.is_quotable
+
+    @property
+    def figures(self) -> str:
+        """`182 ms and 392 MB`, as far as they are known."""
+        return listed([duration(self.latency_ms)] + ([] if self.peak_bytes is None else [memory(self.peak_bytes)]))
+
+
+NO_DIFFERENCE = (
+    "Where intervals overlap or are unknown, these results show no difference; `effexport evaluate ARTIFACT --compare "
+    "OTHER` compares two models row by row, which tells more."
+)
+OTHER_WEIGHTS = "The timed models have the sizes of those that were judged, but other weights."
+
+
+def with_frontier(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries with the frontier marked. The one with the lowest loss is to be used, unless one with a lower loss
+    may fit that other programs disturbed."""
+    fitting = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
+    best = min(fitting, key=lambda entry: (loss_of(entry), entry.latency_ms or 0.0), default=None)
+    if best is None:
+        return list(entries)
+    unsure = [entry for entry in entries if entry.quality is not None and entry.standing == "disturbed"]
+    is_sure = all(loss_of(entry) > loss_of(best) for entry in unsure)
+    timed = sorted((entry for entry in fitting if not entry.is_disturbed), key=lambda entry: entry.latency_ms or 0.0)
+
+    def placed(entry: Entry) -> Entry:
+        if entry is best:
+            return replace(entry, standing="use this" if is_sure else "frontier")
+        if entry not in timed:
+            return entry
+        better = next((other for other in timed if beats(other, entry)), None)
+        return replace(entry, standing="frontier") if better is None else replace(entry, why=f"beaten by {better.name}")
+
+    return [placed(entry) for entry in entries]
+
+
+def loss_of(entry: Entry) -> float:
+    assert entry.quality is not None
+    return entry.quality.loss.value
+
+
+def beats(one: Entry, other: Entry) -> bool:
+    """Whether one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
+    first, second = (((entry.latency_ms or 0.0), loss_of(entry)) for entry in (one, other))
+    return first[0] <= second[0] and first[1] <= second[1] and first != second
+
+
+def on_frontier(entries: Sequence[Entry]) -> list[Entry]:
+    """The frontier, the lowest loss first."""
+    found = [entry for entry in entries if entry.quality is not None and entry.standing in ("use this", "frontier")]
+    return sorted(found, key=loss_of)
+
+
+def sentences_of_frontier(entries: Sequence[Entry], seq_len: int, limits: str) -> Iterator[str]:
+    """The lowest loss, then what each faster model of the frontier loses."""
+    best, *faster = on_frontier(entries)
+    assert best.quality is not None
+    within = f" within {limits}" if limits else ""
+    yield (
+        f"{best.name} has the lowest loss{within}: {best.quality.text}, with {best.figures} for {seq_len:,} tokens, "
+        f"measured on this machine. It was judged as {best.quality.model}."
+    )
+    if best.standing != "use this":
+        yield "A model with a lower loss may fit, too: other programs disturbed its timing."
+    for entry in faster:
+        yield f"{entry.name} {speed_beside(entry, best)} and {loss_beside(entry, best)}."
+    rivals = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
+    if not faster and len(rivals) > 1 and not any(entry.is_disturbed for entry in rivals):
+        yield "No other model that fits and was judged is faster."
+    if any(are_alike(best, entry) for entry in faster):
+        yield NO_DIFFERENCE
+    unknown = sum(entry.quality is None and entry.standing in FITTING for entry in entries)
+    if unknown:
+        yield f"{counted(unknown, 'model')} without a result cannot be placed."
+
+
+def speed_beside(entry: Entry, best: Entry) -> str:
+    """`is 2.10 times as fast`; its time alone if that of the other is not known."""
+    if best.is_disturbed or best.latency_ms is None or entry.latency_ms is None:
+        return f"takes {duration(entry.latency_ms)}"
+    return f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
+
+
+def loss_beside(entry: Entry, best: Entry) -> str:
+    """`loses 0.12 bits per byte`."""
+    assert entry.quality is not None
+    if are_alike(entry, best):
+        return "shows no difference in loss"
+    return f"loses {loss_of(entry) - loss_of(best):.2g} {entry.quality.unit}"
+
+
+def are_alike(one: Entry, other: Entry) -> bool:
+    """Whether the confidence intervals of the losses overlap, or one of them is unknown."""
+    assert one.quality is not None
+    assert other.quality is not None
+    first, second = one.quality.loss, other.quality.loss
+    if first.low is None or first.high is None or second.low is None or second.high is None:
+        return True
+    return first.low <= second.high and second.low <= first.high
+
+
+# The file for fields that have no option of their own, if the user gave none.
+WRITTEN_FILE = "model.toml"
+# Fields of a case's options that have one.
+_WITH_OPTION = ("num_hashes", "pinv_init", "layers")
+
+
+@dataclass(frozen=True)
+class BuildCommand:
+    """A command, and how `file`, which it reads, must be changed first: lines to add, and fields to remove."""
+
+    text: str
+    file: str = ""
+    lines: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+
+    @property
+    def before(self) -> str:
+        """What to do first, as a sentence; "" if nothing."""
+        add = f"write these lines to {self.file}: {'; '.join(self.lines)}" if self.lines else ""
+        remove = f"remove {', '.join(self.remove)} from {self.file}, which this variant does not have"
+        steps = [step for step in (add, remove if self.remove else "") if step]
+        return f"First {' and '.join(steps)}." if steps else ""
+
+
+def command_from_case(case: Case, spec_file: str = "") -> BuildCommand | None:
+    """The command that exports the model of a case; None if its runtime does not run an export of ours.
+
+    spec_file: the TOML file that described the model, or "".
+    """
+    runtime = RUNTIMES[case.runtime]
+    if runtime.graph != "ours":
+        return None
+    given = options_from_toml(Path(spec_file)) if spec_file else {}
+    attention = model_of_case(case).attention
+    flags: dict[str, Any] = {
+        "variant": case.variant,
+        "scope": case.scope,
+        "dim": attention.dim,
+        "heads": attention.heads,
+    }
+    flags["seq_len"] = case.seq_len
+    flags |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
+    flags |= {"precision": case.precision} if case.precision != given.get("precision", "fp32") else {}
+    flags |= {"target": case.runtime} if runtime.engine else {}
+    switches, lines = [], []
+    for name, value in (case.options | case.encoder).items():
+        if name in flags or (name in given and given[name] == value):
+            continue
+        if name == "causal":
+            switches.append("--causal" if value else "--no-causal")
+        elif name in _WITH_OPTION:
+            flags[name] = value
+        else:
+            lines.append(f"{name} = {json.dumps(value)}")
+    file = spec_file or (WRITTEN_FILE if lines else "")
+    words: list[Word] = ["effexport", "build"]
+    words += ["--spec", Path(file)] if file else []
+    words += [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    known = {"variant", *BUILD_FIELDS, "scope", *ENCODER_FIELDS, *field_names(type(attention))}
+    remove = tuple(name for name in given if name not in known)
+    return BuildCommand(command_line(*words, *switches), file, tuple(lines), remove)
+
 
 OTHER_MODELS = (
     "The variants are different models, not implementations of one model: they cannot share weights, so this is a "

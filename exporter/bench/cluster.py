@@ -9,22 +9,21 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
-from effexport.errors import EffexportError
+from effexport.bench.cell import ARTIFACT, Cell, Outcome
+from effexport.bench.children import Attempt, Event, Limits, Work, run_attempt
+from effexport.errors import EffexportError, MissingExtraError, UserError
 from effexport.files import abandoned
-from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
-from effexport.sweep.cell import Cell
-from effexport.sweep.executor import Event
-from effexport.sweep.outcome import ARTIFACT, Outcome
-from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
+from effexport.plugins.building.gpus import gpus_here
 from effexport.units import listed
 
 # A cell needs a node with this resource, in any amount; GPUs and CPUs limit how many cells run there.
@@ -199,3 +198,135 @@ def short(error: BaseException) -> str:
         return f"{type(cause).__name__}: {cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+PIECE_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next bytes of a file. Files are sent one after the other, each from its start."""
+
+    name: str
+    data: bytes
+
+
+def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Every file, in pieces of at most `piece_bytes`. An empty file is one empty piece."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
+        with path.open("rb") as stream:
+            data = stream.read(piece_bytes)
+            yield Piece(name, data)
+            while data := stream.read(piece_bytes):
+                yield Piece(name, data)
+
+
+@dataclass
+class Unpacking:
+    """A receiver that writes pieces into `folder`. expected: size in bytes by name; other files are refused.
+
+    A node is trusted to compute, but not to choose where its files go.
+    """
+
+    folder: Path
+    expected: Mapping[str, int]
+    _sizes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, piece: Piece) -> None:
+        """Raises EffexportError for a file that was not announced, lies outside, or is longer than announced."""
+        path = PurePosixPath(piece.name)
+        size = self._sizes.get(piece.name, 0) + len(piece.data)
+        if path.is_absolute() or ".." in path.parts or piece.name not in self.expected:
+            raise EffexportError(f"a node sent the file {piece.name!r}, which is not part of the artifact it announced")
+        if size > self.expected[piece.name]:
+            raise EffexportError(f"a node sent {size} bytes of {piece.name}; it announced {self.expected[piece.name]}")
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("ab") as stream:
+            stream.write(piece.data)
+        self._sizes[piece.name] = size
+
+    def finish(self) -> None:
+        """Raises EffexportError if something is missing."""
+        missing = [name for name, size in self.expected.items() if self._sizes.get(name) != size]
+        if missing:
+            raise EffexportError(f"a node sent an incomplete artifact; missing or incomplete: {', '.join(missing)}")
+
+
+LOCAL_STORE_BYTES = 512 * 2**20
+CONNECT_SECONDS = 10.0
+
+
+def import_ray() -> Any:
+    """Raises MissingExtraError without Ray."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("Ray", "sweep", remark="a sweep without --address does not need it") from error
+    return ray
+
+
+def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
+    """Start Ray on this machine; it ends with this process. Raises MissingExtraError and UserError."""
+    ray = import_ray()
+    gpus = gpus_here()
+    architectures = [gpu.architecture for gpu in gpus]
+    try:
+        ray.init(
+            address="local",
+            num_cpus=jobs,
+            num_gpus=len(gpus),
+            resources={name: float(architectures.count(name)) for name in architectures},
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level="ERROR",
+            object_store_memory=LOCAL_STORE_BYTES,
+        )
+    except Exception as error:  # Ray raises anything, also Exception itself
+        raise UserError(
+            f"Ray does not start on this machine: {short(error)}; add --processes to run without Ray"
+        ) from error
+    return RayExecutor(ray, f"this machine with Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
+
+
+def check_reachable(address: str) -> None:
+    """Raises UserError if nothing listens at host:port; Ray itself would try for minutes. Ignores other addresses."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"no Ray cluster at --address {address}: {error}; expected host:port of its head, as ray start printed it, "
+            "or auto on one of its nodes"
+        ) from error
+
+
+def cluster_executor(
+    address: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
+) -> RayExecutor:
+    """Connect to the cluster at `address`. Raises MissingExtraError, and UserError if it cannot be used."""
+    ray = import_ray()
+    if address.startswith("ray://"):
+        raise UserError(
+            f"--address is {address}; Ray's client cannot send artifacts back. Run effexport on a node of the cluster, "
+            "with --address auto"
+        )
+    check_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:
+        raise UserError(
+            f"no Ray cluster at --address {address}: {short(error)}; expected host:port of its head, as ray start "
+            "printed it, or auto on one of its nodes"
+        ) from error
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    title = f"the cluster at {address}, {nodes} {'node' if nodes == 1 else 'nodes'}"
+    return RayExecutor(ray, title, limits, cpus=cpus, wait_seconds=wait_seconds, work=work)

@@ -1,4 +1,4 @@
-"""One cell of a sweep: a model, its export options, and the engine to build from it, if any."""
+"""One cell of a sweep: a model, its export options, and the engine to build from it, if any; and its outcome."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from effexport.engines.profile import Profile, parse_profile
 from effexport.engines.spec import EngineSpec
@@ -117,3 +117,26 @@ def deciding_versions(target: str) -> Mapping[str, str | None]:
 def public(version: str | None) -> str | None:
     """2.13.0 of 2.13.0+cpu, because builds of one release for different machines count as the same."""
     return version.partition("+")[0] if version else None
+
+
+ARTIFACT, LOG, OUTCOME, REQUEST = "artifact", "log.txt", "outcome.json", "request.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of an attempt. status: "finished" with an artifact, or "failed" with a reason.
+
+    stage: the stage of the build that failed; "" if unknown. log: the end of the attempt's output. seconds: duration of
+    the whole attempt. peak_bytes: peak memory of its process; None if it was killed. where: host and process.
+    versions: of the packages that decide the result. files: size in bytes of every file of the artifact.
+    """
+
+    status: Literal["finished", "failed"]
+    reason: str = ""
+    stage: str = ""
+    log: str = ""
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+    where: str = ""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)

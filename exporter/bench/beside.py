@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curves, has_several_batches
-from effexport.bench.rendering.headline import status_of
-from effexport.bench.rendering.published import Cell, Published, published_of
+from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
+from effexport.bench.presets import Cell, Published, published_of
 from effexport.bench.results import BenchResults, Row
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.units import NOTHING, duration_with, three_digits

@@ -13,34 +13,47 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.bench.grid import Grid, model_of_case, products_of_case
-from effexport.bench.measuring.agreement import agreement, reference_of_case
-from effexport.bench.measuring.candidates import (
+from effexport.bench.agreement import agreement, reference_of_case
+from effexport.bench.candidates import (
     Candidate,
     NotRunnableError,
     candidate_from_case,
     engine_from_case,
+    inputs_of_case,
     is_beyond_runtime,
+    naive_onnx_from_case,
+    onnx_from_case,
     reason_not_here,
     short,
 )
-from effexport.bench.measuring.disturbance import disturbance_of, notes_of, reason_disturbed
-from effexport.bench.measuring.floor import run_pass, run_products, traffic_bytes
-from effexport.bench.measuring.machine import Machine, wait_until_idle
-from effexport.bench.measuring.memory import MemoryUnknownError, arena_fits, peak_memory, reason_too_large
-from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
-from effexport.bench.measuring.naive import naive_onnx_from_case
-from effexport.bench.measuring.progress import (
+from effexport.bench.costs import (
     EXPORT_SECONDS,
     START_SECONDS,
+    MemoryUnknownError,
     OnStep,
     Pace,
+    arena_fits,
     memory_cost,
+    peak_memory,
     prepare_cost,
+    reason_too_large,
+    run_pass,
+    run_products,
     timing_cost,
+    traffic_bytes,
 )
-from effexport.bench.measuring.timing import Rotation, TimedCall, times_faster, timing_from_samples
+from effexport.bench.grid import Grid, model_of_case, products_of_case
+from effexport.bench.machine import Machine, wait_until_idle
 from effexport.bench.results import BenchResults, Case, Floor, Row
+from effexport.bench.timing import (
+    Rotation,
+    TimedCall,
+    disturbance_of,
+    notes_of,
+    reason_disturbed,
+    times_faster,
+    timing_from_samples,
+)
 from effexport.disk import ANOTHER_TEMPORARY, disk_problem, write_error
 from effexport.environment import describe_machine, usable_cores, versions
 from effexport.errors import EffexportError, is_out_of_memory

@@ -23,12 +23,11 @@ from typing import Any, Literal
 import msgspec
 
 from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
+from effexport.bench.cell import ARTIFACT, LOG, Cell, Outcome
 from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.errors import UserError
 from effexport.files import json_text, write_file
 from effexport.records import values_of_file
-from effexport.sweep.cell import Cell
-from effexport.sweep.outcome import ARTIFACT, LOG, Outcome
 
 FORMAT_VERSION = 1
 MARK, RECORD, ATTEMPTS, LOCK = "sweep.json", "record.json", "attempts.jsonl", ".lock"
