@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from effexport import load_decoder
+from effexport.bench.candidates import inputs_of_case, onnx_from_case
 from effexport.bench.grid import Grid, Model
-from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
-from effexport.bench.measuring.run import Settings, bench
-from effexport.bench.measuring.timing import Rotation, TimedCall
 from effexport.bench.results import BenchResults, Case, Row
+from effexport.bench.run import Settings, bench
+from effexport.bench.timing import Rotation, TimedCall
 from effexport.build import artifact_from_spec
 from effexport.environment import describe_machine, usable_cores
 from effexport.plugins.building.library import find_library

@@ -15,8 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from effexport.bench.rendering.curves import crossovers, curves
-from effexport.bench.rendering.headline import (
+from effexport.bench.findings import (
+    crossovers,
+    curves,
     disturbance,
     headlines,
     interruption,
@@ -25,15 +26,13 @@ from effexport.bench.rendering.headline import (
     status_of,
     verdict,
 )
-from effexport.bench.rendering.page import title_of
-from effexport.bench.rendering.plots import QUANTITIES, bench_chart
-from effexport.bench.rendering.table import parity_text
+from effexport.bench.page import QUANTITIES, bench_chart, parity_text, title_of
 from effexport.bench.results import BenchResults, Row, results_from_json
-from effexport.plots.axes import PANEL_WIDTH, text_at
-from effexport.plots.multiples import Chart
-from effexport.plots.svg import SIGN_WIDTH
+from effexport.render.axes import PANEL_WIDTH, text_at
+from effexport.render.multiples import Chart
+from effexport.render.svg import SIGN_WIDTH
+from effexport.render.templates import template_environment
 from effexport.report.rendering.markdown import SIGNS, escaped, fenced, folded, table
-from effexport.report.rendering.templates import template_environment
 from effexport.units import NOTHING, duration_with, memory, moment, three_digits
 
 HEAD = ("model", "tokens", "runtime", "median ± spread", "× softmax", "× torch", "× floor", "peak memory", "parity")
@@ -66,7 +65,7 @@ def markdown_from_results(results: BenchResults) -> str:
 
 def plot_svg_from_results(results: BenchResults, what: Literal["latency", "memory"]) -> str:
     """The plots of one quantity as a file: with their own colours, for light and dark, and their own background."""
-    style = template_environment(("plots",)).get_template("plot.css.j2").render()
+    style = template_environment(("render",)).get_template("plot.css.j2").render()
     chart = bench_chart(results, [what])
     return svg_file(QUANTITIES[what][0].title if chart else f"No {what} was measured.", chart, style)
 

@@ -20,11 +20,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from effexport.plots.axes import Axis, ticks_around  # noqa: E402
-from effexport.plots.multiples import Chart  # noqa: E402
-from effexport.plots.svg import Figure, Point, Series, legend_of, scatter  # noqa: E402
+from effexport.render.axes import Axis, ticks_around  # noqa: E402
+from effexport.render.multiples import Chart  # noqa: E402
+from effexport.render.svg import Figure, Point, Series, legend_of, scatter  # noqa: E402
+from effexport.render.templates import template_environment  # noqa: E402
 from effexport.report.rendering.markdown import table  # noqa: E402
-from effexport.report.rendering.templates import template_environment  # noqa: E402
 from effexport.units import NOTHING  # noqa: E402
 from scripts.bench_docs import svg_file  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS  # noqa: E402
@@ -196,7 +196,7 @@ def plot(title: str, across: str, series: Sequence[Series]) -> str:
     points = [point for one in series for point in one.points]
     x, y = (ticks_around(values) for values in ([point.x for point in points], [point.y for point in points]))
     svg = scatter("plot", title, title, Axis(across, ticks=x), Axis("bits per byte", ticks=y), series)
-    style = template_environment(("plots",)).get_template("plot.css.j2").render()
+    style = template_environment(("render",)).get_template("plot.css.j2").render()
     return svg_file(title, Chart(legend_of(series), {"": [Figure(title, "", svg)]}), style)
 
 

@@ -63,7 +63,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "build_request",
         "description",
         "bench",
-        "sweep",
         "serving",
         "hf",
     ),
@@ -78,7 +77,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("quantize",),
     ("spec", "runtimes", "dtypes", "environment"),
     (
-        "plots",
+        "render",
         "errors",
         "disk",
         "files",

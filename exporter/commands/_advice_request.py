@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from effexport.bench.advice import Limits, Plan
     from effexport.bench.grid import Grid, Model
-    from effexport.bench.limits import Limits
-    from effexport.bench.measuring.plan import Plan
     from effexport.bench.quality import Judged
 
 # Options that set fields of a spec; they win over the spec file.
@@ -25,7 +24,7 @@ class AdviceRequest:
 
     def plan(self) -> Plan:
         """Raises UserError and SpecError for options that contradict each other or cannot work."""
-        from effexport.bench.measuring.plan import Plan
+        from effexport.bench.advice import Plan
 
         self.check()
         limits, results = self.limits(), self.results()
@@ -51,7 +50,7 @@ class AdviceRequest:
         )
 
     def limits(self) -> Limits:
-        from effexport.bench.limits import Limits
+        from effexport.bench.advice import Limits
         from effexport.units import bytes_from_text, milliseconds_from_text
 
         latency, size = self.flags["latency_limit"], self.flags["memory_limit"]

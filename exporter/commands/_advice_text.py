@@ -11,14 +11,14 @@ from effexport.units import counted, listed, memory, rough_duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.bench.measuring.plan import Plan
-    from effexport.bench.measuring.run import Settings
-    from effexport.bench.rendering.advise import Advice
+    from effexport.bench.advice import Plan
+    from effexport.bench.recommendation import Advice
     from effexport.bench.results import BenchResults
+    from effexport.bench.run import Settings
 
 
 def print_plan(console: Console, plan: Plan, settings: Settings) -> None:
-    from effexport.bench.rendering.advise import model_text
+    from effexport.bench.recommendation import model_text
 
     seconds = plan.seconds(settings.rounds, settings.max_seconds)
     say(console, f"plan: {model_text(plan)}; about {rough_duration(seconds)}, and Ctrl-C gives the advice so far")
@@ -58,7 +58,7 @@ def print_advice(console: Console, advice: Advice, results: BenchResults) -> Non
 
 def json_of_advice(advice: Advice) -> dict[str, Any]:
     """The advice as it stands in the object of --json."""
-    from effexport.bench.rendering.frontier import on_frontier
+    from effexport.bench.recommendation import on_frontier
 
     frontier = on_frontier(advice.entries)
     return {

@@ -12,10 +12,10 @@ from effexport.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from effexport.bench.advice import Plan
     from effexport.bench.grid import Grid
-    from effexport.bench.measuring.plan import Plan
-    from effexport.bench.measuring.run import Settings
     from effexport.bench.presets import Preset
+    from effexport.bench.run import Settings
 
 # An advice is wanted within a minute.
 ADVICE_ROUNDS, ADVICE_SECONDS = 3, 3.0
@@ -39,7 +39,7 @@ class BenchRequest:
         """
         from dataclasses import replace
 
-        from effexport.bench.measuring.run import Settings
+        from effexport.bench.run import Settings
 
         self.check_numbers()
         self.check_advice()
@@ -73,7 +73,7 @@ class BenchRequest:
         threads = self.flags["threads"]
         require(threads is None or threads <= most, f"--threads is {threads}; expected at most {most}")
         if self.flags["wait_idle"] is not None:
-            from effexport.bench.measuring.machine import STAT, Machine
+            from effexport.bench.machine import STAT, Machine
 
             known = Machine().core_times() is not None
             require(known, f"--wait-idle needs {STAT}, which this system does not have; leave it out")
@@ -140,7 +140,7 @@ class BenchRequest:
 
 def check_any_runs_here(runtimes: Sequence[str]) -> None:
     """Raise UserError if this machine can run none of the runtimes; rows of some that it cannot run are shown so."""
-    from effexport.bench.measuring.candidates import reason_not_here
+    from effexport.bench.candidates import reason_not_here
     from effexport.environment import require_torch
 
     require_torch("effexport bench")

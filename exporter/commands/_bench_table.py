@@ -27,7 +27,7 @@ def print_rows(console: Console, results: BenchResults) -> None:
     """Print a line per timed row; below it, the rows that were disturbed, failed or did not run, with the reason."""
     from rich.table import Table
 
-    from effexport.bench.rendering.headline import disturbance
+    from effexport.bench.findings import disturbance
 
     table = Table(box=None, pad_edge=False)
     for title in ("model", "runtime", "operators", "parity"):

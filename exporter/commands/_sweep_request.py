@@ -12,11 +12,10 @@ from effexport.environment import require_torch
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.sweep.attempt import Limits
-    from effexport.sweep.cell import Cell
-    from effexport.sweep.executor import Executor
-    from effexport.sweep.run import Plan
-    from effexport.sweep.store import Store
+    from effexport.bench.cell import Cell
+    from effexport.bench.children import Executor, Limits
+    from effexport.bench.store import Store
+    from effexport.bench.sweep import Plan
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,11 @@ class SweepRequest:
 
     def resolve(self) -> tuple[Plan, Store]:
         """Raises UserError and SpecError for a file or options that cannot work; nothing is written."""
+        from effexport.bench.store import Store
+        from effexport.bench.sweep import plan_of
+        from effexport.bench.sweep_file import cells_from_file, sweep_file_from_path
         from effexport.errors import UserError
         from effexport.models.validation import SpecError
-        from effexport.sweep.cells import cells_from_file
-        from effexport.sweep.run import plan_of
-        from effexport.sweep.store import Store
-        from effexport.sweep.sweep_file import sweep_file_from_path
 
         self.check_options()
         file = sweep_file_from_path(self.sweep_file)
@@ -80,7 +78,7 @@ class SweepRequest:
     def limits(self) -> Limits:
         from dataclasses import replace
 
-        from effexport.sweep.attempt import Limits
+        from effexport.bench.children import Limits
         from effexport.units import bytes_from_text
 
         limits = Limits() if self.timeout is None else Limits(seconds=self.timeout)
@@ -112,16 +110,16 @@ class SweepRequest:
         """Raises MissingExtraError and UserError."""
         import importlib.util
 
-        from effexport.sweep.processes import ProcessExecutor, jobs_of_machine
+        from effexport.bench.children import ProcessExecutor, jobs_of_machine
 
         limits, jobs = self.limits(), self.jobs or jobs_of_machine()
         if self.address is not None:
-            from effexport.sweep.ray_start import cluster_executor
+            from effexport.bench.cluster import cluster_executor
 
             return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
         require_torch("a sweep on this machine")
         if not self.processes and importlib.util.find_spec("ray") is not None:
-            from effexport.sweep.ray_start import local_executor
+            from effexport.bench.cluster import local_executor
 
             return local_executor(limits, jobs=jobs)
         if not self.processes:

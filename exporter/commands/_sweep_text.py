@@ -14,8 +14,7 @@ from effexport.units import duration, memory, number
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.sweep.results import Row, SweepResults
-    from effexport.sweep.run import Plan, Progress
+    from effexport.bench.sweep import Plan, Progress, Row, SweepResults
 
 STYLES = {"finished": "green", "failed": "bold red", "not run": "yellow", "to run": ""}
 # Lines of a failed cell's log that are printed; the folder has the whole log.

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from effexport.bench.measuring.plan import Plan
-    from effexport.bench.measuring.progress import OnStep
-    from effexport.bench.measuring.run import Settings
-    from effexport.bench.rendering.advise import Advice
+    from effexport.bench.advice import Plan
+    from effexport.bench.costs import OnStep
+    from effexport.bench.recommendation import Advice
     from effexport.bench.results import BenchResults
+    from effexport.bench.run import Settings
 
 DEFAULT_OUTPUT = Path("bench")
 INTERRUPTED = 130
@@ -131,8 +131,8 @@ def command(
     With --advise, only what an advice needs is measured: the cheapest variants first, and none that would clearly miss
     a limit. It exits with 1 if nothing could be measured, and writes a folder only with -o.
     """
-    from effexport.bench.rendering.advise import advice_from_results
-    from effexport.bench.rendering.output import BENCH_FOLDER, write_results
+    from effexport.bench.page import BENCH_FOLDER, write_results
+    from effexport.bench.recommendation import advice_from_results
 
     what, settings = BenchRequest(flags, advise=advise, command=repeated(context)).resolve()
     target = output or (None if advise else DEFAULT_OUTPUT)
@@ -167,7 +167,7 @@ def command(
 
 def measured_grid(grid: Grid, settings: Settings) -> BenchResults:
     """Announce a benchmark and carry it out."""
-    from effexport.bench.measuring.run import bench, total_cost
+    from effexport.bench.run import bench, total_cost
     from effexport.units import counted, rough_duration
 
     console = stderr_console()
@@ -180,7 +180,7 @@ def measured_grid(grid: Grid, settings: Settings) -> BenchResults:
 
 def measured_plan(plan: Plan, settings: Settings) -> BenchResults:
     """Announce the plan of an advice and carry it out."""
-    from effexport.bench.measuring.advise import advise
+    from effexport.bench.advice import advise
     from effexport.commands._advice_text import print_plan
 
     console = stderr_console()

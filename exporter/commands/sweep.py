@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from effexport.sweep.results import SweepResults
-    from effexport.sweep.run import Plan
-    from effexport.sweep.store import Store
+    from effexport.bench.store import Store
+    from effexport.bench.sweep import Plan, SweepResults
 
 INTERRUPTED = 130
 MESSAGES = "ray.log"
@@ -79,10 +78,9 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
     """Run the cells of the plan and write the result files, also after an interrupt."""
     import time
 
+    from effexport.bench.sweep import Sweep, results_of_sweep, write_results
     from effexport.commands._sweep_text import sweep_progress
     from effexport.disk import write_error
-    from effexport.sweep.output import results_of_sweep, write_results
-    from effexport.sweep.run import Sweep
 
     started, complete, where = time.monotonic(), True, ""
     sweep = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.bench.rendering import advise
+from effexport.bench import recommendation as advise
 from effexport.build import quantization_notes
 from effexport.commands.doctor import examine_bfloat16, int8_products
 from effexport.processor import CPU_INFO, Processor, processor_from_file

@@ -11,11 +11,9 @@ from typing import Any
 import msgspec
 
 from effexport.artifact import Manifest, write_manifest
-from effexport.sweep.attempt import Attempt
-from effexport.sweep.cell import Cell
-from effexport.sweep.cells import cells_from_file
-from effexport.sweep.outcome import ARTIFACT, Outcome
-from effexport.sweep.sweep_file import sweep_file_from_document
+from effexport.bench.cell import ARTIFACT, Cell, Outcome
+from effexport.bench.children import Attempt
+from effexport.bench.sweep_file import cells_from_file, sweep_file_from_document
 
 TINY = {"scope": "attention", "dim": 16, "heads": 2}
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.export.module_source import SEED
 from effexport.proof.checks.result import Check, Kind, meaning_of, outcome_of, outcomes_text, summary
+from effexport.render.templates import template_environment
 from effexport.report.compare import Comparison, Side, case_text, result_text
 from effexport.report.problems import problems_of
 from effexport.report.rendering.figures import comparison_figures, error_figures
 from effexport.report.rendering.quantization import layer_rows, quantization_facts
-from effexport.report.rendering.templates import template_environment
 from effexport.report.rendering.text import (
     cases_text,
     data_name,
@@ -124,4 +124,4 @@ def _environment() -> jinja2.Environment:
         "result": result_text,
         "css": lambda status: status.replace(" ", "-"),
     }
-    return template_environment(("report/rendering", "plots"), filters)
+    return template_environment(("report/rendering", "render"), filters)

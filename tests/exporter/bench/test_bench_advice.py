@@ -12,17 +12,21 @@ from typing import Any
 import bench_results
 import pytest
 
+from effexport.bench import advice as advise_module
+from effexport.bench import recommendation as advise_rendering
+from effexport.bench.advice import Adviser, Limits, Plan, Speed, least_ms_by_products, misses
 from effexport.bench.grid import Grid, model_of_case, models_from_text
-from effexport.bench.limits import Limits
-from effexport.bench.measuring import advise as advise_module
-from effexport.bench.measuring.advise import Adviser, Speed
-from effexport.bench.measuring.plan import Plan, least_ms_by_products, misses
-from effexport.bench.measuring.run import Settings
-from effexport.bench.rendering import advise as advise_rendering
-from effexport.bench.rendering.advise import NOTHING_MEASURED, OTHER_MODELS, Advice, advice_from_results, model_text
-from effexport.bench.rendering.build_command import command_from_case
-from effexport.bench.rendering.page import html_from_results
+from effexport.bench.page import html_from_results
+from effexport.bench.recommendation import (
+    NOTHING_MEASURED,
+    OTHER_MODELS,
+    Advice,
+    advice_from_results,
+    command_from_case,
+    model_text,
+)
 from effexport.bench.results import Case, Row, Status
+from effexport.bench.run import Settings
 from effexport.cli import cli as program
 from effexport.commands._advice_request import AdviceRequest
 from effexport.errors import UserError
@@ -277,7 +281,7 @@ def test_disturbed_times_leave_a_model_out_only_if_a_quarter_of_them_does(monkey
 
 
 def test_the_speed_of_products_is_measured_or_a_bound_of_it() -> None:
-    from effexport.bench.measuring.machine import Machine
+    from effexport.bench.machine import Machine
 
     class Bench:
         threads, machine = 1, Machine()

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from effexport.bench.measuring.machine import Machine
-from effexport.bench.rendering.curves import crossovers, curves
-from effexport.bench.rendering.headline import disturbance, headlines
+from effexport.bench.findings import crossovers, curves, disturbance, headlines
+from effexport.bench.machine import Machine
 from effexport.bench.results import BenchResults, results_from_json
 
 # measures three times, and wants a machine for itself

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from planted_machine import PlantedMachine
 
+from effexport.bench import run as bench_run
 from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.measuring import run as bench_run
-from effexport.bench.measuring.run import Settings, bench
 from effexport.bench.results import Parity, results_from_json
+from effexport.bench.run import Settings, bench
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
@@ -225,7 +225,7 @@ def test_an_exporter_that_fails_makes_a_failed_row_and_the_others_go_on(
 
 
 def test_what_does_not_fit_into_memory_is_not_begun(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effexport.bench.measuring.memory.free_memory_bytes", lambda: 300_000)
+    monkeypatch.setattr("effexport.bench.costs.free_memory_bytes", lambda: 300_000)
     rows = bench(small_grid(runtimes=("torch",)), quick).rows
     assert [(row.case.label, row.case.seq_len, row.status) for row in rows] == [
         ("softmax", 64, "measured"),
@@ -319,7 +319,7 @@ def test_a_benchmark_that_fits_nowhere_fails_and_is_announced_as_short(cli: Cli,
 
 
 def test_progress_says_how_far_and_how_long() -> None:
-    from effexport.bench.measuring.progress import Pace, Step
+    from effexport.bench.costs import Pace, Step
     from effexport.commands._options import time_left
 
     now: Iterator[float] = iter([0.0, 0.0, 10.0, 20.0])

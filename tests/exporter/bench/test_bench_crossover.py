@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effexport.bench.rendering.crossover import crossover
+from effexport.bench.findings import crossover
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 

@@ -12,17 +12,14 @@ import pytest
 from bench_results import LENGTHS, PASSED, results, row
 from planted_machine import PlantedMachine
 
+from effexport.bench import run as bench_run
+from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
 from effexport.bench.grid import Grid, Model
-from effexport.bench.measuring import run as bench_run
-from effexport.bench.measuring.disturbance import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN
-from effexport.bench.measuring.machine import CoreUse
-from effexport.bench.measuring.run import Settings, bench
-from effexport.bench.rendering.curves import crossovers, curves
-from effexport.bench.rendering.headline import disturbance, headlines, problems, verdict
-from effexport.bench.rendering.output import csv_from_results
-from effexport.bench.rendering.page import html_from_results
-from effexport.bench.rendering.plots import bench_chart
+from effexport.bench.machine import CoreUse
+from effexport.bench.page import bench_chart, csv_from_results, html_from_results
 from effexport.bench.results import BenchResults, Disturbance, Floor, Row, results_from_json
+from effexport.bench.run import Settings, bench
+from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN
 
 Cli = Callable[..., Any]
 REASON = "its threads had to wait for a core in too many rounds; other programs used 1.2 of 2 cores"
@@ -73,7 +70,7 @@ def test_an_idle_machine_disturbs_nothing(machine: PlantedMachine) -> None:
 def test_a_row_whose_threads_always_waited_has_no_ratio_and_gives_none(
     machine: PlantedMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from effexport.bench.measuring.candidates import TorchCandidate
+    from effexport.bench.candidates import TorchCandidate
 
     run = TorchCandidate.run
     monkeypatch.setattr(machine, "use_since", lambda start: CoreUse(1.2, 0.0))
@@ -216,7 +213,7 @@ def test_waiting_for_an_idle_machine_is_bounded_and_said(cli: Cli, tmp_path: Pat
 
 
 def test_waiting_needs_a_system_that_tells_what_others_do(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench.measuring import machine as readings
+    from effexport.bench import machine as readings
 
     monkeypatch.setattr(readings, "STAT", Path("/nowhere/stat"))
     message = cli("bench", "--variants", "softmax", "--wait-idle").error()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers, spec_from_case, words
-from effexport.bench.presets import PRESETS
-from effexport.bench.rendering.published import PUBLISHED, TITLES
+from effexport.bench.presets import PRESETS, PUBLISHED, TITLES
 from effexport.errors import UserError
 from effexport.models.attention_spec import attention_spec
 from effexport.models.validation import SpecError

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from effexport.bench import costs as memory
 from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.measuring import memory
 from effexport.bench.results import Case
 
 PLANTED = """
 import sys
-from effexport.bench.measuring.memory_child import peak_bytes_of
+from effexport.bench.child import peak_bytes_of
 MB = 10**6
 held = bytearray(300 * MB)  # before: not counted
 for i in range(0, len(held), 4096):

@@ -15,18 +15,18 @@ from kept import code_of, digest_of, kept
 from slow_cases import slow_after, variants_fast_for
 from small_builds import what_decides_a_build
 
-from effexport.bench.grid import Grid, Model, spec_from_case
-from effexport.bench.measuring import candidates
-from effexport.bench.measuring import run as bench_run
-from effexport.bench.measuring.agreement import agreement, reference_of_case
-from effexport.bench.measuring.candidates import candidate_from_case
-from effexport.bench.measuring.models import (
+from effexport.bench import candidates
+from effexport.bench import run as bench_run
+from effexport.bench.agreement import agreement, reference_of_case
+from effexport.bench.candidates import (
+    candidate_from_case,
     inputs_of_case,
     module_from_case,
+    naive_onnx_from_case,
     onnx_from_case,
     signature_of_case,
 )
-from effexport.bench.measuring.naive import naive_onnx_from_case
+from effexport.bench.grid import Grid, Model, spec_from_case
 from effexport.bench.results import Case
 from effexport.errors import StageError
 from effexport.export.onnx_graph import all_nodes
@@ -152,7 +152,7 @@ def test_half_precision_is_judged_by_its_own_limit() -> None:
 
 
 def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench.measuring import naive
+    from effexport.bench import candidates as naive
 
     monkeypatch.setattr(naive, "reference_of_operator", dict)
     with pytest.raises(StageError, match="plain export: "):

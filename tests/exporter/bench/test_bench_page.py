@@ -22,16 +22,13 @@ from page_browser import (
     weak_colours,
 )
 
-from effexport.bench.rendering.beside import measured_sheet, sections
-from effexport.bench.rendering.curves import crossovers, curves
-from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, verdict
-from effexport.bench.rendering.page import html_from_results
-from effexport.bench.rendering.plots import bench_chart
-from effexport.bench.rendering.published import PUBLISHED, TITLES
-from effexport.bench.rendering.table import table_of
+from effexport.bench.beside import measured_sheet, sections
+from effexport.bench.findings import crossovers, curves, headlines, interruption, parity_sentence, problems, verdict
+from effexport.bench.page import bench_chart, html_from_results, table_of
+from effexport.bench.presets import PUBLISHED, TITLES
 from effexport.bench.results import BenchResults, Row
-from effexport.plots.axes import MAX_TICKS, ticks_between
-from effexport.plots.multiples import Chart
+from effexport.render.axes import MAX_TICKS, ticks_between
+from effexport.render.multiples import Chart
 from effexport.units import duration, duration_with, memory, rate, three_digits
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""

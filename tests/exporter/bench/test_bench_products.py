@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from effexport.bench.costs import FEWEST_ROWS, pieces
 from effexport.bench.grid import Grid, models_from_text, products_of_case
-from effexport.bench.measuring.floor import FEWEST_ROWS, pieces
 from effexport.bench.results import Case
 from effexport.models.shapes import Product
 
@@ -73,7 +73,7 @@ def test_pieces_of_a_product_have_its_flops_and_fit(product: Product, largest_by
 
 @pytest.mark.requires("torch")
 def test_the_floor_runs_on_any_shape() -> None:
-    from effexport.bench.measuring.floor import run_pass, run_products, traffic_bytes
+    from effexport.bench.costs import run_pass, run_products, traffic_bytes
 
     for variant in ("softmax", "aft-simple", "lsh:chunk_length=16"):
         case = case_of(variant, "attention")

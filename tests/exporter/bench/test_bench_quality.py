@@ -14,18 +14,17 @@ import bench_results
 import pytest
 
 from effexport.artifact import Artifact
+from effexport.bench.advice import Limits, Plan
 from effexport.bench.grid import Grid, models_from_text, spec_from_case
-from effexport.bench.limits import Limits
-from effexport.bench.measuring.plan import Plan
+from effexport.bench.page import html_from_results
 from effexport.bench.quality import judged_from_files, quality_of_cases
-from effexport.bench.rendering.advise import Advice, advice_from_results
-from effexport.bench.rendering.page import html_from_results
+from effexport.bench.recommendation import Advice, advice_from_results
 from effexport.bench.results import Row
 from effexport.commands._advice_text import json_of_advice
 from effexport.errors import UserError
 from effexport.evaluation.figures import Estimate, Evaluation, Objective
 from effexport.files import json_text
-from effexport.plots.axes import ticks_around
+from effexport.render.axes import ticks_around
 
 LENGTH = 64
 Cli = Callable[..., Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from effexport.bench.rendering.output import BENCH_FOLDER, COLUMNS, csv_from_results, write_results
+from effexport.bench.page import BENCH_FOLDER, COLUMNS, csv_from_results, write_results
 from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing, results_from_json
 from effexport.errors import UserError
 

@@ -8,13 +8,13 @@ import statistics
 import pytest
 from planted_machine import FakeClock, PlantedMachine, waiting
 
-from effexport.bench.measuring.disturbance import disturbance_of
-from effexport.bench.measuring.timing import (
+from effexport.bench.timing import (
     MOST_SHORT_RUNS,
     SETTLE_SECONDS,
     SHORT_RUNS,
     Rotation,
     TimedCall,
+    disturbance_of,
     times_faster,
     timing_from_samples,
 )

@@ -17,16 +17,13 @@ import pytest
 from golden_runs import CORPUS
 from sweep_cells import notes, pretend
 
-from effexport.bench.rendering.output import csv_from_results
+from effexport.bench import sweep_file as cells_module
+from effexport.bench.children import Limits, ProcessExecutor
+from effexport.bench.page import csv_from_results
 from effexport.bench.results import results_from_json
-from effexport.sweep import cells as cells_module
-from effexport.sweep.attempt import Limits
-from effexport.sweep.cells import cells_from_file
-from effexport.sweep.output import results_of_sweep, write_results
-from effexport.sweep.processes import ProcessExecutor
-from effexport.sweep.run import Sweep, plan_of
-from effexport.sweep.store import ATTEMPTS, Store
-from effexport.sweep.sweep_file import sweep_file_from_path
+from effexport.bench.store import ATTEMPTS, Store
+from effexport.bench.sweep import Sweep, plan_of, results_of_sweep, write_results
+from effexport.bench.sweep_file import cells_from_file, sweep_file_from_path
 
 STATES = {"softmax-8": "finished", "softmax-9": "failed", "linear-8": "finished", "linear-9": "to run"}
 

@@ -22,7 +22,7 @@ import onnx.parser
 import pytest
 
 from effexport import OrtSettings
-from effexport.bench.measuring.candidates import reason_without_runtime
+from effexport.bench.candidates import reason_without_runtime
 from effexport.environment import versions
 from effexport.errors import KernelWarning, MissingExtraError, UserError
 from effexport.plugins.building.library import Library

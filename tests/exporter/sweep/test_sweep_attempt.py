@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from sweep_cells import tiny_cells
 
+from effexport.bench import children as module
+from effexport.bench.cell import LOG, Outcome
+from effexport.bench.child import check_versions, outcome_of_request
+from effexport.bench.children import LOG_BYTES, LOG_LINES, Attempt, Limits, run_attempt
 from effexport.errors import UserError
-from effexport.sweep import attempt as module
-from effexport.sweep.attempt import LOG_BYTES, LOG_LINES, Attempt, Limits, run_attempt
-from effexport.sweep.child import check_versions, outcome_of_request
-from effexport.sweep.outcome import LOG, Outcome
 
 (CELL,) = tiny_cells(16)
 
@@ -78,7 +78,7 @@ def test_an_artifact_beyond_the_limit_stays_where_it_is(tmp_path: Path, monkeypa
 def test_the_process_of_an_attempt_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text("{}")
     waits = (
-        "import os, sys, time\nfrom effexport.sweep.child import die_with_parent\ndie_with_parent(int(sys.argv[1]))\n"
+        "import os, sys, time\nfrom effexport.bench.child import die_with_parent\ndie_with_parent(int(sys.argv[1]))\n"
     )
     waits += "print(os.getpid(), flush=True)\ntime.sleep(600)"
     starts = (

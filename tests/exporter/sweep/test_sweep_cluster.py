@@ -19,16 +19,13 @@ import sweep_cells
 from sweep_cells import notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
+from effexport.bench.cell import ARTIFACT, Cell, Outcome
+from effexport.bench.children import Attempt, Limits
+from effexport.bench.cluster import PIECE_BYTES, RayExecutor, cluster_executor, import_ray, local_executor
+from effexport.bench.store import ATTEMPTS, CELLS, STAGING, Store
+from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.errors import MissingExtraError, UserError
 from effexport.plugins.building.toolchain import gpus_here
-from effexport.sweep.attempt import Attempt, Limits
-from effexport.sweep.cell import Cell
-from effexport.sweep.cluster import RayExecutor
-from effexport.sweep.outcome import ARTIFACT, Outcome
-from effexport.sweep.packing import PIECE_BYTES
-from effexport.sweep.ray_start import cluster_executor, import_ray, local_executor
-from effexport.sweep.run import MAX_LOSSES, Sweep
-from effexport.sweep.store import ATTEMPTS, CELLS, STAGING, Store
 
 # one Ray at a time on this machine
 pytestmark = [pytest.mark.requires("ray"), pytest.mark.xdist_group("ray")]

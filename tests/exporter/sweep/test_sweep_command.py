@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from effexport.artifact import open_artifact
-from effexport.sweep import attempt as attempt_module
-from effexport.sweep.store import ATTEMPTS, CELLS, STAGING
+from effexport.bench import children as attempt_module
+from effexport.bench.store import ATTEMPTS, CELLS, STAGING
 
 TINY = '[build]\nscope = "attention"\ndim = 16\nheads = 2\n'
 ONE = f'variants = ["softmax"]\nseq_lens = [16]\n{TINY}'
@@ -55,7 +55,7 @@ def children_of(folder: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"effexport.sweep.child" in command and str(folder).encode() in command:
+            if b"effexport.bench.child" in command and str(folder).encode() in command:
                 found.append(int(entry.name))
     return found
 
@@ -194,5 +194,7 @@ def test_without_ray_an_address_is_refused_with_the_extra_to_install(
 
 
 def test_nothing_of_a_sweep_is_imported_with_the_command_line() -> None:
-    code = "import sys, effexport.commands.sweep\nassert not {'ray', 'torch', 'effexport.sweep.run'} & set(sys.modules)"
+    code = (
+        "import sys, effexport.commands.sweep\nassert not {'ray', 'torch', 'effexport.bench.sweep'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})

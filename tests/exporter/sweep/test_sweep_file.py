@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from effexport.bench.cell import Cell
+from effexport.bench.sweep_file import MAX_CELLS, cells_from_file, sweep_file_from_document, sweep_file_from_path
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
 from effexport.spec import build_spec_from_options
-from effexport.sweep.cell import Cell
-from effexport.sweep.cells import MAX_CELLS, cells_from_file
-from effexport.sweep.sweep_file import sweep_file_from_document, sweep_file_from_path
 
 ROOT = Path(__file__).parents[3]
 PLAIN = 'variants = ["softmax", "lsh"]\nseq_lens = [64, 128]\n'

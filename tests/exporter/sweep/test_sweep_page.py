@@ -20,8 +20,16 @@ from page_browser import (
 )
 
 from effexport.artifact import CheckSummary, EngineEntry
-from effexport.sweep.page import MAX_OPEN_ROWS, html_from_results, sweep_chart
-from effexport.sweep.results import Row, SweepResults, engine_parity, engine_text, worst_of_summary
+from effexport.bench.sweep import (
+    MAX_OPEN_ROWS,
+    Row,
+    SweepResults,
+    engine_parity,
+    engine_text,
+    html_from_results,
+    sweep_chart,
+    worst_of_summary,
+)
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
 

@@ -11,18 +11,13 @@ from pathlib import Path
 import pytest
 from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
 
+from effexport.bench.cell import ARTIFACT, Cell, Outcome
+from effexport.bench.children import Attempt, Event, Limits, ProcessExecutor
+from effexport.bench.cluster import Piece, Unpacking, pieces_of_folder
+from effexport.bench.store import ATTEMPTS, RECORD, STAGING, Store
+from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep, SweepResults, plan_of, results_of_sweep, write_results
 from effexport.errors import EffexportError, UserError
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
-from effexport.sweep.attempt import Attempt, Limits
-from effexport.sweep.cell import Cell
-from effexport.sweep.executor import Event
-from effexport.sweep.outcome import ARTIFACT, Outcome
-from effexport.sweep.output import results_of_sweep, write_results
-from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
-from effexport.sweep.processes import ProcessExecutor
-from effexport.sweep.results import SweepResults
-from effexport.sweep.run import MAX_LOSSES, Progress, Sweep, plan_of
-from effexport.sweep.store import ATTEMPTS, RECORD, STAGING, Store
 
 
 class Machine:

@@ -1,0 +1,179 @@
+"""The process of one cell: it builds a cell of a sweep, or measures the peak memory of a case of a benchmark.
+
+It is a separate process, so that a crash or a lack of memory affects only one cell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport.bench.cell import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
+from effexport.bench.results import Case
+from effexport.errors import EffexportError, StageError, UserError
+from effexport.files import json_text, write_file
+from effexport.models.validation import SpecError
+from effexport.process_memory import give_back_freed, status_bytes
+from effexport.runtimes import RUNTIMES
+
+if TYPE_CHECKING:
+    from effexport.bench.candidates import Candidate
+    from effexport.dtypes import Array
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    die_with_parent(request["parent"])
+    outcome = outcome_of_request(request, folder / ARTIFACT)
+    write_file(folder / OUTCOME, json_text(asdict(outcome)))
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process when its parent is killed, because nobody needs the result then. Linux only."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
+    """Build and check the artifact. An error becomes the reason of the outcome; unexpected ones are also in the log."""
+    known: dict[str, Any] = {"where": f"{platform.node()}, process {os.getpid()}"}
+    try:
+        cell = Cell.from_dict(request["cell"])
+        here = deciding_versions(cell.target)
+        known["versions"] = dict(here)
+        check_versions(cell, here)
+        check_gpu(cell)
+        build(cell, output)
+    except (EffexportError, SpecError) as error:
+        stage = error.stage if isinstance(error, StageError) else ""
+        return Outcome(status="failed", reason=str(error), stage=stage, peak_bytes=peak_bytes(), **known)
+    except Exception as error:  # libraries may raise anything, and other cells must go on
+        traceback.print_exc()
+        reason = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+        return Outcome(status="failed", reason=reason, peak_bytes=peak_bytes(), **known)
+    files = {str(path.relative_to(output)): path.stat().st_size for path in output.rglob("*") if path.is_file()}
+    return Outcome(status="finished", files=files, peak_bytes=peak_bytes(), **known)
+
+
+def build(cell: Cell, output: Path) -> None:
+    from effexport.build import artifact_from_spec
+
+    engines = () if cell.engine is None else (cell.engine,)
+    artifact_from_spec(cell.spec, output, engines=engines, on_stage=lambda name: print(f"… {name}", flush=True))
+
+
+def check_versions(cell: Cell, here: Any) -> None:
+    """Raises UserError if this node has other versions than the cell's hash, and so might build something else."""
+    for name, wanted in cell.versions.items():
+        found = here.get(name)
+        if wanted is not None and found is not None and found != wanted:
+            raise UserError(
+                f"this node has {name} {found}, the sweep was started with {wanted}; install the same version on all "
+                "nodes"
+            )
+
+
+def check_gpu(cell: Cell) -> None:
+    """Raises UserError if the GPU of this process does not have the architecture of the cell."""
+    if not cell.needs_gpu or not cell.gpu:
+        return
+    from effexport.tensorrt.cuda import current_compute_capability
+
+    found = current_compute_capability("tensorrt")
+    if f"sm_{found}" != cell.gpu:
+        raise UserError(
+            f"the GPU of this process is sm_{found}, the cell is for {cell.gpu}; give the resource {cell.gpu} only to "
+            "nodes whose GPUs all have that architecture"
+        )
+
+
+def peak_bytes() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+RUNS = 2
+
+
+def peak_bytes_of(work: Callable[[], object]) -> int:
+    """Peak resident memory while `work` runs, beyond what was resident before."""
+    give_back_freed()
+    before = status_bytes("VmRSS")
+    try:
+        CLEAR_REFS.write_text(RESET_PEAK)
+        was_reset = True
+    except OSError:  # some sandboxes have no such file; the peak is then that of the whole process
+        was_reset = False
+    work()
+    peak = status_bytes("VmHWM") if was_reset else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(0, peak - before)
+
+
+def peak_of_candidate(candidate: Candidate, feeds: dict[str, Array], device: str) -> int:
+    """Peak memory of binding the inputs and some runs; on a GPU, memory of the device."""
+    from effexport.bench.candidates import TorchCandidate
+
+    def work() -> None:
+        candidate.bind(feeds)
+        for _ in range(RUNS):
+            candidate.run()
+
+    if device == "cuda":
+        return device_bytes_of(work)
+    if isinstance(candidate, TorchCandidate):
+        # compilers and libraries allocate once, which is not part of the model
+        work()
+        candidate.release()
+    return peak_bytes_of(work)
+
+
+def device_bytes_of(work: Callable[[], object]) -> int:
+    """Device memory that `work` takes: what its allocators hold at the end."""
+    import torch
+
+    cuda: Any = torch.cuda
+    before = cuda.mem_get_info()[0]
+    work()
+    return max(0, int(before - cuda.mem_get_info()[0]))
+
+
+def print_peak_memory() -> None:
+    request = json.load(sys.stdin)
+    case, model = Case(**request["case"]), request["model"]
+    if not RUNTIMES[case.runtime].graph:
+        import torch
+
+        torch.set_num_threads(request["threads"])
+    from effexport.bench.candidates import candidate_from_case, inputs_of_case
+
+    feeds = inputs_of_case(case)
+    candidate = candidate_from_case(
+        case, Path(model) if model else None, threads=request["threads"], memory_arena=request["memory_arena"]
+    )
+    print(json.dumps({"peak_bytes": peak_of_candidate(candidate, feeds, RUNTIMES[case.runtime].device)}))
+
+
+if __name__ == "__main__":
+    main() if len(sys.argv) > 1 else print_peak_memory()

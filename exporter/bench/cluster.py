@@ -1,0 +1,332 @@
+"""Cells as Ray tasks, on a cluster or on this machine.
+
+Ray places every cell and reports lost nodes; it never retries by itself, so that every attempt is counted. Artifacts
+come back in pieces through Ray's object store, so the nodes need no shared disk.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from effexport.bench.cell import ARTIFACT, Cell, Outcome
+from effexport.bench.children import Attempt, Event, Limits, Work, run_attempt
+from effexport.errors import EffexportError, MissingExtraError, UserError
+from effexport.files import abandoned
+from effexport.plugins.building.toolchain import gpus_here
+from effexport.units import listed
+
+# A cell needs a node with this resource, in any amount; GPUs and CPUs limit how many cells run there.
+ARCHITECTURE_SHARE = 0.001
+# Pieces of an artifact that a node sends ahead.
+PIECES_AHEAD = 4
+# Time between two looks at the nodes while cells wait for one.
+LOOK_SECONDS = 1.0
+PREFIX = "effexport-sweep-"
+# Resources whose amount matters, by Ray's names.
+COUNTED = ("CPU", "GPU")
+
+
+def attempt_of_task(cell: dict[str, Any], limits: Limits, work: Work) -> Iterator[Any]:
+    """Run on a node: yield its name, then the outcome, then the pieces of the artifact."""
+    yield platform.node()
+    for left in abandoned(Path(tempfile.gettempdir()), PREFIX):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+        outcome = work(Attempt(Cell.from_dict(cell), limits), Path(folder))
+        yield asdict(outcome)
+        if outcome.status == "finished":
+            yield from pieces_of_folder(Path(folder) / ARTIFACT)
+
+
+@dataclass
+class Running:
+    """A task in progress. unplaceable_since: when it was first seen that no node could run it."""
+
+    cell: Cell
+    stream: Any
+    folder: Path
+    outcome: Outcome | None = None
+    unpacking: Unpacking | None = None
+    is_started: bool = False
+    unplaceable_since: float | None = None
+
+
+class RayExecutor:
+    """An executor on Ray. wait_seconds: how long a cell waits for a suitable node. cpus: per cell."""
+
+    def __init__(
+        self, ray: Any, title: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
+    ) -> None:
+        self._ray, self._limits, self._cpus, self._wait_seconds = ray, limits, cpus, wait_seconds
+        self._work = ray.put(work)
+        self._task = ray.remote(attempt_of_task)
+        self._running: dict[Any, Running] = {}
+        self._looked = 0.0
+        self.title = title
+
+    def demands(self, cell: Cell) -> dict[str, float]:
+        """The resources that a node must have, by Ray's names."""
+        gpu = {"GPU": 1.0} if cell.needs_gpu else {}
+        return {"CPU": self._cpus, **gpu, **({cell.gpu: ARCHITECTURE_SHARE} if gpu and cell.gpu else {})}
+
+    def submit(self, cell: Cell, folder: Path) -> None:
+        demands = self.demands(cell)
+        options = {
+            "name": cell.id,
+            "num_cpus": demands.pop("CPU"),
+            "num_gpus": demands.pop("GPU", 0),
+            "resources": demands,
+            "max_retries": 0,
+            "num_returns": "streaming",
+            "_generator_backpressure_num_objects": PIECES_AHEAD,
+        }
+        stream = self._task.options(**options).remote(cell.to_dict(), self._limits, self._work)
+        self._running[stream] = Running(cell, stream, folder)
+
+    def wait(self, seconds: float) -> Sequence[Event]:
+        if not self._running:
+            return []
+        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=min(seconds, LOOK_SECONDS))
+        events = [event for stream in ready for event in self._next(self._running[stream])]
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            events += self._unplaceable()
+        return events
+
+    def _next(self, task: Running) -> Iterator[Event]:
+        """Take the next message of a task."""
+        try:
+            message = self._ray.get(next(task.stream))
+        except StopIteration:
+            yield self._ended(task)
+            return
+        except self._ray.exceptions.RayTaskError as error:
+            # raised by our code on the node, or before the node reached it
+            yield self._failed(task, f"on its node: {short(error)}")
+            return
+        except self._ray.exceptions.OutOfMemoryError as error:
+            yield self._failed(task, f"its node ran out of memory: {short(error)}")
+            return
+        except self._ray.exceptions.RayError as error:
+            del self._running[task.stream]
+            yield Event(kind="lost", cell=task.cell, reason=short(error), folder=task.folder)
+            return
+        try:
+            if isinstance(message, str):
+                task.is_started = True
+                yield Event(kind="started", cell=task.cell, where=message)
+            elif isinstance(message, Piece) and task.unpacking is not None:
+                task.unpacking.add(message)
+            else:
+                task.outcome = msgspec.convert(message, Outcome)
+                task.unpacking = Unpacking(task.folder / ARTIFACT, task.outcome.files)
+        except (EffexportError, OSError, msgspec.ValidationError) as error:
+            self._ray.cancel(task.stream)
+            yield self._failed(task, str(error))
+
+    def _ended(self, task: Running) -> Event:
+        outcome = task.outcome or Outcome(status="failed", reason="its task ended without an outcome")
+        if outcome.status == "finished" and task.unpacking is not None:
+            try:
+                task.unpacking.finish()
+            except EffexportError as error:
+                return self._failed(task, str(error))
+        del self._running[task.stream]
+        return Event(kind="ended", cell=task.cell, outcome=outcome, folder=task.folder)
+
+    def _failed(self, task: Running, reason: str) -> Event:
+        del self._running[task.stream]
+        outcome = Outcome(status="failed", reason=reason)
+        return Event(kind="ended", cell=task.cell, outcome=outcome, folder=task.folder)
+
+    def _unplaceable(self) -> Iterator[Event]:
+        """Events for cells that have waited too long for a node. They were submitted anyway, so that an autoscaling
+        cluster can add a node."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        now = time.monotonic()
+        for task in [task for task in self._running.values() if not task.is_started]:
+            demands = self.demands(task.cell)
+            if any(all(node.get(name, 0.0) >= amount for name, amount in demands.items()) for node in nodes):
+                task.unplaceable_since = None
+                continue
+            task.unplaceable_since = task.unplaceable_since or now
+            if now - task.unplaceable_since >= self._wait_seconds:
+                self._ray.cancel(task.stream)
+                del self._running[task.stream]
+                waited = f" within {self._wait_seconds:g} s" if self._wait_seconds else ""
+                reason = f"no node with {demanded(demands)}{waited}; the nodes have: {offered(nodes)}"
+                yield Event(kind="unplaceable", cell=task.cell, reason=reason, folder=task.folder)
+
+    def close(self) -> None:
+        for stream in self._running:
+            self._ray.cancel(stream)
+        self._running.clear()
+        self._ray.shutdown()
+
+
+def demanded(demands: Mapping[str, float]) -> str:
+    """`1 CPU, 1 GPU and the resource sm_90`."""
+    words = [f"{demands[name]:g} {name}" for name in demands if name in COUNTED]
+    words += [f"the resource {name}" for name in demands if name not in COUNTED]
+    return listed(words)
+
+
+def offered(nodes: Sequence[Mapping[str, float]]) -> str:
+    """The resources of the nodes, grouped."""
+    texts = []
+    for node in nodes:
+        names = [name for name in node if name in COUNTED or name.startswith("sm_")]
+        texts.append(" ".join(f"{node[name]:g} {name}" for name in sorted(names)) or "nothing")
+    return "; ".join(f"{texts.count(text)} × {text}" for text in dict.fromkeys(texts)) or "there are no nodes"
+
+
+def short(error: BaseException) -> str:
+    """One line for an error of Ray, whose message may be a whole traceback."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {cause}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+PIECE_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next bytes of a file. Files are sent one after the other, each from its start."""
+
+    name: str
+    data: bytes
+
+
+def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Every file, in pieces of at most `piece_bytes`. An empty file is one empty piece."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
+        with path.open("rb") as stream:
+            data = stream.read(piece_bytes)
+            yield Piece(name, data)
+            while data := stream.read(piece_bytes):
+                yield Piece(name, data)
+
+
+@dataclass
+class Unpacking:
+    """A receiver that writes pieces into `folder`. expected: size in bytes by name; other files are refused.
+
+    A node is trusted to compute, but not to choose where its files go.
+    """
+
+    folder: Path
+    expected: Mapping[str, int]
+    _sizes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, piece: Piece) -> None:
+        """Raises EffexportError for a file that was not announced, lies outside, or is longer than announced."""
+        path = PurePosixPath(piece.name)
+        size = self._sizes.get(piece.name, 0) + len(piece.data)
+        if path.is_absolute() or ".." in path.parts or piece.name not in self.expected:
+            raise EffexportError(f"a node sent the file {piece.name!r}, which is not part of the artifact it announced")
+        if size > self.expected[piece.name]:
+            raise EffexportError(f"a node sent {size} bytes of {piece.name}; it announced {self.expected[piece.name]}")
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("ab") as stream:
+            stream.write(piece.data)
+        self._sizes[piece.name] = size
+
+    def finish(self) -> None:
+        """Raises EffexportError if something is missing."""
+        missing = [name for name, size in self.expected.items() if self._sizes.get(name) != size]
+        if missing:
+            raise EffexportError(f"a node sent an incomplete artifact; missing or incomplete: {', '.join(missing)}")
+
+
+LOCAL_STORE_BYTES = 512 * 2**20
+CONNECT_SECONDS = 10.0
+
+
+def import_ray() -> Any:
+    """Raises MissingExtraError without Ray."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("Ray", "sweep", remark="a sweep without --address does not need it") from error
+    return ray
+
+
+def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
+    """Start Ray on this machine; it ends with this process. Raises MissingExtraError and UserError."""
+    ray = import_ray()
+    gpus = gpus_here()
+    architectures = [gpu.architecture for gpu in gpus]
+    try:
+        ray.init(
+            address="local",
+            num_cpus=jobs,
+            num_gpus=len(gpus),
+            resources={name: float(architectures.count(name)) for name in architectures},
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level="ERROR",
+            object_store_memory=LOCAL_STORE_BYTES,
+        )
+    except Exception as error:  # Ray raises anything, also Exception itself
+        raise UserError(
+            f"Ray does not start on this machine: {short(error)}; add --processes to run without Ray"
+        ) from error
+    return RayExecutor(ray, f"this machine with Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
+
+
+def check_reachable(address: str) -> None:
+    """Raises UserError if nothing listens at host:port; Ray itself would try for minutes. Ignores other addresses."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"no Ray cluster at --address {address}: {error}; expected host:port of its head, as ray start printed it, "
+            "or auto on one of its nodes"
+        ) from error
+
+
+def cluster_executor(
+    address: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
+) -> RayExecutor:
+    """Connect to the cluster at `address`. Raises MissingExtraError, and UserError if it cannot be used."""
+    ray = import_ray()
+    if address.startswith("ray://"):
+        raise UserError(
+            f"--address is {address}; Ray's client cannot send artifacts back. Run effexport on a node of the cluster, "
+            "with --address auto"
+        )
+    check_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:
+        raise UserError(
+            f"no Ray cluster at --address {address}: {short(error)}; expected host:port of its head, as ray start "
+            "printed it, or auto on one of its nodes"
+        ) from error
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    title = f"the cluster at {address}, {nodes} {'node' if nodes == 1 else 'nodes'}"
+    return RayExecutor(ray, title, limits, cpus=cpus, wait_seconds=wait_seconds, work=work)

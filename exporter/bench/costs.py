@@ -1,0 +1,234 @@
+"""What a case takes at least and roughly: the floor, the memory, and the seconds of its measurement."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.bench.candidates import signature_of_case, synchronize
+from effexport.bench.grid import logits_bytes, products_of_case
+from effexport.bench.results import Case
+from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
+from effexport.dtypes import DTYPES
+from effexport.environment import free_memory_bytes, usable_cores
+from effexport.models.shapes import Product
+from effexport.models.size_formula import shape_of
+from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
+from effexport.units import memory
+
+if TYPE_CHECKING:
+    import torch
+
+# Bytes of the matrices of one torch.matmul: several times what keeps a processor busy.
+LARGEST_BYTES = 64 * 2**20
+# With fewer rows, a part of a product would be slower than its share of the product.
+FEWEST_ROWS = 64
+
+
+def run_products(products: Sequence[Product], device: str = "cpu") -> Callable[[], None]:
+    """A call that computes all products in float32 with torch.matmul, into preallocated outputs.
+
+    Large products are split, and parts of one shape share their matrices: a fused implementation keeps these values in
+    registers, so they should not go through memory here either. The numbers are random, like those of a model.
+    """
+    import torch
+
+    parts = [part for product in products for part in pieces(product, LARGEST_BYTES)]
+
+    generator = torch.Generator().manual_seed(0)
+
+    def matrices(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    buffers: dict[Product, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    for product in parts:
+        if product not in buffers:
+            count, m, k, n = product.count, product.m, product.k, product.n
+            buffers[product] = (matrices(count, m, k), matrices(count, k, n), torch.empty(count, m, n, device=device))
+
+    def run() -> None:
+        with torch.inference_mode():
+            for product in parts:
+                left, right, out = buffers[product]
+                torch.matmul(left, right, out=out)
+            synchronize(device)
+
+    return run
+
+
+def run_pass(nbytes: int, device: str = "cpu") -> Callable[[], None]:
+    """A call that moves `nbytes` with all threads: copying half as many reads one half and writes the other."""
+    import torch
+
+    source = torch.ones(max(1, nbytes // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        target.copy_(source)
+        synchronize(device)
+
+    return run
+
+
+def traffic_bytes(case: Case) -> int:
+    """Bytes of all inputs and outputs of one call."""
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    signature = signature_of_case(case)
+    return sum(
+        DTYPES[tensor.dtype].nbytes * math.prod(shape_of(tensor.dims, sizes))
+        for tensor in (*signature.inputs, *signature.outputs)
+    )
+
+
+def pieces(product: Product, largest_bytes: int) -> tuple[Product, ...]:
+    """The same product in parts whose matrices fit into `largest_bytes`, as far as splitting rows allows.
+
+    Run one after another, the parts make the product without holding all of it, as fused implementations do.
+    """
+    one = Product(1, product.m, product.k, product.n)
+    if one.nbytes <= largest_bytes:
+        most = max(1, largest_bytes // one.nbytes)
+        whole, rest = divmod(product.count, most)
+        parts = [Product(most, *one.shape)] * whole + [Product(rest, *one.shape)] * (rest > 0)
+        return tuple(parts)
+    # the right factor stays whole
+    right, row = 4 * product.k * product.n, 4 * (product.k + product.n)
+    rows = min(product.m, max(FEWEST_ROWS, (largest_bytes - right) // row))
+    whole, rest = divmod(product.m, rows)
+    parts = [Product(1, rows, product.k, product.n)] * whole + [Product(1, rest, product.k, product.n)] * (rest > 0)
+    return tuple(parts) * product.count
+
+
+CHILD = "effexport.bench.child"
+# Plain formulas hold logits before and after the mask, weights, and a few copies of inputs and outputs.
+COPIES_OF_LOGITS, COPIES_OF_INPUTS = 3, 4
+# The rest is left to other processes.
+USABLE_SHARE = 0.9
+# ONNX Runtime's arena keeps the peak of a model while others run, so it is used only if it leaves most memory free.
+ARENA_SHARE = 0.25
+# A case that takes this long in the child is stuck.
+MOST_CHILD_SECONDS = 900
+
+
+class MemoryUnknownError(Exception):
+    """The child process failed; the message is its last line."""
+
+
+def needed_bytes(case: Case) -> int:
+    """Roughly what a plain implementation needs at its peak."""
+    return COPIES_OF_LOGITS * logits_bytes(case) + COPIES_OF_INPUTS * traffic_bytes(case)
+
+
+def reason_too_large(case: Case) -> str | None:
+    """Why a case does not fit into the free memory; None if it fits or that is unknown."""
+    free, needed = free_memory_bytes(), needed_bytes(case)
+    if free is None or needed <= USABLE_SHARE * free:
+        return None
+    return f"would need about {memory(needed)} of memory, and this machine has {memory(free)} free"
+
+
+def arena_fits(case: Case) -> bool:
+    free = free_memory_bytes()
+    return free is None or needed_bytes(case) <= ARENA_SHARE * free
+
+
+def peak_memory(case: Case, model: Path | None, *, threads: int, memory_arena: bool) -> int:
+    """Peak bytes of a case. Raises MemoryUnknownError when the child fails."""
+    request = {
+        "case": asdict(case),
+        "model": str(model) if model else None,
+        "threads": threads,
+        "memory_arena": memory_arena,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", CHILD],  # -P: nothing is imported from the current folder
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=MOST_CHILD_SECONDS,
+            check=False,
+        )
+        return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+    except subprocess.TimeoutExpired as error:
+        raise MemoryUnknownError(f"it ran for more than {MOST_CHILD_SECONDS} s") from error
+    except (IndexError, ValueError, KeyError, TypeError) as error:
+        lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise MemoryUnknownError(lines[-1]) from error
+
+
+# Roughly a current processor. The run corrects the time left; the time announced before it may be off by half.
+FLOPS_PER_CORE, BYTES_PER_SECOND = 5e10, 5e9
+# How often a call reads or writes its inputs and outputs, and how often a plain formula its logits.
+PASSES_OF_INPUTS, PASSES_OF_LOGITS = 4, 12
+# Importing PyTorch; exporting a model; loading and comparing a case; a child process.
+START_SECONDS, EXPORT_SECONDS, LOAD_SECONDS, CHILD_SECONDS = 3.0, 2.5, 0.7, 1.5
+# Calls of PyTorch for the reference of a case, and calls in the child process.
+REFERENCE_CALLS, CHILD_CALLS = 2, 2
+# The floors take turns with the candidates and about as long; between turns, threads stop spinning.
+TIMES_WITH_FLOORS, PAUSES_SECONDS = 2.0, 0.06
+
+
+@dataclass(frozen=True)
+class Step:
+    """A progress message. text: what happens now. share: how much is done, 0 to 1. seconds_left: None if unknown."""
+
+    text: str
+    share: float
+    seconds_left: float | None
+
+
+OnStep = Callable[[Step], None]
+
+
+class Pace:
+    """A running total of the work done, which estimates how long the rest will take."""
+
+    def __init__(self, total: float, on_step: OnStep, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = max(total, 1e-9)
+        self._done = 0.0
+        self._on_step = on_step
+        self._clock = clock
+        self._start = clock()
+
+    def say(self, text: str) -> None:
+        share = min(1.0, self._done / self._total)
+        elapsed = self._clock() - self._start
+        self._on_step(Step(text, share, elapsed * (1 - share) / share if share > 0.02 else None))
+
+    def pay(self, cost: float) -> None:
+        self._done += cost
+
+
+def call_seconds(case: Case) -> float:
+    """Roughly how long one call takes."""
+    flops = sum(product.flops for product in products_of_case(case))
+    is_plain = RUNTIMES[case.runtime].graph != "ours"
+    moved = PASSES_OF_INPUTS * traffic_bytes(case) + is_plain * PASSES_OF_LOGITS * logits_bytes(case)
+    return flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
+
+
+def prepare_cost(case: Case, parity: bool = True) -> float:
+    """Loading, and comparing with PyTorch unless that is left out."""
+    reference = replace(case, runtime=TORCH_OF_DEVICE["cpu"])
+    return LOAD_SECONDS + parity * REFERENCE_CALLS * call_seconds(reference)
+
+
+def timing_cost(case: Case, rounds: int, max_seconds: float) -> float:
+    """Warming up and taking turns with the floors of the model."""
+    call = call_seconds(case)
+    is_short = call < WAKE_UP_BELOW_SECONDS
+    timed = max(min(max_seconds, rounds * call * (SHORT_RUNS if is_short else 1)), min(rounds, FEWEST_ROUNDS) * call)
+    waking = timed / SHORT_RUNS if is_short else 0.0
+    return TIMES_WITH_FLOORS * (WARM_UP_RUNS * call + timed + waking) + rounds * PAUSES_SECONDS
+
+
+def memory_cost(case: Case) -> float:
+    return CHILD_SECONDS + CHILD_CALLS * call_seconds(case)

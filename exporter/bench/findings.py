@@ -1,0 +1,355 @@
+"""The results of a benchmark in sentences, and its rows as curves over the length."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from effexport.bench.results import BenchResults, Case, Row, Status
+from effexport.units import counted, duration, listed, memory, number, three_digits
+
+Outcome = Literal["always", "never", "from", "up to", "several", "not compared", "disturbed"]
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """outcome: where the candidate is faster. crossings: in tokens, in order of length.
+
+    shortest and longest: between which measured lengths this holds; 0 when there are none that both have.
+    """
+
+    outcome: Outcome
+    crossings: tuple[float, ...]
+    shortest: int
+    longest: int
+
+    def __str__(self) -> str:
+        """The end of a sentence that begins with "linear on ort is …"."""
+        about = [f"{_rounded(length):,}" for length in self.crossings]
+        measured = f"{self.shortest:,} to {self.longest:,}" if self.shortest < self.longest else f"{self.shortest:,}"
+        if self.outcome == "always":
+            return f"faster at every measured length ({measured})"
+        if self.outcome == "never":
+            return f"faster at none of the measured lengths ({measured})"
+        if self.outcome == "from":
+            return f"faster from about {about[0]} tokens on"
+        if self.outcome == "up to":
+            return f"faster up to about {about[0]} tokens"
+        if self.outcome == "several":
+            return f"faster on some stretches: the curves cross at about {', '.join(about)} tokens"
+        if self.outcome == "disturbed":
+            return "not compared: other programs disturbed the timings"
+        return "not compared: no length was measured of both"
+
+
+DISTURBED = Crossover("disturbed", (), 0, 0)
+
+
+def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover:
+    """Compare two curves, each time by length, at the lengths that both have. Equal times do not count as faster."""
+    lengths = sorted(candidate.keys() & baseline)
+    ratios = [(length, math.log(candidate[length] / baseline[length])) for length in lengths]
+    if not ratios:
+        return Crossover("not compared", (), 0, 0)
+    crossings = []
+    for (start, before), (end, after) in itertools.pairwise(ratios):
+        if (before < 0) != (after < 0):
+            share = before / (before - after)
+            crossings.append(start * (end / start) ** share)
+    outcome: Outcome = "several"
+    if len(crossings) < 2:
+        begins_faster = ratios[0][1] < 0
+        outcome = ("up to" if begins_faster else "from") if crossings else ("always" if begins_faster else "never")
+    return Crossover(outcome, tuple(crossings), ratios[0][0], ratios[-1][0])
+
+
+def _rounded(length: float) -> int:
+    """An interpolated length to three digits, which is precise enough; a measured length in full."""
+    whole = round(length)
+    return whole if math.isclose(length, whole, rel_tol=1e-9) else round(float(f"{length:.3g}"))
+
+
+BASELINE = "softmax"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What must be equal for two models to be compared. batch is 0 if it depends on the length."""
+
+    runtime: str
+    scope: str
+    precision: str
+    batch: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The rows of one model in one setting, in order of length.
+
+    name: what tells it from the others of its benchmark; place: the same without the model.
+    """
+
+    label: str
+    setting: Setting
+    name: str
+    place: str
+    rows: tuple[Row, ...]
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.rows[0].case.variant == BASELINE
+
+    def values(self, read: Callable[[Row], float | None]) -> dict[int, float]:
+        """Values of the rows whose timing may be quoted, by length."""
+        known = ((row.case.seq_len, read(row)) for row in self.rows if row.is_quotable)
+        return {length: value for length, value in known if value is not None}
+
+    def medians(self) -> dict[int, float]:
+        return self.values(median_ms)
+
+    @property
+    def is_disturbed(self) -> bool:
+        return any(row.status == "disturbed" for row in self.rows)
+
+
+def median_ms(row: Row) -> float | None:
+    return None if row.timing is None else row.timing.median_ms
+
+
+def curves(results: BenchResults) -> list[Curve]:
+    """All curves, softmax first, the others in the order of the rows."""
+    groups: dict[tuple[str, Setting], list[Row]] = {}
+    batch_varies = has_several_batches(results.rows)
+    for row in results.rows:
+        groups.setdefault((row.case.label, setting_of(row.case, batch_varies)), []).append(row)
+    settings = list(dict.fromkeys(setting for _, setting in groups))
+    places = {setting: _place(setting, settings) for setting in settings}
+    found = [
+        Curve(
+            label,
+            setting,
+            f"{label}, {places[setting]}",
+            places[setting],
+            tuple(sorted(rows, key=lambda row: row.case.seq_len)),
+        )
+        for (label, setting), rows in groups.items()
+    ]
+    return sorted(found, key=lambda curve: not curve.is_baseline)
+
+
+def setting_of(case: Case, batch_varies: bool) -> Setting:
+    return Setting(case.runtime, case.scope, case.precision, case.batch if batch_varies else 0)
+
+
+def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
+    """Softmax in the same setting; None if it was not measured, and for softmax itself."""
+    if curve.is_baseline:
+        return None
+    return next((one for one in among if one.is_baseline and one.setting == curve.setting), None)
+
+
+def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, Crossover]]:
+    """For each curve that was timed and has a baseline, where its medians cross those of the baseline.
+
+    A curve with a disturbed row is not compared: without this length, it might seem to cross elsewhere or never.
+    """
+    pairs = [(curve, baseline_of(curve, found)) for curve in found if curve.medians() or curve.is_disturbed]
+    return [
+        (curve, DISTURBED if curve.is_disturbed or other.is_disturbed else crossover(curve.medians(), other.medians()))
+        for curve, other in pairs
+        if other
+    ]
+
+
+def has_several_batches(rows: Iterable[Row]) -> bool:
+    """Whether any length was measured with several batches. If batches only shrink with length, they form one curve."""
+    batches: dict[int, set[int]] = {}
+    for row in rows:
+        batches.setdefault(row.case.seq_len, set()).add(row.case.batch)
+    return any(len(sizes) > 1 for sizes in batches.values())
+
+
+def _place(setting: Setting, settings: Sequence[Setting]) -> str:
+    """The runtime, and those parts of the setting that differ within this benchmark."""
+    parts = [setting.runtime]
+    if len({one.scope for one in settings}) > 1:
+        parts.append(setting.scope)
+    if len({one.precision for one in settings}) > 1:
+        parts.append(setting.precision)
+    if len({one.batch for one in settings}) > 1:
+        parts.append(f"batch {setting.batch}")
+    return ", ".join(parts)
+
+
+Verdict = Literal["passed", "failed", "not run"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows without a timing for the same reason. rows: their number and models."""
+
+    status: str
+    reason: str
+    rows: str
+
+
+def verdict(results: BenchResults) -> Verdict:
+    """The verdict on parity; a disturbed row counts. failed: a row failed. not run: a missing row might fail."""
+    if any(_failed(row) for row in results.rows):
+        return "failed"
+    whole = results.complete and results.rows and all(status_of(row) != "not run" for row in results.rows)
+    return "passed" if whole else "not run"
+
+
+def interruption(results: BenchResults) -> str:
+    """A sentence for an interrupted benchmark; "" for a complete one."""
+    if results.complete:
+        return ""
+    if not results.rows:
+        return "Interrupted before the first row was finished."
+    return f"Interrupted after {counted(len(results.rows), 'row')}. The other rows are missing."
+
+
+def disturbance(results: BenchResults) -> str:
+    """A warning if other programs disturbed rows; "" if not."""
+    count = sum(status_of(row) == "disturbed" for row in results.rows)
+    if not count:
+        return ""
+    known = [row.disturbance.other_cores for row in results.rows if row.disturbance]
+    used = max((cores for cores in known if cores is not None), default=None)
+    others = "" if used is None else f", which used up to {used:.1f} of {results.machine.get('cores', '?')} cores,"
+    rows = "the only row" if len(results.rows) == 1 else f"{count:,} of {len(results.rows):,} rows"
+    these = "this row" if count == 1 else "these rows"
+    return (
+        f"Other programs{others} disturbed {rows}. No ratio, rank or crossover is derived from {these}. "
+        "Measure again on an idle machine, or with --wait-idle."
+    )
+
+
+def parity_sentence(results: BenchResults) -> str:
+    """Whether the timed candidates compute the right result, and which have no timing."""
+    compared = [row for row in results.rows if row.parity and (row.parity.value is not None or not row.parity.passed)]
+    wrong = [row for row in compared if row.parity and not row.parity.passed]
+    parts = []
+    one = len(compared) == 1
+    if wrong:
+        who = "The one candidate" if one else f"{len(wrong):,} of {len(compared):,} candidates"
+        parts.append(f"{who} failed parity: {_labels(wrong)}.")
+    elif compared:
+        parts.append("The one candidate passed parity." if one else f"All {len(compared):,} candidates passed parity.")
+    else:
+        parts.append("No candidate was compared with a reference.")
+    others = [row for row in results.rows if row.status == "failed" and row not in wrong]
+    if others:
+        parts.append(f"{counted(len(others), 'row')} failed for another reason.")
+    missing = sum(status_of(row) == "not run" for row in results.rows)
+    if missing:
+        parts.append(f"{counted(missing, 'row was', 'rows were')} not run.")
+    return " ".join(parts)
+
+
+def headlines(results: BenchResults) -> list[str]:
+    """The fastest model at the longest timed length of each runtime, fastest runtime first."""
+    found = [curve for curve in curves(results) if curve.medians() or curve.is_disturbed]
+    if not found:
+        return ["Nothing was timed."]
+    groups: dict[str, list[Curve]] = {}
+    for curve in found:
+        groups.setdefault(curve.place, []).append(curve)
+    ranked = [_headline(group, found) for group in groups.values()]
+    return [sentence for _, _, sentence in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def problems(results: BenchResults) -> list[Problem]:
+    """Rows that have no timing, by reason."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in results.rows:
+        if not row.is_quotable:
+            groups.setdefault((status_of(row), reason_of(row)), []).append(row)
+    return [
+        Problem(status, reason, f"{counted(len(rows), 'row')} ({_labels(rows)})")
+        for (status, reason), rows in sorted(groups.items(), key=lambda entry: entry[0][0])
+    ]
+
+
+def status_of(row: Row) -> Status:
+    """The status of a row: failed if its parity failed, not run if it has no timing."""
+    if _failed(row):
+        return "failed"
+    return "not run" if row.timing is None else row.status
+
+
+def reason_of(row: Row) -> str:
+    """Why a row has no timing; if its parity failed, with the values."""
+    parts = [row.reason]
+    if row.parity and not row.parity.passed:
+        if row.parity.value is not None:
+            parts.append(f"{row.parity.metric} {number(row.parity.value)}, limit {number(row.parity.limit)}")
+        parts.append(row.parity.detail)
+    return "; ".join(dict.fromkeys(part for part in parts if part)) or "no reason is known"
+
+
+def _failed(row: Row) -> bool:
+    return row.status == "failed" or (row.parity is not None and not row.parity.passed)
+
+
+def _labels(rows: Sequence[Row]) -> str:
+    """`linear on torch and ort at 512 and 1,024 tokens; …`."""
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        case = row.case
+        size = f"{case.seq_len:,}" if case.batch == 1 else f"{case.batch} × {case.seq_len:,}"
+        known = sizes.setdefault((case.label, case.runtime), [])
+        if size not in known:
+            known.append(size)
+    runtimes: dict[tuple[str, str], list[str]] = {}
+    for (label, runtime), found in sizes.items():
+        runtimes.setdefault((label, listed(found)), []).append(runtime)
+    return "; ".join(f"{label} on {listed(found)} at {size} tokens" for (label, size), found in runtimes.items())
+
+
+def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, float, str]:
+    """For one place, a sort key (minus the length, the time per token of the fastest) and the sentence."""
+    rows = [row for curve in group for row in curve.rows]
+    longest = max(row.case.seq_len for row in rows if row.is_quotable or row.status == "disturbed")
+    if any(row.status == "disturbed" and row.case.seq_len == longest for row in rows):
+        where = f"At {longest:,} tokens on {group[0].place}"
+        return -longest, math.inf, f"{where}, other programs disturbed the timings, so no model is named the fastest."
+    at_end = sorted((c for c in group if longest in c.medians()), key=lambda curve: curve.medians()[longest])
+    best = at_end[0]
+    row = next(row for row in best.rows if row.case.seq_len == longest and row.is_quotable)
+    sentence = f"At {longest:,} tokens on {best.place}, {best.label} is the fastest"
+    if len(at_end) == 1:
+        sentence = f"At {longest:,} tokens on {best.place}, only {best.label} was timed,"
+    sentence += f" with {duration(best.medians()[longest])}"
+    if best.is_baseline:
+        if len(at_end) > 1:
+            slower = at_end[1].medians()[longest] / best.medians()[longest]
+            sentence += f"; {at_end[1].label} is next and takes {three_digits(slower)} times as long"
+    else:
+        sentence += _beside_baseline(row, best, found)
+    return -longest, 1 / (row.tokens_per_second or 1), f"{sentence}."
+
+
+def _beside_baseline(row: Row, curve: Curve, found: Sequence[Curve]) -> str:
+    """`: 12.7 times as fast as softmax, and 22.8 times less memory (…)`."""
+    parts = []
+    if row.times_softmax is not None:
+        parts.append(f"{three_digits(row.times_softmax)} times as fast as {BASELINE}")
+    baseline = baseline_of(curve, found)
+    other = _row_at(baseline, row.case.seq_len) if baseline else None
+    if other and other.peak_bytes and row.peak_bytes:
+        share = other.peak_bytes / row.peak_bytes
+        sizes = f"{memory(row.peak_bytes)} against {memory(other.peak_bytes)}"
+        change = f"{three_digits(share)} times less" if share >= 1 else f"{three_digits(1 / share)} times as much"
+        parts.append(f"with {change} memory ({sizes})")
+    if not parts:
+        return f"; {BASELINE} was not timed there" if other is None or other.timing is None else ""
+    return f": {', '.join(parts)}"
+
+
+def _row_at(curve: Curve, length: int) -> Row | None:
+    return next((row for row in curve.rows if row.case.seq_len == length), None)

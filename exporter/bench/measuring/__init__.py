@@ -1,1 +1,0 @@
-"""What a benchmark measures, and how."""

@@ -1,0 +1,432 @@
+"""The rows of a plan as advice: what to use, how to get it, and why everything else fell out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from effexport.bench.advice import MOST_DISTURBED, Limits, Plan
+from effexport.bench.grid import model_of_case
+from effexport.bench.results import BenchResults, Case, Row
+from effexport.models.attention_spec import field_names
+from effexport.processor import Processor
+from effexport.report.rendering.text import interval_text
+from effexport.runtimes import RUNTIMES
+from effexport.shell import Word, command_line
+from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
+from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
+
+if TYPE_CHECKING:
+    from effexport.bench.quality import CandidateQuality
+
+Standing = Literal[
+    "use this",
+    "frontier",
+    "fits",
+    "–",
+    "memory unknown",
+    "disturbed",
+    "over the limit",
+    "not measured",
+    "failed",
+    "not reached",
+]
+# The order of the table. Without any limit, "–" stands for "fits". "frontier" fits too: with --quality, no other one
+# that fits is both faster and better.
+STANDINGS: tuple[Standing, ...] = get_args(Standing)
+FITTING: tuple[Standing, ...] = ("use this", "frontier", "fits", "–")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One candidate of an advice. row: its measurement at the full length, or None. why: its standing in words.
+
+    quality: None if it was not judged.
+    """
+
+    label: str
+    runtime: str
+    standing: Standing
+    why: str = ""
+    row: Row | None = None
+    quality: CandidateQuality | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} on {self.runtime}"
+
+    @property
+    def latency_ms(self) -> float | None:
+        return None if self.row is None or self.row.timing is None else self.row.timing.median_ms
+
+    @property
+    def latency(self) -> str:
+        """`12.3 ± 0.42 ms`: the median and its spread."""
+        if self.row is None or self.row.timing is None:
+            return NOTHING
+        return duration_with(self.row.timing.median_ms, self.row.timing.spread_ms)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.row is None else self.row.peak_bytes
+
+    @property
+    def loss(self) -> str:
+        """`2.1034 (2.0812 to 2.1256)`: with its 95 % confidence interval."""
+        return NOTHING if self.quality is None else interval_text(self.quality.loss)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether its timing is too long because of other programs."""
+        return self.latency_ms is not None and self.row is not None and not self.row.is_quotable
+
+    @property
+    def figures(self) -> str:
+        """`182 ms and 392 MB`, as far as they are known."""
+        return listed([duration(self.latency_ms)] + ([] if self.peak_bytes is None else [memory(self.peak_bytes)]))
+
+
+NO_DIFFERENCE = (
+    "Where intervals overlap or are unknown, these results show no difference; `effexport evaluate ARTIFACT --compare "
+    "OTHER` compares two models row by row, which tells more."
+)
+OTHER_WEIGHTS = "The timed models have the sizes of those that were judged, but other weights."
+
+
+def with_frontier(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries with the frontier marked. The one with the lowest loss is to be used, unless one with a lower loss
+    may fit that other programs disturbed."""
+    fitting = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
+    best = min(fitting, key=lambda entry: (loss_of(entry), entry.latency_ms or 0.0), default=None)
+    if best is None:
+        return list(entries)
+    unsure = [entry for entry in entries if entry.quality is not None and entry.standing == "disturbed"]
+    is_sure = all(loss_of(entry) > loss_of(best) for entry in unsure)
+    timed = sorted((entry for entry in fitting if not entry.is_disturbed), key=lambda entry: entry.latency_ms or 0.0)
+
+    def placed(entry: Entry) -> Entry:
+        if entry is best:
+            return replace(entry, standing="use this" if is_sure else "frontier")
+        if entry not in timed:
+            return entry
+        better = next((other for other in timed if beats(other, entry)), None)
+        return replace(entry, standing="frontier") if better is None else replace(entry, why=f"beaten by {better.name}")
+
+    return [placed(entry) for entry in entries]
+
+
+def loss_of(entry: Entry) -> float:
+    assert entry.quality is not None
+    return entry.quality.loss.value
+
+
+def beats(one: Entry, other: Entry) -> bool:
+    """Whether one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
+    first, second = (((entry.latency_ms or 0.0), loss_of(entry)) for entry in (one, other))
+    return first[0] <= second[0] and first[1] <= second[1] and first != second
+
+
+def on_frontier(entries: Sequence[Entry]) -> list[Entry]:
+    """The frontier, the lowest loss first."""
+    found = [entry for entry in entries if entry.quality is not None and entry.standing in ("use this", "frontier")]
+    return sorted(found, key=loss_of)
+
+
+def sentences_of_frontier(entries: Sequence[Entry], seq_len: int, limits: str) -> Iterator[str]:
+    """The lowest loss, then what each faster model of the frontier loses."""
+    best, *faster = on_frontier(entries)
+    assert best.quality is not None
+    within = f" within {limits}" if limits else ""
+    yield (
+        f"{best.name} has the lowest loss{within}: {best.quality.text}, with {best.figures} for {seq_len:,} tokens, "
+        f"measured on this machine. It was judged as {best.quality.model}."
+    )
+    if best.standing != "use this":
+        yield "A model with a lower loss may fit, too: other programs disturbed its timing."
+    for entry in faster:
+        yield f"{entry.name} {speed_beside(entry, best)} and {loss_beside(entry, best)}."
+    rivals = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
+    if not faster and len(rivals) > 1 and not any(entry.is_disturbed for entry in rivals):
+        yield "No other model that fits and was judged is faster."
+    if any(are_alike(best, entry) for entry in faster):
+        yield NO_DIFFERENCE
+    unknown = sum(entry.quality is None and entry.standing in FITTING for entry in entries)
+    if unknown:
+        yield f"{counted(unknown, 'model')} without a result cannot be placed."
+
+
+def speed_beside(entry: Entry, best: Entry) -> str:
+    """`is 2.10 times as fast`; its time alone if that of the other is not known."""
+    if best.is_disturbed or best.latency_ms is None or entry.latency_ms is None:
+        return f"takes {duration(entry.latency_ms)}"
+    return f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
+
+
+def loss_beside(entry: Entry, best: Entry) -> str:
+    """`loses 0.12 bits per byte`."""
+    assert entry.quality is not None
+    if are_alike(entry, best):
+        return "shows no difference in loss"
+    return f"loses {loss_of(entry) - loss_of(best):.2g} {entry.quality.unit}"
+
+
+def are_alike(one: Entry, other: Entry) -> bool:
+    """Whether the confidence intervals of the losses overlap, or one of them is unknown."""
+    assert one.quality is not None
+    assert other.quality is not None
+    first, second = one.quality.loss, other.quality.loss
+    if first.low is None or first.high is None or second.low is None or second.high is None:
+        return True
+    return first.low <= second.high and second.low <= first.high
+
+
+# The file for fields that have no option of their own, if the user gave none.
+WRITTEN_FILE = "model.toml"
+# Fields of a case's options that have one.
+_WITH_OPTION = ("num_hashes", "pinv_init", "layers")
+
+
+@dataclass(frozen=True)
+class BuildCommand:
+    """A command, and how `file`, which it reads, must be changed first: lines to add, and fields to remove."""
+
+    text: str
+    file: str = ""
+    lines: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+
+    @property
+    def before(self) -> str:
+        """What to do first, as a sentence; "" if nothing."""
+        add = f"write these lines to {self.file}: {'; '.join(self.lines)}" if self.lines else ""
+        remove = f"remove {', '.join(self.remove)} from {self.file}, which this variant does not have"
+        steps = [step for step in (add, remove if self.remove else "") if step]
+        return f"First {' and '.join(steps)}." if steps else ""
+
+
+def command_from_case(case: Case, spec_file: str = "") -> BuildCommand | None:
+    """The command that exports the model of a case; None if its runtime does not run an export of ours.
+
+    spec_file: the TOML file that described the model, or "".
+    """
+    runtime = RUNTIMES[case.runtime]
+    if runtime.graph != "ours":
+        return None
+    given = options_from_toml(Path(spec_file)) if spec_file else {}
+    attention = model_of_case(case).attention
+    flags: dict[str, Any] = {
+        "variant": case.variant,
+        "scope": case.scope,
+        "dim": attention.dim,
+        "heads": attention.heads,
+    }
+    flags["seq_len"] = case.seq_len
+    flags |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
+    flags |= {"precision": case.precision} if case.precision != given.get("precision", "fp32") else {}
+    flags |= {"target": case.runtime} if runtime.engine else {}
+    switches, lines = [], []
+    for name, value in (case.options | case.encoder).items():
+        if name in flags or (name in given and given[name] == value):
+            continue
+        if name == "causal":
+            switches.append("--causal" if value else "--no-causal")
+        elif name in _WITH_OPTION:
+            flags[name] = value
+        else:
+            lines.append(f"{name} = {json.dumps(value)}")
+    file = spec_file or (WRITTEN_FILE if lines else "")
+    words: list[Word] = ["effexport", "build"]
+    words += ["--spec", Path(file)] if file else []
+    words += [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    known = {"variant", *BUILD_FIELDS, "scope", *ENCODER_FIELDS, *field_names(type(attention))}
+    remove = tuple(name for name in given if name not in known)
+    return BuildCommand(command_line(*words, *switches), file, tuple(lines), remove)
+
+
+OTHER_MODELS = (
+    "The variants are different models, not implementations of one model: they cannot share weights, so this is a "
+    "choice to make before training."
+)
+NOTHING_MEASURED = "Nothing was measured, so there is no advice; the table says why."
+# Variants without a part that must be float32, see `around_in_float32` in plugins/ops.py.
+BFLOAT16_VARIANTS = ("softmax", "linear", "aft")
+BFLOAT16_HERE = (
+    "This processor multiplies bfloat16 in tiles (AMX): on such a one, {} with --runtime openvino "
+    "--precision-hint bf16 took a third of the time of float32. Not measured here; effexport run and effexport verify "
+    "take both options."
+)
+DISTURBED = "Other programs disturbed {}; repeat this on an idle machine, or with --wait-idle."
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The candidates, the best first. sentences: what to do, then caveats. model: what was measured.
+
+    build: how to get the recommended one; None if nothing is recommended, or there is nothing to build, as for a model
+    that was judged.
+    """
+
+    entries: tuple[Entry, ...]
+    limits: Limits
+    sentences: tuple[str, ...]
+    model: str
+    build: BuildCommand | None
+
+    @property
+    def figure(self) -> str:
+        """What the losses are: bits per byte, or loss; "" without any."""
+        return next((entry.quality.loss.name for entry in self.entries if entry.quality is not None), "")
+
+
+def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
+    """The advice that the rows of a plan support; those of shorter lengths are not ranked."""
+    entries = ranked(results, plan)
+    measured = any(row.timing is not None for row in results.rows)
+    best = next(iter(on_frontier(entries)), None) or next((one for one in entries if one.standing in FITTING), None)
+    first = sentences_of_best(best, entries, plan) if best else sentences_of_none(entries, plan, measured=measured)
+    sentences = (*first, *caveats(results, entries))
+    is_new = best is not None and best.quality is None
+    build = command_from_case(best.row.case, plan.spec_file) if best and best.row and is_new else None
+    return Advice(entries, plan.limits, sentences, model_text(plan), build)
+
+
+def model_text(plan: Plan) -> str:
+    """What is measured: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
+    case = plan.cases[0]
+    model = model_of_case(case)
+    name = f"an encoder of {counted(model.layers, 'layer')}" if case.scope == "encoder" else "one attention layer"
+    size = f"width {model.attention.dim}, {counted(model.attention.heads, 'head')}"
+    return f"{name} ({size}), {case.batch} × {case.seq_len:,} tokens, {case.precision}"
+
+
+def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
+    """All candidates, the best first. The one with the lowest loss that fits is to be used; if none of those that fit
+    was judged, the fastest, if no disturbed one could be faster."""
+    rows = {(row.case.label, row.case.runtime): row for row in results.rows if row.case.model_seq_len is None}
+    entries = with_frontier(
+        [
+            replace(
+                entry_of(case, rows.get((case.label, case.runtime)), plan.limits),
+                quality=plan.quality.get((case.label, case.runtime)),
+            )
+            for case in plan.cases
+        ]
+    )
+    entries += [Entry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
+    entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
+    if entries[0].standing in ("fits", "–") and is_fastest(entries[0], entries):
+        entries[0] = replace(entries[0], standing="use this")
+    return tuple(entries)
+
+
+def is_fastest(best: Entry, entries: Sequence[Entry]) -> bool:
+    """Whether no disturbed entry, the best one included, could be faster than it was measured."""
+    disturbed = [entry.latency_ms for entry in entries if entry.is_disturbed and entry.latency_ms is not None]
+    return all(best.latency_ms is not None and ms / MOST_DISTURBED > best.latency_ms for ms in disturbed)
+
+
+def entry_of(case: Case, row: Row | None, limits: Limits) -> Entry:
+    if row is None:
+        return Entry(case.label, case.runtime, "not reached", "interrupted before it was measured")
+    if row.timing is None:
+        standing: Standing = "failed" if row.status == "failed" else "not measured"
+        return Entry(case.label, case.runtime, standing, row.reason, row)
+    standing, why = judged(row, limits)
+    disturbed = "" if row.is_quotable else f"disturbed: {row.reason}"
+    return Entry(case.label, case.runtime, standing, "; ".join(filter(None, (why, disturbed))), row)
+
+
+def judged(row: Row, limits: Limits) -> tuple[Standing, str]:
+    """Where a timed row stands, and why. A disturbed time is too long, so it may be within a limit but not over it."""
+    assert row.timing is not None
+    late = over_limit("latency", row.timing.median_ms, limits.latency_ms)
+    large = over_limit("memory", row.peak_bytes, limits.memory_bytes)
+    if late or large:
+        is_known = row.is_quotable or large
+        return "over the limit" if is_known else "disturbed", "; ".join(filter(None, (late, large)))
+    if limits.memory_bytes is not None and row.peak_bytes is None:
+        return "memory unknown", row.note or "its memory was not measured"
+    return "fits" if limits.text else "–", ""
+
+
+def over_limit(name: str, value: float | None, limit: float | None) -> str:
+    """`latency 1.50 times the limit`; "" if it is within the limit, or one of the two is unknown."""
+    if value is None or limit is None or value <= limit:
+        return ""
+    return f"{name} {three_digits(value / limit)} times the limit"
+
+
+def sentences_of_best(best: Entry, entries: Sequence[Entry], plan: Plan) -> Iterator[str]:
+    """What to use; if disturbed rows leave that open, what fits, or without any limit what is the fastest so far.
+
+    With --quality, the frontier.
+    """
+    assert best.row is not None
+    assert best.row.timing is not None
+    limits, timing = plan.limits, best.row.timing
+    (seq_len,) = plan.grid.seq_lens
+    within = f", within {limits.text}" if limits.text else ""
+    measured = f"{best.figures} for {seq_len:,} tokens, measured on this machine{within}."
+    if best.quality is not None:
+        yield from sentences_of_frontier(entries, seq_len, limits.text)
+    elif best.standing == "use this":
+        has_rivals = sum(entry.latency_ms is not None for entry in entries) > 1
+        fastest = "the fastest so far" if any(entry.standing == "not reached" for entry in entries) else "the fastest"
+        yield f"{best.name} is {fastest}: {measured}" if has_rivals and not within else f"Use {best.name}: {measured}"
+    elif within:
+        yield f"{best.name} fits: {measured} Another model may be faster."
+    elif best.is_disturbed:
+        yield f"{best.name} is the fastest, but it was disturbed: {measured} Another model may be faster."
+    else:
+        yield f"{best.name} is the fastest that was not disturbed: {measured} Another model may be faster."
+    if limits.latency_ms is not None and timing.highest_ms > limits.latency_ms:
+        slowest = duration(timing.highest_ms)
+        yield f"That is the median; the slowest of {counted(timing.runs, 'run')} took {slowest}, over the limit."
+
+
+def sentences_of_none(entries: Sequence[Entry], plan: Plan, *, measured: bool) -> Iterator[str]:
+    """Why there is nothing to recommend, and what comes closest."""
+    if not measured:
+        yield NOTHING_MEASURED
+        return
+    (seq_len,) = plan.grid.seq_lens
+    unknown = [entry for entry in entries if entry.standing == "memory unknown"]
+    over = [entry for entry in entries if entry.standing == "over the limit"]
+    what = f"meets {plan.limits.text}" if plan.limits.text else "was timed"
+    reached = "No model" if all(entry.standing != "not reached" for entry in entries) else "None of the models so far"
+    if unknown:
+        yield f"{unknown[0].name} is fast enough with {unknown[0].figures}, but its memory is unknown."
+        return
+    disturbed = [entry for entry in entries if entry.standing == "disturbed"]
+    if disturbed:
+        yield f"No conclusion: {disturbed[0].name} took {duration(disturbed[0].latency_ms)}, but it was disturbed."
+        return
+    yield f"{reached} {what} for {seq_len:,} tokens on this machine."
+    if over:
+        yield f"The fastest that was measured is {over[0].name} with {over[0].figures}."
+
+
+def caveats(results: BenchResults, entries: Sequence[Entry]) -> Iterator[str]:
+    disturbed = sum(entry.is_disturbed for entry in entries)
+    if disturbed:
+        yield DISTURBED.format(counted(disturbed, "measurement"))
+    if not results.complete:
+        missing = sum(entry.standing == "not reached" for entry in entries)
+        yield f"Interrupted: {counted(missing, 'candidate was', 'candidates were')} not measured."
+    if on_frontier(entries):
+        yield OTHER_WEIGHTS
+    elif sum(entry.latency_ms is not None for entry in entries) > 1:
+        yield OTHER_MODELS
+    if any(entry.latency_ms is not None for entry in entries):
+        yield from bfloat16_here(entries)
+
+
+def bfloat16_here(entries: Sequence[Entry]) -> Iterator[str]:
+    """That a variant which may be computed in bfloat16 is faster so, where the processor has tiles for it and the
+    runtime that uses them is installed."""
+    able = [entry.label for entry in entries if entry.label.partition(",")[0].partition("-")[0] in BFLOAT16_VARIANTS]
+    if able and Processor.here().has_bfloat16_tiles and RUNTIMES["openvino"].package.version is not None:
+        yield BFLOAT16_HERE.format(", ".join(dict.fromkeys(able)))

@@ -1,0 +1,422 @@
+"""grid → rows: prepare, prove, time in turns, measure memory; one size at a time, with all its candidates."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.bench.agreement import agreement, reference_of_case
+from effexport.bench.candidates import (
+    Candidate,
+    NotRunnableError,
+    candidate_from_case,
+    engine_from_case,
+    inputs_of_case,
+    is_beyond_runtime,
+    naive_onnx_from_case,
+    onnx_from_case,
+    reason_not_here,
+    short,
+)
+from effexport.bench.costs import (
+    EXPORT_SECONDS,
+    START_SECONDS,
+    MemoryUnknownError,
+    OnStep,
+    Pace,
+    arena_fits,
+    memory_cost,
+    peak_memory,
+    prepare_cost,
+    reason_too_large,
+    run_pass,
+    run_products,
+    timing_cost,
+    traffic_bytes,
+)
+from effexport.bench.grid import Grid, model_of_case, products_of_case
+from effexport.bench.machine import Machine, wait_until_idle
+from effexport.bench.results import BenchResults, Case, Floor, Row
+from effexport.bench.timing import (
+    Rotation,
+    TimedCall,
+    disturbance_of,
+    notes_of,
+    reason_disturbed,
+    times_faster,
+    timing_from_samples,
+)
+from effexport.disk import ANOTHER_TEMPORARY, disk_problem, write_error
+from effexport.environment import describe_machine, usable_cores, versions
+from effexport.errors import EffexportError, is_out_of_memory
+from effexport.models.validation import SpecError
+from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+    from effexport.proof.cases import Case as ReferenceCase
+
+# torch.compile silently falls back to eager mode after 8 shapes or models that share code.
+RECOMPILE_LIMIT = 1024
+NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept memory that the others need"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure. threads: those of each runtime (None: one per core). max_seconds: timed seconds per row.
+
+    parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
+    wait_seconds: how long, in all, to wait until other programs leave the machine alone.
+    """
+
+    rounds: int = 15
+    max_seconds: float = 10.0
+    threads: int | None = None
+    parity: bool = True
+    memory: bool = True
+    longest_ms: float = math.inf
+    wait_seconds: float = 0.0
+    preset: str = ""
+    command: str = ""
+
+
+@dataclass
+class Prepared:
+    """A case being measured; once the status of `row` is not "measured", nothing more is done with it."""
+
+    row: Row
+    candidate: Candidate | None = None
+    model: Path | None = None
+    memory_arena: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.case.label} on {self.row.case.runtime}"
+
+    def stop(self, reason: str, *, failed: bool) -> None:
+        self.row = replace(self.row, status="failed" if failed else "not run", reason=reason)
+        self.close()
+
+    def close(self) -> None:
+        if self.candidate is not None:
+            self.candidate.close()
+        self.candidate = None
+
+
+@dataclass
+class Question:
+    """The inputs of all runtimes of one model, and PyTorch's answer; both made when first needed."""
+
+    case: Case
+
+    @cached_property
+    def feeds(self) -> dict[str, Array]:
+        return inputs_of_case(self.case)
+
+    @cached_property
+    def reference(self) -> ReferenceCase:
+        return reference_of_case(self.case, self.feeds)
+
+
+@dataclass
+class Bench:
+    """A run in progress. rows: those of finished sizes, and after an interrupt what the last size had measured."""
+
+    grid: Grid
+    settings: Settings
+    folder: Path
+    pace: Pace
+    threads: int
+    machine: Machine
+    rows: list[Row] = field(default_factory=list)
+    _models: dict[str, Path | Exception] = field(default_factory=dict)
+    _not_here: dict[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._wait_seconds = self.settings.wait_seconds
+
+    def run(self) -> None:
+        sizes = itertools.groupby(self.grid.cases(), key=lambda case: (case.seq_len, case.batch, case.precision))
+        for _, cases in sizes:
+            self.size(list(cases))
+
+    def size(self, cases: Sequence[Case]) -> None:
+        """All cases of one length, batch and precision."""
+        found: list[Prepared] = []
+        judges_waits = self.threads <= self.machine.cores
+        rotation = Rotation([], self.settings.rounds, self.settings.max_seconds, self.machine, judges_waits)
+        try:
+            for _, group in itertools.groupby(cases, key=lambda case: case.label):
+                found += self.prepared(list(group))
+            ready = [item for item in found if item.candidate is not None]
+            rotation.calls = [*self.calls(ready)]
+            if ready and self._wait_seconds:
+                self._wait_seconds = wait_until_idle(self.machine, self._wait_seconds, self.pace.say)
+            self.time(rotation, ready)
+            for item in ready:
+                item.close()
+            self.finish(rotation, found)
+            if self.settings.memory:
+                self.measure_memory(found)
+            self.rows += [item.row for item in found]
+        except KeyboardInterrupt:
+            self.finish(rotation, found)
+            self.rows += [item.row for item in found if item.row.timing is not None or item.row.reason]
+            raise
+        finally:
+            for item in found:
+                item.close()
+
+    def prepared(self, cases: Sequence[Case]) -> Iterator[Prepared]:
+        """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
+        question = Question(cases[0])
+        for case in cases:
+            files = len(self._models)
+            self.pace.say(f"{describe(case)}: preparing")
+            item = Prepared(Row(case=case, status="measured"))
+            reason = reason_not_run(case, self._not_here)
+            if reason is not None:
+                item.stop(reason, failed=False)
+            else:
+                self.prepare(item, question)
+                self.pace.pay(prepare_cost(case, self.settings.parity) + EXPORT_SECONDS * (len(self._models) - files))
+            yield item
+
+    def prepare(self, item: Prepared, question: Question) -> None:
+        """Load the candidate, run it once and compare."""
+        case = item.row.case
+        item.memory_arena = not RUNTIMES[case.runtime].graph or arena_fits(case)
+        try:
+            item.model = self.model_of_case(case)
+            item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
+            item.candidate.bind(question.feeds)
+            item.candidate.run()
+            parity = agreement(item.candidate, case, question.reference) if self.settings.parity else None
+        except NotRunnableError as reason:
+            item.stop(str(reason), failed=False)
+            return
+        except Exception as error:  # runtimes and compilers have no common base class for their errors
+            if disk_problem(error):  # nothing that follows could be measured either
+                raise write_error(self.folder, error, ANOTHER_TEMPORARY) from error
+            item.stop(short(error), failed=not (is_out_of_memory(error) or is_beyond_runtime(error)))
+            return
+        note = "" if item.memory_arena else NO_ARENA
+        item.row = replace(item.row, parity=parity, implementation=dict(item.candidate.implementation), note=note)
+        if parity is not None and not parity.passed:
+            item.stop(
+                f"parity: {parity.metric} {digits(parity.value)} > {digits(parity.limit)}; {parity.detail}", failed=True
+            )
+
+    def model_of_case(self, case: Case) -> Path | None:
+        """The file that the runtime reads, made at the first request. A failure is raised again at every request."""
+        runtime = RUNTIMES[case.runtime]
+        if not runtime.graph:
+            return None
+        name = file_name(case)
+        export = naive_onnx_from_case if runtime.graph == "naive" else onnx_from_case
+        path = self.made(f"{name}.onnx", lambda path: export(case, path))
+        if runtime.engine:
+            model = path
+            # an engine accepts one size only
+            engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
+            return self.made(engine, lambda path: engine_from_case(case, model, path))
+        return path
+
+    def made(self, name: str, make: Callable[[Path], None]) -> Path:
+        if name not in self._models:
+            try:
+                make(self.folder / name)
+                self._models[name] = self.folder / name
+            except (EffexportError, SpecError) as error:
+                self._models[name] = error
+        found = self._models[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def calls(self, ready: Sequence[Prepared]) -> Iterator[TimedCall]:
+        """The candidates of one size, and the floors of their models."""
+        devices = {(item.row.case.label, RUNTIMES[item.row.case.runtime].device): item.row.case for item in ready}
+        for item in ready:
+            assert item.candidate is not None
+            runtime = RUNTIMES[item.row.case.runtime]
+            # every session has its own threads
+            yield TimedCall(item.name, item.candidate.run, item.name if runtime.graph else "torch")
+        for (label, device), case in devices.items():
+            yield TimedCall(f"products of {label} on {device}", run_products(products_of_case(case), device), "torch")
+            yield TimedCall(f"pass of {label} on {device}", run_pass(traffic_bytes(case), device), "torch")
+
+    def time(self, rotation: Rotation, ready: Sequence[Prepared]) -> None:
+        if not ready:
+            return
+        settings = self.settings
+        labels = {item.row.case.label for item in ready}
+        first = replace(ready[0].row.case, runtime="")
+        title = describe(first if len(labels) == 1 else replace(first, label="all models"))
+        cost = sum(timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
+
+        def on_round(number: int) -> None:
+            self.pace.pay(cost / settings.rounds if number <= settings.rounds else 0.0)
+            rounds = f"round {min(number, settings.rounds)} of {settings.rounds}"
+            again = f", and {number - settings.rounds} disturbed ones again" if number > settings.rounds else ""
+            self.pace.say(f"{title}: {rounds}{again}")
+
+        self.pace.say(f"{title}: warming up")
+        rotation.run(on_round)
+
+    def finish(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
+        """Fill in timings, floors and ratios of a rotation, also of one that was interrupted."""
+        for item in found:
+            seconds = rotation.used_rounds(item.name)
+            if item.name in rotation.failures:
+                item.stop(f"while it was timed: {short(rotation.failures[item.name])}", failed=True)
+            elif rotation.has_enough(seconds):
+                case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
+                row = replace(
+                    item.row,
+                    timing=timing_from_samples([*seconds.values()]),
+                    floor=floor_of(rotation, case.label, device),
+                    disturbance=disturbance_of(rotation, item.name),
+                    note="; ".join(filter(None, (item.row.note, notes_of(rotation, [item.name])))),
+                )
+                reason = reason_disturbed(row, rotation, item.name)
+                item.row = replace(row, status="disturbed", reason=reason) if reason else row
+        self.fill_in_ratios(rotation, found)
+
+    def fill_in_ratios(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
+        """How many times faster each undisturbed row is than undisturbed softmax, and than PyTorch."""
+        good = {item.name: rotation.samples[item.name] for item in found if item.row.is_quotable}
+        for item in found:
+            case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
+            own, softmax = good.get(item.name, {}), good.get(f"{self.softmax_label} on {case.runtime}", {})
+            torch = good.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})
+            item.row = replace(
+                item.row,
+                times_softmax=times_faster(own, softmax, rotation.fewest),
+                times_torch=times_faster(own, torch, rotation.fewest),
+            )
+
+    @property
+    def softmax_label(self) -> str:
+        """The label of plain softmax attention in this grid, or "" if it has none."""
+        labels = [model.label for model in self.grid.models if model.variant == "softmax" and not model.options]
+        return next(iter(labels), "")
+
+    def measure_memory(self, found: Sequence[Prepared]) -> None:
+        for item in found:
+            if item.row.timing is None or item.row.timing.median_ms > self.settings.longest_ms:
+                continue
+            case = item.row.case
+            self.pace.say(f"{describe(case)}: measuring memory")
+            try:
+                peak = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
+                item.row = replace(item.row, peak_bytes=peak)
+            except MemoryUnknownError as error:
+                note = f"peak memory is unknown: {short(error)}"
+                item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
+            self.pace.pay(memory_cost(case))
+
+
+def bench(
+    grid: Grid,
+    settings: Settings | None = None,
+    on_step: OnStep = lambda step: None,
+    *,
+    measure: Callable[[Bench], None] = Bench.run,
+    seconds: float | None = None,
+) -> BenchResults:
+    """Measure every case of a grid. An interrupt (Ctrl-C) ends it and returns the results so far.
+
+    measure: what is measured, and in which order, if not the whole grid. seconds: roughly how long that takes.
+    """
+    import torch
+
+    settings = settings or Settings()
+    threads = settings.threads or usable_cores()
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    here = Machine()
+    load = here.load()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    complete = True
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, before)
+        if any(RUNTIMES[runtime].compiled for runtime in grid.runtimes):
+            import torch._dynamo.config
+
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-bench-")))
+        pace = Pace(seconds or total_cost(grid, settings), on_step)
+        running = Bench(grid, settings, folder, pace, threads, here)
+        try:
+            measure(running)
+        except KeyboardInterrupt:
+            complete = False
+        rows = tuple(running.rows)
+    return BenchResults(
+        rows=rows,
+        created=created,
+        command=settings.command,
+        rounds=settings.rounds,
+        threads=threads,
+        machine=describe_machine() | load,
+        environment={name: version for name, version in versions().items() if version is not None},
+        preset=settings.preset,
+        complete=complete,
+    )
+
+
+def reason_not_run(case: Case, not_here: dict[str, str | None]) -> str | None:
+    """Why this machine cannot run a case; None if it can. not_here: what is known of runtimes already, added to."""
+    if case.runtime not in not_here:
+        not_here[case.runtime] = reason_not_here(case.runtime)
+    return not_here[case.runtime] or reason_too_large(case)
+
+
+def total_cost(grid: Grid, settings: Settings) -> float:
+    """Roughly how many seconds a benchmark takes, without the rows that this machine cannot run."""
+    not_here: dict[str, str | None] = {}
+    cases = [case for case in grid.cases() if reason_not_run(case, not_here) is None]
+    files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
+    return (
+        START_SECONDS
+        + EXPORT_SECONDS * len(files)
+        + sum(
+            prepare_cost(case)
+            + timing_cost(case, settings.rounds, settings.max_seconds)
+            + (memory_cost(case) if settings.memory else 0.0)
+            for case in cases
+        )
+    )
+
+
+def file_name(case: Case) -> str:
+    """What the exported file of a case is called, without its suffix. Some models have one file for every length."""
+    model, graph = model_of_case(case), RUNTIMES[case.runtime].graph
+    length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
+    return f"{case.label}-{length}-{case.precision}-{graph}".replace(" ", "_").replace("/", "_")
+
+
+def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
+    """Medians over the same rounds as those of the candidates, so that slow phases of the machine affect both."""
+    products = rotation.median_ms(f"products of {label} on {device}")
+    one_pass = rotation.median_ms(f"pass of {label} on {device}")
+    return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
+
+
+def describe(case: Case) -> str:
+    batch = f"{case.batch} × " if case.batch > 1 else ""
+    runtime = f" on {case.runtime}" if case.runtime else ""
+    return f"{case.label}, {batch}{case.seq_len} tokens{runtime}"
+
+
+def digits(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3g}"

@@ -1,0 +1,250 @@
+"""The folder of a sweep: finished cells, failures and results.
+
+sweep.json                 marks the folder as the output of a sweep
+cells/ID/                  a finished cell: artifact/, record.json and log.txt, published by one rename
+failed/ID/                 the last failure of an unfinished cell: record.json and log.txt
+attempts.jsonl             one line per attempt that ended, also for attempts that were discarded or lost
+results.json, results.csv, report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
+from effexport.bench.cell import ARTIFACT, LOG, Cell, Outcome
+from effexport.disk import ANOTHER_FOLDER, write_error
+from effexport.errors import UserError
+from effexport.files import json_text, write_file
+from effexport.records import values_of_file
+
+FORMAT_VERSION = 1
+MARK, RECORD, ATTEMPTS, LOCK = "sweep.json", "record.json", "attempts.jsonl", ".lock"
+CELLS, FAILED, STAGING = "cells", "failed", ".staging"
+
+
+class CellResults(msgspec.Struct, frozen=True):
+    """The part of a finished cell's manifest that tables show. engine: of the cell's target. artifact_bytes: of all
+    files, with the golden values. model_bytes: of the model alone; records of an older effexport have none."""
+
+    parity: Parity
+    artifact_bytes: int
+    engine: EngineEntry | None
+    model_bytes: int | None = None
+
+
+class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """record.json of a cell: its last attempt, with the fields of the attempt's `Outcome`.
+
+    log: of a failed attempt; a finished cell has log.txt. results: of a finished cell.
+    """
+
+    format_version: int = FORMAT_VERSION
+    id: str
+    digest: str
+    cell: dict[str, Any]
+    attempt: int
+    ended: str
+    status: Literal["finished", "failed"]
+    reason: str
+    stage: str
+    log: str | msgspec.UnsetType = msgspec.UNSET
+    seconds: float
+    peak_bytes: int | None
+    where: str
+    versions: Mapping[str, str | None]
+    results: CellResults | msgspec.UnsetType = msgspec.UNSET
+
+
+@dataclass(frozen=True)
+class Store:
+    """The output folder of a sweep. Reading changes nothing; `opened` creates it and keeps other sweeps out."""
+
+    path: Path
+
+    def cell_folder(self, cell: Cell) -> Path:
+        return self.path / CELLS / cell.id
+
+    def failed_folder(self, cell: Cell) -> Path:
+        return self.path / FAILED / cell.id
+
+    def finished(self, cell: Cell) -> CellRecord | None:
+        """The record of a finished cell; None if it is not finished, or its artifact is damaged."""
+        record = read_record(self.cell_folder(cell), cell)
+        return record if record is not None and not self.damage(cell) else None
+
+    def failed(self, cell: Cell) -> CellRecord | None:
+        """The record of the last failure of a cell that is not finished."""
+        return read_record(self.failed_folder(cell), cell)
+
+    def damage(self, cell: Cell) -> str:
+        """What is wrong with the folder of a finished cell, or "". Compares the sizes of files."""
+        folder = self.cell_folder(cell)
+        if not folder.exists():
+            return ""
+        if read_record(folder, cell) is None:
+            return f"{folder / RECORD} is missing or damaged"
+        try:
+            files = read_manifest(folder / ARTIFACT).files
+        except UserError as error:
+            return str(error)
+        for name, entry in files.items():
+            path = folder / ARTIFACT / name
+            if not path.is_file() or path.stat().st_size != entry.bytes:
+                return f"{path} is missing or its size has changed"
+        return ""
+
+    def check(self) -> None:
+        """Raises UserError unless the path is the output of a sweep, an empty folder, or does not exist."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; expected the path of a folder to create")
+        mark = self.path / MARK
+        if not mark.is_file():
+            # a sweep that is just starting, or was killed then, has made its folders and no mark yet
+            begun = (CELLS, FAILED, STAGING, LOCK)
+            names = (path.name for path in self.path.iterdir())
+            if all(name in begun or name.startswith(f".{MARK}.partial-") for name in names):
+                return
+            raise UserError(f"{self.path} is not the output of a sweep, and not empty; choose another folder with -o")
+        version = values_of_file(mark, ANOTHER_FOLDER).get("format_version")
+        if type(version) is not int or version > FORMAT_VERSION:
+            raise UserError(
+                f"{mark} has format version {version}; this effexport reads up to {FORMAT_VERSION}: upgrade"
+            )
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Store]:
+        """Create the folder and lock it, so that no other sweep writes to it. Raises UserError."""
+        self.check()
+        try:
+            for name in (CELLS, FAILED, STAGING):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+            lock = (self.path / LOCK).open("a")
+        except OSError as error:
+            raise write_error(self.path, error, ANOTHER_FOLDER) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"another sweep is writing to {self.path}; wait for it, or choose another folder with -o"
+                ) from error
+            except OSError:
+                pass  # a file system without locks; two sweeps at once would repeat work, but damage nothing
+            try:
+                write_file(self.path / MARK, json_text({"format_version": FORMAT_VERSION}))
+            except OSError as error:
+                raise write_error(self.path, error, ANOTHER_FOLDER) from error
+            self._clear()
+            try:
+                yield self
+            finally:
+                self._clear()
+
+    def _clear(self) -> None:
+        """Remove what an interrupted or killed sweep left behind."""
+        for path in (self.path / STAGING).iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def staging(self, cell: Cell) -> Path:
+        """A new folder for one attempt, on the same file system as its destination."""
+        folder = self.path / STAGING / f"{cell.id}-{uuid.uuid4().hex}"
+        folder.mkdir()
+        return folder
+
+    def publish(self, cell: Cell, staged: Path, attempt: int, outcome: Outcome) -> bool:
+        """Publish a finished attempt by one rename, artifact and record together.
+
+        The first attempt wins: returns False if another attempt had already finished the cell.
+        Raises UserError if the artifact does not match its own manifest.
+        """
+        manifest = read_manifest(staged / ARTIFACT)
+        for name, entry in manifest.files.items():
+            check_file(staged / ARTIFACT, name, entry)
+        engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
+        all_bytes = sum(entry.bytes for entry in manifest.files.values())
+        results = CellResults(manifest.parity, all_bytes, engine, manifest.model_bytes)
+        write_record(staged, record_of(cell, attempt, outcome, results))
+        if not (staged / LOG).exists():
+            write_file(staged / LOG, outcome.log + "\n")
+        for path in list(staged.iterdir()):
+            if path.name not in (ARTIFACT, LOG, RECORD):
+                path.unlink()
+        won = renamed(staged, self.cell_folder(cell))
+        shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
+        self.log_attempt(cell, attempt, "finished" if won else "discarded", outcome)
+        return won
+
+    def fail(self, cell: Cell, attempt: int, outcome: Outcome) -> None:
+        """Record a failure, replacing an earlier one of the same cell."""
+        staged = self.staging(cell)
+        write_record(staged, record_of(cell, attempt, outcome))
+        write_file(staged / LOG, outcome.log + "\n")
+        shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
+        staged.rename(self.failed_folder(cell))
+        self.log_attempt(cell, attempt, "failed", outcome)
+
+    def log_attempt(self, cell: Cell, attempt: int, status: str, outcome: Outcome) -> None:
+        """status: finished, discarded (another attempt was first), failed, or lost with its node."""
+        line = {
+            "cell": cell.id,
+            "attempt": attempt,
+            "status": status,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "where": outcome.where,
+            "seconds": outcome.seconds,
+            "reason": outcome.reason,
+        }
+        with (self.path / ATTEMPTS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+def record_of(cell: Cell, attempt: int, outcome: Outcome, results: CellResults | None = None) -> CellRecord:
+    kept = ("status", "reason", "stage", "seconds", "peak_bytes", "where", "versions")
+    return CellRecord(
+        id=cell.id,
+        digest=cell.digest,
+        cell=cell.to_dict(),
+        attempt=attempt,
+        ended=datetime.now(UTC).isoformat(timespec="seconds"),
+        log=outcome.log if outcome.status == "failed" else msgspec.UNSET,
+        results=results or msgspec.UNSET,
+        **{name: getattr(outcome, name) for name in kept},
+    )
+
+
+def write_record(folder: Path, record: CellRecord) -> None:
+    write_file(folder / RECORD, json_text(msgspec.to_builtins(record)))
+
+
+def read_record(folder: Path, cell: Cell) -> CellRecord | None:
+    """The record of a cell; None if it is missing, damaged, or of another cell."""
+    try:
+        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=CellRecord)
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None
+    return record if record.digest == cell.digest else None
+
+
+def renamed(source: Path, target: Path) -> bool:
+    """Rename a folder; False if the target exists and is not empty, which the system refuses to replace."""
+    try:
+        source.rename(target)
+    except OSError:
+        if target.is_dir():
+            return False
+        raise
+    return True

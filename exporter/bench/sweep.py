@@ -1,0 +1,426 @@
+"""A sweep: finished cells are skipped, the others run, and every outcome is written at once."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from effexport.artifact import CheckSummary, EngineEntry
+from effexport.bench.cell import ARTIFACT, LOG, Cell, Outcome
+from effexport.bench.children import Event, Executor
+from effexport.bench.store import CELLS, FAILED, CellRecord, Store
+from effexport.disk import write_error
+from effexport.environment import versions
+from effexport.errors import EffexportError
+from effexport.files import csv_text, json_text, write_file
+from effexport.proof.checks.result import METRIC
+from effexport.render.multiples import Chart, Line, Quantity, chart_of
+from effexport.render.templates import template_environment
+from effexport.units import counted, duration, listed, megabytes, memory, moment, number, rough_duration, seconds
+
+FORMAT_VERSION = 1
+Status = Literal["finished", "failed", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A cell and its result.
+
+    parity: the verdict of its report: passed, or "not run" if no runtime there could run the model. worst_error: the
+    largest max |error| / RMS; error_limit: its limit. engine_parity: "" without an engine. seconds: of the last
+    attempt. artifact, log: paths relative to the folder of the sweep, or "". command: runs this cell only.
+    """
+
+    id: str
+    label: str
+    variant: str
+    scope: str
+    seq_len: int
+    batch: int
+    precision: str
+    target: str
+    gpu: str
+    status: Status
+    command: str
+    reason: str = ""
+    is_new: bool = False
+    parity: str = ""
+    worst_error: float | None = None
+    error_limit: float | None = None
+    engine: str = ""
+    engine_parity: str = ""
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    artifact_bytes: int | None = None
+    model_bytes: int | None = None
+    where: str = ""
+    attempts: int = 0
+    artifact: str = ""
+    log: str = ""
+    log_tail: str = ""
+
+    @property
+    def title(self) -> str:
+        gpu = f", {self.gpu}" if self.gpu else ""
+        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}{gpu}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResults:
+    """The results of a sweep. complete: False after an interrupt. where: the executor. seconds: of this run only."""
+
+    rows: tuple[Row, ...]
+    name: str
+    created: str
+    command: str
+    where: str = ""
+    seconds: float = 0.0
+    complete: bool = True
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def count(self, status: str) -> int:
+        return sum(row.status == status for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """ "passed", "failed", or "not run" if some cells did not run."""
+        if self.count("failed"):
+            return "failed"
+        return "passed" if self.count("finished") == len(self.rows) else "not run"
+
+    @property
+    def sentence(self) -> str:
+        """The sweep in one line."""
+        parts = [f"{self.count(status)} {status}" for status in ("finished", "failed", "not run") if self.count(status)]
+        new = sum(row.is_new for row in self.rows if row.status == "finished")
+        old = self.count("finished") - new
+        before = f" ({new} now, {old} before)" if new and old else " (all before)" if old else ""
+        return f"{counted(len(self.rows), 'cell')}: {listed(parts)}{before}"
+
+    def to_json(self) -> str:
+        values = {name: value for name, value in asdict(self).items() if name != "rows"}
+        summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
+        rows = [asdict(row) for row in self.rows]
+        return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows})
+
+
+def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
+    known |= {name: getattr(cell, name) for name in ("id", "label", "target", "gpu")}
+    spec, model = cell.spec, cell.spec.model
+    known |= {"variant": spec.attention.variant, "scope": model.scope, "seq_len": model.seq_len}
+    known |= {"batch": spec.batch, "precision": spec.precision}
+    return Row(status=status, command=command, **known)
+
+
+def fields_of_record(record: CellRecord) -> dict[str, Any]:
+    """The fields of a row that come from the record of its cell."""
+    known: dict[str, Any] = {name: getattr(record, name) for name in ("reason", "seconds", "peak_bytes", "where")}
+    known |= {"attempts": record.attempt, "log_tail": record.log or ""}
+    if not record.results:
+        return known
+    parity, engine = record.results.parity, record.results.engine
+    worst, limit = worst_of_summary(parity.summary)
+    return known | {
+        "parity": "passed" if parity.passed else "not run",
+        "worst_error": worst,
+        "error_limit": limit,
+        "artifact_bytes": record.results.artifact_bytes,
+        "model_bytes": record.results.model_bytes,
+        "engine": engine_text(engine) if engine else "",
+        "engine_parity": engine_parity(parity.summary, engine.target) if engine else "",
+    }
+
+
+def worst_of_summary(summary: Mapping[str, CheckSummary]) -> tuple[float | None, float | None]:
+    """The largest relative error of any check, and its limit."""
+    found = [
+        (float(entry.worst), float(entry.limit))
+        for entry in summary.values()
+        if entry.metric == METRIC and entry.worst is not None and entry.limit is not None
+    ]
+    return max(found, key=itemgetter(0), default=(None, None))
+
+
+def engine_text(engine: EngineEntry) -> str:
+    """`1.7.1, SM 89, 0.3 MB, 12 layers, 0.4 s`."""
+    built_for = ", ".join(f"SM {number}" for number in engine.compute_capabilities) or "SM 80 and later"
+    size, time = megabytes(engine.bytes), seconds(engine.build_seconds)
+    return f"{engine.tensorrt_version}, {built_for}, {size}, {engine.layers} layers, {time}"
+
+
+def engine_parity(summary: Mapping[str, CheckSummary], target: str) -> str:
+    """The verdict of the checks that ran the engine; "not run" without a GPU for it."""
+    entries = [entry for name, entry in summary.items() if name.startswith(f"{target}:")]
+    if any(entry.failed for entry in entries):
+        return "failed"
+    return "passed" if any(entry.passed for entry in entries) else "not run"
+
+
+# A node may fail while a cell runs; if this happens repeatedly, the cell is probably the cause.
+MAX_LOSSES = 3
+WAIT_SECONDS = 1.0
+State = Literal["finished", "failed", "to run"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All cells of the file with their states, and the cells to run now."""
+
+    cells: Sequence[Cell]
+    to_run: Sequence[Cell]
+    states: dict[str, State]
+
+
+def plan_of(store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Sequence[Cell] | None = None) -> Plan:
+    """Decide which cells run: no finished ones, failed ones only with `retry_failed`. only: the requested cells."""
+    states: dict[str, State] = {}
+    for cell in cells:
+        if store.finished(cell) is not None:
+            states[cell.id] = "finished"
+        else:
+            states[cell.id] = "failed" if store.failed(cell) is not None else "to run"
+    again = ("failed", "to run") if retry_failed else ("to run",)
+    chosen = cells if only is None else only
+    return Plan(cells, [cell for cell in chosen if states[cell.id] in again], states)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a sweep. text: the last event. done, total: cells. seconds_left: None if unknown or over."""
+
+    text: str
+    done: int
+    total: int
+    running: int
+    seconds_left: float | None
+
+
+@dataclass
+class Sweep:
+    """A run in progress.
+
+    not_run: reasons by cell id. new: ids of cells that finished in this run. attempts: number of attempts by cell id.
+    """
+
+    store: Store
+    executor: Executor
+    on_progress: Callable[[Progress], None] = lambda progress: None
+    clock: Callable[[], float] = time.monotonic
+    not_run: dict[str, str] = field(default_factory=dict)
+    new: set[str] = field(default_factory=set)
+    attempts: dict[str, int] = field(default_factory=dict)
+    _open: dict[str, Cell] = field(default_factory=dict)
+    _started: set[str] = field(default_factory=set)
+    _total: int = 0
+    _begin: float = 0.0
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run the cells; return when each has finished, has failed, or cannot run. Raises KeyboardInterrupt."""
+        self._total, self._begin = len(cells), self.clock()
+        for cell in cells:
+            self._open[cell.id] = cell
+            self._submit(cell)
+        while self._open:
+            for event in self.executor.wait(WAIT_SECONDS):
+                self._handle(event)
+
+    def _submit(self, cell: Cell) -> None:
+        if self.store.damage(cell):
+            shutil.rmtree(self.store.cell_folder(cell), ignore_errors=True)
+        self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
+        self.executor.submit(cell, self.store.staging(cell))
+
+    def _handle(self, event: Event) -> None:
+        cell = event.cell
+        if cell.id not in self._open:
+            return
+        if event.kind == "started":
+            self._started.add(cell.id)
+            self._say(f"{cell.title}: running on {event.where}")
+        elif event.kind == "lost":
+            self._lost(event)
+        elif event.kind == "unplaceable":
+            self.not_run[cell.id] = event.reason
+            self._close(cell, f"{cell.title}: not run: {event.reason}")
+        elif event.outcome is not None:
+            self._ended(event, event.outcome)
+        if event.folder is not None:
+            shutil.rmtree(event.folder, ignore_errors=True)  # a published artifact has been moved out of it
+
+    def _ended(self, event: Event, outcome: Outcome) -> None:
+        cell, attempt = event.cell, self.attempts[event.cell.id]
+        if outcome.status == "finished" and event.folder is not None:
+            try:
+                won = self.store.publish(cell, event.folder, attempt, outcome)
+            except (EffexportError, OSError) as error:
+                reason = f"its artifact did not arrive completely: {error}"
+                outcome = Outcome(status="failed", reason=reason, where=outcome.where, log=outcome.log)
+            else:
+                self.new.add(cell.id)
+                text = "finished" if won else "finished earlier by another attempt"
+                self._close(cell, f"{cell.title}: {text} in {rough_duration(outcome.seconds)}")
+                return
+        if self.store.finished(cell) is None:
+            self.store.fail(cell, attempt, outcome)
+        self._close(cell, f"{cell.title}: failed: {first_line(outcome.reason)}")
+
+    def _lost(self, event: Event) -> None:
+        cell, attempt = event.cell, self.attempts[event.cell.id]
+        self._started.discard(cell.id)
+        self.store.log_attempt(cell, attempt, "lost", Outcome(status="failed", reason=event.reason, where=event.where))
+        if attempt < MAX_LOSSES:
+            self._say(f"{cell.title}: lost with its node; starting again")
+            self._submit(cell)
+            return
+        reason = f"its node or worker was lost {attempt} times, most recently: {event.reason}"
+        self.store.fail(cell, attempt, Outcome(status="failed", reason=reason))
+        self._close(cell, f"{cell.title}: failed: {first_line(reason)}")
+
+    def _close(self, cell: Cell, text: str) -> None:
+        del self._open[cell.id]
+        self._started.discard(cell.id)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        done = self._total - len(self._open)
+        left = None
+        if done and self._open:
+            elapsed = self.clock() - self._begin
+            # on average, the running cells are half done
+            left = elapsed / (done + len(self._started) / 2) * (len(self._open) - len(self._started) / 2)
+        self.on_progress(Progress(text, done, self._total, len(self._started), left))
+
+
+def first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "unknown reason"
+
+
+# A longer table is folded, so that the sections below it are easy to find.
+MAX_OPEN_ROWS = 60
+
+
+def html_from_results(results: SweepResults) -> str:
+    """The page of a sweep."""
+    filters: dict[str, Callable[..., Any]] = {
+        "moment": moment,
+        "css": css_of,
+        "number": number,
+        "seconds": lambda value: duration(None if value is None else value * 1000),
+        "memory": memory,
+        "path": quote,
+    }
+    environment = template_environment(("render", "bench"), filters)
+    return environment.get_template("sweep.html.j2").render(
+        results=results,
+        groups=groups_of(results.rows),
+        chart=sweep_chart(results.rows),
+        problems=[row for row in results.rows if row.status != "finished"],
+        is_open=len(results.rows) <= MAX_OPEN_ROWS,
+        shared=shared_fields(results.rows),
+    )
+
+
+def sweep_chart(rows: Sequence[Row]) -> Chart | None:
+    """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
+    finished = [row for row in rows if row.status == "finished"]
+    parts = [(row.precision, row.target, row.gpu) for row in finished]
+    varying = [n for n in range(3) if len({part[n] for part in parts}) > 1]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row, part in zip(finished, parts, strict=True):
+        place = ", ".join(part[n] for n in varying if part[n])
+        groups.setdefault((row.label, place), []).append(row)
+    if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
+        return None
+
+    def lines(field: str, unit: float = 1.0, limit: str = "") -> list[Line]:
+        """The values of a field in some unit; a logarithmic axis has no 0."""
+
+        def values(rows: Sequence[Row], name: str) -> dict[int, float]:
+            return {row.seq_len: getattr(row, name) / unit for row in rows if name and getattr(row, name)}
+
+        return [Line(*key, values(rows, field), values(rows, limit)) for key, rows in groups.items()]
+
+    return chart_of(
+        "sweep",
+        {
+            Quantity("Worst error against length", "max |error| / RMS", number): lines(
+                "worst_error", limit="error_limit"
+            ),
+            Quantity("Size of the model against length", "megabytes", "{:.3g} MB".format): lines("model_bytes", 1e6),
+            Quantity("Time of the build against length", "seconds", "{:.3g} s".format): lines("seconds"),
+        },
+    )
+
+
+def css_of(status: str) -> str:
+    """The CSS class of a state or a verdict."""
+    return {"finished": "passed"}.get(status, status).replace(" ", "-")
+
+
+def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each variant with its options, by label."""
+    return {label: [row for row in rows if row.label == label] for label in dict.fromkeys(row.label for row in rows)}
+
+
+def shared_fields(rows: Sequence[Row]) -> dict[str, Any]:
+    """Fields that are the same in all rows."""
+    named: dict[str, list[Any]] = {"scope": [row.scope for row in rows], "batch": [row.batch for row in rows]}
+    return {name: values[0] for name, values in named.items() if len(set(values)) == 1}
+
+
+JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
+# Columns of the CSV file: every field of a row but the log, which has many lines.
+COLUMNS = tuple(field.name for field in fields(Row) if field.name != "log_tail")
+
+
+def results_of_sweep(
+    plan: Plan, store: Store, sweep: Sweep | None, *, command_of_cell: Callable[[str], str], **known: Any
+) -> SweepResults:
+    """The results, with one row for every cell of the file, also for cells that an earlier run finished.
+
+    sweep: the run that has just ended; None if nothing had to run.
+    """
+    environment = {name: version for name, version in versions().items() if version is not None}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    rows = tuple(row_of(cell, plan, store, sweep, command_of_cell(cell.id)) for cell in plan.cells)
+    return SweepResults(rows=rows, created=created, environment=environment, **known)
+
+
+def row_of(cell: Cell, plan: Plan, store: Store, sweep: Sweep | None, command: str) -> Row:
+    record = store.finished(cell)
+    if record is not None:
+        folder = f"{CELLS}/{cell.id}"
+        is_new = sweep is not None and cell.id in sweep.new
+        paths = {"artifact": f"{folder}/{ARTIFACT}", "log": f"{folder}/{LOG}"}
+        return row_of_cell(cell, "finished", command, is_new=is_new, **paths, **fields_of_record(record))
+    if sweep is not None and cell.id in sweep.not_run:
+        return row_of_cell(cell, "not run", command, reason=sweep.not_run[cell.id])
+    record = store.failed(cell)
+    if record is not None:
+        is_new = sweep is not None and cell.id in sweep.attempts
+        log = f"{FAILED}/{cell.id}/{LOG}"
+        return row_of_cell(cell, "failed", command, is_new=is_new, log=log, **fields_of_record(record))
+    is_asked = any(cell.id == other.id for other in plan.to_run)
+    reason = "the sweep was interrupted before it finished" if is_asked else "left out by --only"
+    return row_of_cell(cell, "not run", command, reason=reason)
+
+
+def write_results(results: SweepResults, folder: Path) -> None:
+    """Write each file completely or not at all. Raises UserError."""
+    texts = {
+        JSON: results.to_json(),
+        CSV: csv_text(COLUMNS, map(attrgetter(*COLUMNS), results.rows)),
+        PAGE: html_from_results(results),
+    }
+    try:
+        for name, text in texts.items():
+            write_file(folder / name, text)
+    except OSError as error:
+        raise write_error(folder, error, "move the folder; it has the finished cells") from error

@@ -1,0 +1,418 @@
+"""SWEEP.toml, read and checked, and its cells; docs/sweep.md describes the format."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from effexport.bench.cell import ONNX_ONLY, Cell, deciding_versions
+from effexport.bench.grid import Model, model_from_text
+from effexport.dtypes import DTYPE_OF_PRECISION
+from effexport.errors import UserError
+from effexport.models.attention_spec import AttentionSpec, field_names
+from effexport.models.encoder.spec import EncoderSpec
+from effexport.models.validation import SpecError, check_type, did_you_mean, require
+from effexport.models.variants import ATTENTION_SPECS
+from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.tensorrt.spec import EngineSpec, check_target, profiles_from_texts
+from effexport.toml_file import read_toml
+
+_GPU = re.compile(r"sm_[1-9][0-9]{1,2}")
+
+
+def check_keys(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    for name in given:
+        require(
+            name in known,
+            f"{where} has an unknown key {name!r}{did_you_mean(name, known)} Expected: {', '.join(known)}",
+        )
+
+
+def table(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
+    value = document.get(name, {})
+    require(isinstance(value, dict), f"{name} is {value!r}; expected a table, [{name}]")
+    return value  # type: ignore[no-any-return]  # checked above
+
+
+def tables(name: str, document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    value = document.get(name, [])
+    is_list = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+    require(is_list, f"{name} is {value!r}; expected tables, each under [[{name}]]")
+    for entry in value:
+        require(bool(entry), f"an [[{name}]] is empty; expected keys of a cell, such as variant")
+    return value  # type: ignore[no-any-return]  # checked above
+
+
+def distinct_list(name: str, value: Any) -> list[Any]:
+    require(isinstance(value, list), f"{name} is {value!r}; expected a list, such as {name} = [{toml_text(value)}]")
+    require(bool(value), f"{name} is empty; expected at least one value, or leave it out for the default")
+    require_distinct(name, value)
+    return value  # type: ignore[no-any-return]  # checked above
+
+
+def require_distinct(name: str, values: Sequence[Any]) -> None:
+    seen = set()
+    for value in values:
+        key = (type(value), repr(value))  # 1 and true are equal in Python, and not in TOML
+        require(key not in seen, f"{name} has {value!r} twice; expected every value once")
+        seen.add(key)
+
+
+def is_length(name: str, value: Any) -> None:
+    require(type(value) is int and value >= 1, f"{name} has {value!r}; expected lengths in tokens, integers from 1")
+
+
+def is_precision(name: str, value: Any) -> None:
+    require(
+        isinstance(value, str) and value in DTYPE_OF_PRECISION,
+        f"{name} has {value!r}{did_you_mean(value, DTYPE_OF_PRECISION)} Expected: {', '.join(DTYPE_OF_PRECISION)}",
+    )
+
+
+def is_target(name: str, value: Any) -> None:
+    known = (ONNX_ONLY, *ENGINE_RUNTIMES)
+    require(
+        isinstance(value, str) and value in known,
+        f"{name} has {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}",
+    )
+
+
+def is_gpu(name: str, value: Any) -> None:
+    require(
+        isinstance(value, str) and _GPU.fullmatch(value) is not None,
+        f'{name} has {value!r}; expected architectures by their compute capability, such as "sm_90" for 9.0',
+    )
+
+
+# Checks of the values of one cell, by key; the axes are their plurals.
+CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "seq_len": is_length,
+    "precision": is_precision,
+    "target": is_target,
+    "gpu": is_gpu,
+}
+
+
+def model_of(value: Any, name: str) -> Model:
+    require(
+        isinstance(value, str),
+        f'{name} has {value!r}; expected names such as "lsh", with fields after colons: "lsh:num_hashes=4"',
+    )
+    try:
+        return model_from_text(value)
+    except UserError as error:
+        raise UserError(str(error).replace("--variants", name)) from error
+
+
+def toml_text(value: Any) -> str:
+    """A value as TOML, for the remedy of an error."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+AXES = ("variants", "seq_lens", "precisions", "targets", "gpus")
+# The same for one cell: the keys of [[include]] and [[exclude]].
+CELL_KEYS = ("variant", "seq_len", "precision", "target", "gpu")
+TABLES = ("build", "options", "engine", "include", "exclude")
+# Keys of [build]: all fields of the specs that are not axes and do not belong to a single variant.
+BUILD_KEYS = (
+    "scope",
+    *(
+        name
+        for spec in (BuildSpec, EncoderSpec, AttentionSpec)
+        for name in (item.name for item in fields(spec))
+        if name not in ("model", "attention", "seq_len", "precision")
+    ),
+)
+# `profiles` have the syntax of --profile; a timing cache is a file of one machine.
+ENGINE_TYPES: dict[str, str] = {
+    item.name: str(item.type)
+    for item in fields(EngineSpec)
+    if item.name not in ("target", "profiles", "compute_capabilities", "timing_cache")
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """The contents of a sweep file. An axis that was not given is empty; its one value is the default of the specs.
+
+    engine: engine options by target. include, exclude: cells by CELL_KEYS; an include may also set fields of the spec.
+    """
+
+    variants: tuple[Model, ...] = ()
+    seq_lens: tuple[int, ...] = ()
+    precisions: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    build: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    engine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    include: Sequence[Mapping[str, Any]] = ()
+    exclude: Sequence[Mapping[str, Any]] = ()
+
+
+def sweep_file_from_path(path: Path) -> SweepFile:
+    """Raises UserError, with the name of the file, if it cannot be read or has errors."""
+    document = read_toml(path, "sweep", "docs/sweep.md has a complete example")
+    try:
+        return sweep_file_from_document(document)
+    except (SpecError, UserError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
+    """Raises SpecError and UserError for everything that docs/sweep.md does not allow."""
+    check_keys("the file", document, AXES + TABLES)
+    axes = {name: distinct_list(name, document[name]) for name in AXES if name in document}
+    require(
+        "variants" in axes or "include" in document,
+        f'the file has no variants; expected a list such as variants = ["softmax", "lsh"], of: '
+        f"{', '.join(ATTENTION_SPECS)}",
+    )
+    variants = tuple(model_of(entry, "variants") for entry in axes.get("variants", ()))
+    require_distinct("variants", [model.label for model in variants])
+    engine = engine_tables(table("engine", document))
+    for name, check in CHECKS.items():
+        for value in axes.get(f"{name}s", ()):
+            check(f"{name}s", value)
+    lists: dict[str, Any] = {f"{name}s": tuple(axes.get(f"{name}s", ())) for name in CHECKS}
+    found = SweepFile(
+        variants=variants,
+        **lists,
+        build=build_table(table("build", document)),
+        options=option_tables(table("options", document)),
+        engine=engine,
+        include=tuple(include_of(entry) for entry in tables("include", document)),
+        exclude=tuple(exclude_of(entry) for entry in tables("exclude", document)),
+    )
+    check_options_are_used(found)
+    check_engine_is_used(found, document)
+    return found
+
+
+def build_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    axes = {"variant": "variants", "seq_len": "seq_lens", "precision": "precisions", "target": "targets"}
+    for name, axis in axes.items():
+        require(
+            name not in given, f"[build] has {name}, which a sweep varies; give {axis} = [{toml_text(given.get(name))}]"
+        )
+    owners = {name: variant for variant, spec in ATTENTION_SPECS.items() for name in field_names(spec)}
+    for name in given:
+        if name not in BUILD_KEYS and name in owners:
+            raise SpecError(
+                f"[build] has {name}, a field of single variants; expected it under [options.{owners[name]}]"
+            )
+    check_keys("[build]", given, BUILD_KEYS)
+    return given
+
+
+def option_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    check_keys("[options]", given, ATTENTION_SPECS)
+    for variant, options in given.items():
+        require(
+            isinstance(options, dict), f"[options] has {variant} = {options!r}; expected a table, [options.{variant}]"
+        )
+        check_keys(f"[options.{variant}]", options, [*field_names(ATTENTION_SPECS[variant]), *BUILD_KEYS])
+        require("seq_len" not in options, f"[options.{variant}] has seq_len, which a sweep varies; give seq_lens")
+    return given
+
+
+def engine_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Options by target: those of [engine], overridden by those of [engine.TARGET]."""
+    common = {name: value for name, value in given.items() if name not in ENGINE_RUNTIMES}
+    check_engine_options("[engine]", common, (*ENGINE_TYPES, "profiles", *ENGINE_RUNTIMES))
+    merged = {}
+    for target in ENGINE_RUNTIMES:
+        own = given.get(target, {})
+        require(isinstance(own, dict), f"[engine] has {target} = {own!r}; expected a table, [engine.{target}]")
+        check_engine_options(f"[engine.{target}]", own, (*ENGINE_TYPES, "profiles"))
+        merged[target] = common | own
+    return merged
+
+
+def check_engine_options(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    check_keys(where, given, known)
+    for name, value in given.items():
+        if name == "profiles":
+            is_texts = isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+            require(
+                is_texts,
+                f"profiles of {where} is {value!r}; expected a list of texts, such as "
+                'profiles = ["batch=1:4:16,seq=128:1024:4096"]',
+            )
+        else:
+            require(value is not None, f"{name} of {where} is empty")
+            check_type(f"{name} of {where}", value, ENGINE_TYPES[name])
+
+
+def include_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    require("variant" in given, f"an [[include]] has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
+    for name, check in CHECKS.items():
+        if name in given:
+            check(f"{name} of [[include]]", given[name])
+    return {**given, "variant": model_of(given["variant"], "variant of [[include]]")}
+
+
+def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
+    """The values that match, by key."""
+    check_keys("an [[exclude]]", given, CELL_KEYS)
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        require(bool(values), f"{name} of [[exclude]] is empty; expected a value or a list of values")
+        for entry in values:
+            if name == "variant":
+                model_of(entry, "variant of [[exclude]]")
+            else:
+                CHECKS[name](f"{name} of [[exclude]]", entry)
+        found[name] = tuple(model_of(entry, name).label if name == "variant" else entry for entry in values)
+    return found
+
+
+def check_options_are_used(file: SweepFile) -> None:
+    used = {model.variant for model in (*file.variants, *(entry["variant"] for entry in file.include))}
+    for variant in file.options:
+        require(
+            variant in used,
+            f'[options.{variant}] is for a variant that the sweep does not have; add "{variant}" to variants, or leave '
+            "it out",
+        )
+
+
+def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:
+    """Raises SpecError for [engine] or gpus without an engine target, which was probably forgotten."""
+    used = {*file.targets, *(entry["target"] for entry in file.include if "target" in entry)} - {ONNX_ONLY}
+    for target in used:
+        check_target(target)
+    for name in ("engine", "gpus"):
+        require(
+            not document.get(name) or bool(used),
+            f'{name} is for engines, and no target asks for one; add targets = ["onnx", "trt-rtx"] or leave it out',
+        )
+    for target in ENGINE_RUNTIMES:
+        require(
+            target not in document.get("engine", {}) or target in used,
+            f"[engine.{target}] is for a target that the sweep does not have; add {toml_text(target)} to targets, or "
+            "leave it out",
+        )
+
+
+# A larger sweep is probably larger than intended.
+MAX_CELLS = 10_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point in the product of the axes. None and "": not given, or not applicable."""
+
+    model: Model
+    seq_len: int | None
+    precision: str | None
+    target: str
+    gpu: str
+
+    def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
+        """Whether a pattern of [[exclude]] applies; a variant may be given with or without its options."""
+        own = {name: {value} for name, value in self.named.items()}
+        own["variant"].add(self.model.label)
+        return all(own[name] & set(values) for name, values in pattern.items())
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The values by the keys of [[exclude]]."""
+        return {"variant": self.model.variant} | {key: getattr(self, key) for key in CELL_KEYS if key != "variant"}
+
+    def __str__(self) -> str:
+        words = [self.model.label, self.seq_len and f"{self.seq_len} tokens", self.precision, self.target, self.gpu]
+        return ", ".join(str(word) for word in words if word)
+
+
+def cells_from_file(file: SweepFile) -> list[Cell]:
+    """Every cell once, in the order of the file.
+
+    Raises UserError for a cell that cannot be built, and SpecError without cells.
+    """
+    points = product_of(file)
+    kept = [point for point in points if not any(point.matches(pattern) for pattern in file.exclude)]
+    for pattern in file.exclude:
+        texts = ", ".join(f"{name} = {list(values)}" for name, values in pattern.items())
+        require(
+            any(point.matches(pattern) for point in points),
+            f"[[exclude]] with {texts} matches no cell; expected values of the sweep, or leave it out",
+        )
+    cells = [cell_of(point, {**file.build, **file.options.get(point.model.variant, {})}, file) for point in kept]
+    cells += [included(entry, file) for entry in file.include]
+    require(
+        bool(cells),
+        f"the sweep is empty: [[exclude]] removes all {len(points)} cells; exclude fewer",
+    )
+    # an [[include]] may repeat a cell of the product
+    return list({cell.digest: cell for cell in cells}.values())
+
+
+def product_of(file: SweepFile) -> list[Point]:
+    if not file.variants:
+        return []
+    targets = file.targets or (ONNX_ONLY,)
+    places = [(target, gpu) for target in targets for gpu in (file.gpus if target != ONNX_ONLY else ()) or ("",)]
+    axes = (file.variants, file.seq_lens or (None,), file.precisions or (None,), places)
+    count = math.prod(len(axis) for axis in axes)
+    require(
+        count <= MAX_CELLS,
+        f"the sweep has {count:,} cells; expected at most {MAX_CELLS:,}: split it into several files",
+    )
+    return [Point(model, seq, precision, *place) for model, seq, precision, place in itertools.product(*axes)]
+
+
+def included(entry: Mapping[str, Any], file: SweepFile) -> Cell:
+    model: Model = entry["variant"]
+    target = entry.get("target", ONNX_ONLY)
+    require(
+        "gpu" not in entry or target != ONNX_ONLY,
+        'an [[include]] has a gpu and no target; add target = "trt" or "trt-rtx", or leave the gpu out',
+    )
+    point = Point(model, entry.get("seq_len"), entry.get("precision"), target, entry.get("gpu", ""))
+    own = {name: value for name, value in entry.items() if name not in CELL_KEYS}
+    return cell_of(point, {**file.build, **file.options.get(model.variant, {}), **own}, file, own)
+
+
+def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mapping[str, Any] | None = None) -> Cell:
+    """own: fields that an [[include]] sets; they become part of the label."""
+    axes = {"seq_len": point.seq_len, "precision": point.precision}
+    flags = {**fields, **point.model.options, **axes, "variant": point.model.variant}
+    try:
+        spec = build_spec_from_options({name: tuples(value) for name, value in flags.items()}, None)
+        engine = engine_of(point, spec, file)
+    except SpecError as error:
+        excluding = exclusion(point)
+        problem = f"the cell {point} cannot be built: {error}"
+        raise UserError(problem, f"  To leave such cells out: {excluding}") from error
+    label = ATTENTION_SPECS[point.model.variant].label_with({**point.model.options, **(own or {})})
+    return Cell(label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target))
+
+
+def tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def exclusion(point: Point) -> str:
+    """The table that excludes a point, for an error message."""
+    texts = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in point.named.items() if value)
+    return f"[[exclude]] with some of {texts}"
+
+
+def engine_of(point: Point, spec: BuildSpec, file: SweepFile) -> EngineSpec | None:
+    if point.target == ONNX_ONLY:
+        return None
+    options = dict(file.engine.get(point.target, {}))
+    profiles = profiles_from_texts(options.pop("profiles", ()), spec)
+    if point.target == "trt-rtx" and point.gpu:
+        options["compute_capabilities"] = (int(point.gpu.removeprefix("sm_")),)
+    return EngineSpec(target=point.target, profiles=profiles, **options)

@@ -1,1 +1,0 @@
-"""Plots as SVG, for reports, benchmarks and sweeps."""

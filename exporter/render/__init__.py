@@ -1,0 +1,1 @@
+"""Results as documents: plots as SVG, templates of pages."""

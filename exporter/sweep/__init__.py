@@ -1,1 +1,0 @@
-"""`effexport sweep`: many builds, on this machine or on many."""
