@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from effexport.artifact import CheckSummary, EngineEntry
 from effexport.files import json_text
-from effexport.proof.checks.result import METRIC
+from effexport.proof.check import METRIC
 from effexport.sweep.cell import Cell
 from effexport.sweep.store import CellRecord
 from effexport.units import counted, listed, megabytes, seconds

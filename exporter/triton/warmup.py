@@ -12,7 +12,7 @@ import numpy as np
 from effexport.artifact import Artifact
 from effexport.engines.sidecar import EngineInfo
 from effexport.proof.cases import load_reference
-from effexport.proof.inputs.random import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
+from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.runners.joining import rows_of
 
 if TYPE_CHECKING:

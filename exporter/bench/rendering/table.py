@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from effexport.bench.rendering.beside import Entry
 from effexport.bench.rendering.headline import reason_of, status_of
 from effexport.bench.results import Row
-from effexport.proof.checks.result import METRIC
+from effexport.proof.check import METRIC
 from effexport.units import NOTHING, duration, duration_with, memory, number, rate, three_digits
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from effexport.plots.axes import Axis, power, ticks_from_zero
 from effexport.plots.svg import Figure, Point, Series, dots, histogram, legend_of, scatter
-from effexport.proof.checks.result import HISTOGRAM_EDGES, Check, by_name, summary
+from effexport.proof.check import HISTOGRAM_EDGES, Check, by_name, summary
 from effexport.report.compare import Comparison, Side
 from effexport.report.model import LayerError, Report
 from effexport.units import number

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import RuntimeFailedError
-from effexport.proof.checks.result import Kind
+from effexport.proof.check import Kind
 from effexport.runners.joining import Padding
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.signature import Signature, signature_from_spec

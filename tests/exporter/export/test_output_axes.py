@@ -23,7 +23,7 @@ from effexport.engines.profile import default_profile, within
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import SpecError
-from effexport.proof.stored_cases import stored_cases
+from effexport.proof.cases import stored_cases
 from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.trt.memory import resolved

@@ -21,9 +21,8 @@ from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.result import passed
-from effexport.proof.engine_candidate import spec_with_given_buckets
-from effexport.proof.verify_engine import verify_engine, verify_engine_if_possible
+from effexport.proof.check import passed
+from effexport.proof.verify import spec_with_given_buckets, verify_engine, verify_engine_if_possible
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner

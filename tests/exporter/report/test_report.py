@@ -18,8 +18,7 @@ from effexport.artifact import Artifact
 from effexport.dtypes import TensorInfo
 from effexport.plots.axes import Axis
 from effexport.plots.svg import Point, Series, dots, histogram, legend_of, scatter
-from effexport.proof.case_label import ALL_CASES, CaseLabel
-from effexport.proof.checks.result import Check, Kind, function_body_of, meaning_of
+from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind, function_body_of, meaning_of
 from effexport.report.compare import Comparison, Side
 from effexport.report.model import LayerError, Report, json_from_report
 from effexport.report.reading import report_from_values
