@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
-    from effexport.proof.references.named_module import NamedModule
+    from effexport.proof.named_module import NamedModule
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
@@ -290,7 +290,7 @@ def named_module(
     """
     from effexport.environment import require_torch
     from effexport.errors import UserError
-    from effexport.proof.references.named_module import NamedModule
+    from effexport.proof.named_module import NamedModule
 
     if module is None:
         if examples is not None:
@@ -334,7 +334,7 @@ def verify(
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
     from effexport.evaluation.evaluate import answer_checks
-    from effexport.proof.references.choice import parse_choice
+    from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.verified import report_from_verification
     from effexport.runners.artifact_runner import check_runtime

@@ -52,19 +52,24 @@ from effexport.export.traced_graphs import read_traced
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.processor import Processor
-from effexport.proof.answers import Answers, reference_from_model
-from effexport.proof.candidates import open_in_ort
-from effexport.proof.cases import Case, golden_cases, save_reference
-from effexport.proof.checks.quantized import check_products
-from effexport.proof.checks.result import OTHER_LAYER, Check, Kind
-from effexport.proof.inputs.random import REFERENCE_SEED_OFFSET
+from effexport.proof.candidate import open_in_ort
+from effexport.proof.cases import Answers, Case, golden_cases, save_reference, stored_cases, why_not_of_spec
+from effexport.proof.check import OTHER_LAYER, Check, Kind, Trace
+from effexport.proof.inputs import REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
-from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
-from effexport.proof.stored_cases import stored_cases, why_not_of_spec
-from effexport.proof.trace.trace import Trace
-from effexport.proof.trace.trace_from_model import trace_if_it_runs
-from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
-from effexport.proof.verify_engine import verify_decode_engines_if_possible, verify_engine_if_possible
+from effexport.proof.other_answers import is_original, original_cases, with_hashes
+from effexport.proof.quantized import check_products, quantized_answers
+from effexport.proof.reference import reference_from_model
+from effexport.proof.trace import trace_if_it_runs
+from effexport.proof.verify import (
+    Verification,
+    case_to_trace,
+    verify_bodies,
+    verify_candidate,
+    verify_decode_engines_if_possible,
+    verify_decoder,
+    verify_engine_if_possible,
+)
 from effexport.quiet import quiet
 from effexport.refit_request import RefitRequest, refit_note
 from effexport.report.compare import Side
@@ -276,7 +281,7 @@ def artifact_from_spec(
             check_reference(answers.checks)
             check_axes(answers.cases, spec)
             if build.quantized is not None:
-                answers = answers_of_quantized(answers, build)
+                answers = quantized_answers(answers, module, spec, build.quantized.record)
             save_reference([*answers.cases, *with_hashes(originals, module, spec)], folder / REFERENCE)
         # as written and read back: what is checked is what users get
         cases = stored_cases(folder / REFERENCE, spec)
@@ -372,14 +377,6 @@ def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec
         title = spec.model.title
         raise StageError("reference", f"{title} answers no batch, so nothing shows that its samples are independent")
     return answers
-
-
-def answers_of_quantized(answers: Answers, build: Build) -> Answers:
-    """The answers of PyTorch's quantised model, beside those of the float model."""
-    from effexport.proof.quantized_answers import quantized_answers
-
-    assert build.quantized is not None
-    return quantized_answers(answers, build.module, build.spec, build.quantized.record)
 
 
 def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:

@@ -13,10 +13,8 @@ import numpy as np
 from effexport.artifact import Artifact, artifact_in_progress
 from effexport.errors import UserError
 from effexport.files import file_digest
-from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
-from effexport.proof.inputs.random import random_inputs
-from effexport.proof.tolerances import Limit
+from effexport.proof.check import RMS_METRIC, CaseLabel, Check, Kind, Limit, judged
+from effexport.proof.inputs import random_inputs
 from effexport.quantize.record import Quantization, Samples
 from effexport.spec import BuildSpec
 from effexport.text.reading import samples_from_file
@@ -106,7 +104,7 @@ def quantization_of_build(module: nn.Module, spec: BuildSpec, folder: Path, data
     Raises UserError for files that do not fit the model, and as `quantize.prepare.prepared` does.
     """
     from effexport.proof.module_runs import run_module
-    from effexport.proof.quantized_answers import run_with_buckets
+    from effexport.proof.quantized import run_with_buckets
     from effexport.quantize.prepare import TaskLoss, prepared
 
     artifact = artifact_in_progress(folder, spec)
@@ -138,7 +136,7 @@ def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list
 
 def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec, *, judge: bool) -> Check:
     """How far the file is from the float module on samples. judge: against `max_loss`, if there is one."""
-    from effexport.proof.quantized_answers import run_with_buckets
+    from effexport.proof.quantized import run_with_buckets
     from effexport.quantize.prepare import LOSS_SAMPLES, Answer, loss_of
 
     few = model.samples[:LOSS_SAMPLES]

@@ -22,7 +22,7 @@ from effexport.tensorrt.spec import EngineSpec
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.proof.references.named_module import NamedModule
+    from effexport.proof.named_module import NamedModule
 
 # How notes begin that are about one build and not about the model.
 REFITTED = "refitted from"

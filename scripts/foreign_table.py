@@ -27,13 +27,11 @@ from effexport.build import artifact_from_spec
 from effexport.export.module_source import source_from_user
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.user.spec_from_module import Calling, model_and_spec
-from effexport.proof.answers import Original
-from effexport.proof.cases import Case
-from effexport.proof.checks.result import Kind
-from effexport.proof.inputs.random import random_inputs
-from effexport.proof.kept_tokens import kept_tokens
-from effexport.proof.module_runs import hash_modules
-from effexport.proof.repeated_runs import RepeatedRuns
+from effexport.proof.cases import Case, kept_tokens
+from effexport.proof.check import Kind
+from effexport.proof.inputs import random_inputs
+from effexport.proof.module_runs import RepeatedRuns, hash_modules
+from effexport.proof.reference import Original
 from effexport.proof.verify import verify_candidate
 from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import effexport
-from effexport.proof.checks.result import Kind
+from effexport.proof.check import Kind
 from effexport.report.model import Report
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -46,10 +46,10 @@ from effexport.artifact import Artifact  # noqa: E402
 from effexport.build import artifact_from_spec  # noqa: E402
 from effexport.errors import EffexportError  # noqa: E402
 from effexport.models.variants import ATTENTION_SPECS  # noqa: E402
-from effexport.proof.candidates import ModelCandidate, open_in_ort  # noqa: E402
+from effexport.proof.candidate import ModelCandidate, open_in_ort  # noqa: E402
 from effexport.proof.cases import Case, load_reference  # noqa: E402
+from effexport.proof.check import Check  # noqa: E402
 from effexport.proof.checks.function_bodies import check_function_body  # noqa: E402
-from effexport.proof.checks.result import Check  # noqa: E402
 from effexport.proof.metrics import relative_error, rms  # noqa: E402
 from effexport.proof.verify import verify_candidate  # noqa: E402
 from effexport.runners.feeds import limits_from_spec  # noqa: E402

@@ -19,7 +19,7 @@ import numpy as np
 
 import effexport
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.proof.checks.result import Kind
+from effexport.proof.check import Kind
 from effexport.report.model import Report
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.settings import OrtSettings

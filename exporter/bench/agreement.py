@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import Array
     from effexport.proof.cases import Case as ReferenceCase
-    from effexport.proof.checks.result import Check
+    from effexport.proof.check import Check
 
 
 def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> ReferenceCase:
@@ -30,10 +30,9 @@ def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> ReferenceCase:
     """
     from effexport.export.onnx_from_module import at_precision
     from effexport.proof.cases import Case as ReferenceCase
+    from effexport.proof.float64 import warm_up
     from effexport.proof.metrics import rms_change
-    from effexport.proof.module_runs import other_rotations
-    from effexport.proof.repeated_runs import RepeatedRuns
-    from effexport.proof.warm_up import warm_up
+    from effexport.proof.module_runs import RepeatedRuns, other_rotations
 
     spec, module = spec_from_case(case), module_from_case(case)
     mask = np.ones((case.batch, case.seq_len), dtype=np.int64)
@@ -131,8 +130,13 @@ def judged_checks(
     be set, only the free run is judged, with a wider limit: one bucket that rounding flips shifts chunk boundaries, and
     changes a third of all tokens a little.
     """
-    from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_overall
-    from effexport.proof.checks.hashed import check_free_run, check_given_buckets
+    from effexport.proof.checks.arithmetic import (
+        check_arithmetic,
+        check_finite,
+        check_free_run,
+        check_given_buckets,
+        check_overall,
+    )
     from effexport.proof.tolerances import case_limit, overall_limit
 
     spec = spec_from_case(case)

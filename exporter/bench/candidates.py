@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.dtypes import Array
-    from effexport.proof.candidates import RunnerCandidate as Bucketed
+    from effexport.proof.candidate import RunnerCandidate as Bucketed
     from effexport.runners.artifact_runner import OpenModel
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
@@ -352,8 +352,8 @@ def with_buckets_as_inputs(
 
     hashes: names of the bucket values, as the reference has them.
     """
-    from effexport.proof.candidates import RunnerCandidate as BucketedCandidate
-    from effexport.proof.given_values import given_values, with_given_values
+    from effexport.proof.candidate import RunnerCandidate as BucketedCandidate
+    from effexport.proof.candidate import given_values, with_given_values
 
     values = given_values(model, hashes)
     if not values:

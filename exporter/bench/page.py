@@ -27,7 +27,7 @@ from effexport.bench.presets import TITLES
 from effexport.bench.recommendation import on_frontier
 from effexport.bench.results import BenchResults, Row
 from effexport.files import FolderKind, csv_text
-from effexport.proof.checks.result import METRIC
+from effexport.proof.check import METRIC
 from effexport.render.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
 from effexport.render.multiples import Chart, Line, Quantity, chart_of
 from effexport.render.svg import Figure, Point, Series, legend_of, scatter

@@ -20,7 +20,7 @@ from effexport.disk import write_error
 from effexport.environment import versions
 from effexport.errors import EffexportError
 from effexport.files import csv_text, json_text, write_file
-from effexport.proof.checks.result import METRIC
+from effexport.proof.check import METRIC
 from effexport.render.multiples import Chart, Line, Quantity, chart_of
 from effexport.render.templates import template_environment
 from effexport.units import counted, duration, listed, megabytes, memory, moment, number, rough_duration, seconds

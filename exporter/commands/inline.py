@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from effexport.artifact import Artifact
-    from effexport.proof.checks.result import Check
+    from effexport.proof.check import Check
 
 STAGE = "inline"
 
@@ -43,7 +43,7 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
     """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
-    from effexport.proof.checks.result import passed, summary
+    from effexport.proof.check import passed, summary
     from effexport.report.model import dict_of_check
 
     opened = open_artifact(artifact)
@@ -99,7 +99,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     from effexport.disk import ANOTHER_FILE, write_error
     from effexport.errors import StageError, UserError
     from effexport.files import partial_folder
-    from effexport.proof.stored_cases import stored_cases
+    from effexport.proof.cases import stored_cases
     from effexport.proof.verify import verify_candidate
     from effexport.report.rendering.text import failure_lines
     from effexport.runners.ort.settings import OrtSettings
@@ -154,7 +154,7 @@ def save_inlined(artifact: Artifact, path: Path) -> int:
 
 def written_text(written: Written, artifact: Artifact, output: Path) -> str:
     """One line: what was written, whether it is proven, and what it is for."""
-    from effexport.proof.checks.result import outcomes_text, passed
+    from effexport.proof.check import outcomes_text, passed
 
     if passed(written.checks):
         verdict = f"equal to PyTorch, {outcomes_text(written.checks)}"

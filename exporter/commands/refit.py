@@ -80,7 +80,7 @@ def command(
     settings = settings_from_options(runtime, implementation, device)
     from effexport.artifact import open_artifact
     from effexport.build import artifact_from_refit
-    from effexport.proof.references.named_module import NamedModule
+    from effexport.proof.named_module import NamedModule
     from effexport.refit_request import RefitRequest
 
     named = None if factory is None else NamedModule(factory, weights)

@@ -97,7 +97,7 @@ def command(
     Exit status 1 if a check fails, or if something that the options name was not compared.
     """
     from effexport.cli import print_json
-    from effexport.proof.references.choice import parse_choice
+    from effexport.proof.reference_choice import parse_choice
     from effexport.runners.artifact_runner import check_runtime
     from effexport.runners.runner import ModelOptions
 
@@ -111,8 +111,8 @@ def command(
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
     from effexport.evaluation.evaluate import answer_checks
-    from effexport.proof.checks.result import passed, summary
-    from effexport.proof.references.named_module import NamedModule
+    from effexport.proof.check import passed, summary
+    from effexport.proof.named_module import NamedModule
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.model import dict_of_check
     from effexport.report.reading import side_of_artifact
@@ -182,7 +182,7 @@ def chosen_format(output: Path | None, *, force: bool) -> str:
 
 def verdict_text(report: Report, request: Request, precision_hint: str) -> str:
     """`equal to PyTorch, 35 checks passed, 1 not run`, and how the custom operators ran."""
-    from effexport.proof.checks.result import Kind, outcomes_text
+    from effexport.proof.check import Kind, outcomes_text
 
     title = report.reference
     stored = any(check.kind == Kind.PYTORCH_MODULE for check in report.checks)

@@ -30,11 +30,10 @@ from effexport.evaluation.figures import (
 from effexport.files import file_digest
 from effexport.models.encoder.spec import LOGITS
 from effexport.models.validation import did_you_mean
-from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check, Kind, judged
+from effexport.proof.check import CaseLabel, Check, Kind, Limit, judged
 from effexport.proof.module_runs import run_module
-from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
-from effexport.proof.tolerances import Limit, arithmetic_limit
+from effexport.proof.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.tolerances import arithmetic_limit
 from effexport.quantize.record import TaskFigure
 from effexport.runners.artifact_runner import check_runtime, model_opener, runner_from_artifact
 from effexport.runners.feeds import checked_feeds, limits_from_spec

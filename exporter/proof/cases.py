@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from effexport.dtypes import named_sizes
 from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
-from effexport.proof.case_label import CaseLabel
+from effexport.models.size_formula import shape_of
+from effexport.proof.check import CaseLabel, Check
 from effexport.quantize.rounding import numbers_of, precision_of
+from effexport.spec import BuildSpec
 from effexport.units import memory
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 # The arrays of a case, in the order in which the golden file stores them.
 PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked", "codes", "scales", "exact")
-# In the part `tokens`: which of them count, boolean; see kept_tokens.py.
+# In the part `tokens`: which of them count, boolean; see `kept_tokens`.
 KEPT = "kept"
 # Stands for scores of 0, which have no logarithm.
 TINY = np.finfo(np.float32).tiny
@@ -153,6 +156,14 @@ class Case:
         return max(1.0, float(np.sqrt(np.nanmean(np.nanvar(logits, axis=-1)))))
 
 
+@dataclass(frozen=True)
+class Answers:
+    """PyTorch's answers to every case, and the checks that PyTorch itself had to pass."""
+
+    cases: list[Case]
+    checks: list[Check]
+
+
 def golden_cases(cases: Sequence[Case], golden: Golden) -> list[Case]:
     """The cases that an artifact keeps: of a small golden file, the smallest ones that fit, in their order."""
     if golden != "small":
@@ -244,3 +255,91 @@ def why_parts_contradict(case: Case) -> str:
         if codes.dtype not in (np.int8, np.uint8) or scales.dtype != np.float32 or not fits:
             return f"{name} has {codes.dtype} codes {list(codes.shape)} with {scales.dtype} scales {list(scales.shape)}"
     return ""
+
+
+def has_tokens(spec: BuildSpec) -> bool:
+    """Whether there is an axis of tokens, the last of those of the mask."""
+    return spec.model.kept_dims[-1] not in ("batch", 1)
+
+
+def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
+    """The part `tokens` of a case; empty if its mask is the usual one."""
+    model = spec.model
+    if model.has_usual_mask:
+        return {}
+    if model.mask not in model.inputs:
+        return {KEPT: np.ones(shape_of(model.kept_dims, named_sizes(spec.inputs, inputs)), bool)}
+    mask, (batch, tokens) = inputs[model.mask], model.mask_axes
+    # along other axes than these, all values are alike
+    picked = mask[tuple(slice(None) if axis in (batch, tokens) else 0 for axis in range(mask.ndim))]
+    own = picked if batch < tokens else picked.T
+    return {KEPT: (own != 0) != model.mask_ignores}
+
+
+def stored_cases(path: Path, spec: BuildSpec) -> list[Case]:
+    """The cases of the golden file of an artifact. Raises UserError for any other file, and for answers that a model of
+    this spec cannot give."""
+    return checked_cases(load_reference(path), spec, str(path))
+
+
+def checked_cases(cases: Sequence[Case], spec: BuildSpec, what: str) -> list[Case]:
+    """The cases, with what tells which of their tokens count; those of other inputs or outputs, which are another
+    model's, as they are.
+
+    what: how errors name the file. Raises UserError for answers that a model of this spec cannot give to the inputs.
+    """
+    for case in cases:
+        if problem := why_not_of_spec(case, spec):
+            raise UserError(f"{what} is damaged: in the case {case.name!r}, {problem}; {EXPECTED}")
+    return [with_nan(with_tokens(case, spec), spec) if has_names_of(case, spec) else case for case in cases]
+
+
+def has_names_of(case: Case, spec: BuildSpec) -> bool:
+    inputs, outputs = {tensor.name for tensor in spec.inputs}, {tensor.name for tensor in spec.outputs}
+    return case.inputs.keys() == inputs and case.outputs.keys() == outputs
+
+
+def with_tokens(case: Case, spec: BuildSpec) -> Case:
+    """The case with the part `tokens`, which earlier artifacts leave out for every mask named `attention_mask`."""
+    return replace(case, tokens={**kept_tokens(case.inputs, spec), **case.tokens})
+
+
+def with_nan(case: Case, spec: BuildSpec) -> Case:
+    """The case, which allows NaN where the original of a user has answered so."""
+    return replace(case, allows_nan=not spec.model.answers_always and case.undefined[0] > 0)
+
+
+def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
+    """How the arrays of a case contradict each other or the spec; "" if they do not, or if it is another model's."""
+    if not has_names_of(case, spec):
+        return ""
+    if not set(case.pooled) <= set(spec.pooled_outputs):
+        return f"the outputs without an axis of tokens are {list(case.pooled)}; expected {list(spec.pooled_outputs)}"
+    arrays = {**case.inputs, **case.outputs}
+    for tensor in (*spec.inputs, *spec.outputs):
+        if arrays[tensor.name].ndim != len(tensor.dims):
+            return f"{tensor.name} has the shape {list(arrays[tensor.name].shape)}; expected {tensor}"
+    sizes = named_sizes(spec.inputs, arrays)
+    for tensor in (*spec.inputs, *spec.outputs):
+        shape, expected = arrays[tensor.name].shape, shape_of(tensor.dims, sizes)
+        if shape != expected:
+            return f"{tensor.name} has the shape {list(shape)}; expected {list(expected)}, as the other arrays say"
+    case = with_tokens(case, spec)
+    if problem := why_tokens_do_not_count(case.keep, shape_of(spec.model.kept_dims, sizes), spec):
+        return problem
+    parts = (case.kept(name, array, row) for name, array in case.outputs.items() for row in case.samples(array))
+    if spec.model.answers_always and not all(np.isfinite(part).all() for part in parts):
+        return "answers are NaN or infinite, which judge nothing"
+    return ""
+
+
+def why_tokens_do_not_count(keep: Array, expected: tuple[int, ...], spec: BuildSpec) -> str:
+    """Why a case would not compare every sequence; "" if it does. keep: see `Case.keep`. expected: its shape."""
+    if keep.shape != expected or keep.dtype != bool:
+        return (
+            f"nothing says for every sequence which of its tokens count: {keep.dtype} {list(keep.shape)}; expected "
+            f"bool {list(expected)}"
+        )
+    # without an axis of tokens, everything counts
+    counts = keep.any(axis=-1) if has_tokens(spec) else keep
+    return "" if counts.all() else "a mask keeps no token of a sequence"

@@ -6,18 +6,15 @@ Errors of outputs are max |candidate − reference| / RMS(reference), see `metri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from effexport.proof.check import Limit
+from effexport.proof.metrics import rms_change
 from effexport.spec import BuildSpec
 
-
-@dataclass(frozen=True)
-class Limit:
-    """The largest value that passes, and why it is that large."""
-
-    value: float
-    reason: str
-
+if TYPE_CHECKING:
+    from effexport.proof.cases import Case
 
 _DEEP = Limit(2e-4, "float32 sums in another order, amplified by each layer's norm and softmax")
 _FLOAT16 = Limit(1e-2, "weights and activations rounded to float16 (5e-4 each); what would overflow stays in float32")
@@ -175,3 +172,24 @@ def near_tie_limit(spec: BuildSpec) -> Limit:
     """How far apart two buckets may be, relative to the largest projection, and still be exchanged by rounding."""
     value = 8 * UNIT_ROUNDOFF[spec.arithmetic] * spec.attention.head_size**0.5
     return Limit(value, f"8 unit roundoffs of {spec.arithmetic} times √head_dim: the error of one projection")
+
+
+def free_limit(case: Case, spec: BuildSpec) -> Limit:
+    """The limit of one case, RMS-relative. A model that hashes also chooses buckets of its own."""
+    limit = rounding_limit(spec, case.precision_noise, rms_change(with_exact_answers(case), case.outputs))
+    if case.seed_noise is None:
+        return limit
+    return max(limit, free_run_limit(spec, case.seed_noise, case.precision_noise), key=lambda one: one.value)
+
+
+def foreign_limit(case: Case, spec: BuildSpec) -> Limit:
+    """The limit of a file that does not show its roundings: another tool may have chosen its scales, and two
+    independent roundings of one model are √2 times as far apart as each is from the float model."""
+    limit = free_limit(case, spec)
+    return Limit(2**0.5 * limit.value, f"√2 × {limit.reason}: the roundings are not known to be PyTorch's")
+
+
+def with_exact_answers(case: Case) -> Case:
+    """The case with the answers of the float model. Without ranked indices, whose scores belong to the quantised."""
+    outputs = {name: case.exact[name] for name in case.outputs if name in case.exact and name not in case.ranked}
+    return replace(case, outputs=outputs, ranked={})

@@ -1,32 +1,196 @@
-"""Checks a model file against its reference in a runtime: what `build` and `verify` have in common."""
+"""Checks a model file or an engine against its reference: what `build` and `verify` have in common."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from effexport.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError
-from effexport.export.onnx_graph import custom_ops_of_model
-from effexport.proof.candidates import ModelCandidate, RunnerCandidate, open_in_ort, opened_with_given
-from effexport.proof.checks.arithmetic import check_numbers, check_signature
+import numpy as np
+
+from effexport.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError, UserError
+from effexport.export.onnx_graph import (
+    custom_ops_of_model,
+    external_sizes,
+    graph_outline,
+    load_graph,
+    model_digest,
+    value_types,
+)
+from effexport.plugins.ops import DOMAIN, OPS
+from effexport.proof.candidate import (
+    Candidate,
+    ModelCandidate,
+    RunnerCandidate,
+    ShapeGuard,
+    WrongShapeError,
+    bucket_dims,
+    given_values,
+    open_in_ort,
+    opened_with_given,
+    with_given_values,
+)
+from effexport.proof.cases import Case
+from effexport.proof.check import (
+    ALL_CASES,
+    METRIC,
+    OUTSIDE,
+    RMS_METRIC,
+    CaseLabel,
+    Check,
+    Kind,
+    is_about_bodies,
+    judged,
+    not_run,
+)
+from effexport.proof.checks.arithmetic import (
+    FINITE_METRIC,
+    SIGNATURE_METRIC,
+    check_buckets,
+    check_finite,
+    check_free_run,
+    check_hashed,
+    check_numbers,
+    check_repeatable,
+    check_signature,
+)
 from effexport.proof.checks.decode_step import check_decoder
-from effexport.proof.checks.float32_ops import check_float32_ops
 from effexport.proof.checks.function_bodies import check_function_bodies
-from effexport.proof.checks.result import METRIC, RMS_METRIC, Check, Kind, is_about_bodies, judged, not_run
-from effexport.proof.checks.run_checks import run_checks
+from effexport.proof.checks.invariance import check_alone, check_padding_content, check_prefix
+from effexport.proof.inputs import random_inputs
 from effexport.proof.metrics import rms_change
-from effexport.proof.own_roundings import foreign_limit
+from effexport.proof.quantized import check_quantized
+from effexport.proof.tolerances import foreign_limit, free_limit
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.settings import OrtSettings
-from effexport.spec import BuildSpec
+from effexport.runners.runner import Runner
+from effexport.runtimes import ENGINE_SUFFIX
+from effexport.spec import BuildSpec, Precision
+from effexport.tensorrt.cuda import current_compute_capability
+from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.sidecar import EngineInfo, EngineMismatchError, read_sidecar
+from effexport.tensorrt.spec import EngineSpec, Profile, Range, profile_from_shapes
 
 if TYPE_CHECKING:
-    from effexport.proof.cases import Case
+    from effexport.dtypes import Array
     from effexport.runners.artifact_runner import OpenModel
     from effexport.runners.decode import DecodeRunner
+
+# Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:
+# EluLinearAttention casts inside its body.
+OURS = tuple(name for name, op in OPS.items() if op.around_in_float32 and "float32" in op.element_types)
+FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", *OURS)
+LISTED = 5
+
+
+def check_float32_ops(model: Path, spec: BuildSpec) -> list[Check]:
+    """Empty for float32 models, and for users' own modules, which choose themselves what stays in float32."""
+    if spec.arithmetic == "fp32" or not spec.model.keeps_float32:
+        return []
+    kind, case, metric = Kind.FLOAT32_OPS, CaseLabel("the graph"), "operators that read half precision"
+    proto = load_graph(model)
+    types = value_types(proto)
+    inside = [node for node in proto.graph.node if node.op_type in FLOAT32_OPS and node.domain in ("", DOMAIN)]
+    known = [(node, types[node.input[0]][0]) for node in inside if node.input[0] in types]
+    lowered = [node for node, dtype in known if dtype in ("float16", "bfloat16")]
+    if inside and not known:
+        return [not_run(kind, "the element types of this file cannot be inferred", case, metric)]
+    shown = ", ".join(f"{node.op_type} {node.name or node.output[0]}" for node in lowered[:LISTED])
+    return [
+        Check(
+            kind,
+            case,
+            metric,
+            "failed" if lowered else "passed",
+            len(lowered),
+            0,
+            "these overflow or cancel in half precision on a GPU",
+            f"they are: {shown}" if lowered else "",
+        )
+    ]
+
+
+# Long enough for sums in float16 to overflow; shorter for quadratic variants, because of their memory.
+LONG = 8192
+LONG_IF_QUADRATIC = 2048
+LONG_SEED = 8192
+
+
+def run_checks(
+    candidate: Candidate, cases: Sequence[Case], spec: BuildSpec, precision_hint: str = ""
+) -> Iterator[Check]:
+    """Every check that applies, case by case. precision_hint: see ModelOptions; its limits then apply."""
+    computed = replace(spec, precision=cast(Precision, precision_hint)) if precision_hint else spec
+    guarded = ShapeGuard(candidate, spec)
+    for index, case in enumerate(cases):
+        if not candidate.accepts(case.inputs):
+            yield not_run(Kind.SHAPES, f"this case {OUTSIDE}", case.label)
+            continue
+        outputs = candidate.run(case.inputs)
+        yield check_signature(case, outputs, spec)
+        if set(outputs) == set(case.outputs) and all(outputs[n].shape == case.outputs[n].shape for n in outputs):
+            yield from up_to_wrong_shape(checks_of_answer(guarded, case, outputs, computed, index == 0), case.label)
+    if spec.arithmetic != "fp32":
+        yield from up_to_wrong_shape(check_long_sequence(guarded, cases, spec), ALL_CASES)
+
+
+def checks_of_answer(
+    candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec, is_first: bool
+) -> Iterator[Check]:
+    """Every check of an answer that has the right names and shapes."""
+    yield check_finite(case.label, outputs, case=case)
+    yield check_repeatable(case, outputs, candidate.run(case.inputs))
+    alike = outputs
+    run = candidate.run_with_given
+    # a case whose roundings take too much room has none
+    is_known = set(candidate.given) <= set(case.given) and set(case.codes) <= set(candidate.given)
+    given = run(case.inputs, case.given) if run and is_known else None
+    if spec.is_quantized:
+        yield from check_quantized(case, outputs, given, spec)
+        if spec.attention.is_hashed:
+            yield from check_buckets(case, given[1], spec) if given else ()
+            yield check_free_run(case, outputs, spec, free_limit(case, spec))
+    elif spec.attention.is_hashed:
+        yield from check_hashed(case, outputs, given, spec)
+        if given is not None:
+            # the same buckets for both, or a near-tie could tell a sample from itself in a batch
+            alike, _ = given
+    else:
+        yield from check_numbers(case, outputs, spec, Kind.ARITHMETIC)
+    if len(case.keep) > 1:
+        yield from check_alone(candidate, case, alike, spec)
+    if not case.keep.all():
+        yield check_padding_content(candidate, case, outputs, spec)
+    if spec.model.is_causal and is_first:
+        yield check_prefix(candidate, case, outputs, spec)
+
+
+def up_to_wrong_shape(checks: Iterator[Check], label: CaseLabel) -> Iterator[Check]:
+    """The checks, up to one whose run returned another shape than expected: a failed check of the signature."""
+    try:
+        yield from checks
+    except WrongShapeError as error:
+        yield Check(Kind.SIGNATURE, label, SIGNATURE_METRIC, "failed", detail=str(error))
+
+
+def check_long_sequence(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
+    """No NaN and no infinity in the answer to one long sequence, as half precision overflows and cancels in long sums;
+    nothing if some case is as long already."""
+    kind = Kind.LONG_SEQUENCE
+    length = min(LONG_IF_QUADRATIC if spec.attention.is_quadratic else LONG, spec.model.max_seq_len or LONG)
+    if spec.model.fixed_seq_len is not None or length <= max(case.keep.shape[-1] for case in cases):
+        return
+    label = CaseLabel("long", (1, length))
+    inputs = random_inputs(spec, np.random.default_rng(LONG_SEED), 1, length, None)
+    if not candidate.accepts(inputs):
+        yield not_run(kind, f"a sequence of {length} tokens {OUTSIDE}", label, FINITE_METRIC)
+        return
+    yield check_finite(label, candidate.run(inputs), kind)
+
 
 # Bodies are slow, and the kernels have passed the long cases.
 SHORT_PADDED_CASE = "padded batch"
@@ -155,3 +319,128 @@ def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: boo
     if not wanted or not cases:
         return None
     return next((case for case in cases if not case.keep.all()), cases[0])
+
+
+class EngineCandidate(RunnerCandidate):
+    """An engine under test. It accepts the shapes of its profiles."""
+
+    def __init__(self, info: EngineInfo, runner: Runner, given: Runner | None, values: Mapping[str, str]) -> None:
+        super().__init__(runner, given, values)
+        self._profiles = info.profiles
+
+    def accepts(self, inputs: Mapping[str, Array]) -> bool:
+        return any(
+            all(
+                low <= size <= high
+                for name, array in inputs.items()
+                for low, size, high in zip(profile[name][0], array.shape, profile[name][2], strict=True)
+            )
+            for profile in self._profiles
+        )
+
+
+@contextlib.contextmanager
+def engine_candidate(
+    engine: Path, info: EngineInfo, model: Path, spec: BuildSpec, hashes: Sequence[str]
+) -> Iterator[EngineCandidate]:
+    """An engine under test; if the model hashes, with a second engine that reads the buckets as inputs.
+
+    The second engine is built here, from the same model with the same options. One flipped bucket changes a third of
+    all outputs, so the arithmetic can only be compared if both sides use the same buckets.
+    """
+    from effexport.tensorrt.runner import TrtRunner
+
+    limits = limits_from_spec(spec)
+    # the temporary folder is removed last, after the engine in it is closed
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(TrtRunner(engine, limits=limits, onnx_sha256=model_digest(model)))
+        # of a quantised model only the free run is judged: its roundings would be inputs of any shape
+        values = {} if spec.is_quantized else given_values(model, hashes)
+        given = None
+        if values:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-")))
+            second = engine_with_given_buckets(model, list(values.values()), info, spec, folder)
+            given = stack.enter_context(TrtRunner(second, limits=limits))
+        yield EngineCandidate(info, runner, given, values)
+
+
+def engine_with_given_buckets(
+    model: Path, values: Sequence[str], info: EngineInfo, spec: BuildSpec, folder: Path
+) -> Path:
+    """Build the engine of a model whose buckets are inputs and outputs, into `folder`."""
+    changed = folder / model.name
+    changed.write_bytes(with_given_values(model, values))
+    for location in external_sizes(graph_outline(model)):
+        (folder / location).parent.mkdir(parents=True, exist_ok=True)
+        (folder / location).symlink_to((model.parent / location).resolve())
+    path = folder / f"given{ENGINE_SUFFIX}"
+    changed_spec = spec_with_given_buckets(info, spec, values)
+    engine_from_onnx(changed, changed_spec, path, current_compute_capability, precision=info.precision)
+    return path
+
+
+def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec, values: Sequence[str]) -> EngineSpec:
+    """The spec of an engine, with ranges for its buckets, int32 [rows, padded]: one row per sample, head and round, and
+    sequences padded to whole chunks."""
+    chunk, rows = spec.model.pad_multiple, spec.attention.hashes.rows
+    profiles = []
+    for profile in info.profiles:
+        sizes = profile_from_shapes(spec.inputs, profile).ranges
+        batch, seq = sizes["batch"], sizes.get("seq", Range(*(3 * [spec.model.seq_len])))
+        of_buckets = (Range(*(n * rows for n in batch)), Range(*(-(-size // chunk) * chunk for size in seq)))
+        ranges = {dim: size for value in values for dim, size in zip(bucket_dims(value), of_buckets, strict=True)}
+        profiles.append(Profile({"batch": batch, "seq": seq, **ranges}))
+    options = {
+        **info.options,
+        "compute_capabilities": tuple(info.options["compute_capabilities"]),
+        "timing_cache": None,
+    }
+    return EngineSpec(target=info.target, profiles=tuple(profiles), **options)
+
+
+def verify_engine_if_possible(
+    engine: Path, model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str]
+) -> Verification:
+    """The checks of `verify_engine`, or one that was not run if the engine cannot run on this machine."""
+    target = read_sidecar(engine).target
+    # without the implementation: the report shows that of model.onnx, and the sidecar that of the engine
+    return if_it_runs(Kind.PARITY, target, lambda: verify_engine(engine, model, cases, spec, hashes).checks)
+
+
+def verify_decode_engines_if_possible(
+    folder: Path, target: str, cases: Sequence[Case], spec: BuildSpec
+) -> Verification:
+    """The checks of the engines of the decode step and the prefill in an artifact folder, or one that was not run if
+    they cannot run on this machine."""
+    from effexport.tensorrt.runner import decoder_in_trt
+
+    def open_decoder() -> DecodeRunner:
+        return decoder_in_trt(folder, target, limits_from_spec(spec))
+
+    return if_it_runs(Kind.DECODE_STEP, target, lambda: verify_decoder(open_decoder, cases, spec, target).checks)
+
+
+def if_it_runs(kind: Kind, target: str, checks: Callable[[], list[Check]]) -> Verification:
+    """The checks of an engine; one that was not run if it cannot run on this machine."""
+    try:
+        return Verification(checks())
+    except EngineMismatchError as error:
+        problem = f"it {error.problem}"
+    except UserError as error:
+        problem = str(error)
+    remedy = f"Prove it where it can run, with: effexport verify ARTIFACT --runtime {target}"
+    reason = f"the engine was built and not run: {problem}. {remedy}"
+    return Verification([not_run(kind, reason, target=target)])
+
+
+def verify_engine(
+    engine: Path, model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str]
+) -> Verification:
+    """Check an engine against reference cases. A case outside its profiles is reported as not run.
+
+    Raises UserError if the engine cannot run: no GPU, another release of TensorRT, or built for other GPUs.
+    """
+    info = read_sidecar(engine)
+    with engine_candidate(engine, info, model, spec, hashes) as candidate:
+        checks = [dataclasses.replace(c, target=info.target) for c in run_checks(candidate, cases, spec)]
+    return Verification(checks, candidate.implementation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from effexport.dtypes import TensorInfo
-from effexport.proof.checks.result import Check, summary
+from effexport.proof.check import Check, summary
 from effexport.report.model import Report, dict_of_check
 from effexport.report.rendering.quantization import quantization_facts
 from effexport.report.rendering.text import field_text, flat_fields, status_of

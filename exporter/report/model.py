@@ -13,8 +13,7 @@ from effexport.artifact import CheckSummary, EngineEntry, Manifest, Parity
 from effexport.evaluation.figures import Quality
 from effexport.files import json_text
 from effexport.models.contract import Scope
-from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import HISTOGRAM_BINS, Check, Status, Worst, outcomes_text, passed, summary
+from effexport.proof.check import HISTOGRAM_BINS, CaseLabel, Check, Status, Worst, outcomes_text, passed, summary
 from effexport.quantize.record import Quantization
 from effexport.records import Count, Figure, Seconds, figure
 from effexport.report.notebook import notebook_html

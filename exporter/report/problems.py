@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effexport.proof.case_label import ALL_CASES
-from effexport.proof.checks.result import Check, excess
+from effexport.proof.check import ALL_CASES, Check, excess
 from effexport.units import counted, listed, number
 
 

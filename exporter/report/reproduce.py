@@ -11,8 +11,7 @@ from typing import Any
 from effexport.export.module_source import SEED
 from effexport.models.attention_spec import attention_spec
 from effexport.models.encoder.spec import EncoderSpec
-from effexport.proof.case_label import ALL_CASES
-from effexport.proof.checks.result import OF_THE_REFERENCE, Check, Kind, is_about_bodies
+from effexport.proof.check import ALL_CASES, OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
 from effexport.report.options import REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields

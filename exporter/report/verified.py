@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from effexport.environment import versions
 from effexport.export.module_source import ModuleSource
-from effexport.proof.checks.result import Check, Kind, is_about_bodies, only_weights_failed
-from effexport.proof.trace.trace import Trace
+from effexport.proof.check import Check, Kind, Trace, is_about_bodies, only_weights_failed
 from effexport.report.model import PYTORCH, LayerError, Report
 from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
 from effexport.report.rendering.text import trace_text

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.errors import EffexportError
-from effexport.proof.candidates import open_in_ort
+from effexport.proof.candidate import open_in_ort
+from effexport.proof.check import METRIC, Check
 from effexport.proof.checks.arithmetic import check_finite
-from effexport.proof.checks.result import METRIC, Check
-from effexport.proof.lost_parts import check_nothing_lost
 from effexport.proof.verify import verify_in_runtime
+from effexport.proof.verify_artifact import check_nothing_lost
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.ort.settings import OrtSettings

@@ -39,8 +39,7 @@ from effexport.build import artifact_from_spec
 from effexport.dtypes import TensorInfo
 from effexport.errors import DiskError, StageError, UserError
 from effexport.export.onnx_from_module import Written
-from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check
+from effexport.proof.check import CaseLabel, Check
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -22,8 +22,8 @@ from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import PooledModel
 from effexport.proof.cases import Case, load_reference
+from effexport.proof.check import Limit
 from effexport.proof.checks.arithmetic import check_ranks
-from effexport.proof.tolerances import Limit
 from effexport.proof.verify import verify_candidate
 from effexport.runners.ort.settings import OrtSettings
 from effexport.tensorrt.limits import limit_problems

@@ -21,7 +21,7 @@ from effexport.models.attention_spec import AttentionSpec
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.cases import load_reference
-from effexport.proof.references.answers_file import load_answers
+from effexport.proof.other_answers import load_answers
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)

@@ -164,8 +164,7 @@ def test_without_timing_latencies_are_left_out_by_name(monkeypatch: pytest.Monke
 
 
 def test_checks_that_fail_or_do_not_run_are_a_problem() -> None:
-    from effexport.proof.case_label import ALL_CASES
-    from effexport.proof.checks.result import Check
+    from effexport.proof.check import ALL_CASES, Check
 
     good, bad = Check("a", ALL_CASES, "m", "passed"), Check("b", ALL_CASES, "error", "failed", 3.0, 1.0)
     idle = Check("a", ALL_CASES, "m", "not run", reason="outside")

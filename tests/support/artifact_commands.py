@@ -20,7 +20,7 @@ from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.files import save_npz
 from effexport.models.checkpoints.spec import CheckpointSpec
 from effexport.models.user.spec import ModuleSpec
-from effexport.proof.inputs.random import random_inputs
+from effexport.proof.inputs import random_inputs
 
 LENGTH = 6
 

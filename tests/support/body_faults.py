@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.proof.operator_calls import Call, Definition, OperatorUse
+from effexport.proof.checks.function_bodies import Call, Definition, OperatorUse
 
 OPSET = 20
 # Every body in every form that it takes: (operator, attributes), by name.

@@ -10,11 +10,10 @@ import numpy as np
 
 from effexport.dtypes import numpy_dtype
 from effexport.proof.cases import Case
+from effexport.proof.check import METRIC, OUTSIDE, RMS_METRIC, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.arithmetic import check_arithmetic
-from effexport.proof.checks.result import METRIC, OUTSIDE, RMS_METRIC, Check, Kind, judged, not_run
 from effexport.proof.metrics import overall_error, relative_error, rms_change
-from effexport.proof.own_roundings import free_limit
-from effexport.proof.tolerances import Limit, arithmetic_limit, case_limit
+from effexport.proof.tolerances import arithmetic_limit, case_limit, free_limit
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.spec import MASK_NAME, BuildSpec
 

@@ -9,16 +9,15 @@ import numpy as np
 
 from effexport.models.encoder.spec import MASKS
 from effexport.proof.cases import Case
-from effexport.proof.checks.candidate import Candidate
-from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
-from effexport.proof.inputs.random import padding_of_other_content
+from effexport.proof.check import OUTSIDE, Check, Kind, Limit, judged, not_run
+from effexport.proof.inputs import padding_of_other_content
 from effexport.proof.metrics import overall_error, relative_error
-from effexport.proof.own_roundings import free_limit
-from effexport.proof.tolerances import Limit, case_limit
+from effexport.proof.tolerances import case_limit, free_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.proof.candidate import Candidate
 
 
 # A larger batch than that of any case, and as large as a server makes by default.

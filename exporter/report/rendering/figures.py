@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from effexport.proof.checks.result import HISTOGRAM_EDGES, Check, by_name, summary
+from effexport.proof.check import HISTOGRAM_EDGES, Check, by_name, summary
 from effexport.render.axes import Axis, power, ticks_from_zero
 from effexport.render.svg import Figure, Point, Series, dots, histogram, legend_of, scatter
 from effexport.report.compare import Comparison, Side

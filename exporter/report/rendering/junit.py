@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from effexport.proof.checks.result import Check
+from effexport.proof.check import Check
 from effexport.report.model import Report
 from effexport.report.rendering.text import limit_text, quality_text
 from effexport.report.reproduce import verify_command

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from effexport.evaluation.figures import Quality
 from effexport.one_line import one_line
-from effexport.proof.checks.result import Check, by_name, outcome_of, summary
+from effexport.proof.check import Check, by_name, outcome_of, summary
 from effexport.quantize.record import Quantization
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import Report

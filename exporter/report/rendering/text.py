@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import Unavailable
 from effexport.models.variants.pytorch.spec import PyTorchSpec
-from effexport.proof.checks.result import METRIC, Check, outcome_of, outcomes_text
-from effexport.proof.trace.trace import Suspect, Trace
+from effexport.proof.check import METRIC, Check, Suspect, Trace, outcome_of, outcomes_text
 from effexport.report.problems import problems_of
 from effexport.units import NOTHING, counted, number
 

@@ -17,7 +17,7 @@ from effexport.environment import usable_cores
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.models.validation import shown
 from effexport.process_memory import give_back_freed, status_bytes
-from effexport.proof.checks.result import Kind
+from effexport.proof.check import Kind
 from effexport.runners.joining import Padding
 from effexport.runners.runner import ModelOptions
 from effexport.runtimes import RUNTIMES, engine_name

@@ -15,7 +15,7 @@ from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.proof.cases import load_reference
-from effexport.proof.inputs.random import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
+from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.runners.joining import rows_of
 from effexport.serving.triton.backends import Backend
 from effexport.serving.triton.signature import Signature, triton_type

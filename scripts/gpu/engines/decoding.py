@@ -30,7 +30,7 @@ def check_decoding(model: Model) -> Outcome:
     """Decode with and without CUDA graphs, and compare with the reference and with the decoder on the CPU."""
     from effexport.artifact import DECODE_STEP, PREFILL, REFERENCE
     from effexport.proof.cases import load_reference
-    from effexport.proof.checks.result import summary
+    from effexport.proof.check import summary
     from effexport.proof.verify import verify_decoder
     from effexport.runners.ort.runner import decoder_in_ort
     from effexport.tensorrt.runner import TrtSettings

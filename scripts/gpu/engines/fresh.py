@@ -33,7 +33,7 @@ def run_in_fresh_process(model: Model) -> Outcome:
 
     from effexport.artifact import REFERENCE
     from effexport.proof.cases import load_reference
-    from effexport.proof.checks.result import summary
+    from effexport.proof.check import summary
     from effexport.tensorrt.sidecar import read_sidecar
 
     info, reference = read_sidecar(model.engine), model.artifact / REFERENCE
@@ -62,9 +62,9 @@ def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> 
 
 
 def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
-    """Compare as `effexport.proof.checks.run_checks` compares free runs."""
+    """Compare as `effexport.proof.verify` compares free runs."""
+    from effexport.proof.check import RMS_METRIC, Kind, judged
     from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
-    from effexport.proof.checks.result import RMS_METRIC, Kind, judged
     from effexport.proof.metrics import rms_change
     from effexport.proof.tolerances import arithmetic_limit, free_run_limit
 

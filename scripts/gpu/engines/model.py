@@ -122,8 +122,8 @@ def check_parity(model: Model, engine: Path | None = None) -> Outcome:
     """Check an engine of the model, by default that of the artifact, against the reference."""
     from effexport.artifact import MODEL, REFERENCE
     from effexport.proof.cases import load_reference
-    from effexport.proof.checks.result import summary
-    from effexport.proof.verify_engine import verify_engine
+    from effexport.proof.check import summary
+    from effexport.proof.verify import verify_engine
 
     cases = load_reference(model.artifact / REFERENCE)
     manifest = json.loads((model.artifact / "manifest.json").read_text(encoding="utf-8"))

@@ -18,8 +18,8 @@ from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_graph import all_nodes, external_sizes, load_graph
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
-from effexport.proof.trace.trace_from_model import trace_from_model
-from effexport.proof.trace.traced_module import TracedModule
+from effexport.proof.trace import trace_from_model
+from effexport.proof.traced_module import TracedModule
 from effexport.runners.artifact_runner import runner_from_artifact
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

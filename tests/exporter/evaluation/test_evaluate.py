@@ -29,7 +29,7 @@ from effexport.evaluation.data import (
     same_labels,
 )
 from effexport.evaluation.evaluate import scores_of
-from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.proof.rebuilt_module import module_of_artifact
 from effexport.report.reading import report_from_values
 from effexport.text.tasks import Labels, TextClassification
 

@@ -20,9 +20,9 @@ from effexport.errors import UserError
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import all_nodes, graph_tensors, load_graph
 from effexport.plugins.ops import DOMAIN
-from effexport.proof.given_values import given_values
-from effexport.proof.inputs.random import random_inputs
-from effexport.proof.trace.trace_from_model import module_of_node
+from effexport.proof.candidate import given_values
+from effexport.proof.inputs import random_inputs
+from effexport.proof.trace import module_of_node
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

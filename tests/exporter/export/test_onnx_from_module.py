@@ -29,7 +29,7 @@ from effexport.export.onnx_graph import (
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
-from effexport.proof.inputs.random import random_inputs
+from effexport.proof.inputs import random_inputs
 from effexport.proof.metrics import relative_error
 from effexport.proof.module_runs import run_module
 from effexport.proof.tolerances import arithmetic_limit

@@ -22,7 +22,7 @@ from effexport.dtypes import TensorInfo
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
-from effexport.proof.stored_cases import stored_cases
+from effexport.proof.cases import stored_cases
 from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runtimes import RUNTIMES

@@ -22,7 +22,7 @@ from effexport.errors import StageError, UserError
 from effexport.export.other_branches import Side, program_of_sides
 from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
 from effexport.models.user.spec import ModuleSpec
-from effexport.proof.inputs.random import case_inputs
+from effexport.proof.inputs import case_inputs
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import signature_from_spec

@@ -15,12 +15,10 @@ from effexport.errors import StageError, UserError
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.models.variants.pytorch.spec import PyTorchSpec
-from effexport.proof.cases import Case, load_reference, save_reference
+from effexport.proof.cases import Case, kept_tokens, load_reference, save_reference, stored_cases
+from effexport.proof.check import Limit
 from effexport.proof.checks.arithmetic import check_arithmetic
-from effexport.proof.inputs.random import random_inputs
-from effexport.proof.kept_tokens import kept_tokens
-from effexport.proof.stored_cases import stored_cases
-from effexport.proof.tolerances import Limit
+from effexport.proof.inputs import random_inputs
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx")

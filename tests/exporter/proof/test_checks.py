@@ -18,17 +18,17 @@ from effexport.errors import StageError
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.user.model import model_of_ours
 from effexport.models.variants.aft.spec import AFTSpec
-from effexport.proof.answers import reference_from_model
-from effexport.proof.candidates import ModelCandidate, open_in_ort
+from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import KEPT, Case, load_reference
+from effexport.proof.check import HISTOGRAM_EDGES, Kind, Limit
 from effexport.proof.checks.arithmetic import Figures, check_arithmetic, check_finite
 from effexport.proof.checks.invariance import check_padding_content, check_prefix
-from effexport.proof.checks.result import HISTOGRAM_EDGES, Kind
-from effexport.proof.checks.run_checks import LONG, check_long_sequence, run_checks
-from effexport.proof.inputs.random import adversarial_inputs, padding_of_other_content
+from effexport.proof.inputs import adversarial_inputs, padding_of_other_content
 from effexport.proof.metrics import largest_change
 from effexport.proof.module_runs import run_module
-from effexport.proof.tolerances import Limit, arithmetic_limit, case_limit
+from effexport.proof.reference import reference_from_model
+from effexport.proof.tolerances import arithmetic_limit, case_limit
+from effexport.proof.verify import LONG, check_long_sequence, run_checks
 from effexport.runners.feeds import limits_from_spec
 from effexport.spec import BuildSpec, build_spec_from_options
 

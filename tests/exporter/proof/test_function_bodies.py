@@ -16,11 +16,9 @@ from body_faults import FORMS, HALF, BodyFault, body_faults, damaged_use, health
 from effexport.artifact import Artifact
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.ops import OPS
-from effexport.proof import operator_calls
+from effexport.proof.check import Check, function_body_of
 from effexport.proof.checks import function_bodies
-from effexport.proof.checks.function_bodies import check_function_bodies, check_function_body
-from effexport.proof.checks.result import Check, function_body_of
-from effexport.proof.inputs.operators import operator_inputs
+from effexport.proof.checks.function_bodies import check_function_bodies, check_function_body, operator_inputs
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
@@ -88,7 +86,7 @@ def checks_of_faults(
     monkeypatch: pytest.MonkeyPatch, form: str, precision: str, faults: Iterator[BodyFault]
 ) -> Iterator[tuple[BodyFault, Check]]:
     healthy = healthy_use(form, precision)
-    defined = remembered(operator_calls.definition(healthy, {}))
+    defined = remembered(function_bodies.definition(healthy, {}))
     monkeypatch.setattr(function_bodies, "definition", lambda *_: defined)
     return ((fault, check_function_body(fault.op, [damaged_use(healthy, fault)])) for fault in faults)
 
@@ -204,7 +202,7 @@ def test_without_pytorch_bodies_are_compared_with_kernels(
     artifact = artifact_of(built, place)
     # one that is installed and does not load counts as none
     without_torch(monkeypatch, OSError("libtorch_cpu.so: cannot open shared object file"))
-    monkeypatch.setattr(operator_calls, "call_in_torch", lambda *_: pytest.fail("PyTorch is not installed"))
+    monkeypatch.setattr(function_bodies, "call_in_torch", lambda *_: pytest.fail("PyTorch is not installed"))
     assert {check.status for check in check_function_bodies(artifact.model_path, artifact.spec)} == {"passed"}
 
 

@@ -13,15 +13,19 @@ import pytest
 from onnx import numpy_helper
 
 from effexport.artifact import Artifact
-from effexport.proof.candidates import ModelCandidate, open_in_ort
-from effexport.proof.case_label import ALL_CASES
+from effexport.proof.candidate import (
+    GIVEN_SUFFIX,
+    ModelCandidate,
+    RunWithGiven,
+    given_values,
+    open_in_ort,
+    with_given_values,
+)
 from effexport.proof.cases import Case, load_reference
-from effexport.proof.checks.candidate import RunWithGiven
-from effexport.proof.checks.result import Check, function_body_of, passed, summary
-from effexport.proof.checks.run_checks import run_checks
-from effexport.proof.given_values import GIVEN_SUFFIX, given_values, with_given_values
+from effexport.proof.check import ALL_CASES, Check, function_body_of, passed, summary
 from effexport.proof.metrics import SLICE_ELEMENTS, relative_error
 from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
+from effexport.proof.verify import run_checks
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
 

@@ -15,11 +15,9 @@ from planted_faults import CONFIGURATIONS, VARIANTS, Fault, Graph, plant
 
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError
-from effexport.proof.candidates import ModelCandidate, open_in_ort
+from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.float32_ops import check_float32_ops
-from effexport.proof.checks.run_checks import run_checks
-from effexport.proof.verify import verify_candidate
+from effexport.proof.verify import check_float32_ops, run_checks, verify_candidate
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.settings import OrtSettings
 

@@ -17,9 +17,8 @@ from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.result import passed
-from effexport.proof.engine_candidate import spec_with_given_buckets
-from effexport.proof.verify_engine import verify_engine, verify_engine_if_possible
+from effexport.proof.check import passed
+from effexport.proof.verify import spec_with_given_buckets, verify_engine, verify_engine_if_possible
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.settings import OrtSettings

@@ -17,7 +17,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.errors import StageError, UserError
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.result import Kind
+from effexport.proof.check import Kind
 from effexport.proof.tolerances import ARITHMETIC
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

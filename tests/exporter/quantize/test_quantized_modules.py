@@ -10,7 +10,7 @@ import pytest
 
 import effexport
 from effexport.errors import EffexportError, UserError
-from effexport.proof.checks.result import Kind
+from effexport.proof.check import Kind
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

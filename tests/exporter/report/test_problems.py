@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from effexport.proof.case_label import ALL_CASES, CaseLabel
-from effexport.proof.checks.result import METRIC, Check, Kind, not_run, outcomes_text
+from effexport.proof.check import ALL_CASES, METRIC, CaseLabel, Check, Kind, not_run, outcomes_text
 from effexport.report.problems import problems_of
 from effexport.report.rendering.text import cases_text, failure_lines
 

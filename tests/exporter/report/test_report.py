@@ -16,8 +16,7 @@ import pytest
 
 from effexport.artifact import Artifact
 from effexport.dtypes import TensorInfo
-from effexport.proof.case_label import ALL_CASES, CaseLabel
-from effexport.proof.checks.result import Check, Kind, function_body_of, meaning_of
+from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind, function_body_of, meaning_of
 from effexport.render.axes import Axis
 from effexport.render.svg import Point, Series, dots, histogram, legend_of, scatter
 from effexport.report.compare import Comparison, Side

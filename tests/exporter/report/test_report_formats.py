@@ -25,8 +25,7 @@ from effexport.cli import cli as program
 from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
 from effexport.evaluation.figures import Changes, Estimate, Quality
-from effexport.proof.case_label import ALL_CASES, CaseLabel
-from effexport.proof.checks.result import Check, Worst
+from effexport.proof.check import ALL_CASES, CaseLabel, Check, Worst
 from effexport.report.compare import Side
 from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
 from effexport.report.reading import report_from_values, report_of_artifact

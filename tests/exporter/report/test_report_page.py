@@ -25,8 +25,7 @@ from page_browser import (
 from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.dtypes import TensorInfo
 from effexport.evaluation.figures import Changes, Estimate, Quality
-from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check, Worst, not_run
+from effexport.proof.check import CaseLabel, Check, Worst, not_run
 from effexport.report.compare import Comparison, Side
 from effexport.report.model import LayerError, Report
 from effexport.report.reading import side_of_artifact

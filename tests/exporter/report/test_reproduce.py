@@ -13,9 +13,8 @@ from shell_words import words_in_bash
 from effexport.artifact import EngineEntry
 from effexport.errors import UserError
 from effexport.models.attention_spec import attention_spec
-from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check, Kind
-from effexport.proof.references.choice import parse_choice
+from effexport.proof.check import CaseLabel, Check, Kind
+from effexport.proof.reference_choice import parse_choice
 from effexport.quantize.record import Quantization, Samples
 from effexport.report.compare import Side
 from effexport.report.model import Report, json_from_report

@@ -16,10 +16,10 @@ from effexport.errors import EffexportError, UserError
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import module_from_seed
 from effexport.models.user.model import model_of_ours
-from effexport.proof.answers import reference_from_model
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.decode_step import check_decoder
 from effexport.proof.metrics import relative_error
+from effexport.proof.reference import reference_from_model
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec

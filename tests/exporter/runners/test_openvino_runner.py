@@ -21,7 +21,7 @@ from effexport.dtypes import TensorInfo
 from effexport.errors import EffexportError, MissingExtraError, RuntimeUnsupportedError, UserError
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.result import Check
+from effexport.proof.check import Check
 from effexport.proof.verify import verify_in_runtime
 from effexport.runners.artifact_runner import (
     check_precision_of_model,

@@ -24,11 +24,10 @@ from effexport.build import artifact_from_spec
 from effexport.errors import StageError
 from effexport.export.module_source import module_from_seed
 from effexport.models.user.model import model_of_ours
-from effexport.proof.answers import FLOAT64_CASES, Answers, reference_from_model
-from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Kind, not_run, passed
+from effexport.proof.check import CaseLabel, Kind, not_run, passed
 from effexport.proof.float64 import PeakMemory, RoundingOperators
-from effexport.proof.repeated_runs import MOST_RUNS, RepeatedRuns, same_bits
+from effexport.proof.module_runs import MOST_RUNS, RepeatedRuns, same_bits
+from effexport.proof.reference import FLOAT64_CASES, Answers, reference_from_model
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -285,7 +284,7 @@ ANSWERS = """
 import sys, torch
 from small_specs import spec_of
 from effexport.export.module_source import source_from_seed
-from effexport.proof.answers import reference_from_model
+from effexport.proof.reference import reference_from_model
 
 for variant in ("lsh", "nystrom"):
     spec, source = spec_of(variant, "attention"), source_from_seed()

@@ -6,7 +6,6 @@ is exported.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,23 +19,22 @@ from effexport.errors import StageError, is_out_of_memory
 from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.size_formula import shape_of
-from effexport.proof.cases import KEPT, Case
+from effexport.proof.cases import KEPT, Answers, Case, has_tokens, kept_tokens
+from effexport.proof.check import METRIC, OTHER_LAYER, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.invariance import Worst, rows_of, worst_of_batches
-from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
-from effexport.proof.inputs.random import EXPORT, NOTHING_KEPT, adversarial_inputs, case_inputs, case_shapes
-from effexport.proof.kept_tokens import has_tokens, kept_tokens
+from effexport.proof.inputs import EXAMPLE, EXPORT, NOTHING_KEPT, adversarial_inputs, case_inputs, case_shapes
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import (
-    NOISE_SEED_OFFSET,
+    RepeatedRuns,
     bucket_name,
     given_buckets,
     other_rotations,
     recorded_hashes,
     run_module,
     scores_of_indices,
+    with_rounded_weights,
 )
-from effexport.proof.repeated_runs import RepeatedRuns
-from effexport.proof.tolerances import OWN_ERROR_FACTOR, UNIT_ROUNDOFF, Limit, reference_limit
+from effexport.proof.tolerances import OWN_ERROR_FACTOR, reference_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -48,19 +46,10 @@ if TYPE_CHECKING:
 STAGE = "reference"
 # The cases that also run in float64: the shape of the export, and one in which the mask hides tokens.
 FLOAT64_CASES = (EXPORT, "padded batch")
-# The case of the inputs that the user has given. Without it or the shape of the export, there is no reference.
-EXAMPLE = "example"
+# Without these cases, there is no reference.
 NEEDED = (EXPORT, EXAMPLE)
 # How much smaller and larger the numbers of other samples may be.
 COMPANY = (1e-3, 1e3)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """PyTorch's answers to every case, and the checks that PyTorch itself had to pass."""
-
-    cases: list[Case]
-    checks: list[Check]
 
 
 def answers_of_model(model: UserModel, spec: BuildSpec, inputs_by_case: Mapping[str, Mapping[str, Array]]) -> Answers:
@@ -70,8 +59,7 @@ def answers_of_model(model: UserModel, spec: BuildSpec, inputs_by_case: Mapping[
     Cases to which a user's original has no answer are reported as not run. Raises StageError if it has none at the
     shape of the export or to the user's own inputs, or does not give the same answer twice.
     """
-    from effexport.proof.float64 import Float64Module
-    from effexport.proof.warm_up import warm_up
+    from effexport.proof.float64 import Float64Module, warm_up
 
     warm_up()
     runs = RepeatedRuns("PyTorch")
@@ -437,16 +425,3 @@ def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec, runs: Rep
         lower = at_precision(module, spec.precision)
         changes.append(largest_change(case, repeated_outputs(case, lower, spec, runs)))
     return float(np.max(changes))
-
-
-def with_rounded_weights(module: nn.Module, precision: str, draw: int = 0) -> nn.Module:
-    """A copy in which every weight is off by up to one rounding of a precision. draw: which of several."""
-    import torch
-
-    other = copy.deepcopy(module)
-    generator = torch.Generator().manual_seed(NOISE_SEED_OFFSET + draw)
-    with torch.no_grad():
-        for weight in other.parameters():
-            noise = torch.rand(weight.shape, generator=generator) * 2 - 1
-            weight.mul_(1 + UNIT_ROUNDOFF[precision] * noise)
-    return other

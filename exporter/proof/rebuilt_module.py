@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from effexport.artifact import Artifact
 from effexport.errors import Unavailable
 from effexport.export.module_source import SEED, ModuleSource, source_from_path, weights_digest
-from effexport.proof.case_label import ALL_CASES
-from effexport.proof.checks.result import Check, Kind
+from effexport.proof.check import ALL_CASES, Check, Kind
 from effexport.runtimes import TORCH
 
 if TYPE_CHECKING:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,14 +13,22 @@ from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageE
 from effexport.export.onnx_graph import load_graph
 from effexport.export.quantized_products import module_of_node
 from effexport.plugins.known_ops import known_ops
-from effexport.proof.given_values import GIVEN_SUFFIX, given_values
-from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
-from effexport.proof.trace.trace import Suspect, Trace, TracedValue
-from effexport.proof.trace.traced_file import TracedFile
-from effexport.proof.trace.traced_module import Origin, TracedModule
-from effexport.proof.trace.value_limits import ValueLimits
-from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.settings import OrtSettings
+from effexport.proof.candidate import GIVEN_SUFFIX, given_values, with_given_values
+from effexport.proof.check import Suspect, Trace, TracedValue
+from effexport.proof.metrics import magnitude, value_error
+from effexport.proof.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.tolerances import bucket_flip_limit, case_limit
+from effexport.proof.traced_module import Origin, TracedModule
+from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.ort.runner import array_from_value, run_failure, tensor_info, value_from_array
+from effexport.runners.ort.session import (
+    check_provider,
+    kernels_of_model,
+    providers_from_settings,
+    session_options,
+    without_weights,
+)
+from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -29,6 +38,123 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
     from effexport.proof.cases import Case
+
+# In low precision both sides round: PyTorch as far as its own run shows, the candidate up to three times as far. Its
+# worst element was up to 1.9 times as far as PyTorch's in all cases of 15 float16 models.
+ROUNDING_FACTOR = 4.0
+# Half a unit in the last place of float32, relative: how far any number is from the one that it was rounded to.
+FLOAT32_ROUNDING = 2.0**-24
+# What they make has the elements of their operands, and so the same errors.
+MOVES = ("Concat", "Expand", "Gather", "Identity", "Pad", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+# No rounding makes an error as large as the values themselves acceptable.
+LARGEST_LIMIT = 1.0
+
+
+class ValueLimits:
+    """Takes values beside PyTorch's and keeps their errors and limits.
+
+    The limit of a float value is that of the outputs. It is raised where PyTorch's own rounding moves the value
+    further: an exponential makes 3 % of the 0.03 by which float16 rounds a logit of 60, and the inverse of a matrix
+    that is nearly singular moves by more than float32's limit. And it is raised where operands hold no more: the
+    difference of two exponents of 62 is off by what float32 left of them, and its exponential by as much again.
+    """
+
+    def __init__(
+        self, spec: BuildSpec, case: Case, may_flip: Collection[str], nodes: Mapping[str, onnx.NodeProto] | None = None
+    ) -> None:
+        """nodes: that make the values, by name of the value."""
+        self._spec, self._may_flip, self._nodes = spec, may_flip, nodes or {}
+        self._limit = case_limit(spec, case.own_error, case.spread).value
+        self.results: dict[str, tuple[float, float]] = {}
+        self._largest: dict[str, float] = {}
+        self._allowed: dict[str, float] = {}
+
+    def __call__(self, name: str, actual: Array, expected: Array, exact: Array | None) -> None:
+        """exact: what PyTorch computes in a wider type, None where that is not known."""
+        if expected.dtype.kind in "biu":
+            flips = bucket_flip_limit(self._spec, expected.size).value if name in self._may_flip else 0.0
+            limit = flips / max(1, expected.size)
+        else:
+            rounding = 0.0 if exact is None else value_error(expected, exact)
+            largest, scale = magnitude(expected)
+            inherited = self._inherited(name, largest) / scale if scale else 0.0
+            limit = max(self._limit, min(max(ROUNDING_FACTOR * rounding, inherited), LARGEST_LIMIT))
+            self._largest[name], self._allowed[name] = largest, limit * scale
+        self.results[name] = (value_error(actual, expected), limit)
+
+    def _inherited(self, name: str, largest: float) -> float:
+        """How far a sum, an exponential or a copy may be off, absolutely, since its operands were rounded."""
+        node = self._nodes.get(name)
+        operands = [] if node is None else [operand for operand in node.input if operand in self._largest]
+        if node is not None and node.op_type in ("Add", "Sub"):
+            return ROUNDING_FACTOR * FLOAT32_ROUNDING * sum(self._largest[operand] for operand in operands)
+        if node is not None and node.op_type == "Exp" and operands:
+            return self._allowed[operands[0]] * largest
+        if node is not None and node.op_type in MOVES:
+            return max((self._allowed[operand] for operand in operands), default=0.0)
+        return 0.0
+
+
+class TracedFile:
+    """A model whose graph runs as it is written: without optimisations, so that every value has its own.
+
+    What one run needs is given back after it. Raises what `OrtRunner` raises.
+    """
+
+    def __init__(self, path: Path, settings: OrtSettings, limits: FeedLimits) -> None:
+        self.path = path
+        self._settings = dataclasses.replace(settings, memory_arena=False)
+        self._limits = limits
+
+    def run(
+        self, names: Sequence[str], inputs: Mapping[str, Array], hashes: Sequence[str], buckets: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """The named values, bfloat16 as float32.
+
+        hashes: values that hold buckets, whose readers get those of `buckets` instead, as in `with_given_values`.
+        """
+        ort = import_onnxruntime()
+        session = self._session(ort, self._model(names, hashes))
+        feeds = checked_feeds({**inputs, **buckets}, tuple(map(tensor_info, session.get_inputs())), self._limits)
+        outputs = [tensor_info(value) for value in session.get_outputs()]
+        try:
+            values = {name: value_from_array(ort, array) for name, array in feeds.items()}
+            results = list(session.run_with_ort_values([tensor.name for tensor in outputs], values))
+        except Exception as error:  # onnxruntime has no common base class for its errors
+            raise run_failure(feeds, error) from error
+        arrays = {}
+        for tensor in reversed(outputs):
+            # each result goes as soon as it is copied
+            array = array_from_value(results.pop(), tensor.dtype)
+            arrays[tensor.name] = array.astype(np.float32) if tensor.dtype == "bfloat16" else array
+        return arrays
+
+    def _model(self, names: Sequence[str], hashes: Sequence[str]) -> bytes:
+        """The serialised model with these values as its only outputs: what they do not need is not run."""
+        import onnx
+
+        model = load_graph(self.path)
+        if hashes:
+            model = onnx.ModelProto.FromString(with_given_values(self.path, hashes))
+        del model.graph.output[:]
+        # ONNX Runtime finds the types out
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        serialised: bytes = model.SerializeToString()
+        return serialised
+
+    def _session(self, ort: Any, model: bytes) -> Any:
+        options = session_options(ort, self._settings, self.path.parent.resolve())
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        graph = without_weights(model) if self._settings.device == "cuda" else None
+        kernels_of_model(model, graph, self._settings).register(options, self._settings)
+        providers = providers_from_settings(ort, self._settings)
+        try:
+            session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
+        except Exception as error:  # onnxruntime has no common base class for its errors
+            raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
+        check_provider(session, self._settings)
+        return session
+
 
 # Intermediate values of one run of the model: more values take more runs, not more memory.
 BATCH_BYTES = 256 * 2**20

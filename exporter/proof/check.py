@@ -1,16 +1,49 @@
-"""The result of a check, and how results add up."""
+"""Results that reports hold: of the checks of a case, how they add up, and the trace of the values inside a graph."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from typing import Any, Literal
 
-from effexport.proof.case_label import ALL_CASES, CaseLabel
+_TEXT = re.compile(r"(?P<name>.*): (?P<shape>\d+(?: × \d+)*)(?P<padded>, padded)?", re.DOTALL)
 
-if TYPE_CHECKING:
-    from effexport.proof.tolerances import Limit
+
+@dataclass(frozen=True)
+class CaseLabel:
+    """Which inputs a check compared.
+
+    name: "export", "padded batch" and so on. shape: of the attention mask, (batch, seq), or (batch, choices, seq) for
+    multiple choice; empty if the check is not about one input. padded: whether the mask hides some tokens.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    padded: bool = False
+
+    def __str__(self) -> str:
+        """`padded batch: 3 × 300, padded`."""
+        return f"{self.name}: {self.shape_text}" if self.shape else self.name
+
+    @property
+    def shape_text(self) -> str:
+        """`3 × 300, padded`."""
+        return " × ".join(map(str, self.shape)) + (", padded" if self.padded else "")
+
+    @classmethod
+    def from_text(cls, text: str) -> CaseLabel:
+        """The inverse of `str`, for reports that are read from a file. Any other text is a name without a shape."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            return cls(text)
+        return cls(match["name"], tuple(map(int, match["shape"].split(" × "))), match["padded"] is not None)
+
+
+ALL_CASES = CaseLabel("all cases")
+
 
 Status = Literal["passed", "failed", "not run"]
 METRIC = "max |error| / RMS"
@@ -169,6 +202,14 @@ OUTCOMES = ("failed", "passed", "not applicable", "not run")
 
 
 @dataclass(frozen=True)
+class Limit:
+    """The largest value that passes, and why it is that large."""
+
+    value: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class Worst:
     """The element of an output that is furthest from what was expected, relative to the scale of its sample."""
 
@@ -289,3 +330,89 @@ def excess(value: float | None, limit: float | None) -> float:
     if value is None or value != value:
         return float("inf")
     return value / limit if limit else value
+
+
+NAMED = ("auto", "golden", "torch", "transformers")
+# Of a file with answers.
+GOLDEN_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class TracedValue:
+    """One value of the graph beside PyTorch's. module: path of the module it belongs to, "" for the root.
+
+    error: max |error| / RMS; of integers and booleans the share that differs; infinite for another shape. NaN fails.
+    """
+
+    name: str
+    module: str
+    op_type: str
+    error: float
+    limit: float
+
+    @property
+    def diverges(self) -> bool:
+        return not self.error <= self.limit
+
+    @property
+    def share(self) -> float:
+        """Share of the limit that was used; ranks the values. Infinite for NaN and beyond a limit of 0."""
+        if self.error != self.error or self.error > self.limit == 0:
+            return float("inf")
+        return self.error / self.limit if self.limit else 0.0
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A node that may be at fault. weights: the initializers it reads."""
+
+    value: str
+    op_type: str
+    module: str
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The paired values of a model in the order of its graph.
+
+    case: the input it ran on. pairable: how many values a file of this export has in common with PyTorch.
+    not_paired: values of the file without a counterpart: steps inside one operation of PyTorch, and what a tool has
+    renamed. suspects: if a value diverges, its node, and those between it and the last values that agree.
+    """
+
+    model: str
+    case: CaseLabel
+    values: tuple[TracedValue, ...]
+    pairable: int
+    not_paired: int
+    suspects: tuple[Suspect, ...] = ()
+
+    @cached_property
+    def first_divergence(self) -> TracedValue | None:
+        return next((value for value in self.values if value.diverges), None)
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Per module path in the order of the graph, the value closest to its limit or furthest beyond:
+        layer, op_type, error, limit, value."""
+        worst: dict[str, TracedValue] = {}
+        for value in self.values:
+            if value.module not in worst or value.share > worst[value.module].share:
+                worst[value.module] = value
+        return [
+            {"layer": module, "op_type": v.op_type, "error": v.error, "limit": v.limit, "value": v.name}
+            for module, v in worst.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        first = self.first_divergence
+        return {
+            "model": self.model,
+            "case": str(self.case),
+            "paired": len(self.values),
+            "pairable": self.pairable,
+            "not_paired": self.not_paired,
+            "first_divergence": asdict(first) if first else None,
+            "suspects": [asdict(suspect) for suspect in self.suspects],
+            "layers": self.layers(),
+        }

@@ -19,14 +19,12 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.errors import Unavailable
 from effexport.export.module_source import source_from_path
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.proof.case_label import CaseLabel
+from effexport.proof import trace as tracing
 from effexport.proof.cases import Case, load_reference
+from effexport.proof.check import CaseLabel, Trace, TracedValue
 from effexport.proof.metrics import value_error
-from effexport.proof.trace import trace_from_model as tracing
-from effexport.proof.trace.trace import Trace, TracedValue
-from effexport.proof.trace.trace_from_model import batches, module_of_node, trace_from_model, trace_if_possible
-from effexport.proof.trace.traced_module import TracedModule
-from effexport.proof.trace.value_limits import ValueLimits
+from effexport.proof.trace import ValueLimits, batches, module_of_node, trace_from_model, trace_if_possible
+from effexport.proof.traced_module import TracedModule
 from effexport.report.rendering.text import trace_text
 from effexport.runners.ort.settings import OrtSettings
 
@@ -390,11 +388,11 @@ import resource, sys
 from pathlib import Path
 import numpy as np, torch
 from effexport.artifact import open_artifact
-from effexport.proof.trace import trace_from_model as tracing
-from effexport.proof.trace.trace_from_model import trace_from_model
+from effexport.proof import trace as tracing
+from effexport.proof.trace import trace_from_model
 from effexport.export.module_source import source_from_path
 from effexport.proof.cases import Case
-from effexport.proof.trace.traced_module import TracedModule
+from effexport.proof.traced_module import TracedModule
 
 torch.set_num_threads(1)
 tracing.BATCH_BYTES = 16 * 2**20

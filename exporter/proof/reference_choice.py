@@ -17,13 +17,12 @@ from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import graph_inputs, graph_outline
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.checks.candidate import Candidate
-from effexport.proof.checks.hashed import check_buckets
-from effexport.proof.checks.result import Check, Kind, not_run
-from effexport.proof.inputs.random import REFERENCE_SEED_OFFSET
-from effexport.proof.kept_tokens import has_tokens
-from effexport.proof.references.names import GOLDEN_SUFFIX, NAMED
-from effexport.proof.references.rebuilt_module import Weights, module_of_artifact, source_of
+from effexport.proof.candidate import Candidate
+from effexport.proof.cases import has_tokens
+from effexport.proof.check import GOLDEN_SUFFIX, NAMED, Check, Kind, not_run
+from effexport.proof.checks.arithmetic import check_buckets
+from effexport.proof.inputs import REFERENCE_SEED_OFFSET
+from effexport.proof.rebuilt_module import Weights, module_of_artifact, source_of
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
@@ -33,8 +32,7 @@ from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.models.user.model import UserModel
-    from effexport.proof.answers import Answers
-    from effexport.proof.cases import Case
+    from effexport.proof.cases import Answers, Case
     from effexport.spec import BuildSpec
 
 EXPECTED = f"{', '.join(NAMED)}, FILE{GOLDEN_SUFFIX}, or PATH@RUNTIME, such as other/artifact@ort"
@@ -139,8 +137,8 @@ def references_from_choice(
 def all_references(
     choice: ReferenceChoice, artifact: Artifact, weights: Weights | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
-    from effexport.proof.references.answers_file import load_answers
-    from effexport.proof.stored_cases import stored_cases
+    from effexport.proof.cases import stored_cases
+    from effexport.proof.other_answers import load_answers
 
     golden: list[Case] = []
     if choice.kind == "file":
@@ -216,7 +214,7 @@ def torch_reference(
 
 def new_answers(artifact: Artifact, model: UserModel, names: Sequence[str]) -> Answers:
     """The answers of a model to new inputs, and the checks that they passed themselves."""
-    from effexport.proof.answers import reference_from_model
+    from effexport.proof.reference import reference_from_model
 
     spec = artifact.spec
     return with_roundings(reference_from_model(model, spec, spec.seed + NEW_INPUTS_OFFSET, names), model, artifact)
@@ -224,7 +222,7 @@ def new_answers(artifact: Artifact, model: UserModel, names: Sequence[str]) -> A
 
 def answers_to_stored(artifact: Artifact, model: UserModel, cases: Sequence[Case]) -> Answers:
     """The answers of a model to the inputs of stored cases, with their checks."""
-    from effexport.proof.answers import answers_of_model
+    from effexport.proof.reference import answers_of_model
 
     answers = answers_of_model(model, artifact.spec, {case.name: case.inputs for case in cases})
     return with_roundings(answers, model, artifact)
@@ -234,7 +232,7 @@ def with_roundings(answers: Answers, model: UserModel, artifact: Artifact) -> An
     """The answers of the quantised model, of an artifact that is quantised."""
     if (record := artifact.manifest.quantization) is None:
         return answers
-    from effexport.proof.quantized_answers import quantized_answers
+    from effexport.proof.quantized import quantized_answers
 
     return quantized_answers(answers, model.module, artifact.spec, record)
 
@@ -247,7 +245,7 @@ def transformers_references(
     Raises UserError for an artifact of no checkpoint, one that corrects what transformers computes, and without
     transformers.
     """
-    from effexport.proof.references.transformers import import_transformers, with_answers_of_transformers
+    from effexport.proof.other_answers import import_transformers, with_answers_of_transformers
 
     model = artifact.spec.model
     if not model.transformers_class:
@@ -312,8 +310,8 @@ def opened_reference(
     choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
 ) -> tuple[Candidate, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
-    from effexport.proof.candidates import ModelCandidate
-    from effexport.proof.engine_candidate import engine_candidate
+    from effexport.proof.candidate import ModelCandidate
+    from effexport.proof.verify import engine_candidate
     from effexport.tensorrt.sidecar import read_sidecar
 
     if choice.path.is_file():

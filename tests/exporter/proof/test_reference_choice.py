@@ -26,11 +26,11 @@ from transformers_models import saved
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.models.encoder.module import module_from_spec
+from effexport.proof import trace
 from effexport.proof.cases import load_reference
-from effexport.proof.references.choice import ReferenceChoice, parse_choice
-from effexport.proof.references.rebuilt_module import why_not_rebuilt
-from effexport.proof.trace import trace_from_model
-from effexport.proof.trace.traced_module import TracedModule
+from effexport.proof.rebuilt_module import why_not_rebuilt
+from effexport.proof.reference_choice import ReferenceChoice, parse_choice
+from effexport.proof.traced_module import TracedModule
 from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
 from effexport.runners.runner import ModelOptions
 from effexport.spec import BuildSpec
@@ -84,7 +84,7 @@ def traced_modules() -> Callable[[torch.nn.Module, BuildSpec], TracedModule]:
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch, traced_modules: Callable[..., TracedModule]) -> None:
-    monkeypatch.setattr(trace_from_model, "TracedModule", traced_modules)
+    monkeypatch.setattr(trace, "TracedModule", traced_modules)
 
 
 def damaged_copy(model: Path, folder: Path) -> Path:
@@ -438,7 +438,7 @@ def test_transformers_needs_a_checkpoint(cli: Cli, built: Built) -> None:
 
 
 def test_a_missing_transformers_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.proof.references.transformers import import_transformers
+    from effexport.proof.other_answers import import_transformers
 
     real = builtins.__import__
 

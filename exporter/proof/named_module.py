@@ -18,7 +18,7 @@ from effexport.export.module_source import (
 from effexport.models.contract import ModelContract
 from effexport.models.user.inputs import inputs_from_spec
 from effexport.models.validation import SpecError, require
-from effexport.proof.stored_cases import stored_cases
+from effexport.proof.cases import stored_cases
 from effexport.quiet import quiet
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def stored_example(artifact: Artifact) -> dict[str, Tensor] | None:
     """The example inputs that the module was built with, if the artifact keeps them."""
     import torch
 
-    from effexport.proof.answers import EXAMPLE
+    from effexport.proof.inputs import EXAMPLE
 
     cases = stored_cases(artifact.reference_path, artifact.spec) if artifact.has_golden else []
     found = next((case.inputs for case in cases if case.name == EXAMPLE), None)

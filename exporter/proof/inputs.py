@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 REFERENCE_SEED_OFFSET = 7919
 # The case that has the shape of the export.
 EXPORT = "export"
+# The case of the inputs that the user has given.
+EXAMPLE = "example"
 # The case of a sample without any token that counts: a mask hides all, or a length is 0. Not every model has an answer.
 NOTHING_KEPT = "nothing kept"
 # Batch, length, and how many tokens of each sample are kept: all for None.

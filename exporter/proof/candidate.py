@@ -1,0 +1,220 @@
+"""Models under test: a runner and, if the model hashes or rounds, a second one that reads its decisions as inputs.
+
+The decisions, the buckets of its hashes and what it rounds, are exposed as inputs, to prescribe them, and as outputs,
+to compare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from effexport.dtypes import named_sizes
+from effexport.errors import EffexportError
+from effexport.export.onnx_graph import graph_outline, load_graph, nodes_within, value_types
+from effexport.models.size_formula import shape_of
+from effexport.plugins.ops import DOMAIN, OPS
+from effexport.quantize.record import is_unrounded
+from effexport.runners.artifact_runner import OpenModel
+from effexport.runners.feeds import FeedLimits
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.runner import Runner
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+Arrays = Mapping[str, "Array"]
+RunWithGiven = Callable[[Arrays, Arrays], tuple[dict[str, "Array"], dict[str, "Array"]]]
+
+
+class Candidate(Protocol):
+    """A model under test, which chooses its own buckets in `run`."""
+
+    def accepts(self, inputs: Arrays) -> bool:
+        """Whether the model takes inputs of these shapes: an engine is built for a range of them."""
+
+    def run(self, inputs: Arrays) -> dict[str, Array]: ...
+
+    @property
+    def run_with_given(self) -> RunWithGiven | None:
+        """Runs the model on inputs and what the reference decided, by value name: the buckets of every hash, and the
+        numbers that every rounding gave. Returns the outputs, and the buckets that the model would have chosen and the
+        numbers that it would have rounded; None if the model does not show them."""
+
+    @property
+    def given(self) -> Collection[str]:
+        """What `run_with_given` must be given, by the names of the reference."""
+
+
+class WrongShapeError(EffexportError):
+    """An answer that cannot be compared; the message says which shape it has and which was expected."""
+
+
+class ShapeGuard:
+    """A candidate whose answers have the shapes that the spec promises; raises WrongShapeError for any other."""
+
+    def __init__(self, candidate: Candidate, spec: BuildSpec) -> None:
+        self._candidate = candidate
+        self._spec = spec
+
+    def accepts(self, inputs: Arrays) -> bool:
+        return self._candidate.accepts(inputs)
+
+    def run(self, inputs: Arrays) -> dict[str, Array]:
+        outputs = self._candidate.run(inputs)
+        check_shapes(inputs, outputs, self._spec)
+        return outputs
+
+    @property
+    def given(self) -> Collection[str]:
+        return self._candidate.given
+
+    @property
+    def run_with_given(self) -> RunWithGiven | None:
+        return None if self._candidate.run_with_given is None else self._run_with_given
+
+    def _run_with_given(self, inputs: Arrays, buckets: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
+        run = self._candidate.run_with_given
+        assert run is not None
+        outputs, own = run(inputs, buckets)
+        check_shapes(inputs, outputs, self._spec)
+        return outputs, own
+
+
+def check_shapes(inputs: Mapping[str, Array], outputs: Mapping[str, Array], spec: BuildSpec) -> None:
+    """Raises WrongShapeError unless every output has the sizes of the inputs."""
+    sizes = named_sizes(spec.inputs, inputs)
+    for tensor in spec.outputs:
+        expected = shape_of(tensor.dims, sizes)
+        if outputs[tensor.name].shape != expected:
+            raise WrongShapeError(f"{tensor.name} is {list(outputs[tensor.name].shape)}; expected {list(expected)}")
+
+
+GIVEN_SUFFIX = ".given"
+
+
+def given_values(path: Path, expected: Sequence[str]) -> dict[str, str]:
+    """The values of a graph that can be prescribed, by the names that the reference has for them: buckets, and values
+    before they are rounded.
+
+    Tools that optimise a graph inline the sort or rename values. Buckets are therefore found by name or else by the
+    sorts, and rounded values by name; of each, all or none.
+    """
+    if not expected:
+        return {}
+    model = graph_outline(path)
+    produced = {name for node in model.graph.node for name in node.output}
+    unrounded = [name for name in expected if is_unrounded(name)]
+    hashes = [name for name in expected if not is_unrounded(name)]
+    found = dict(zip(unrounded, unrounded, strict=True)) if produced.issuperset(unrounded) else {}
+    if produced.issuperset(hashes):
+        return dict(zip(hashes, hashes, strict=True)) | found
+    deciding = {name for name, op in OPS.items() if op.decides}
+    sorts = [node.input[0] for node in model.graph.node if node.domain == DOMAIN and node.op_type in deciding]
+    return dict(zip(hashes, sorts, strict=True)) | found if len(sorts) == len(hashes) else {}
+
+
+def bucket_dims(value: str) -> list[str]:
+    """Names of the axes of a bucket value: layers may differ in their rounds and in the length of their chunks."""
+    return [f"rows of {value}", f"padded of {value}"]
+
+
+def with_given_values(path: Path, values: Sequence[str]) -> bytes:
+    """The serialised model in which every consumer of a value reads a new input `<value>.given` instead, and the value
+    itself becomes an output."""
+    import onnx
+
+    model = load_graph(path)
+    types = value_types(model) if any(map(is_unrounded, values)) else {}
+    # buckets of another model may be given, whose sizes are not those that this one expects
+    del model.graph.value_info[:]
+    for value in values:
+        given = value + GIVEN_SUFFIX
+        for node in nodes_within(model.graph.node):
+            for i, name in enumerate(node.input):
+                if name == value:
+                    node.input[i] = given
+        dtype, dims = onnx.TensorProto.INT32, bucket_dims(value)
+        if is_unrounded(value):
+            dtype, dims = onnx.TensorProto.FLOAT, [f"axis {axis} of {value}" for axis in range(len(types[value][1]))]
+        own = [f"own {dim}" for dim in dims]
+        model.graph.input.append(onnx.helper.make_tensor_value_info(given, dtype, dims))
+        model.graph.output.append(onnx.helper.make_tensor_value_info(value, dtype, own))
+    serialised: bytes = model.SerializeToString()
+    return serialised
+
+
+class RunnerCandidate:
+    """A runner under test; if the model hashes or rounds, `given` runs the same model with its decisions as inputs.
+
+    values: the values of the graph that are prescribed, by their names in the reference; empty if there are none.
+    """
+
+    def __init__(
+        self, runner: Runner, given: Runner | None = None, values: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._runner = runner
+        self._given = given
+        self._values = dict(values)
+        self.implementation = dict(runner.implementation)
+
+    def accepts(self, inputs: Mapping[str, Array]) -> bool:
+        return True
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self._runner.run(inputs)
+
+    @property
+    def given(self) -> Collection[str]:
+        return self._values if self._given is not None else ()
+
+    @property
+    def run_with_given(self) -> RunWithGiven | None:
+        return self._run_with_given if self._given is not None else None
+
+    def _run_with_given(
+        self, inputs: Mapping[str, Array], given: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        assert self._given is not None
+        feeds = dict(inputs)
+        for name, value in self._values.items():
+            feeds[value + GIVEN_SUFFIX] = np.ascontiguousarray(given[name])
+        results = self._given.run(feeds)
+        own = {name: results.pop(value) for name, value in self._values.items()}
+        return results, own
+
+
+class ModelCandidate(RunnerCandidate):
+    """A model file in a runtime; if it hashes or rounds, it is opened a second time with its decisions as inputs."""
+
+    def __init__(self, path: Path, decisions: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
+        graph_outline(path)
+        runner = open_model(path, limits, None)
+        super().__init__(runner, *opened_with_given(path, decisions, limits, open_model))
+
+
+def opened_with_given(
+    path: Path, decisions: Sequence[str], limits: FeedLimits, open_model: OpenModel
+) -> tuple[Runner | None, dict[str, str]]:
+    """The runner of a model file that reads its decisions as inputs, None if it has none; and their names in the model
+    by those in the reference."""
+    values = given_values(path, decisions)
+    given = None
+    if values:
+        given = open_model(with_given_values(path, list(values.values())), limits, path.parent.resolve())
+    return given, values
+
+
+def open_in_ort(settings: OrtSettings | None) -> OpenModel:
+    """What opens a model file, or a serialised model, in ONNX Runtime."""
+
+    def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:
+        return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
+
+    return open_model

@@ -1,1 +1,0 @@
-"""Inputs of the proof: random, padded, adversarial, text."""

@@ -1,1 +1,0 @@
-"""References other than our own PyTorch modules."""

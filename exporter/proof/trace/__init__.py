@@ -1,1 +1,0 @@
-"""Finds the first value inside a graph that differs from PyTorch."""
