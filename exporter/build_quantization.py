@@ -144,13 +144,9 @@ def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec
     value = loss_of(exact, [(runner.run(feeds), {}) for feeds in few]).rms_error
     source = model.record.samples.source or "random samples"
     case = CaseLabel(source, (len(few), spec.model.seq_len))
-    if spec.max_loss is None or not judge:
-        reason = "reported, and judged only against --max-loss"
-        return Check(
-            Kind.QUANTIZATION_LOSS, case, RMS_METRIC, "passed", value, None, reason, seq_len=spec.model.seq_len
-        )
-    limit = Limit(spec.max_loss, "--max-loss: the RMS error against the float model that the build may cause")
-    return judged(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, value, limit)
+    reason = "--max-loss: the RMS error against the float model that the build may cause"
+    limit = None if spec.max_loss is None or not judge else Limit(spec.max_loss, reason)
+    return judged_if_limited(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, value, limit)
 
 
 def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: BuildSpec) -> tuple[Quantization, Check]:
@@ -164,8 +160,16 @@ def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: Buil
     case = CaseLabel(task.path.name, task.shape)
     value = next(figure.relative_loss for figure in figures if figure.name == "loss")
     detail = "; ".join(f"{f.name} {f.quantized_value:.5g}, float {f.float_value:.5g}" for f in figures)
-    if spec.max_loss is None:
-        reason = "reported, and judged only against --max-loss"
-        return record, Check(kind, case, metric, "passed", value, None, reason, detail, seq_len=case.shape[-1])
-    limit = Limit(spec.max_loss, "--max-loss: the share of the task's loss that the build may add")
-    return record, judged(kind, case, metric, value, limit, detail)
+    reason = "--max-loss: the share of the task's loss that the build may add"
+    limit = None if spec.max_loss is None else Limit(spec.max_loss, reason)
+    return record, judged_if_limited(kind, case, metric, value, limit, detail)
+
+
+def judged_if_limited(
+    kind: str, case: CaseLabel, metric: str, value: float, limit: Limit | None, detail: str = ""
+) -> Check:
+    """A check of a loss, which only fails against --max-loss."""
+    if limit is not None:
+        return judged(kind, case, metric, value, limit, detail)
+    reason = "reported, and judged only against --max-loss"
+    return Check(kind, case, metric, "passed", value, None, reason, detail, seq_len=case.shape[-1])

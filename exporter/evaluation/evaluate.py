@@ -18,7 +18,7 @@ from effexport.evaluation.figures import (
     ACCURACY,
     LANGUAGE,
     LOSS,
-    Comparison,
+    ComparedModel,
     Evaluation,
     Objective,
     Quality,
@@ -43,7 +43,7 @@ from effexport.runtimes import ARTIFACT_RUNTIMES
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
-    from effexport.proof.verify_artifact import Candidate, Request
+    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
 
 # Inputs by name → outputs by name.
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
@@ -119,7 +119,7 @@ OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model that is timed_scores: an artifact in a runtime, or its PyTorch module (TORCH).
 
     weights: of the module, if they were not drawn from the seed.
@@ -144,10 +144,10 @@ class Subject:
         yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
 
 
-def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
+def other_subject(text: str, subject: EvaluatedModel, weights: Path | None) -> EvaluatedModel:
     """A parsed --compare: `torch`, PATH, @RUNTIME or PATH@RUNTIME. Raises UserError."""
     if text == TORCH:
-        return Subject(subject.artifact, TORCH, weights=weights)
+        return EvaluatedModel(subject.artifact, TORCH, weights=weights)
     path, at, runtime = text.rpartition("@") if "@" in text else (text, "", subject.runtime)
     if at and runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)
@@ -155,11 +155,15 @@ def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
             f"--compare {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} Expected {TORCH}, PATH, "
             f"@RUNTIME or PATH@RUNTIME, with one of: {', '.join(known)}"
         )
-    return Subject(open_artifact(Path(path)) if path else subject.artifact, runtime)
+    return EvaluatedModel(open_artifact(Path(path)) if path else subject.artifact, runtime)
 
 
 def evaluate_artifact(
-    subject: Subject, data: Path | Mapping[str, Array], windows: Windows, other: Subject | None, on_stage: OnStage
+    subject: EvaluatedModel,
+    data: Path | Mapping[str, Array],
+    windows: Windows,
+    other: EvaluatedModel | None,
+    on_stage: OnStage,
 ) -> Evaluation:
     """Run the data through a model, and through another one. Raises UserError for data that does not fit a model."""
     check_runtime(subject.runtime, subject.options)
@@ -176,7 +180,7 @@ def evaluate_artifact(
     comparison = None
     if other is not None:
         found, took = timed_scores(other, other_rows, on_stage)
-        comparison = Comparison(
+        comparison = ComparedModel(
             other.title,
             tuple(estimates_of(found, language=language)),
             tuple(differences(scores, found, language=language)),
@@ -202,7 +206,7 @@ def evaluate_artifact(
     )
 
 
-def timed_scores(subject: Subject, rows: Sequence[LabelledRows], on_stage: OnStage) -> tuple[Scores, float]:
+def timed_scores(subject: EvaluatedModel, rows: Sequence[LabelledRows], on_stage: OnStage) -> tuple[Scores, float]:
     """The scores of a model, and the seconds of its runs."""
     on_stage(f"loading {subject.title}")
     with subject.opened() as run:
@@ -216,7 +220,7 @@ CHANGED = "answers that changed"
 
 
 def answer_checks(
-    candidate: Candidate, request: Request, on_stage: Callable[[str], None]
+    candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None]
 ) -> tuple[list[Check], Quality | None]:
     """How many of the most probable answers on the data of the request are not PyTorch's, and whether those were nearly
     tied there; and the figures of both. No checks without data, and no figures if the model cannot be judged. A
@@ -271,7 +275,7 @@ def quality_of(data: Path, objective: Objective, scores: Scores, pytorch: Scores
 
 
 @contextmanager
-def opened_candidate(candidate: Candidate) -> Iterator[Run]:
+def opened_candidate(candidate: ArtifactCandidate) -> Iterator[Run]:
     """What runs the model under test, or its engine."""
     artifact, options = candidate.artifact, candidate.options
     if candidate.is_engine:

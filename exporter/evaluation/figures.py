@@ -165,7 +165,7 @@ LANGUAGE = (Objective.LANGUAGE_MODEL, Objective.MASKED_LANGUAGE_MODEL)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedModel:
     """Another model on the same rows. differences: the figures of the first model minus those of this one."""
 
     model: str
@@ -197,7 +197,7 @@ class Evaluation:
     answers: int
     estimates: tuple[Estimate, ...]
     seconds: float
-    comparison: Comparison | None = None
+    comparison: ComparedModel | None = None
 
     def figure(self, name: str) -> Estimate:
         """The figure of this name: loss, perplexity, bits per byte or accuracy. Raises KeyError."""

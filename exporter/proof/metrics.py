@@ -43,6 +43,11 @@ def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, in
     return largest(relative for _, _, relative in relative_errors(actual, expected))
 
 
+def largest_error(actual: Array, expected: Array) -> float:
+    """The first of `relative_error`."""
+    return relative_error(actual, expected)[0]
+
+
 def relative_errors(actual: Array, expected: Array) -> Iterator[tuple[Array, Array, Array]]:
     """Some rows of both in float64, and |actual − expected| / scale of them, part after part; see `relative_error`."""
     actual, expected = comparable(actual, expected)
@@ -102,7 +107,7 @@ def overall_error(actual: Array, expected: Array) -> float:
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     """The largest change of any element that is compared, relative to the scale of its token."""
     changes = [
-        relative_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))[0]
+        largest_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))
         for name, expected in case.outputs.items()
         for row in case.samples(expected)
     ]

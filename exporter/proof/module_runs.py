@@ -162,12 +162,16 @@ def arguments(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -
     import torch
 
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    given = []
-    for tensor in spec.inputs:
-        array = np.asarray(inputs[tensor.name])
-        value = torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
-        given.append(value.to(dtype) if value.is_floating_point() else value)
-    return given
+    values = [tensor_from_array(inputs[tensor.name]) for tensor in spec.inputs]
+    return [value.to(dtype) if value.is_floating_point() else value for value in values]
+
+
+def tensor_from_array(array: Array) -> torch.Tensor:
+    """A tensor of integers or booleans as they are, of any other numbers in float32."""
+    import torch
+
+    array = np.asarray(array)
+    return torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
 
 
 def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -200,6 +204,14 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
     finally:
         for handle in handles:
             handle.remove()
+
+
+def recorded_run(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """What a module answers to the inputs of a case, in the parts of a case."""
+    with recorded_hashes(module) as (buckets, margins):
+        outputs = run_module(module, spec, inputs)
+    ranked = scores_of_indices(module, spec, inputs)
+    return {"outputs": outputs, "buckets": dict(buckets), "margins": dict(margins), "ranked": ranked}
 
 
 @contextmanager

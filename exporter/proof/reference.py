@@ -21,7 +21,7 @@ from effexport.export.onnx_from_module import at_precision
 from effexport.models.size_formula import shape_of
 from effexport.proof.cases import KEPT, Answers, Case, has_tokens, kept_tokens
 from effexport.proof.check import METRIC, OTHER_LAYER, Check, Kind, Limit, judged, not_run
-from effexport.proof.checks.invariance import Worst, rows_of, worst_of_batches
+from effexport.proof.checks.invariance import LargestError, rows_of, worst_of_batches
 from effexport.proof.inputs import EXAMPLE, EXPORT, NOTHING_KEPT, adversarial_inputs, case_inputs, case_shapes
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import (
@@ -29,9 +29,8 @@ from effexport.proof.module_runs import (
     bucket_name,
     given_buckets,
     other_rotations,
-    recorded_hashes,
+    recorded_run,
     run_module,
-    scores_of_indices,
     with_rounded_weights,
 )
 from effexport.proof.tolerances import OWN_ERROR_FACTOR, reference_limit
@@ -273,7 +272,7 @@ class Original:
             self._add_other_company(worst, case, outputs)
         return judged(Kind.INDEPENDENT, case.label, metric, worst.error, limit, worst.detail)
 
-    def _add_other_company(self, worst: Worst, case: Case, outputs: Mapping[str, Array]) -> None:
+    def _add_other_company(self, worst: LargestError, case: Case, outputs: Mapping[str, Array]) -> None:
         """The differences to every second sample that far smaller and far larger numbers in the others make: a maximum
         over the batch may be that of one sample whatever the order."""
         for scale in COMPANY:
@@ -392,14 +391,6 @@ def check_finite_reference(case: Case) -> None:
 def answered_case(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Case:
     """The case with the outputs of a module of ours and the buckets and margins of its hashes."""
     return case.with_parts(runs.answer(case.label, lambda: recorded_run(module, spec, case.inputs)))
-
-
-def recorded_run(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """What a module answers to the inputs of a case, in the parts of a case."""
-    with recorded_hashes(module) as (buckets, margins):
-        outputs = run_module(module, spec, inputs)
-    ranked = scores_of_indices(module, spec, inputs)
-    return {"outputs": outputs, "buckets": dict(buckets), "margins": dict(margins), "ranked": ranked}
 
 
 def repeated_outputs(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Mapping[str, Array]:

@@ -17,7 +17,7 @@ from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import graph_inputs, graph_outline
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.candidate import Candidate
+from effexport.proof.candidate import ModelUnderTest
 from effexport.proof.cases import has_tokens
 from effexport.proof.check import GOLDEN_SUFFIX, NAMED, Check, Kind, not_run
 from effexport.proof.checks.arithmetic import check_buckets
@@ -308,7 +308,7 @@ def reference_buckets(case: Case, buckets: Mapping[str, Array], spec: BuildSpec)
 
 def opened_reference(
     choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
-) -> tuple[Candidate, int | None]:
+) -> tuple[ModelUnderTest, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
     from effexport.engines.sidecar import read_sidecar
     from effexport.proof.candidate import ModelCandidate
@@ -347,11 +347,11 @@ def check_same_model(choice: ReferenceChoice, artifact: Artifact, path: Path, ha
         )
 
 
-def answers(candidate: Candidate, case: Case) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+def answers(candidate: ModelUnderTest, case: Case) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
     """Float32 outputs, with the buckets of the case where the model shows its own: one that flips would change a third
     of all outputs. And its own buckets, if it shows them."""
     own: Mapping[str, Array] = {}
-    if candidate.run_with_given is not None and set(candidate.given) <= set(case.given):
+    if candidate.given and set(candidate.given) <= set(case.given):
         outputs, own = candidate.run_with_given(case.inputs, case.given)
         own = {name: array for name, array in own.items() if name in case.buckets}
     else:

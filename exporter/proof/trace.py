@@ -18,7 +18,7 @@ from effexport.proof.check import Suspect, Trace, TracedValue
 from effexport.proof.metrics import magnitude, value_error
 from effexport.proof.rebuilt_module import Weights, module_of_artifact
 from effexport.proof.tolerances import bucket_flip_limit, case_limit
-from effexport.proof.traced_module import Origin, TracedModule
+from effexport.proof.traced_module import NodeOrigin, TracedModule
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.ort.runner import run_failure, tensor_info
 from effexport.runners.ort.session import (
@@ -218,8 +218,8 @@ def trace_from_model(
 
 
 def same_origins(
-    origins: Mapping[str, Origin], model: onnx.ModelProto, custom_ops: Collection[str]
-) -> dict[str, Origin]:
+    origins: Mapping[str, NodeOrigin], model: onnx.ModelProto, custom_ops: Collection[str]
+) -> dict[str, NodeOrigin]:
     """The values that the artifact's own model makes as this export does.
 
     custom_ops: those in the file; where others were, the body of the operator makes its outputs.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostPart:
     """A part that a file can lose.
 
     tools: what is known to take it away, with the releases that were seen to do it; "" if nothing is known.
@@ -59,29 +59,29 @@ class Loss:
     remedy: str
 
 
-BODIES = Loss(
+BODIES = LostPart(
     "function bodies",
     "onnx.version_converter (onnx 1.23) drops them",
     "let the tool change a file that has no functions, made by: effexport inline ARTIFACT -o FILE",
 )
-NAMES = Loss(
+NAMES = LostPart(
     "inputs or outputs",
     "onnxslim --inputs and --outputs (0.1.98) cut the graph, onnx.compose.add_prefix (onnx 1.23) renames them",
     "leave out these options, or verify the file with the artifact that it was made from",
 )
 # the one part that a file can have too much of
-ADDED = Loss(
+ADDED = LostPart(
     "additional inputs or outputs",
     "",
     "remove them, or verify the file with the artifact that it was made from",
 )
-TYPES = Loss(
+TYPES = LostPart(
     "element types",
     "float16 of onnxconverter-common (1.16) and of onnxruntime.transformers (1.32) changes them without "
     "keep_io_types=True, onnxruntime.transformers.optimizer (1.32) with --input_int32",
     "let the tool keep the types of inputs and outputs; for float16 there, build an artifact with --precision fp16",
 )
-DIMS = Loss(
+DIMS = LostPart(
     "dynamic dimensions",
     "onnxslim --input-shapes (0.1.98), onnxsim's overwrite_input_shapes (0.8.1) and "
     "onnxruntime.tools.make_dynamic_shape_fixed (1.32) replace them with numbers",
@@ -121,7 +121,7 @@ def check_same_inputs(path: Path, artifact: Artifact) -> None:
         )
 
 
-def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]]:
+def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[LostPart, str]]:
     """Each loss, and a text that names what is missing, or what is given and what was expected."""
     if ops := ops_without_body(model):
         yield (
@@ -153,7 +153,7 @@ def listed(tensors: Sequence[TensorInfo]) -> str:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ArtifactCandidate:
     """The model under test: the artifact's model, its engine, or another ONNX file instead of its model."""
 
     artifact: Artifact
@@ -249,7 +249,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Request:
+class VerifyRequest:
     """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
 
     cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
@@ -262,7 +262,7 @@ class Request:
     trace: bool = False
     data: Path | None = None
 
-    def check(self, candidate: Candidate) -> None:
+    def check(self, candidate: ArtifactCandidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
         artifact = candidate.artifact
         if isinstance(self.weights, Path):
@@ -286,7 +286,7 @@ class Request:
 
 
 def verify_artifact(
-    candidate: Candidate, request: Request, on_stage: Callable[[str], None]
+    candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None]
 ) -> tuple[Verification, Trace | Unavailable | None]:
     """Checks against the chosen references; and a trace, if it is asked for or a check has failed.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from effexport.dtypes import Array
-    from effexport.proof.candidate import RunnerCandidate as Bucketed
+    from effexport.proof.candidate import OpenedCandidate as Bucketed
     from effexport.runners.artifact_runner import OpenModel
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
@@ -113,7 +113,6 @@ class RunnerCandidate:
         if not given:
             return None
         with given as candidate:
-            assert candidate.run_with_given is not None
             return candidate.run_with_given(feeds, buckets)
 
     def close(self) -> None:
@@ -166,7 +165,7 @@ def with_buckets_as_inputs(
 
     hashes: names of the bucket values, as the reference has them.
     """
-    from effexport.proof.candidate import RunnerCandidate as BucketedCandidate
+    from effexport.proof.candidate import OpenedCandidate as BucketedCandidate
     from effexport.proof.candidate import given_values, with_given_values
 
     values = given_values(model, hashes)

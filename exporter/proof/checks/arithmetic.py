@@ -13,7 +13,14 @@ import numpy as np
 
 from effexport.proof.cases import Case
 from effexport.proof.check import HISTOGRAM_EDGES, METRIC, RMS_METRIC, CaseLabel, Check, Kind, Limit, Worst, judged
-from effexport.proof.metrics import MASK_CONSTANT, is_ordinary, largest, relative_error, relative_errors, rms_change
+from effexport.proof.metrics import (
+    MASK_CONSTANT,
+    is_ordinary,
+    largest,
+    largest_error,
+    relative_errors,
+    rms_change,
+)
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
 from effexport.spec import BuildSpec
 
@@ -83,7 +90,7 @@ def check_ranks(case: Case, output: str, found: Array, limit: Limit) -> Check:
     both nearly the same score, and none may stand twice."""
     expected = case.outputs[output]
     pairs = [(case.kept(output, found, row), case.kept(output, expected, row)) for row in case.samples(expected)]
-    widest = float(np.max([relative_error(*pair)[0] for pair in pairs]))  # not the built-in max, which may drop NaN
+    widest = float(np.max([largest_error(*pair) for pair in pairs]))  # not the built-in max, which may drop NaN
     detail = f"{np.count_nonzero(found != expected)} of {expected.size} are others"
     if (np.diff(np.sort(found, axis=-1), axis=-1) == 0).any():
         widest, detail = float("inf"), "an index stands at two ranks"
