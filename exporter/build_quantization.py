@@ -1,4 +1,4 @@
-"""The part of a build that quantises: its samples, its decisions, and what they cost."""
+"""The part of a build that quantises: its samples, its decisions, and their cost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ Feeds = Mapping[str, "Array"]
 
 @dataclass(frozen=True)
 class QuantizationData:
-    """The files of a quantised build. calibration: samples of what the model will read. task: labelled data."""
+    """The files of a quantised build.
+
+    calibration: samples of the data that the model will read.
+    task: labelled data.
+    """
 
     calibration: Path | None = None
     task: TaskData | None = None
@@ -135,7 +139,10 @@ def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list
 
 
 def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec, *, judge: bool) -> Check:
-    """How far the file is from the float module on samples. judge: against `max_loss`, if there is one."""
+    """A check of the distance of the file from the float module on samples.
+
+    judge: against `max_loss`, if there is one.
+    """
     from effexport.proof.quantized import run_with_buckets
     from effexport.quantize.prepare import LOSS_SAMPLES, Answer, loss_of
 
@@ -150,8 +157,8 @@ def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec
 
 
 def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: BuildSpec) -> tuple[Quantization, Check]:
-    """What quantisation costs the task: the record with its figures, and the relative increase of its loss, judged
-    against `max_loss`."""
+    """The cost of quantisation at the task: the record with its figures, and a check of the relative increase of its
+    loss against `max_loss`."""
     from effexport.proof.module_runs import run_module
 
     figures = tuple(task.compared(lambda feeds: run_module(model.original, spec, feeds), runner.run))

@@ -50,7 +50,11 @@ Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 
 def run_of_module(artifact: Artifact, weights: Weights | None, option: str) -> Run:
-    """What runs the PyTorch module of an artifact. Raises UserError, which names the option, if it is not available."""
+    """A function that runs the PyTorch module of an artifact.
+
+    option: its name in the error.
+    Raises UserError if the module is not available.
+    """
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
         raise UserError(f"{option}: {module}")
@@ -222,9 +226,10 @@ CHANGED = "answers that changed"
 def answer_checks(
     candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None]
 ) -> tuple[list[Check], Quality | None]:
-    """How many of the most probable answers on the data of the request are not PyTorch's, and whether those were nearly
-    tied there; and the figures of both. No checks without data, and no figures if the model cannot be judged. A
-    quantised model is compared with the float module.
+    """Checks of the most probable answers on the data of the request against PyTorch's, and the figures of both.
+
+    The checks count the answers that changed, and measure how nearly they were tied. There are none without data, and
+    no figures if the model cannot be judged. A quantised model is compared with the float module.
 
     Raises UserError for data that does not fit the model, and without the module.
     """
@@ -276,7 +281,7 @@ def quality_of(data: Path, objective: Objective, scores: Scores, pytorch: Scores
 
 @contextmanager
 def opened_candidate(candidate: ArtifactCandidate) -> Iterator[Run]:
-    """What runs the model under test, or its engine."""
+    """A function that runs the model under test, or its engine."""
     artifact, options = candidate.artifact, candidate.options
     if candidate.is_engine:
         with runner_from_artifact(artifact, candidate.runtime, options) as runner:
@@ -288,8 +293,8 @@ def opened_candidate(candidate: ArtifactCandidate) -> Iterator[Run]:
 
 
 def widest_gap(logits: Array, labels: Array, best: Array, chosen: Array) -> float:
-    """How far PyTorch's logits of other answers are below those of its own, relative to the RMS of all logits, or of
-    the place's own if that is larger, as in `metrics.relative_error`; 0 if no answer changed.
+    """The widest gap between PyTorch's logits of its own answers and of the others, relative to the RMS of all logits,
+    or of the place's own if that is larger, as in `metrics.relative_error`; 0 if no answer changed.
 
     logits: PyTorch's, [rows, classes] or [rows, tokens, classes]. best, chosen: PyTorch's answers where a label is, and
     the other ones, [asked].
@@ -352,6 +357,6 @@ class TaskData:
 
 
 def relative_loss(name: str, exact: float, found: float) -> float:
-    """By how much a figure is worse, as a share of that of the float model. Of all figures, only accuracy falls."""
+    """The share of the float model's figure by which another is worse. Of all figures, only accuracy falls."""
     change = exact - found if name == ACCURACY else found - exact
     return change / max(abs(exact), float(np.finfo(np.float32).tiny))

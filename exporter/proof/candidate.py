@@ -36,7 +36,7 @@ class ModelUnderTest(Protocol):
     """A model under test, which chooses its own buckets in `run`."""
 
     def accepts(self, inputs: Arrays) -> bool:
-        """Whether the model takes inputs of these shapes: an engine is built for a range of them."""
+        """True if the model takes inputs of these shapes: an engine is built for a range of them."""
 
     def run(self, inputs: Arrays) -> dict[str, Array]: ...
 
@@ -201,7 +201,7 @@ def opened_with_given(
 
 
 def open_in_ort(settings: OrtSettings | None) -> OpenModel:
-    """What opens a model file, or a serialised model, in ONNX Runtime."""
+    """A function that opens a model file, or a serialised model, in ONNX Runtime."""
 
     def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:
         return OrtRunner(model, settings, limits=limits, external_folder=external_folder)

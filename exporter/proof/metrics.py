@@ -1,4 +1,4 @@
-"""How errors are measured: relative to the RMS of what is expected, so that one limit serves every scale.
+"""Measures of errors: relative to the RMS of the expected numbers, so that one limit serves every scale.
 
 `relative_error` and `rms` judge the outputs of a model; `value_error` and `magnitude` the values inside its graph,
 whatever their axes mean.
@@ -74,12 +74,12 @@ def comparable(actual: Array, expected: Array) -> tuple[Array, Array]:
 
 
 def is_ordinary(x: Array) -> bool:
-    """Whether all elements are finite, and none is a mask constant."""
+    """True if all elements are finite, and none is a mask constant."""
     return float(np.abs(x).max(initial=0)) < MASK_CONSTANT  # not if it is NaN
 
 
 def scales(expected: Array, whole: float) -> Array:
-    """What errors of each element are relative to, float64 [rows, channels]: the RMS of its row, or `whole` if that is
+    """The scale of the errors of each element, float64 [rows, channels]: the RMS of its row, or `whole` if that is
     larger; of a mask constant, its own size, which then does not count for the others."""
     own = mean_root(*square_sums(expected))[:, None]
     scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)

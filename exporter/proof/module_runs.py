@@ -34,12 +34,13 @@ METRIC = "cases whose runs differ"
 
 @dataclass
 class RepeatedRuns:
-    """Runs a reference at least twice on the same inputs, and returns what it answered most often.
+    """Runs of a reference, at least two on the same inputs, of which the most frequent answer counts.
 
     The first large parallel call of a process was seen to be wrong by 1e-3 in half of its results, so a single run
     cannot be trusted to judge others.
 
-    reference: whose answers they are, as messages name it. disputed: cases in which two runs had different bits.
+    reference: its name in messages.
+    disputed: cases in which two runs had different bits.
     """
 
     reference: str
@@ -78,7 +79,7 @@ class RepeatedRuns:
 
     @property
     def check(self) -> Check:
-        """How many cases had to be settled by further runs.
+        """The number of cases that further runs had to settle.
 
         It has no limit, because a case that was not settled is an error.
         """
@@ -98,7 +99,7 @@ class RepeatedRuns:
 
 
 def same_bits(a: Answer, b: Answer) -> bool:
-    """Whether two answers have the same arrays, bit by bit: NaN equals NaN, and 0 is not −0."""
+    """True for two answers with the same arrays, bit by bit: NaN equals NaN, and 0 is not −0."""
     ours, theirs = flat(a), flat(b)
     return ours.keys() == theirs.keys() and all(
         array.dtype == theirs[name].dtype and np.array_equal(bits(array), bits(theirs[name]))
@@ -207,7 +208,7 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
 
 
 def recorded_run(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """What a module answers to the inputs of a case, in the parts of a case."""
+    """The answer of a module to the inputs of a case, in the parts of a case."""
     with recorded_hashes(module) as (buckets, margins):
         outputs = run_module(module, spec, inputs)
     ranked = scores_of_indices(module, spec, inputs)

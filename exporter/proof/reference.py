@@ -106,8 +106,8 @@ def empty_case(name: str, inputs: Mapping[str, Array], spec: BuildSpec) -> Case:
 def defined_answer(
     name: str, inputs: Mapping[str, Array], original: Original, model: UserModel, spec: BuildSpec
 ) -> OwnAnswer:
-    """What `Original.answer` gives for inputs to which the original has an answer without NaN: those of a case or, if
-    it has none to them, those with values of the example in their place.
+    """The answer of the original to inputs for which it has one without NaN: those of a case or, if it has none to
+    them, those with values of the example in their place.
 
     A case that is needed may have NaN with the values of the example, but not only. Raises OriginalFailedError, for
     the inputs of the case, if there is no such answer, and StageError if a module of ours has none.
@@ -175,10 +175,11 @@ class OriginalFailedError(Exception):
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """What PyTorch answers to a case.
+    """PyTorch's answer to a case.
 
-    case: with the outputs of the original, its buckets, and their margins and noise in our copy. plain: with what the
-    original computes in float32 alone. check: how far our copy is from that; None if it has no other layers.
+    case: with the outputs of the original, its buckets, and their margins and noise in our copy.
+    plain: with the outputs of the original in float32 alone.
+    check: of our copy against those; None if it has no other layers.
     peak_bytes: of the tensors of a run of one of FLOAT64_CASES.
     """
 
@@ -236,7 +237,7 @@ class Original:
         return OwnAnswer(full, plain, check, 0 if peak is None else peak.size_bytes)
 
     def _check_copy(self, plain: Case, ours: Mapping[str, Array]) -> Check:
-        """How far the outputs of our copy are from those of the original."""
+        """A check of the outputs of our copy against those of the original."""
         limit = reference_limit(self._spec)
         limit = Limit(limit.value, f"float32 rounding of the same formula: {limit.reason}")
         value = largest_change(plain, ours)
@@ -247,7 +248,7 @@ class Original:
         return judged(Kind.REPLACEMENT, plain.label, METRIC, value, limit, detail)
 
     def check_independent(self, case: Case) -> Check:
-        """Whether the samples of a case get the same answers in other batches.
+        """A check that the samples of a case get the same answers in other batches.
 
         A model that hashes is our copy with the buckets of the case, or a near-tie could tell a sample from itself.
         """
@@ -335,7 +336,7 @@ class Original:
 
 
 def mixes_types(user: UserModel) -> bool:
-    """Whether the original computes in other types than float32, too."""
+    """True for an original that computes in other types than float32, too."""
     return getattr(user.module, "precision", None) is not None
 
 
@@ -408,7 +409,7 @@ def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: Bui
 
 
 def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> float:
-    """How much rounding changes PyTorch's own answer: the largest relative change of the outputs if every weight is off
+    """The change of PyTorch's own answer by rounding: the largest relative change of the outputs if every weight is off
     by one rounding at the spec's precision, or if the module runs in that precision, whichever is larger."""
     other = with_rounded_weights(module, spec.arithmetic)
     changes = [largest_change(case, repeated_outputs(case, other, spec, runs))]

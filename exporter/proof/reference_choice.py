@@ -1,4 +1,4 @@
-"""What a model is compared with: the choices of `verify --reference`, each a source of cases."""
+"""References to compare a model with: the choices of `verify --reference`, each a source of cases."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ReferenceChoice:
 
     @property
     def title(self) -> str:
-        """What a model that passes is equal to."""
+        """The name of the reference in a verdict: a model that passes is equal to it."""
         titles = {"file": str(self.path), "runtime": self.option, "transformers": "transformers"}
         return titles.get(self.kind, "PyTorch")
 
@@ -62,7 +62,7 @@ class ReferenceChoice:
 
     @property
     def needs_module(self) -> bool:
-        """Whether nothing can be compared without the PyTorch module of the artifact."""
+        """True if nothing can be compared without the PyTorch module of the artifact."""
         return self.kind in ("torch", "transformers")
 
 
@@ -269,7 +269,7 @@ def transformers_references(
 
 
 def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:
-    """What another model, or another runtime, answers to the golden inputs.
+    """The answers of another model, or in another runtime, to the golden inputs.
 
     A model that hashes answers with the buckets of the case, so that its arithmetic can be compared; the buckets that
     it would have chosen itself are compared too, or a model with other rotations would pass.
@@ -300,7 +300,10 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
 
 
 def reference_buckets(case: Case, buckets: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
-    """Whether a reference chooses the buckets of the case. buckets: its own; empty if it does not show any."""
+    """Checks that a reference chooses the buckets of the case.
+
+    buckets: its own; empty if it shows none.
+    """
     for check in check_buckets(case, buckets, spec) if buckets else ():
         agreement = check.kind == Kind.BUCKET_AGREEMENT
         yield dataclasses.replace(check, kind=Kind.REFERENCE_BUCKETS if agreement else Kind.REFERENCE_NEAR_TIES)

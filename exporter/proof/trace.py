@@ -1,4 +1,4 @@
-"""Where does a model file leave its PyTorch module? Intermediate values compared in the order of the graph."""
+"""The first value inside a graph that differs from PyTorch's: values compared in the order of the graph."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ValueLimits:
         self.results[name] = (value_error(actual, expected), limit)
 
     def _inherited(self, name: str, largest: float) -> float:
-        """How far a sum, an exponential or a copy may be off, absolutely, since its operands were rounded."""
+        """The absolute error of a sum, an exponential or a copy that the rounding of its operands allows."""
         node = self._nodes.get(name)
         operands = [] if node is None else [operand for operand in node.input if operand in self._largest]
         if node is not None and node.op_type in ("Add", "Sub"):

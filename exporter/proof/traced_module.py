@@ -38,7 +38,7 @@ _COPYING = {"view": "reshape", "_unsafe_view": "reshape"}
 
 @dataclass(frozen=True)
 class NodeOrigin:
-    """What makes a graph value: the operator, and the path of the module it came from, "" for the root."""
+    """The maker of a graph value: the operator, and the path of the module it came from, "" for the root."""
 
     op_type: str
     module: str
@@ -72,7 +72,7 @@ class TracedModule:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the precision is less than float32, so that rounding is what differs most."""
+        """True for a precision below float32, where rounding differs most."""
         return self.spec.precision != "fp32"
 
     def run(
@@ -174,7 +174,7 @@ def graph_names(program: ExportedProgram, spec: BuildSpec, made: Mapping[str, No
 
 
 def origins_of_model(model: ir.Model) -> dict[str, NodeOrigin]:
-    """What makes each value of a graph that the exporter has just made."""
+    """The maker of each value of a graph that the exporter has just made."""
     origins = {}
     for node in model.graph:
         path = module_path(node)

@@ -142,7 +142,7 @@ def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[LostPart, 
 
 
 def is_fixed(given: TensorInfo, expected: TensorInfo) -> bool:
-    """Whether a dimension is a number that should be dynamic, or another number."""
+    """True if a dimension is a number that should be dynamic, or another number."""
     if len(given.dims) != len(expected.dims):
         return True
     return any(isinstance(dim, int) and dim != wanted for dim, wanted in zip(given.dims, expected.dims, strict=True))
@@ -190,7 +190,7 @@ class ArtifactCandidate:
 
     @property
     def why_not_traced(self) -> str:
-        """Why the values inside the graph cannot be read in this runtime; "" if they can."""
+        """The reason why the values inside the graph cannot be read in this runtime; "" if they can."""
         if self.artifact.spec.is_quantized:
             return "the layers of a quantised model are compared where they round, and are not traced; leave it out"
         if self.runtime in ORT_RUNTIMES and self.settings.provider != "tensorrt":
@@ -213,8 +213,7 @@ class ArtifactCandidate:
         return verify_in_runtime(self.path, cases, spec, hashes, open_model, self.options.precision_hint)
 
     def check_products(self) -> list[Check]:
-        """Whether a quantised file has quantised what it should, and nothing else; an engine's network has other
-        nodes."""
+        """A check of the products that a quantised file has quantised; an engine's network has other nodes."""
         record = self.artifact.manifest.quantization
         return [] if record is None or self.is_engine else [check_products(self.path, record)]
 
@@ -234,7 +233,7 @@ class ArtifactCandidate:
         return verify_decoder(open_decoder, cases, artifact.spec, target)
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
-        """What the file computes without the kernel library."""
+        """Check the file without the kernel library."""
         open_with_bodies = model_opener(
             self.runtime, ModelOptions("body", memory_arena=False, device=self.options.device)
         )
@@ -250,10 +249,13 @@ class ArtifactCandidate:
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
+    """A comparison that the user asks for.
 
-    cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
-    differs, even if no check fails. data: whose answers are compared as well; see `answer_checks`.
+    choice: the reference.
+    weights: the source that the artifact was built from, if the user names it.
+    cases: the names of those to check; none for all.
+    trace: look for the first value inside the graph that differs, even if no check fails.
+    data: a file whose answers are compared as well; see `answer_checks`.
     """
 
     choice: ReferenceChoice

@@ -1,4 +1,4 @@
-"""Compares one answer with the reference's: names, dtypes, shapes, finite values, repeatability, and the numbers.
+"""One answer compared with the reference's: names, dtypes, shapes, finite values, repeatability, and the numbers.
 
 Models that hash: arithmetic with identical buckets, agreement of the buckets, and the free run.
 """
@@ -193,14 +193,16 @@ def check_hashed(
 def check_given_buckets(
     case: Case, outputs: Mapping[str, Array], own_buckets: Mapping[str, Array], spec: BuildSpec
 ) -> Iterator[Check]:
-    """What a candidate answered with the reference's buckets, and the buckets it would have chosen itself."""
+    """Check a candidate's answer with the reference's buckets, and the buckets it would have chosen itself."""
     yield from check_numbers(case, outputs, spec, Kind.GIVEN_BUCKETS)
     yield from check_buckets(case, own_buckets, spec)
 
 
 def check_free_run(case: Case, outputs: Mapping[str, Array], spec: BuildSpec, limit: Limit | None = None) -> Check:
-    """What a candidate answered with its own buckets, against what other rotations would have changed. limit: of a
-    quantised model, which rounds by itself, too."""
+    """Check a candidate's answer with its own buckets against the change that other rotations make.
+
+    limit: of a quantised model, which rounds by itself, too.
+    """
     assert case.seed_noise is not None
     limit = limit or free_run_limit(spec, case.seed_noise, case.precision_noise)
     return judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)

@@ -1,4 +1,5 @@
-"""What must not change a result: the rest of the batch, padding and its content and, if causal, later tokens."""
+"""Influences that must not change a result: the rest of the batch, padding and its content and, if causal, later
+tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class LargestError:
 
 
 def metric_of(difference: str, spec: BuildSpec) -> str:
-    """How `LargestError` measures a difference, in words."""
+    """The measure of a difference in `LargestError`, in words."""
     return f"RMS of ({difference}) / RMS" if spec.is_quantized else f"max |{difference}| / RMS"
 
 
