@@ -335,7 +335,7 @@ def verify(
     from effexport.errors import check_type
     from effexport.evaluation.evaluate import answer_checks
     from effexport.proof.reference_choice import parse_choice
-    from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
+    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
     from effexport.report.verified import report_from_verification
     from effexport.runners.artifact_runner import check_runtime
     from effexport.runners.runner import ModelOptions
@@ -351,12 +351,12 @@ def verify(
     check_runtime(runtime, options)
     start = time.perf_counter()
     with user_errors():
-        candidate = Candidate(
+        candidate = ArtifactCandidate(
             open_artifact(path_of("artifact", artifact)), runtime, options, optional_path("model", model)
         )
         named = named_module(module, examples, optional_path("weights", weights), "effexport.verify(module=…)")
         source = optional_path("weights", weights) if named is None else named.source_for(candidate.artifact)
-        request = Request(choice, source, tuple(names), trace, optional_path("data", data))
+        request = VerifyRequest(choice, source, tuple(names), trace, optional_path("data", data))
         answers, quality = answer_checks(candidate, request, lambda stage: progress(stage, None))
         verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
     verification.checks += answers
@@ -391,7 +391,7 @@ def evaluate(
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
     from effexport.evaluation.data import Windows
-    from effexport.evaluation.evaluate import Subject, evaluate_artifact, other_subject
+    from effexport.evaluation.evaluate import EvaluatedModel, evaluate_artifact, other_subject
     from effexport.runners.runner import ModelOptions
 
     check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint)
@@ -403,7 +403,7 @@ def evaluate(
     given = data if isinstance(data, Mapping) else path_of("data", data)
     options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
     with user_errors():
-        subject = Subject(open_artifact(path_of("artifact", artifact)), runtime, options)
+        subject = EvaluatedModel(open_artifact(path_of("artifact", artifact)), runtime, options)
         other = None if compare is None else other_subject(compare, subject, optional_path("weights", weights))
         windows = Windows(window, stride, rows, seed)
         return evaluate_artifact(subject, given, windows, other, lambda stage: progress(stage, None))

@@ -1,4 +1,4 @@
-"""The part of a build that quantises: its samples, its decisions, and what they cost."""
+"""The part of a build that quantises: its samples, its decisions, and their cost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ Feeds = Mapping[str, "Array"]
 
 @dataclass(frozen=True)
 class QuantizationData:
-    """The files of a quantised build. calibration: samples of what the model will read. task: labelled data."""
+    """The files of a quantised build.
+
+    calibration: samples of the data that the model will read.
+    task: labelled data.
+    """
 
     calibration: Path | None = None
     task: TaskData | None = None
@@ -135,7 +139,10 @@ def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list
 
 
 def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec, *, judge: bool) -> Check:
-    """How far the file is from the float module on samples. judge: against `max_loss`, if there is one."""
+    """A check of the distance of the file from the float module on samples.
+
+    judge: against `max_loss`, if there is one.
+    """
     from effexport.proof.quantized import run_with_buckets
     from effexport.quantize.prepare import LOSS_SAMPLES, Answer, loss_of
 
@@ -144,18 +151,14 @@ def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec
     value = loss_of(exact, [(runner.run(feeds), {}) for feeds in few]).rms_error
     source = model.record.samples.source or "random samples"
     case = CaseLabel(source, (len(few), spec.model.seq_len))
-    if spec.max_loss is None or not judge:
-        reason = "reported, and judged only against --max-loss"
-        return Check(
-            Kind.QUANTIZATION_LOSS, case, RMS_METRIC, "passed", value, None, reason, seq_len=spec.model.seq_len
-        )
-    limit = Limit(spec.max_loss, "--max-loss: the RMS error against the float model that the build may cause")
-    return judged(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, value, limit)
+    reason = "--max-loss: the RMS error against the float model that the build may cause"
+    limit = None if spec.max_loss is None or not judge else Limit(spec.max_loss, reason)
+    return judged_if_limited(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, value, limit)
 
 
 def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: BuildSpec) -> tuple[Quantization, Check]:
-    """What quantisation costs the task: the record with its figures, and the relative increase of its loss, judged
-    against `max_loss`."""
+    """The cost of quantisation at the task: the record with its figures, and a check of the relative increase of its
+    loss against `max_loss`."""
     from effexport.proof.module_runs import run_module
 
     figures = tuple(task.compared(lambda feeds: run_module(model.original, spec, feeds), runner.run))
@@ -164,8 +167,16 @@ def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: Buil
     case = CaseLabel(task.path.name, task.shape)
     value = next(figure.relative_loss for figure in figures if figure.name == "loss")
     detail = "; ".join(f"{f.name} {f.quantized_value:.5g}, float {f.float_value:.5g}" for f in figures)
-    if spec.max_loss is None:
-        reason = "reported, and judged only against --max-loss"
-        return record, Check(kind, case, metric, "passed", value, None, reason, detail, seq_len=case.shape[-1])
-    limit = Limit(spec.max_loss, "--max-loss: the share of the task's loss that the build may add")
-    return record, judged(kind, case, metric, value, limit, detail)
+    reason = "--max-loss: the share of the task's loss that the build may add"
+    limit = None if spec.max_loss is None else Limit(spec.max_loss, reason)
+    return record, judged_if_limited(kind, case, metric, value, limit, detail)
+
+
+def judged_if_limited(
+    kind: str, case: CaseLabel, metric: str, value: float, limit: Limit | None, detail: str = ""
+) -> Check:
+    """A check of a loss, which only fails against --max-loss."""
+    if limit is not None:
+        return judged(kind, case, metric, value, limit, detail)
+    reason = "reported, and judged only against --max-loss"
+    return Check(kind, case, metric, "passed", value, None, reason, detail, seq_len=case.shape[-1])

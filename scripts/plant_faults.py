@@ -130,8 +130,10 @@ def measured(candidate: ModelCandidate, cases: Sequence[Case]) -> tuple[float, .
     """The worst of each of MEASURES over all samples; a model that hashes is given the buckets of the reference."""
     worst = np.zeros(len(MEASURES))
     for case in cases:
-        given = candidate.run_with_given
-        outputs = candidate.run(case.inputs) if given is None else given(case.inputs, case.buckets)[0]
+        if candidate.given:
+            outputs, _ = candidate.run_with_given(case.inputs, case.buckets)
+        else:
+            outputs = candidate.run(case.inputs)
         for name, expected in case.outputs.items():
             for sample in case.samples(expected):
                 pair = case.kept(name, outputs[name], sample), case.kept(name, expected, sample)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.dtypes import Array
-    from effexport.proof.candidate import RunnerCandidate as Bucketed
+    from effexport.proof.candidate import OpenedCandidate as Bucketed
     from effexport.runners.artifact_runner import OpenModel
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
@@ -299,7 +299,6 @@ class RunnerCandidate:
         if not given:
             return None
         with given as candidate:
-            assert candidate.run_with_given is not None
             return candidate.run_with_given(feeds, buckets)
 
     def close(self) -> None:
@@ -352,7 +351,7 @@ def with_buckets_as_inputs(
 
     hashes: names of the bucket values, as the reference has them.
     """
-    from effexport.proof.candidate import RunnerCandidate as BucketedCandidate
+    from effexport.proof.candidate import OpenedCandidate as BucketedCandidate
     from effexport.proof.candidate import given_values, with_given_values
 
     values = given_values(model, hashes)

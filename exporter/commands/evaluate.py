@@ -91,7 +91,7 @@ def command(
     from effexport.cli import print_json
     from effexport.errors import UserError
     from effexport.evaluation.data import Windows
-    from effexport.evaluation.evaluate import Subject, evaluate_artifact, other_subject
+    from effexport.evaluation.evaluate import EvaluatedModel, evaluate_artifact, other_subject
     from effexport.files import json_text
     from effexport.runners.runner import ModelOptions
 
@@ -102,7 +102,7 @@ def command(
     if weights is not None and compare != "torch":
         raise UserError("--weights are those of the PyTorch module: give --compare torch too, or leave them out")
     options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
-    subject = Subject(open_artifact(artifact), runtime, options)
+    subject = EvaluatedModel(open_artifact(artifact), runtime, options)
     other = None if compare is None else other_subject(compare, subject, weights)
     with stage_progress(stderr_console()) as on_stage:
         found = evaluate_artifact(subject, data, Windows(window, stride, rows, seed), other, on_stage)

@@ -27,7 +27,7 @@ from effexport.errors import Unavailable
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
-    from effexport.proof.verify_artifact import Request
+    from effexport.proof.verify_artifact import VerifyRequest
     from effexport.report.model import Report
 
 
@@ -113,16 +113,16 @@ def command(
     from effexport.evaluation.evaluate import answer_checks
     from effexport.proof.check import passed, summary
     from effexport.proof.named_module import NamedModule
-    from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
+    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
     from effexport.report.model import dict_of_check
     from effexport.report.reading import side_of_artifact
     from effexport.report.rendering.formats import text_from_report
     from effexport.report.rendering.text import quality_text, trace_text
     from effexport.report.verified import report_from_verification
 
-    candidate = Candidate(open_artifact(artifact), runtime, options, model)
+    candidate = ArtifactCandidate(open_artifact(artifact), runtime, options, model)
     source = weights if factory is None else NamedModule(factory, weights).source_for(candidate.artifact)
-    request = Request(choice, source, cases, trace, data)
+    request = VerifyRequest(choice, source, cases, trace, data)
     start = time.perf_counter()
     with stage_progress(stderr_console()) as on_stage:
         answers, quality = answer_checks(candidate, request, on_stage)
@@ -180,7 +180,7 @@ def chosen_format(output: Path | None, *, force: bool) -> str:
     return form
 
 
-def verdict_text(report: Report, request: Request, precision_hint: str) -> str:
+def verdict_text(report: Report, request: VerifyRequest, precision_hint: str) -> str:
     """`equal to PyTorch, 35 checks passed, 1 not run`, and how the custom operators ran."""
     from effexport.proof.check import Kind, outcomes_text
 

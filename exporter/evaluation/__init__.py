@@ -1,1 +1,1 @@
-"""How good a model is on data with known answers, and how two models or runtimes compare on the same data."""
+"""The quality of a model on data with known answers, and two models or runtimes compared on the same data."""

@@ -52,8 +52,13 @@ class LabelledRows:
 
 @dataclass(frozen=True)
 class Windows:
-    """How a text is cut: tokens of a window (None: as many as the model takes), and tokens that neighbours share, which
-    are asked for once. limit: the most rows. seed: of the places that are masked."""
+    """Windows that a text is cut into.
+
+    length: tokens of a window; None for as many as the model takes.
+    stride: tokens that neighbours share; they are scored once.
+    limit: the most rows.
+    seed: of the places that are masked.
+    """
 
     length: int | None = None
     stride: int = 0
@@ -152,7 +157,7 @@ def new_places(prepared: Prepared) -> Iterator[tuple[int, int, int]]:
 
 
 def bytes_of_tokens(encoding: Encoding, text: str) -> Array:
-    """How many bytes of the text each token adds to those before it; of text that was bytes, one each."""
+    """The bytes of the text that each token adds to those before it; of text that was bytes, one each."""
     if not text:
         return np.ones(len(encoding), np.int64)
     ends = np.cumsum([0, *(len(character.encode()) for character in text)])
@@ -163,7 +168,10 @@ def bytes_of_tokens(encoding: Encoding, text: str) -> Array:
 
 
 def bytes_of_labels(prepared: Prepared, labels: Array, token_bytes: Array) -> Array:
-    """The bytes of the tokens that each row is asked for. token_bytes: of each token of the text."""
+    """Bytes that the scored tokens of each row cover.
+
+    token_bytes: of each token of the text.
+    """
     counts = np.zeros(len(labels), np.int64)
     for row, column, place in new_places(prepared):
         if column and labels[row, column - 1] != IGNORED:
@@ -212,7 +220,7 @@ def rows_of_texts(prepared: Sequence[Prepared], labels: Sequence[int], batch: in
 
 
 def same_labels(first: Sequence[LabelledRows], second: Sequence[LabelledRows]) -> bool:
-    """Whether the same is asked of every row, however the rows are put together."""
+    """True if both data sets have the same labels, however the rows are put together."""
     ours, theirs = ([row for some in data for row in some.labels] for data in (first, second))
     return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
 

@@ -18,7 +18,7 @@ from effexport.evaluation.figures import (
     ACCURACY,
     LANGUAGE,
     LOSS,
-    Comparison,
+    ComparedModel,
     Evaluation,
     Objective,
     Quality,
@@ -43,14 +43,18 @@ from effexport.runtimes import ARTIFACT_RUNTIMES
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
-    from effexport.proof.verify_artifact import Candidate, Request
+    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
 
 # Inputs by name → outputs by name.
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 
 def run_of_module(artifact: Artifact, weights: Weights | None, option: str) -> Run:
-    """What runs the PyTorch module of an artifact. Raises UserError, which names the option, if it is not available."""
+    """A function that runs the PyTorch module of an artifact.
+
+    option: its name in the error.
+    Raises UserError if the module is not available.
+    """
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
         raise UserError(f"{option}: {module}")
@@ -119,7 +123,7 @@ OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model that is timed_scores: an artifact in a runtime, or its PyTorch module (TORCH).
 
     weights: of the module, if they were not drawn from the seed.
@@ -144,10 +148,10 @@ class Subject:
         yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
 
 
-def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
+def other_subject(text: str, subject: EvaluatedModel, weights: Path | None) -> EvaluatedModel:
     """A parsed --compare: `torch`, PATH, @RUNTIME or PATH@RUNTIME. Raises UserError."""
     if text == TORCH:
-        return Subject(subject.artifact, TORCH, weights=weights)
+        return EvaluatedModel(subject.artifact, TORCH, weights=weights)
     path, at, runtime = text.rpartition("@") if "@" in text else (text, "", subject.runtime)
     if at and runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)
@@ -155,11 +159,15 @@ def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
             f"--compare {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} Expected {TORCH}, PATH, "
             f"@RUNTIME or PATH@RUNTIME, with one of: {', '.join(known)}"
         )
-    return Subject(open_artifact(Path(path)) if path else subject.artifact, runtime)
+    return EvaluatedModel(open_artifact(Path(path)) if path else subject.artifact, runtime)
 
 
 def evaluate_artifact(
-    subject: Subject, data: Path | Mapping[str, Array], windows: Windows, other: Subject | None, on_stage: OnStage
+    subject: EvaluatedModel,
+    data: Path | Mapping[str, Array],
+    windows: Windows,
+    other: EvaluatedModel | None,
+    on_stage: OnStage,
 ) -> Evaluation:
     """Run the data through a model, and through another one. Raises UserError for data that does not fit a model."""
     check_runtime(subject.runtime, subject.options)
@@ -176,7 +184,7 @@ def evaluate_artifact(
     comparison = None
     if other is not None:
         found, took = timed_scores(other, other_rows, on_stage)
-        comparison = Comparison(
+        comparison = ComparedModel(
             other.title,
             tuple(estimates_of(found, language=language)),
             tuple(differences(scores, found, language=language)),
@@ -202,7 +210,7 @@ def evaluate_artifact(
     )
 
 
-def timed_scores(subject: Subject, rows: Sequence[LabelledRows], on_stage: OnStage) -> tuple[Scores, float]:
+def timed_scores(subject: EvaluatedModel, rows: Sequence[LabelledRows], on_stage: OnStage) -> tuple[Scores, float]:
     """The scores of a model, and the seconds of its runs."""
     on_stage(f"loading {subject.title}")
     with subject.opened() as run:
@@ -216,11 +224,12 @@ CHANGED = "answers that changed"
 
 
 def answer_checks(
-    candidate: Candidate, request: Request, on_stage: Callable[[str], None]
+    candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None]
 ) -> tuple[list[Check], Quality | None]:
-    """How many of the most probable answers on the data of the request are not PyTorch's, and whether those were nearly
-    tied there; and the figures of both. No checks without data, and no figures if the model cannot be judged. A
-    quantised model is compared with the float module.
+    """Checks of the most probable answers on the data of the request against PyTorch's, and the figures of both.
+
+    The checks count the answers that changed, and measure how nearly they were tied. There are none without data, and
+    no figures if the model cannot be judged. A quantised model is compared with the float module.
 
     Raises UserError for data that does not fit the model, and without the module.
     """
@@ -271,8 +280,8 @@ def quality_of(data: Path, objective: Objective, scores: Scores, pytorch: Scores
 
 
 @contextmanager
-def opened_candidate(candidate: Candidate) -> Iterator[Run]:
-    """What runs the model under test, or its engine."""
+def opened_candidate(candidate: ArtifactCandidate) -> Iterator[Run]:
+    """A function that runs the model under test, or its engine."""
     artifact, options = candidate.artifact, candidate.options
     if candidate.is_engine:
         with runner_from_artifact(artifact, candidate.runtime, options) as runner:
@@ -284,8 +293,8 @@ def opened_candidate(candidate: Candidate) -> Iterator[Run]:
 
 
 def widest_gap(logits: Array, labels: Array, best: Array, chosen: Array) -> float:
-    """How far PyTorch's logits of other answers are below those of its own, relative to the RMS of all logits, or of
-    the place's own if that is larger, as in `metrics.relative_error`; 0 if no answer changed.
+    """The widest gap between PyTorch's logits of its own answers and of the others, relative to the RMS of all logits,
+    or of the place's own if that is larger, as in `metrics.relative_error`; 0 if no answer changed.
 
     logits: PyTorch's, [rows, classes] or [rows, tokens, classes]. best, chosen: PyTorch's answers where a label is, and
     the other ones, [asked].
@@ -348,6 +357,6 @@ class TaskData:
 
 
 def relative_loss(name: str, exact: float, found: float) -> float:
-    """By how much a figure is worse, as a share of that of the float model. Of all figures, only accuracy falls."""
+    """The share of the float model's figure by which another is worse. Of all figures, only accuracy falls."""
     change = exact - found if name == ACCURACY else found - exact
     return change / max(abs(exact), float(np.finfo(np.float32).tiny))

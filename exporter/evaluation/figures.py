@@ -36,7 +36,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Changes:
-    """How many answers differ between two models, and how many there are."""
+    """Answers that differ between two models.
+
+    count: those that differ.
+    of: all of them.
+    """
 
     count: int
     of: int
@@ -99,7 +103,7 @@ def differences(first: Scores, second: Scores, *, language: bool) -> list[Estima
 
 
 def changes(first: Scores, second: Scores) -> Changes:
-    """How many answers to the same rows differ."""
+    """The answers to the same rows that differ."""
     return Changes(int((first.answers != second.answers).sum()), len(first.answers))
 
 
@@ -152,7 +156,7 @@ def transformed(name: str, estimate: Estimate, change: Callable[[float], float])
 
 
 class Objective(StrEnum):
-    """What the logits of a model predict."""
+    """The subject that the logits of a model predict."""
 
     LANGUAGE_MODEL = "language model"  # the next token
     MASKED_LANGUAGE_MODEL = "masked language model"  # the token in a masked place
@@ -165,7 +169,7 @@ LANGUAGE = (Objective.LANGUAGE_MODEL, Objective.MASKED_LANGUAGE_MODEL)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedModel:
     """Another model on the same rows. differences: the figures of the first model minus those of this one."""
 
     model: str
@@ -177,11 +181,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is on labelled data. data_sha256: of a file, "" for arrays. answers: how many labels there were.
-    seconds: of the runs.
+    """The quality of a model on labelled data.
 
-    label: the attention, as benchmarks call it. spec: of the artifact, as its manifest has it. tokens: of the longest
-    row. precision: what it computes in.
+    label: the attention, as benchmarks call it.
+    spec: of the artifact, as its manifest has it.
+    precision: of the computation.
+    tokens: of the longest row.
+    data_sha256: of a file, "" for arrays.
+    answers: the number of labels.
+    seconds: of the runs.
     """
 
     model: str
@@ -197,7 +205,7 @@ class Evaluation:
     answers: int
     estimates: tuple[Estimate, ...]
     seconds: float
-    comparison: Comparison | None = None
+    comparison: ComparedModel | None = None
 
     def figure(self, name: str) -> Estimate:
         """The figure of this name: loss, perplexity, bits per byte or accuracy. Raises KeyError."""

@@ -6,7 +6,7 @@ to compare them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -30,26 +30,27 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 Arrays = Mapping[str, "Array"]
-RunWithGiven = Callable[[Arrays, Arrays], tuple[dict[str, "Array"], dict[str, "Array"]]]
 
 
-class Candidate(Protocol):
+class ModelUnderTest(Protocol):
     """A model under test, which chooses its own buckets in `run`."""
 
     def accepts(self, inputs: Arrays) -> bool:
-        """Whether the model takes inputs of these shapes: an engine is built for a range of them."""
+        """True if the model takes inputs of these shapes: an engine is built for a range of them."""
 
     def run(self, inputs: Arrays) -> dict[str, Array]: ...
 
     @property
-    def run_with_given(self) -> RunWithGiven | None:
-        """Runs the model on inputs and what the reference decided, by value name: the buckets of every hash, and the
-        numbers that every rounding gave. Returns the outputs, and the buckets that the model would have chosen and the
-        numbers that it would have rounded; None if the model does not show them."""
-
-    @property
     def given(self) -> Collection[str]:
-        """What `run_with_given` must be given, by the names of the reference."""
+        """The decisions that `run_with_given` reads, by the names of the reference; empty if the model shows none."""
+
+    def run_with_given(self, inputs: Arrays, given: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Run the model with decisions of the reference: the buckets of every hash, and the results of every rounding.
+
+        Returns the outputs, and the model's own decisions: the buckets it would have chosen, and the numbers it would
+        have rounded.
+        """
+        ...
 
 
 class WrongShapeError(EffexportError):
@@ -59,7 +60,7 @@ class WrongShapeError(EffexportError):
 class ShapeGuard:
     """A candidate whose answers have the shapes that the spec promises; raises WrongShapeError for any other."""
 
-    def __init__(self, candidate: Candidate, spec: BuildSpec) -> None:
+    def __init__(self, candidate: ModelUnderTest, spec: BuildSpec) -> None:
         self._candidate = candidate
         self._spec = spec
 
@@ -75,14 +76,8 @@ class ShapeGuard:
     def given(self) -> Collection[str]:
         return self._candidate.given
 
-    @property
-    def run_with_given(self) -> RunWithGiven | None:
-        return None if self._candidate.run_with_given is None else self._run_with_given
-
-    def _run_with_given(self, inputs: Arrays, buckets: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
-        run = self._candidate.run_with_given
-        assert run is not None
-        outputs, own = run(inputs, buckets)
+    def run_with_given(self, inputs: Arrays, given: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
+        outputs, own = self._candidate.run_with_given(inputs, given)
         check_shapes(inputs, outputs, self._spec)
         return outputs, own
 
@@ -150,7 +145,7 @@ def with_given_values(path: Path, values: Sequence[str]) -> bytes:
     return serialised
 
 
-class RunnerCandidate:
+class OpenedCandidate:
     """A runner under test; if the model hashes or rounds, `given` runs the same model with its decisions as inputs.
 
     values: the values of the graph that are prescribed, by their names in the reference; empty if there are none.
@@ -164,23 +159,17 @@ class RunnerCandidate:
         self._values = dict(values)
         self.implementation = dict(runner.implementation)
 
-    def accepts(self, inputs: Mapping[str, Array]) -> bool:
+    def accepts(self, inputs: Arrays) -> bool:
         return True
 
-    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def run(self, inputs: Arrays) -> dict[str, Array]:
         return self._runner.run(inputs)
 
     @property
     def given(self) -> Collection[str]:
         return self._values if self._given is not None else ()
 
-    @property
-    def run_with_given(self) -> RunWithGiven | None:
-        return self._run_with_given if self._given is not None else None
-
-    def _run_with_given(
-        self, inputs: Mapping[str, Array], given: Mapping[str, Array]
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
+    def run_with_given(self, inputs: Arrays, given: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
         assert self._given is not None
         feeds = dict(inputs)
         for name, value in self._values.items():
@@ -190,7 +179,7 @@ class RunnerCandidate:
         return results, own
 
 
-class ModelCandidate(RunnerCandidate):
+class ModelCandidate(OpenedCandidate):
     """A model file in a runtime; if it hashes or rounds, it is opened a second time with its decisions as inputs."""
 
     def __init__(self, path: Path, decisions: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
@@ -212,7 +201,7 @@ def opened_with_given(
 
 
 def open_in_ort(settings: OrtSettings | None) -> OpenModel:
-    """What opens a model file, or a serialised model, in ONNX Runtime."""
+    """A function that opens a model file, or a serialised model, in ONNX Runtime."""
 
     def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:
         return OrtRunner(model, settings, limits=limits, external_folder=external_folder)

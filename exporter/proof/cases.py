@@ -75,7 +75,7 @@ class Case:
 
     @property
     def given(self) -> Mapping[str, Array]:
-        """What the reference decided: the buckets of its hashes, and the float32 numbers that its roundings gave."""
+        """Decisions of the reference: the buckets of its hashes, and the float32 numbers that its roundings gave."""
         rounded = {
             name: numbers_of(codes, precision_of(codes), self.scales[name]) for name, codes in self.codes.items()
         }
@@ -97,7 +97,7 @@ class Case:
         return replace(self, **changes)
 
     def samples(self, array: Array) -> range:
-        """Which samples an output consists of: one, if it is a single number without axes."""
+        """The samples of an output: one, if it is a single number without axes."""
         return range(len(array) if array.ndim else 1)
 
     def kept(self, output: str, array: Array, sample: int) -> Array:
@@ -116,7 +116,7 @@ class Case:
         return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
     def place_of(self, sample: int, row: int, channel: int, kept: Array, own: Array) -> tuple[int, ...]:
-        """Where in a sample of an output an element of its `kept` part is, [row, channel] there."""
+        """The place in a sample of an output of an element of its `kept` part, [row, channel] there."""
         if kept.size == own.size:
             place = np.unravel_index(row * kept.shape[1] + channel, own.shape)
         else:
@@ -141,7 +141,7 @@ class Case:
 
     @property
     def undefined(self) -> tuple[int, int]:
-        """How many of the compared elements of the answer are NaN, and how many there are."""
+        """Numbers of compared elements of the answer: those that are NaN, and all."""
         strict = replace(self, allows_nan=False)
         parts = [strict.kept(name, array, row) for name, array in self.outputs.items() for row in self.samples(array)]
         return sum(int(np.isnan(part).sum()) for part in parts), sum(part.size for part in parts)
@@ -240,7 +240,7 @@ def load_reference(path: Path) -> list[Case]:
 
 
 def why_parts_contradict(case: Case) -> str:
-    """How the buckets of a case contradict their margins, or its codes their scales; "" if they do not."""
+    """A contradiction between the buckets of a case and their margins, or its codes and their scales; "" if none."""
     buckets, margins = ({name: array.shape for name, array in part.items()} for part in (case.buckets, case.margins))
     if buckets != margins:
         return f"there are buckets {buckets} and margins {margins}"
@@ -258,7 +258,7 @@ def why_parts_contradict(case: Case) -> str:
 
 
 def has_tokens(spec: BuildSpec) -> bool:
-    """Whether there is an axis of tokens, the last of those of the mask."""
+    """True for a model with an axis of tokens, the last of those of the mask."""
     return spec.model.kept_dims[-1] not in ("batch", 1)
 
 
@@ -283,10 +283,10 @@ def stored_cases(path: Path, spec: BuildSpec) -> list[Case]:
 
 
 def checked_cases(cases: Sequence[Case], spec: BuildSpec, what: str) -> list[Case]:
-    """The cases, with what tells which of their tokens count; those of other inputs or outputs, which are another
-    model's, as they are.
+    """The cases, with their part `tokens`; those of other inputs or outputs, which are another model's, as they are.
 
-    what: how errors name the file. Raises UserError for answers that a model of this spec cannot give to the inputs.
+    what: the name of the file in errors.
+    Raises UserError for answers that a model of this spec cannot give to the inputs.
     """
     for case in cases:
         if problem := why_not_of_spec(case, spec):
@@ -310,7 +310,7 @@ def with_nan(case: Case, spec: BuildSpec) -> Case:
 
 
 def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
-    """How the arrays of a case contradict each other or the spec; "" if they do not, or if it is another model's."""
+    """A contradiction between the arrays of a case, or with the spec; "" if none, and for a case of another model."""
     if not has_names_of(case, spec):
         return ""
     if not set(case.pooled) <= set(spec.pooled_outputs):
@@ -334,7 +334,11 @@ def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
 
 
 def why_tokens_do_not_count(keep: Array, expected: tuple[int, ...], spec: BuildSpec) -> str:
-    """Why a case would not compare every sequence; "" if it does. keep: see `Case.keep`. expected: its shape."""
+    """The reason if a case would not compare every sequence; "" if it does.
+
+    keep: see `Case.keep`.
+    expected: its shape.
+    """
     if keep.shape != expected or keep.dtype != bool:
         return (
             f"nothing says for every sequence which of its tokens count: {keep.dtype} {list(keep.shape)}; expected "

@@ -14,7 +14,7 @@ _TEXT = re.compile(r"(?P<name>.*): (?P<shape>\d+(?: × \d+)*)(?P<padded>, padded
 
 @dataclass(frozen=True)
 class CaseLabel:
-    """Which inputs a check compared.
+    """The inputs that a check compared.
 
     name: "export", "padded batch" and so on. shape: of the attention mask, (batch, seq), or (batch, choices, seq) for
     multiple choice; empty if the check is not about one input. padded: whether the mask hides some tokens.
@@ -57,7 +57,7 @@ OUTSIDE = "is outside the shapes that the model was built for"
 
 
 class Kind(StrEnum):
-    """What a check compares, by its name, and in one sentence what it means to pass."""
+    """The subject of a check, by its name, with one sentence on the meaning of a pass."""
 
     meaning: str
 
@@ -166,14 +166,14 @@ def function_body_of(op: str) -> str:
 
 
 def meaning_of(kind: str) -> str:
-    """What it means to pass a check, in one sentence; empty for the kinds of another release."""
+    """The meaning of a pass, in one sentence; empty for the kinds of another release."""
     if kind.startswith(_FUNCTION_BODY_OF):
         return _FUNCTION_BODY_MEANING
     return next((known.meaning for known in Kind if known == kind), "")
 
 
 def is_about_bodies(check: Check) -> bool:
-    """Whether a check is about function bodies and not about what ran in the other checks."""
+    """True for a check of function bodies, which the other checks need not have run."""
     return check.kind == Kind.FUNCTION_BODIES or check.kind.startswith(_FUNCTION_BODY_OF)
 
 
@@ -264,12 +264,12 @@ def passed(checks: Sequence[Check]) -> bool:
 
 
 def only_weights_failed(checks: Sequence[Check]) -> bool:
-    """Whether the weights that were named are others, and nothing else is wrong."""
+    """True if only the weights differ from those that were named, and nothing else is wrong."""
     return {check.kind for check in checks if check.status == "failed"} == {Kind.WEIGHTS}
 
 
 def is_about_the_model(check: Check) -> bool:
-    """Whether a check compared what the whole model computes: not the reference, weights, or one function body."""
+    """True for a check of the whole model: not of the reference, of weights, or of one function body."""
     others = (*OF_THE_REFERENCE, Kind.WEIGHTS, Kind.TRACE)
     return check.kind not in others and not check.kind.startswith(_FUNCTION_BODY_OF)
 
@@ -311,7 +311,7 @@ def by_name(checks: Iterable[Check]) -> dict[str, list[Check]]:
 
 
 def outcome_of(checks: Sequence[Check]) -> str:
-    """What several checks of one name amount to: one failure is a failure."""
+    """The outcome of several checks of one name: one failure is a failure."""
     found = {check.outcome for check in checks}
     return next(outcome for outcome in ("failed", "passed", "not run", "not applicable") if outcome in found)
 
@@ -326,7 +326,7 @@ def outcomes_text(checks: Sequence[Check]) -> str:
 
 
 def excess(value: float | None, limit: float | None) -> float:
-    """How far a value is beyond its limit, for ranking; infinite for NaN, and without a value."""
+    """A value as a multiple of its limit, for ranking; infinite for NaN, and without a value."""
     if value is None or value != value:
         return float("inf")
     return value / limit if limit else value

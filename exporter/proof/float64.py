@@ -1,4 +1,4 @@
-"""How far PyTorch in float32 is from the same module in float64: the reference's own error."""
+"""The distance of PyTorch in float32 from the same module in float64: the reference's own error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Float64Module:
         self._exact: nn.Module | None = None
 
     def check(self, case: Case, peak_bytes: int) -> Check:
-        """Whether PyTorch's answer to a case is as close to float64 as float32 can be.
+        """A check that PyTorch's answer to a case is as close to float64 as float32 can be.
 
         peak_bytes: of the tensors of a float32 run on this case.
         """
@@ -137,7 +137,7 @@ class RoundingOperators(Observer):
 
     @property
     def remark(self) -> str:
-        """Which operators they are, for the end of a sentence; "" if all ran in float64."""
+        """The operators, for the end of a sentence; "" if all ran in float64."""
         if not self.names:
             return ""
         listed = ", ".join(sorted(self.names)[:LISTED])

@@ -117,7 +117,7 @@ def longest_padded(spec: BuildSpec) -> int:
 
 
 def marks_tokens(tensor: TensorInfo, spec: BuildSpec) -> bool:
-    """Whether an input is one boolean for each token, and not known as a mask."""
+    """True for an input of one boolean for each token that is not known as a mask."""
     is_mask = tensor.name == spec.model.mask
     return tensor.dtype == "bool" and not is_mask and len(tensor.dims) == 2 and "seq" in tensor.dims[1:]
 

@@ -1,4 +1,4 @@
-"""How errors are measured: relative to the RMS of what is expected, so that one limit serves every scale.
+"""Measures of errors: relative to the RMS of the expected numbers, so that one limit serves every scale.
 
 `relative_error` and `rms` judge the outputs of a model; `value_error` and `magnitude` the values inside its graph,
 whatever their axes mean.
@@ -43,6 +43,11 @@ def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, in
     return largest(relative for _, _, relative in relative_errors(actual, expected))
 
 
+def largest_error(actual: Array, expected: Array) -> float:
+    """The first of `relative_error`."""
+    return relative_error(actual, expected)[0]
+
+
 def relative_errors(actual: Array, expected: Array) -> Iterator[tuple[Array, Array, Array]]:
     """Some rows of both in float64, and |actual − expected| / scale of them, part after part; see `relative_error`."""
     actual, expected = comparable(actual, expected)
@@ -69,12 +74,12 @@ def comparable(actual: Array, expected: Array) -> tuple[Array, Array]:
 
 
 def is_ordinary(x: Array) -> bool:
-    """Whether all elements are finite, and none is a mask constant."""
+    """True if all elements are finite, and none is a mask constant."""
     return float(np.abs(x).max(initial=0)) < MASK_CONSTANT  # not if it is NaN
 
 
 def scales(expected: Array, whole: float) -> Array:
-    """What errors of each element are relative to, float64 [rows, channels]: the RMS of its row, or `whole` if that is
+    """The scale of the errors of each element, float64 [rows, channels]: the RMS of its row, or `whole` if that is
     larger; of a mask constant, its own size, which then does not count for the others."""
     own = mean_root(*square_sums(expected))[:, None]
     scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
@@ -102,7 +107,7 @@ def overall_error(actual: Array, expected: Array) -> float:
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     """The largest change of any element that is compared, relative to the scale of its token."""
     changes = [
-        relative_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))[0]
+        largest_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))
         for name, expected in case.outputs.items()
         for row in case.samples(expected)
     ]

@@ -34,12 +34,13 @@ METRIC = "cases whose runs differ"
 
 @dataclass
 class RepeatedRuns:
-    """Runs a reference at least twice on the same inputs, and returns what it answered most often.
+    """Runs of a reference, at least two on the same inputs, of which the most frequent answer counts.
 
     The first large parallel call of a process was seen to be wrong by 1e-3 in half of its results, so a single run
     cannot be trusted to judge others.
 
-    reference: whose answers they are, as messages name it. disputed: cases in which two runs had different bits.
+    reference: its name in messages.
+    disputed: cases in which two runs had different bits.
     """
 
     reference: str
@@ -78,7 +79,7 @@ class RepeatedRuns:
 
     @property
     def check(self) -> Check:
-        """How many cases had to be settled by further runs.
+        """The number of cases that further runs had to settle.
 
         It has no limit, because a case that was not settled is an error.
         """
@@ -98,7 +99,7 @@ class RepeatedRuns:
 
 
 def same_bits(a: Answer, b: Answer) -> bool:
-    """Whether two answers have the same arrays, bit by bit: NaN equals NaN, and 0 is not −0."""
+    """True for two answers with the same arrays, bit by bit: NaN equals NaN, and 0 is not −0."""
     ours, theirs = flat(a), flat(b)
     return ours.keys() == theirs.keys() and all(
         array.dtype == theirs[name].dtype and np.array_equal(bits(array), bits(theirs[name]))
@@ -162,12 +163,16 @@ def arguments(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -
     import torch
 
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    given = []
-    for tensor in spec.inputs:
-        array = np.asarray(inputs[tensor.name])
-        value = torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
-        given.append(value.to(dtype) if value.is_floating_point() else value)
-    return given
+    values = [tensor_from_array(inputs[tensor.name]) for tensor in spec.inputs]
+    return [value.to(dtype) if value.is_floating_point() else value for value in values]
+
+
+def tensor_from_array(array: Array) -> torch.Tensor:
+    """A tensor of integers or booleans as they are, of any other numbers in float32."""
+    import torch
+
+    array = np.asarray(array)
+    return torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
 
 
 def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -200,6 +205,14 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
     finally:
         for handle in handles:
             handle.remove()
+
+
+def recorded_run(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """The answer of a module to the inputs of a case, in the parts of a case."""
+    with recorded_hashes(module) as (buckets, margins):
+        outputs = run_module(module, spec, inputs)
+    ranked = scores_of_indices(module, spec, inputs)
+    return {"outputs": outputs, "buckets": dict(buckets), "margins": dict(margins), "ranked": ranked}
 
 
 @contextmanager

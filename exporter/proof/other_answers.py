@@ -125,7 +125,10 @@ def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: B
 
 
 def kind_of(dtype: str) -> tuple[str, str]:
-    """Which of numpy's kinds an answer may have, and their name. dtype: of the output of the model."""
+    """numpy's kinds that an answer may have, and their name.
+
+    dtype: of the output of the model.
+    """
     if dtype == "bool":
         return "b", "booleans"
     return ("iu", "integers") if dtype.startswith("int") else ("f", "floats")
@@ -175,7 +178,7 @@ def with_hashes(cases: list[Case], module: nn.Module, spec: BuildSpec) -> list[C
 
 
 def is_original(name: str) -> bool:
-    """Whether the answers of a case are those of the original, by its name."""
+    """True for the name of a case with answers of the original."""
     return name.split(" ", 1)[0] == ORIGINAL
 
 
@@ -201,7 +204,7 @@ def import_transformers() -> Any:
 def with_answers_of_transformers(
     cases: Sequence[Case], build: BuildSpec, folder: Path
 ) -> tuple[list[Case], list[Check]]:
-    """The cases with the outputs of transformers in float32; whether it repeated itself, and what it could not answer.
+    """The cases with the outputs of transformers in float32, and checks: repeated runs, and cases without an answer.
 
     build: its head is applied to what transformers returns. cases: of our own module, whose buckets and noise are kept:
     with equal rotations transformers chooses the same buckets. folder: the checkpoint.

@@ -1,4 +1,4 @@
-"""Quantised models: whether the file computes its quantised model, and what quantisation cost.
+"""Quantised models: the answers of PyTorch's, the file held to them, and the loss against the float model.
 
 A rounding that float32 sends to the next step sends others after it, so the answers of two correct runtimes differ by
 a share of the loss. As with buckets, the arithmetic is therefore compared with identical roundings.
@@ -146,7 +146,7 @@ LISTED = 3
 def check_quantized(
     case: Case, outputs: Mapping[str, Array], given: tuple[Arrays, Arrays] | None, spec: BuildSpec
 ) -> Iterator[Check]:
-    """What applies to any quantised model. Buckets, and the free run of a model that hashes, are checked beside it.
+    """Checks of any quantised model. Buckets, and the free run of a model that hashes, are checked beside them.
 
     given: outputs with the reference's roundings and buckets, and the model's own; None if it does not show them.
     """
@@ -164,7 +164,7 @@ def check_quantized(
 
 
 def check_roundings(case: Case, own: Mapping[str, Array]) -> Check:
-    """What the model would have rounded by itself, after the roundings of the reference before it."""
+    """Compare the model's own roundings, each after the roundings of the reference before it."""
     flips, numbers, furthest, places = 0, 0, 0, []
     for name, codes in case.codes.items():
         if own[name].shape != codes.shape:
@@ -192,7 +192,7 @@ def check_roundings(case: Case, own: Mapping[str, Array]) -> Check:
 
 
 def check_loss(case: Case, outputs: Mapping[str, Array]) -> Check:
-    """How far the model is from the float model. Not judged here: random inputs say little about a task."""
+    """Measure the distance from the float model. It is not judged: random inputs say little about a task."""
     exact = with_exact_answers(case)
     figures = Figures()
     for name, expected in exact.outputs.items():

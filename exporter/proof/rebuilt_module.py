@@ -1,4 +1,4 @@
-"""The PyTorch module of an artifact, made again, and whether the weights that the user names are the artifact's."""
+"""The PyTorch module of an artifact, made again, and a check of the weights that the user names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OTHER_DRAW = "this PyTorch draws other weights from the seed than the one that b
 
 
 def source_of(weights: Weights | None) -> ModuleSource:
-    """Where the module comes from; from the seed if the user names nothing."""
+    """The source of the module: the seed if the user names nothing."""
     return weights if isinstance(weights, ModuleSource) else source_from_path(weights)
 
 
 def why_not_rebuilt(artifact: Artifact, weights: Weights | None) -> str:
-    """Why the PyTorch module of an artifact cannot be made again here, as far as that is known before it is tried."""
+    """The reason why an artifact's PyTorch module cannot be made again here, as far as known without trying; or ""."""
     origin = artifact.manifest.weights_from
     if artifact.spec.model.recipe == "code" and not isinstance(weights, ModuleSource):
         return f"the module came from {origin}, code that an artifact does not hold: name it with verify --module"
@@ -40,7 +40,7 @@ def why_not_rebuilt(artifact: Artifact, weights: Weights | None) -> str:
 def module_of_artifact(artifact: Artifact, weights: Weights | None) -> nn.Module | Unavailable:
     """The PyTorch module of an artifact, float32 and in evaluation mode, if it can be made again.
 
-    weights: where they came from; None where they were drawn from the seed.
+    weights: their source; None if they were drawn from the seed.
     Raises SpecError for weights that do not fit.
     """
     reason = why_not_rebuilt(artifact, weights)
@@ -54,7 +54,7 @@ def module_of_artifact(artifact: Artifact, weights: Weights | None) -> nn.Module
 
 
 def check_weights(artifact: Artifact, weights: Weights) -> Check:
-    """Whether the weights that the user names are those that the artifact was built from, bit by bit.
+    """A check that the weights that the user names are those of the artifact, bit by bit.
 
     Raises SpecError for weights that do not fit, and UserError for a file that is missing or damaged.
     """

@@ -21,7 +21,7 @@ from effexport.export.onnx_from_module import at_precision
 from effexport.models.size_formula import shape_of
 from effexport.proof.cases import KEPT, Answers, Case, has_tokens, kept_tokens
 from effexport.proof.check import METRIC, OTHER_LAYER, Check, Kind, Limit, judged, not_run
-from effexport.proof.checks.invariance import Worst, rows_of, worst_of_batches
+from effexport.proof.checks.invariance import LargestError, rows_of, worst_of_batches
 from effexport.proof.inputs import EXAMPLE, EXPORT, NOTHING_KEPT, adversarial_inputs, case_inputs, case_shapes
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import (
@@ -29,9 +29,8 @@ from effexport.proof.module_runs import (
     bucket_name,
     given_buckets,
     other_rotations,
-    recorded_hashes,
+    recorded_run,
     run_module,
-    scores_of_indices,
     with_rounded_weights,
 )
 from effexport.proof.tolerances import OWN_ERROR_FACTOR, reference_limit
@@ -107,8 +106,8 @@ def empty_case(name: str, inputs: Mapping[str, Array], spec: BuildSpec) -> Case:
 def defined_answer(
     name: str, inputs: Mapping[str, Array], original: Original, model: UserModel, spec: BuildSpec
 ) -> OwnAnswer:
-    """What `Original.answer` gives for inputs to which the original has an answer without NaN: those of a case or, if
-    it has none to them, those with values of the example in their place.
+    """The answer of the original to inputs for which it has one without NaN: those of a case or, if it has none to
+    them, those with values of the example in their place.
 
     A case that is needed may have NaN with the values of the example, but not only. Raises OriginalFailedError, for
     the inputs of the case, if there is no such answer, and StageError if a module of ours has none.
@@ -176,10 +175,11 @@ class OriginalFailedError(Exception):
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """What PyTorch answers to a case.
+    """PyTorch's answer to a case.
 
-    case: with the outputs of the original, its buckets, and their margins and noise in our copy. plain: with what the
-    original computes in float32 alone. check: how far our copy is from that; None if it has no other layers.
+    case: with the outputs of the original, its buckets, and their margins and noise in our copy.
+    plain: with the outputs of the original in float32 alone.
+    check: of our copy against those; None if it has no other layers.
     peak_bytes: of the tensors of a run of one of FLOAT64_CASES.
     """
 
@@ -237,7 +237,7 @@ class Original:
         return OwnAnswer(full, plain, check, 0 if peak is None else peak.size_bytes)
 
     def _check_copy(self, plain: Case, ours: Mapping[str, Array]) -> Check:
-        """How far the outputs of our copy are from those of the original."""
+        """A check of the outputs of our copy against those of the original."""
         limit = reference_limit(self._spec)
         limit = Limit(limit.value, f"float32 rounding of the same formula: {limit.reason}")
         value = largest_change(plain, ours)
@@ -248,7 +248,7 @@ class Original:
         return judged(Kind.REPLACEMENT, plain.label, METRIC, value, limit, detail)
 
     def check_independent(self, case: Case) -> Check:
-        """Whether the samples of a case get the same answers in other batches.
+        """A check that the samples of a case get the same answers in other batches.
 
         A model that hashes is our copy with the buckets of the case, or a near-tie could tell a sample from itself.
         """
@@ -273,7 +273,7 @@ class Original:
             self._add_other_company(worst, case, outputs)
         return judged(Kind.INDEPENDENT, case.label, metric, worst.error, limit, worst.detail)
 
-    def _add_other_company(self, worst: Worst, case: Case, outputs: Mapping[str, Array]) -> None:
+    def _add_other_company(self, worst: LargestError, case: Case, outputs: Mapping[str, Array]) -> None:
         """The differences to every second sample that far smaller and far larger numbers in the others make: a maximum
         over the batch may be that of one sample whatever the order."""
         for scale in COMPANY:
@@ -336,7 +336,7 @@ class Original:
 
 
 def mixes_types(user: UserModel) -> bool:
-    """Whether the original computes in other types than float32, too."""
+    """True for an original that computes in other types than float32, too."""
     return getattr(user.module, "precision", None) is not None
 
 
@@ -394,14 +394,6 @@ def answered_case(case: Case, module: nn.Module, spec: BuildSpec, runs: Repeated
     return case.with_parts(runs.answer(case.label, lambda: recorded_run(module, spec, case.inputs)))
 
 
-def recorded_run(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """What a module answers to the inputs of a case, in the parts of a case."""
-    with recorded_hashes(module) as (buckets, margins):
-        outputs = run_module(module, spec, inputs)
-    ranked = scores_of_indices(module, spec, inputs)
-    return {"outputs": outputs, "buckets": dict(buckets), "margins": dict(margins), "ranked": ranked}
-
-
 def repeated_outputs(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Mapping[str, Array]:
     """The outputs that a module gives twice to the inputs of a case."""
     return runs.answer(case.label, lambda: {"outputs": run_module(module, spec, case.inputs)})["outputs"]
@@ -417,7 +409,7 @@ def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: Bui
 
 
 def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> float:
-    """How much rounding changes PyTorch's own answer: the largest relative change of the outputs if every weight is off
+    """The change of PyTorch's own answer by rounding: the largest relative change of the outputs if every weight is off
     by one rounding at the spec's precision, or if the module runs in that precision, whichever is larger."""
     other = with_rounded_weights(module, spec.arithmetic)
     changes = [largest_change(case, repeated_outputs(case, other, spec, runs))]

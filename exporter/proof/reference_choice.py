@@ -1,4 +1,4 @@
-"""What a model is compared with: the choices of `verify --reference`, each a source of cases."""
+"""References to compare a model with: the choices of `verify --reference`, each a source of cases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import graph_inputs, graph_outline
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.candidate import Candidate
+from effexport.proof.candidate import ModelUnderTest
 from effexport.proof.cases import has_tokens
 from effexport.proof.check import GOLDEN_SUFFIX, NAMED, Check, Kind, not_run
 from effexport.proof.checks.arithmetic import check_buckets
@@ -51,7 +51,7 @@ class ReferenceChoice:
 
     @property
     def title(self) -> str:
-        """What a model that passes is equal to."""
+        """The name of the reference in a verdict: a model that passes is equal to it."""
         titles = {"file": str(self.path), "runtime": self.option, "transformers": "transformers"}
         return titles.get(self.kind, "PyTorch")
 
@@ -62,7 +62,7 @@ class ReferenceChoice:
 
     @property
     def needs_module(self) -> bool:
-        """Whether nothing can be compared without the PyTorch module of the artifact."""
+        """True if nothing can be compared without the PyTorch module of the artifact."""
         return self.kind in ("torch", "transformers")
 
 
@@ -269,7 +269,7 @@ def transformers_references(
 
 
 def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:
-    """What another model, or another runtime, answers to the golden inputs.
+    """The answers of another model, or in another runtime, to the golden inputs.
 
     A model that hashes answers with the buckets of the case, so that its arithmetic can be compared; the buckets that
     it would have chosen itself are compared too, or a model with other rotations would pass.
@@ -300,7 +300,10 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
 
 
 def reference_buckets(case: Case, buckets: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
-    """Whether a reference chooses the buckets of the case. buckets: its own; empty if it does not show any."""
+    """Checks that a reference chooses the buckets of the case.
+
+    buckets: its own; empty if it shows none.
+    """
     for check in check_buckets(case, buckets, spec) if buckets else ():
         agreement = check.kind == Kind.BUCKET_AGREEMENT
         yield dataclasses.replace(check, kind=Kind.REFERENCE_BUCKETS if agreement else Kind.REFERENCE_NEAR_TIES)
@@ -308,7 +311,7 @@ def reference_buckets(case: Case, buckets: Mapping[str, Array], spec: BuildSpec)
 
 def opened_reference(
     choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
-) -> tuple[Candidate, int | None]:
+) -> tuple[ModelUnderTest, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
     from effexport.proof.candidate import ModelCandidate
     from effexport.proof.verify import engine_candidate
@@ -347,11 +350,11 @@ def check_same_model(choice: ReferenceChoice, artifact: Artifact, path: Path, ha
         )
 
 
-def answers(candidate: Candidate, case: Case) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+def answers(candidate: ModelUnderTest, case: Case) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
     """Float32 outputs, with the buckets of the case where the model shows its own: one that flips would change a third
     of all outputs. And its own buckets, if it shows them."""
     own: Mapping[str, Array] = {}
-    if candidate.run_with_given is not None and set(candidate.given) <= set(case.given):
+    if candidate.given and set(candidate.given) <= set(case.given):
         outputs, own = candidate.run_with_given(case.inputs, case.given)
         own = {name: array for name, array in own.items() if name in case.buckets}
     else:

@@ -87,7 +87,7 @@ def deepened(limit: Limit, spec: BuildSpec) -> Limit:
 
 
 def reference_limit(spec: BuildSpec) -> Limit:
-    """How far PyTorch in float32 may be from itself in float64, whatever the precision of the spec."""
+    """The largest distance of PyTorch in float32 from itself in float64, whatever the precision of the spec."""
     limit = deepened(ARITHMETIC["fp32", spec.model.scope], spec)
     return Limit(limit.value, f"a reference that is further off cannot judge others: {limit.reason}")
 
@@ -120,13 +120,13 @@ def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:
 
 
 def bucket_flip_limit(spec: BuildSpec, tokens: int) -> Limit:
-    """How many of `tokens` buckets may differ; one near-tie is always possible."""
+    """The number of `tokens` buckets that may differ; one near-tie is always possible."""
     share = BUCKET_FLIPS[spec.arithmetic]
     return Limit(max(1, int(share.value * tokens)), f"{share.reason}; {tokens} buckets in all")
 
 
 def free_run_limit(spec: BuildSpec, seed_noise: float, precision_noise: float) -> Limit:
-    """How far a free-running hash model may be from the reference, RMS-relative."""
+    """The largest distance of a free-running hash model from the reference, RMS-relative."""
     choices = {
         f"a quarter of the change that other rotation seeds make ({seed_noise:.2g})": SEED_NOISE_SHARE * seed_noise,
         f"1.5 × the change {low_precision(spec)} ({precision_noise:.2g})": PRECISION_NOISE_FACTOR * precision_noise,
@@ -149,8 +149,10 @@ def low_precision(spec: BuildSpec) -> str:
 
 
 def rounding_limit(spec: BuildSpec, noise: float, loss: float) -> Limit:
-    """How far a quantised model that rounds by itself may be from PyTorch's, RMS-relative. noise: see
-    `Case.precision_noise`; loss: how far PyTorch's quantised model is from the float model.
+    """The largest distance of a quantised model that rounds by itself from PyTorch's, RMS-relative.
+
+    noise: see `Case.precision_noise`.
+    loss: the distance of PyTorch's quantised model from the float model.
 
     float32 sums in another order send some numbers to the next step, and these send others.
     """
@@ -163,13 +165,13 @@ def rounding_limit(spec: BuildSpec, noise: float, loss: float) -> Limit:
 
 
 def rounding_flip_limit(numbers: int) -> Limit:
-    """How many of `numbers` rounded numbers may be at the next step."""
+    """The number of `numbers` rounded numbers that may be at the next step."""
     value = max(MOST_FLIPS_OF_FEW, int(ROUNDING_FLIPS * numbers))
     return Limit(value, f"numbers within rounding of the middle between two steps; {numbers} in all")
 
 
 def near_tie_limit(spec: BuildSpec) -> Limit:
-    """How far apart two buckets may be, relative to the largest projection, and still be exchanged by rounding."""
+    """The largest gap of two buckets, relative to the largest projection, that rounding can exchange."""
     value = 8 * UNIT_ROUNDOFF[spec.arithmetic] * spec.attention.head_size**0.5
     return Limit(value, f"8 unit roundoffs of {spec.arithmetic} times √head_dim: the error of one projection")
 

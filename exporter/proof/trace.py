@@ -1,4 +1,4 @@
-"""Where does a model file leave its PyTorch module? Intermediate values compared in the order of the graph."""
+"""The first value inside a graph that differs from PyTorch's: values compared in the order of the graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from effexport.proof.check import Suspect, Trace, TracedValue
 from effexport.proof.metrics import magnitude, value_error
 from effexport.proof.rebuilt_module import Weights, module_of_artifact
 from effexport.proof.tolerances import bucket_flip_limit, case_limit
-from effexport.proof.traced_module import Origin, TracedModule
+from effexport.proof.traced_module import NodeOrigin, TracedModule
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.ort.runner import array_from_value, run_failure, tensor_info, value_from_array
 from effexport.runners.ort.session import (
@@ -83,7 +83,7 @@ class ValueLimits:
         self.results[name] = (value_error(actual, expected), limit)
 
     def _inherited(self, name: str, largest: float) -> float:
-        """How far a sum, an exponential or a copy may be off, absolutely, since its operands were rounded."""
+        """The absolute error of a sum, an exponential or a copy that the rounding of its operands allows."""
         node = self._nodes.get(name)
         operands = [] if node is None else [operand for operand in node.input if operand in self._largest]
         if node is not None and node.op_type in ("Add", "Sub"):
@@ -217,8 +217,8 @@ def trace_from_model(
 
 
 def same_origins(
-    origins: Mapping[str, Origin], model: onnx.ModelProto, custom_ops: Collection[str]
-) -> dict[str, Origin]:
+    origins: Mapping[str, NodeOrigin], model: onnx.ModelProto, custom_ops: Collection[str]
+) -> dict[str, NodeOrigin]:
     """The values that the artifact's own model makes as this export does.
 
     custom_ops: those in the file; where others were, the body of the operator makes its outputs.

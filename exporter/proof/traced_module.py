@@ -19,6 +19,7 @@ from effexport.export.onnx_from_module import (
     program_from_module,
 )
 from effexport.export.onnx_graph import GraphSignature
+from effexport.proof.module_runs import tensor_from_array
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ _COPYING = {"view": "reshape", "_unsafe_view": "reshape"}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What makes a graph value: the operator, and the path of the module it came from, "" for the root."""
+class NodeOrigin:
+    """The maker of a graph value: the operator, and the path of the module it came from, "" for the root."""
 
     op_type: str
     module: str
@@ -71,7 +72,7 @@ class TracedModule:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the precision is less than float32, so that rounding is what differs most."""
+        """True for a precision below float32, where rounding differs most."""
         return self.spec.precision != "fp32"
 
     def run(
@@ -127,8 +128,7 @@ class TracedModule:
         arguments = []
         for argument in self._program.graph_signature.input_specs:
             if argument.target is None:
-                array = np.asarray(inputs[next(given).name])
-                tensor = torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
+                tensor = tensor_from_array(inputs[next(given).name])
                 # rounded first, so that both see the same numbers
                 arguments.append(tensor.to(low).to(dtype) if tensor.is_floating_point() else tensor)
             else:
@@ -156,7 +156,7 @@ class TracedModule:
         return frozenset(self._values[name] for name in found if name in self._values)
 
 
-def graph_names(program: ExportedProgram, spec: BuildSpec, made: Mapping[str, Origin]) -> dict[str, str]:
+def graph_names(program: ExportedProgram, spec: BuildSpec, made: Mapping[str, NodeOrigin]) -> dict[str, str]:
     """Operation of the program → its value in the graph: the same name, but for outputs and buckets."""
     import torch
 
@@ -173,14 +173,14 @@ def graph_names(program: ExportedProgram, spec: BuildSpec, made: Mapping[str, Or
     return names
 
 
-def origins_of_model(model: ir.Model) -> dict[str, Origin]:
-    """What makes each value of a graph that the exporter has just made."""
+def origins_of_model(model: ir.Model) -> dict[str, NodeOrigin]:
+    """The maker of each value of a graph that the exporter has just made."""
     origins = {}
     for node in model.graph:
         path = module_path(node)
         for value in node.outputs:
             if value.name:
-                origins[value.name] = Origin(node.op_type, "" if path == _NO_MODULE else path)
+                origins[value.name] = NodeOrigin(node.op_type, "" if path == _NO_MODULE else path)
     return origins
 
 

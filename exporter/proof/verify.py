@@ -23,9 +23,9 @@ from effexport.export.onnx_graph import (
 )
 from effexport.plugins.ops import DOMAIN, OPS
 from effexport.proof.candidate import (
-    Candidate,
     ModelCandidate,
-    RunnerCandidate,
+    ModelUnderTest,
+    OpenedCandidate,
     ShapeGuard,
     WrongShapeError,
     bucket_dims,
@@ -121,7 +121,7 @@ LONG_SEED = 8192
 
 
 def run_checks(
-    candidate: Candidate, cases: Sequence[Case], spec: BuildSpec, precision_hint: str = ""
+    candidate: ModelUnderTest, cases: Sequence[Case], spec: BuildSpec, precision_hint: str = ""
 ) -> Iterator[Check]:
     """Every check that applies, case by case. precision_hint: see ModelOptions; its limits then apply."""
     computed = replace(spec, precision=cast(Precision, precision_hint)) if precision_hint else spec
@@ -139,16 +139,15 @@ def run_checks(
 
 
 def checks_of_answer(
-    candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec, is_first: bool
+    candidate: ModelUnderTest, case: Case, outputs: Mapping[str, Array], spec: BuildSpec, is_first: bool
 ) -> Iterator[Check]:
     """Every check of an answer that has the right names and shapes."""
     yield check_finite(case.label, outputs, case=case)
     yield check_repeatable(case, outputs, candidate.run(case.inputs))
     alike = outputs
-    run = candidate.run_with_given
     # a case whose roundings take too much room has none
     is_known = set(candidate.given) <= set(case.given) and set(case.codes) <= set(candidate.given)
-    given = run(case.inputs, case.given) if run and is_known else None
+    given = candidate.run_with_given(case.inputs, case.given) if candidate.given and is_known else None
     if spec.is_quantized:
         yield from check_quantized(case, outputs, given, spec)
         if spec.attention.is_hashed:
@@ -177,7 +176,7 @@ def up_to_wrong_shape(checks: Iterator[Check], label: CaseLabel) -> Iterator[Che
         yield Check(Kind.SIGNATURE, label, SIGNATURE_METRIC, "failed", detail=str(error))
 
 
-def check_long_sequence(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
+def check_long_sequence(candidate: ModelUnderTest, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
     """No NaN and no infinity in the answer to one long sequence, as half precision overflows and cancels in long sums;
     nothing if some case is as long already."""
     kind = Kind.LONG_SEQUENCE
@@ -270,16 +269,18 @@ def check_with_bodies(
         given, values = opened_with_given(model, hashes, limits, open_with_bodies)
         if not set(values) <= set(case.given):
             given, values = None, {}
-        candidate = RunnerCandidate(given or open_with_bodies(model, limits, None), given, values)
-        run = candidate.run_with_given
-        outputs = candidate.run(case.inputs) if run is None else run(case.inputs, case.given)[0]
+        candidate = OpenedCandidate(given or open_with_bodies(model, limits, None), given, values)
+        if candidate.given:
+            outputs, _ = candidate.run_with_given(case.inputs, case.given)
+        else:
+            outputs = candidate.run(case.inputs)
     except (RuntimeUnsupportedError, RuntimeFailedError) as error:
         if spec.precision == "bf16" and "NOT_IMPLEMENTED" in str(error):
             return not_run_in_bfloat16(kind, spec, error)
         detail = f"the model does not run without the kernel library: {str(error).splitlines()[0]}"
         return Check(kind, case.label, METRIC, "failed", detail=detail)
     checks = [check_signature(case, outputs, spec)]
-    if checks[0].status == "passed" and spec.is_quantized and run is None:
+    if checks[0].status == "passed" and spec.is_quantized and not candidate.given:
         checks = [judged(kind, case.label, RMS_METRIC, rms_change(case, outputs), foreign_limit(case, spec))]
     elif checks[0].status == "passed":
         checks = [*check_numbers(case, outputs, spec, kind)]
@@ -321,7 +322,7 @@ def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: boo
     return next((case for case in cases if not case.keep.all()), cases[0])
 
 
-class EngineCandidate(RunnerCandidate):
+class EngineCandidate(OpenedCandidate):
     """An engine under test. It accepts the shapes of its profiles."""
 
     def __init__(self, info: EngineInfo, runner: Runner, given: Runner | None, values: Mapping[str, str]) -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostPart:
     """A part that a file can lose.
 
     tools: what is known to take it away, with the releases that were seen to do it; "" if nothing is known.
@@ -58,29 +58,29 @@ class Loss:
     remedy: str
 
 
-BODIES = Loss(
+BODIES = LostPart(
     "function bodies",
     "onnx.version_converter (onnx 1.23) drops them",
     "let the tool change a file that has no functions, made by: effexport inline ARTIFACT -o FILE",
 )
-NAMES = Loss(
+NAMES = LostPart(
     "inputs or outputs",
     "onnxslim --inputs and --outputs (0.1.98) cut the graph, onnx.compose.add_prefix (onnx 1.23) renames them",
     "leave out these options, or verify the file with the artifact that it was made from",
 )
 # the one part that a file can have too much of
-ADDED = Loss(
+ADDED = LostPart(
     "additional inputs or outputs",
     "",
     "remove them, or verify the file with the artifact that it was made from",
 )
-TYPES = Loss(
+TYPES = LostPart(
     "element types",
     "float16 of onnxconverter-common (1.16) and of onnxruntime.transformers (1.32) changes them without "
     "keep_io_types=True, onnxruntime.transformers.optimizer (1.32) with --input_int32",
     "let the tool keep the types of inputs and outputs; for float16 there, build an artifact with --precision fp16",
 )
-DIMS = Loss(
+DIMS = LostPart(
     "dynamic dimensions",
     "onnxslim --input-shapes (0.1.98), onnxsim's overwrite_input_shapes (0.8.1) and "
     "onnxruntime.tools.make_dynamic_shape_fixed (1.32) replace them with numbers",
@@ -120,7 +120,7 @@ def check_same_inputs(path: Path, artifact: Artifact) -> None:
         )
 
 
-def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]]:
+def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[LostPart, str]]:
     """Each loss, and a text that names what is missing, or what is given and what was expected."""
     if ops := ops_without_body(model):
         yield (
@@ -141,7 +141,7 @@ def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]
 
 
 def is_fixed(given: TensorInfo, expected: TensorInfo) -> bool:
-    """Whether a dimension is a number that should be dynamic, or another number."""
+    """True if a dimension is a number that should be dynamic, or another number."""
     if len(given.dims) != len(expected.dims):
         return True
     return any(isinstance(dim, int) and dim != wanted for dim, wanted in zip(given.dims, expected.dims, strict=True))
@@ -152,7 +152,7 @@ def listed(tensors: Sequence[TensorInfo]) -> str:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ArtifactCandidate:
     """The model under test: the artifact's model, its engine, or another ONNX file instead of its model."""
 
     artifact: Artifact
@@ -189,7 +189,7 @@ class Candidate:
 
     @property
     def why_not_traced(self) -> str:
-        """Why the values inside the graph cannot be read in this runtime; "" if they can."""
+        """The reason why the values inside the graph cannot be read in this runtime; "" if they can."""
         if self.artifact.spec.is_quantized:
             return "the layers of a quantised model are compared where they round, and are not traced; leave it out"
         if self.runtime in ORT_RUNTIMES and self.settings.provider != "tensorrt":
@@ -212,8 +212,7 @@ class Candidate:
         return verify_in_runtime(self.path, cases, spec, hashes, open_model, self.options.precision_hint)
 
     def check_products(self) -> list[Check]:
-        """Whether a quantised file has quantised what it should, and nothing else; an engine's network has other
-        nodes."""
+        """A check of the products that a quantised file has quantised; an engine's network has other nodes."""
         record = self.artifact.manifest.quantization
         return [] if record is None or self.is_engine else [check_products(self.path, record)]
 
@@ -233,7 +232,7 @@ class Candidate:
         return verify_decoder(open_decoder, cases, artifact.spec, target)
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
-        """What the file computes without the kernel library."""
+        """Check the file without the kernel library."""
         open_with_bodies = model_opener(
             self.runtime, ModelOptions("body", memory_arena=False, device=self.options.device)
         )
@@ -248,11 +247,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
+class VerifyRequest:
+    """A comparison that the user asks for.
 
-    cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
-    differs, even if no check fails. data: whose answers are compared as well; see `answer_checks`.
+    choice: the reference.
+    weights: the source that the artifact was built from, if the user names it.
+    cases: the names of those to check; none for all.
+    trace: look for the first value inside the graph that differs, even if no check fails.
+    data: a file whose answers are compared as well; see `answer_checks`.
     """
 
     choice: ReferenceChoice
@@ -261,7 +263,7 @@ class Request:
     trace: bool = False
     data: Path | None = None
 
-    def check(self, candidate: Candidate) -> None:
+    def check(self, candidate: ArtifactCandidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
         artifact = candidate.artifact
         if isinstance(self.weights, Path):
@@ -285,7 +287,7 @@ class Request:
 
 
 def verify_artifact(
-    candidate: Candidate, request: Request, on_stage: Callable[[str], None]
+    candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None]
 ) -> tuple[Verification, Trace | Unavailable | None]:
     """Checks against the chosen references; and a trace, if it is asked for or a check has failed.
 

@@ -166,7 +166,7 @@ def smoothing_of(
     exact = [run(module, feeds)[0] for feeds in samples]
 
     def keeps_bits(smoothing: Sequence[Smoothing], count: int) -> bool:
-        """Whether the outputs stay on so many samples. Whatever else reads a norm, such as a residual, changes them."""
+        """True if the outputs stay on so many samples. Any other reader of a norm, such as a residual, changes them."""
         other = smoothed(module, smoothing)
         pairs = zip(samples[:count], exact[:count], strict=True)
         return all(

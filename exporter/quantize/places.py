@@ -1,4 +1,4 @@
-"""Which layers of a module are quantised, and why the others stay float.
+"""The layers of a module that are quantised, and the reasons of those that stay float.
 
 A layer declares what of it stays float beside its code, as `IN_FLOAT`: the name of a child, or "" for the products of
 two computed factors, and the reason. Operators declare theirs in the table of operators.
@@ -54,7 +54,7 @@ def layers_to_quantize(module: nn.Module, keep: Sequence[str]) -> tuple[list[str
 
 
 def why_float(module: nn.Module, path: str, layer: nn.Linear, keep: Sequence[str]) -> str:
-    """Why a linear layer stays float; "" if it is quantised."""
+    """The reason why a linear layer stays float; "" if it is quantised."""
     if any(is_within(path, name) for name in keep):
         return ASKED
     if not path:
@@ -74,13 +74,16 @@ def why_float(module: nn.Module, path: str, layer: nn.Linear, keep: Sequence[str
 
 
 def declared_by(module: nn.Module) -> Mapping[str, str]:
-    """What a layer declares to stay float."""
+    """The parts that a layer declares to stay float, with reasons."""
     found: Mapping[str, str] = getattr(module, "IN_FLOAT", {})
     return found
 
 
 def reason_of_product(module: nn.Module, path: str) -> str:
-    """Why a product that is not a linear layer's stays float. path: of the module that computes it."""
+    """The reason why a product that is not a linear layer's stays float.
+
+    path: of the module that computes it.
+    """
     for owner in owners(path):
         try:
             declared = declared_by(module.get_submodule(owner))

@@ -185,7 +185,7 @@ def within_loss(record: Quantization, trial: Trial, task_loss: TaskLoss | None) 
 
 
 def loss_of(exact: Sequence[Answer], answers: Sequence[Answer]) -> Loss:
-    """How far the answers of a quantised model are from those of the float one, over all outputs of all samples.
+    """The distance of the answers of a quantised model from those of the float one, over all outputs of all samples.
 
     Raises StageError if they are not finite.
     """

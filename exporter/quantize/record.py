@@ -1,4 +1,4 @@
-"""What was quantised, by which scales, and what stayed float: the record that manifest.json and report.json hold."""
+"""The record of a quantised build in manifest.json and report.json: layers, scales, and products that stayed float."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ class Smoothing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scales and the losses were measured on. source: the name of a file, "" for numbers that were drawn;
-    sha256: of the file."""
+    """The samples that the scales and the losses were measured on.
+
+    source: the name of a file, "" for numbers that were drawn.
+    sha256: of the file.
+    """
 
     source: str
     sha256: str
@@ -54,7 +57,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """What quantisation changed in PyTorch, relative to the float model on the same samples.
+    """The change by quantisation in PyTorch, relative to the float model on the same samples.
 
     bucket_flips: share of tokens in another bucket, over all hashes; None without a hash.
     """
@@ -126,6 +129,6 @@ def unrounded_name(path: str, call: int) -> str:
 
 
 def is_unrounded(value: str) -> bool:
-    """Whether a graph value is one that is rounded before a product."""
+    """True for a graph value that is rounded before a product."""
     last = value.rpartition(".")[2]
     return last == UNROUNDED or last.startswith(f"{UNROUNDED}_")

@@ -52,7 +52,7 @@ def numbers_of(codes: Array, precision: str, scale: Array | float) -> Array:
 
 
 def steps_apart(codes: Array, others: Array, precision: str) -> Array:
-    """How many steps lie between codes, int32: neighbouring codes are one step apart."""
+    """The number of steps between codes, int32: neighbouring codes are one step apart."""
     if precision == "int8":
         codes, others = codes.astype(np.int32), others.astype(np.int32)
     else:

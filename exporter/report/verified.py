@@ -17,12 +17,12 @@ from effexport.report.rendering.text import trace_text
 if TYPE_CHECKING:
     from effexport.evaluation.figures import Quality
     from effexport.proof.verify import Verification
-    from effexport.proof.verify_artifact import Candidate, Request
+    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
 
 
 def report_from_verification(
-    candidate: Candidate,
-    request: Request,
+    candidate: ArtifactCandidate,
+    request: VerifyRequest,
     verification: Verification,
     trace: object,
     quality: Quality | None,
@@ -54,7 +54,7 @@ def report_from_verification(
     )
 
 
-def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> str:
+def divergence_text(trace: Trace, request: VerifyRequest, checks: Sequence[Check]) -> str:
     """The first divergence from the artifact's own PyTorch module, whatever the outputs were compared with.
 
     checks: of the verification. Where all pass, the reference does not differ either.
@@ -68,7 +68,7 @@ def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> 
     return text
 
 
-def options_of(candidate: Candidate, request: Request) -> list[str]:
+def options_of(candidate: ArtifactCandidate, request: VerifyRequest) -> list[str]:
     """The options of `effexport verify` that chose the model and the reference, but for --runtime and --case."""
     given = {
         MODEL: candidate.model,

@@ -14,7 +14,7 @@ import numpy as np
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.evaluation.data import LabelledRows, Windows, rows_of_data
-from effexport.evaluation.evaluate import TORCH, Run, Subject, scores_of
+from effexport.evaluation.evaluate import TORCH, EvaluatedModel, Run, scores_of
 from effexport.evaluation.figures import Estimate, Scores, changes, differences, estimates_of
 from effexport.models.encoder.spec import LOGITS
 from effexport.runners.artifact_runner import model_opener
@@ -47,12 +47,12 @@ def judged(
         found[f"verify_{precision}"] = {"verdict": report.verdict, "checks": len(report.checks), "failed": failed}
         rows = rows_of_data(data, artifact, Windows())
         if precision == "fp32":
-            with Subject(artifact, TORCH, weights=weights).opened() as run:
+            with EvaluatedModel(artifact, TORCH, weights=weights).opened() as run:
                 expected = scores_of(run, rows)
             found |= {"rows": len(expected.asked), "answers": int(expected.asked.sum())}
             found["PyTorch"] = intervals(estimates_of(expected, language=False))
         openers: list[tuple[str, Callable[[], AbstractContextManager[Run]]]] = [
-            (title, Subject(artifact, runtime, ModelOptions(implementation)).opened)
+            (title, EvaluatedModel(artifact, runtime, ModelOptions(implementation)).opened)
             for title, runtime, implementation in (runs if everywhere else runs[:1])
         ]
         if everywhere and precision == "fp32":

@@ -163,7 +163,7 @@ def set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
 
 
 def applied(edits: list[bool]) -> bool:
-    """Whether anything was edited. A list, so that every edit is made."""
+    """True if anything was edited. A list, so that every edit is made."""
     return any(edits)
 
 
@@ -472,7 +472,7 @@ def rank_is_order(graph: Graph) -> bool:
 
 
 def window_concats(graph: Graph) -> list[onnx.NodeProto]:
-    """Where a chunk's neighbours are filled in beyond the ends: [fill, chunks] along the axis of chunks."""
+    """The nodes where a chunk's neighbours are filled in beyond the ends: [fill, chunks] along the axis of chunks."""
     return [
         node
         for node in graph.nodes("Concat")

@@ -1,4 +1,4 @@
-"""Compares one answer with the reference's: names, dtypes, shapes, finite values, repeatability, and the numbers.
+"""One answer compared with the reference's: names, dtypes, shapes, finite values, repeatability, and the numbers.
 
 Models that hash: arithmetic with identical buckets, agreement of the buckets, and the free run.
 """
@@ -13,7 +13,14 @@ import numpy as np
 
 from effexport.proof.cases import Case
 from effexport.proof.check import HISTOGRAM_EDGES, METRIC, RMS_METRIC, CaseLabel, Check, Kind, Limit, Worst, judged
-from effexport.proof.metrics import MASK_CONSTANT, is_ordinary, largest, relative_error, relative_errors, rms_change
+from effexport.proof.metrics import (
+    MASK_CONSTANT,
+    is_ordinary,
+    largest,
+    largest_error,
+    relative_errors,
+    rms_change,
+)
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
 from effexport.spec import BuildSpec
 
@@ -83,7 +90,7 @@ def check_ranks(case: Case, output: str, found: Array, limit: Limit) -> Check:
     both nearly the same score, and none may stand twice."""
     expected = case.outputs[output]
     pairs = [(case.kept(output, found, row), case.kept(output, expected, row)) for row in case.samples(expected)]
-    widest = float(np.max([relative_error(*pair)[0] for pair in pairs]))  # not the built-in max, which may drop NaN
+    widest = float(np.max([largest_error(*pair) for pair in pairs]))  # not the built-in max, which may drop NaN
     detail = f"{np.count_nonzero(found != expected)} of {expected.size} are others"
     if (np.diff(np.sort(found, axis=-1), axis=-1) == 0).any():
         widest, detail = float("inf"), "an index stands at two ranks"
@@ -186,14 +193,16 @@ def check_hashed(
 def check_given_buckets(
     case: Case, outputs: Mapping[str, Array], own_buckets: Mapping[str, Array], spec: BuildSpec
 ) -> Iterator[Check]:
-    """What a candidate answered with the reference's buckets, and the buckets it would have chosen itself."""
+    """Check a candidate's answer with the reference's buckets, and the buckets it would have chosen itself."""
     yield from check_numbers(case, outputs, spec, Kind.GIVEN_BUCKETS)
     yield from check_buckets(case, own_buckets, spec)
 
 
 def check_free_run(case: Case, outputs: Mapping[str, Array], spec: BuildSpec, limit: Limit | None = None) -> Check:
-    """What a candidate answered with its own buckets, against what other rotations would have changed. limit: of a
-    quantised model, which rounds by itself, too."""
+    """Check a candidate's answer with its own buckets against the change that other rotations make.
+
+    limit: of a quantised model, which rounds by itself, too.
+    """
     assert case.seed_noise is not None
     limit = limit or free_run_limit(spec, case.seed_noise, case.precision_noise)
     return judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)

@@ -12,7 +12,7 @@ from effexport.dtypes import numpy_dtype
 from effexport.proof.cases import Case
 from effexport.proof.check import METRIC, OUTSIDE, RMS_METRIC, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.arithmetic import check_arithmetic
-from effexport.proof.metrics import overall_error, relative_error, rms_change
+from effexport.proof.metrics import largest_error, overall_error, rms_change
 from effexport.proof.tolerances import arithmetic_limit, case_limit, free_limit
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.spec import MASK_NAME, BuildSpec
@@ -95,10 +95,6 @@ def check_prefill_state(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> C
     worst = float(np.max([state_error(decoder.state, stepped, name, measure) for name in stepped]))
     limit = free_limit(case, spec) if spec.is_quantized else arithmetic_limit(spec)
     return judged(Kind.PREFILL_STATE, case.label, RMS_METRIC if spec.is_quantized else METRIC, worst, limit)
-
-
-def largest_error(actual: Array, expected: Array) -> float:
-    return relative_error(actual, expected)[0]
 
 
 def state_error(

@@ -54,7 +54,7 @@ def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tup
 
 
 def proof_inputs_of(op: Op) -> Callable[[np.random.Generator, Attributes], Iterator[tuple[str, Inputs]]]:
-    """What makes the inputs for an operator of a user."""
+    """The function that makes the inputs for an operator of a user."""
     try:
         module = op.load()
     except ImportError as error:
@@ -168,7 +168,11 @@ def one_node_model(use: OperatorUse, inputs: Mapping[str, Array]) -> bytes:
 
 @dataclass(frozen=True)
 class Definition:
-    """What a body must compute. exact: the operator's definition; in_float32: the same, with float32 arithmetic."""
+    """The results that a body must compute.
+
+    exact: by the operator's definition.
+    in_float32: by the same, with float32 arithmetic.
+    """
 
     exact: Call
     in_float32: Call
@@ -286,7 +290,7 @@ def judged_outputs(
     inputs: Mapping[str, Array],
     use: OperatorUse,
 ) -> Check:
-    """What a body returned, against its definition: types, shapes, and the output that is furthest off."""
+    """Check the outputs of a body against its definition: types, shapes, and the output that is furthest off."""
     expected = defined.exact(inputs)
     for index, (actual, wanted) in enumerate(zip(outputs, expected, strict=True)):
         if actual.shape != wanted.shape:
@@ -307,7 +311,7 @@ def judged_outputs(
 
 
 def own_error(defined: Definition, inputs: Mapping[str, Array], wanted: Array, use: OperatorUse) -> float:
-    """How far the definition is from itself, `wanted`, in float32 arithmetic or with inputs that are rounded anew."""
+    """The distance of the definition from itself, `wanted`, in float32 or with inputs that are rounded anew."""
     rounding = "fp32" if known_ops()[use.node.op_type].body_in_float32 else use.precision
     # one draw of roundings may happen to change little
     healthy = [*defined.in_float32(inputs)]

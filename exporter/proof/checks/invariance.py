@@ -1,4 +1,5 @@
-"""What must not change a result: the rest of the batch, padding and its content and, if causal, later tokens."""
+"""Influences that must not change a result: the rest of the batch, padding and its content and, if causal, later
+tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from effexport.models.encoder.spec import MASKS
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Check, Kind, Limit, judged, not_run
 from effexport.proof.inputs import padding_of_other_content
-from effexport.proof.metrics import overall_error, relative_error
+from effexport.proof.metrics import largest_error, overall_error
 from effexport.proof.tolerances import case_limit, free_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.proof.candidate import Candidate
+    from effexport.proof.candidate import ModelUnderTest
 
 
 # A larger batch than that of any case, and as large as a server makes by default.
@@ -26,7 +27,7 @@ MIXED_ROWS = 8
 RunRows = Callable[[Sequence[int]], Mapping[str, "Array"]]
 
 
-class Worst:
+class LargestError:
     """The largest relative error of several comparisons, and which one it was; NaN counts as the largest.
 
     Of a quantised model it is the RMS error of a sample: one number that is rounded to the next step is no fault.
@@ -37,17 +38,19 @@ class Worst:
         self._overall = spec.is_quantized
 
     def add(self, actual: Array, expected: Array, detail: str) -> None:
-        error = overall_error(actual, expected) if self._overall else relative_error(actual, expected)[0]
+        error = (overall_error if self._overall else largest_error)(actual, expected)
         if error > self.error or error != error:
             self.error, self.detail = error, detail
 
 
 def metric_of(difference: str, spec: BuildSpec) -> str:
-    """How `Worst` measures a difference, in words."""
+    """The measure of a difference in `LargestError`, in words."""
     return f"RMS of ({difference}) / RMS" if spec.is_quantized else f"max |{difference}| / RMS"
 
 
-def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
+def check_alone(
+    candidate: ModelUnderTest, case: Case, outputs: Mapping[str, Array], spec: BuildSpec
+) -> Iterator[Check]:
     """Each sample alone, without its padding, equals its rows in the batch: the batch invariance of all samples, and
     the padding length of those that the batch pads.
 
@@ -55,7 +58,7 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
     """
     metric = metric_of("alone − in batch", spec)
     is_padded = not case.keep.all() and spec.attention.fixed_seq_len is None
-    found = {kind: Worst(spec) for kind in (Kind.BATCH_INVARIANCE, *[Kind.PADDING_LENGTH] * is_padded)}
+    found = {kind: LargestError(spec) for kind in (Kind.BATCH_INVARIANCE, *[Kind.PADDING_LENGTH] * is_padded)}
     if spec.model.why_not_invariant:
         if not spec.model.why_samples_mix:  # about other lengths, nothing was declared
             del found[Kind.BATCH_INVARIANCE]
@@ -64,7 +67,7 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
         return
     is_long = {tensor.name: tensor.dims[1:] != (MASKS,) for tensor in spec.inputs}
     # a quantised model rounds by itself here: given roundings would hide a scale that depends on other samples
-    run_with_given = None if spec.is_quantized else candidate.run_with_given
+    uses_given = bool(candidate.given) and not spec.is_quantized
     for row, keep in enumerate(case.keep):
         length = int(np.flatnonzero(keep)[-1]) + 1 if spec.attention.fixed_seq_len is None else keep.size
         alone = {key: value[row : row + 1, : length if is_long[key] else None] for key, value in case.inputs.items()}
@@ -72,9 +75,9 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
             reason = f"sample {row} on its own {OUTSIDE}"
             yield from (not_run(kind, reason, case.label, metric) for kind in found)
             return
-        if run_with_given is not None:
+        if uses_given:
             given = {key: sample_buckets(value, row, length, spec) for key, value in case.buckets.items()}
-            result, _ = run_with_given(alone, given)
+            result, _ = candidate.run_with_given(alone, given)
         else:
             result = candidate.run(alone)
         for output in case.outputs:
@@ -107,9 +110,9 @@ def rows_of(arrays: Mapping[str, Array], rows: Sequence[int], count: int) -> dic
     return taken
 
 
-def worst_of_batches(case: Case, outputs: Mapping[str, Array], spec: BuildSpec, run: RunRows) -> Worst:
+def worst_of_batches(case: Case, outputs: Mapping[str, Array], spec: BuildSpec, run: RunRows) -> LargestError:
     """The largest difference that other batches make. outputs: of the case."""
-    worst = Worst(spec)
+    worst = LargestError(spec)
     for what, rows in other_batches(len(case.keep)):
         answer = run(rows)
         for output, whole in outputs.items():
@@ -124,7 +127,7 @@ def worst_of_batches(case: Case, outputs: Mapping[str, Array], spec: BuildSpec, 
     return worst
 
 
-def check_independent(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+def check_independent(candidate: ModelUnderTest, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Each sample alone, and all in another batch, give what they give in the batch of the case.
 
     outputs: of the case; with its buckets, if the candidate can be given buckets.
@@ -135,25 +138,27 @@ def check_independent(candidate: Candidate, case: Case, outputs: Mapping[str, Ar
         if not candidate.accepts(rows_of(case.inputs, rows, count)):
             return not_run(kind, f"a batch of {len(rows)} {OUTSIDE}", case.label, metric)
     # a quantised model rounds by itself here: given roundings would hide a scale that depends on other samples
-    run_with_given = None if spec.is_quantized else candidate.run_with_given
+    uses_given = bool(candidate.given) and not spec.is_quantized
 
     def run(rows: Sequence[int]) -> Mapping[str, Array]:
         inputs = rows_of(case.inputs, rows, count)
-        if run_with_given is None:
+        if not uses_given:
             return candidate.run(inputs)
-        return run_with_given(inputs, rows_of(case.buckets, rows, count))[0]
+        return candidate.run_with_given(inputs, rows_of(case.buckets, rows, count))[0]
 
     worst = worst_of_batches(case, outputs, spec, run)
     limit = limit_without(case, spec, "other samples may not add to it")
     return judged(kind, case.label, metric, worst.error, limit, worst.detail)
 
 
-def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+def check_padding_content(
+    candidate: ModelUnderTest, case: Case, outputs: Mapping[str, Array], spec: BuildSpec
+) -> Check:
     """Kept tokens get the same answer whatever the padding contains."""
     kind, metric = Kind.PADDING_CONTENT, metric_of("change", spec)
     if spec.model.why_padding_counts:
         return not_run(kind, spec.model.why_padding_counts, case.label, metric)
-    changed, worst = candidate.run(padding_of_other_content(case, spec)), Worst(spec)
+    changed, worst = candidate.run(padding_of_other_content(case, spec)), LargestError(spec)
     for output in case.outputs:
         for row in range(len(case.keep)):
             actual, expected = case.kept(output, changed[output], row), case.kept(output, outputs[output], row)
@@ -162,7 +167,7 @@ def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str
     return judged(kind, case.label, metric, worst.error, limit, worst.detail)
 
 
-def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+def check_prefix(candidate: ModelUnderTest, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """A causal model answers the first tokens as if nothing came after them."""
     kind, metric = Kind.CAUSAL_PREFIX, metric_of("prefix − whole", spec)
     if spec.attention.is_hashed:
@@ -174,7 +179,7 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
     prefix = {key: value[:, :length] for key, value in case.inputs.items()}
     if not candidate.accepts(prefix):
         return not_run(kind, f"a prefix of {length} tokens {OUTSIDE}", case.label, metric)
-    answer, worst = candidate.run(prefix), Worst(spec)
+    answer, worst = candidate.run(prefix), LargestError(spec)
     for output in case.outputs:
         for row in range(len(case.keep)):
             worst.add(answer[output][row], outputs[output][row, :length], "")

@@ -44,7 +44,6 @@ class Fake:
 
     answer: Answer
     longest: int = 10**9
-    run_with_given: Any = None
     given: tuple[str, ...] = ()
 
     def accepts(self, inputs: Mapping[str, Any]) -> bool:
@@ -52,6 +51,11 @@ class Fake:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return self.answer(inputs)
+
+    def run_with_given(
+        self, inputs: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        raise AssertionError("it shows no decisions")
 
 
 def candidate_of(artifact: Artifact) -> ModelCandidate:

@@ -16,7 +16,6 @@ from effexport.artifact import Artifact
 from effexport.proof.candidate import (
     GIVEN_SUFFIX,
     ModelCandidate,
-    RunWithGiven,
     given_values,
     open_in_ort,
     with_given_values,
@@ -58,17 +57,9 @@ class Faulty:
     def given(self) -> Collection[str]:
         return self.real.given
 
-    @property
-    def run_with_given(self) -> RunWithGiven | None:
-        if self.real.run_with_given is None:
-            return None
-
-        def run(inputs: Arrays, buckets: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-            assert self.real.run_with_given is not None
-            outputs, own = self.real.run_with_given(inputs, buckets)
-            return self.fault(inputs, outputs), own
-
-        return run
+    def run_with_given(self, inputs: Arrays, given: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        outputs, own = self.real.run_with_given(inputs, given)
+        return self.fault(inputs, outputs), own
 
 
 def failures(artifact: Artifact, fault: Fault) -> set[str]:
@@ -282,10 +273,8 @@ def with_flips(artifact: Artifact, flips: int, margin: float) -> dict[str, Check
     class Unmoved(Faulty):
         """Computes with the real buckets, so that only the bucket checks can object."""
 
-        @property
-        def run_with_given(self) -> RunWithGiven:
-            assert real.run_with_given is not None
-            return lambda inputs, given: real.run_with_given(inputs, case.buckets)  # type: ignore[misc]
+        def run_with_given(self, inputs: Arrays, given: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+            return real.run_with_given(inputs, case.buckets)
 
     checks = run_checks(Unmoved(real, lambda inputs, outputs: outputs), [changed], artifact.spec)
     return {check.name: check for check in checks if check.name.startswith("bucket")}
@@ -322,7 +311,6 @@ def test_a_margin_that_is_nan_fails(built: Built) -> None:
 def test_given_buckets_are_really_used(built: Built) -> None:
     artifact = built("lsh", "encoder")
     case, run = lsh_case(artifact), candidate_of(artifact).run_with_given
-    assert run is not None
     (name,) = case.buckets
     same, own = run(case.inputs, case.buckets)
     assert np.array_equal(own[name], case.buckets[name])
@@ -361,7 +349,7 @@ def test_buckets_out_of_sight_are_said_to_be_so(built: Built) -> None:
     artifact = built("lsh", "attention")
     case = lsh_case(artifact)
     blind = ModelCandidate(artifact.model_path, [], limits_from_spec(artifact.spec), open_in_ort(None))
-    assert blind.run_with_given is None
+    assert not blind.given
     names = {check.name: check.status for check in run_checks(blind, [case], artifact.spec)}
     assert names["arithmetic (buckets not visible)"] == "passed"
     assert "bucket agreement" not in names

@@ -31,7 +31,7 @@ from effexport.proof.cases import load_reference
 from effexport.proof.rebuilt_module import why_not_rebuilt
 from effexport.proof.reference_choice import ReferenceChoice, parse_choice
 from effexport.proof.traced_module import TracedModule
-from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
+from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
 from effexport.runners.runner import ModelOptions
 from effexport.spec import BuildSpec
 
@@ -242,20 +242,20 @@ def test_what_was_named_and_cannot_be_compared_is_refused_before_anything_runs(
         assert "comparing with" not in result.err
 
 
-def from_elsewhere(artifact: Artifact) -> Candidate:
+def from_elsewhere(artifact: Artifact) -> ArtifactCandidate:
     """An artifact whose weights came from a file."""
     manifest = msgspec.structs.replace(artifact.manifest, weights_from="A.safetensors")
-    return Candidate(Artifact(artifact.path, manifest), "ort", ModelOptions(), None)
+    return ArtifactCandidate(Artifact(artifact.path, manifest), "ort", ModelOptions(), None)
 
 
 def test_a_module_that_was_asked_for_and_cannot_be_made_again_is_an_error(built: Built) -> None:
     candidate = from_elsewhere(built("softmax", "attention"))
     reason = "the weights came from A.safetensors: name it with --weights"
-    for request in (Request(parse_choice("torch")), Request(parse_choice("auto"), trace=True)):
+    for request in (VerifyRequest(parse_choice("torch")), VerifyRequest(parse_choice("auto"), trace=True)):
         with pytest.raises(UserError, match=reason):
             request.check(candidate)
     # it was not asked for by name: a check that is not run, with the reason
-    verification, _ = verify_artifact(candidate, Request(parse_choice("auto")), lambda stage: None)
+    verification, _ = verify_artifact(candidate, VerifyRequest(parse_choice("auto")), lambda stage: None)
     (missing,) = [check for check in verification.checks if check.status == "not run"]
     assert missing.reason.startswith(reason)
 
