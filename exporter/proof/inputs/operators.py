@@ -24,7 +24,7 @@ SEED = 20_101
 def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tuple[str, Inputs]]:
     """Name and inputs of each case, in the order of the operator's inputs. dtype: of the operator's type T.
 
-    attributes: of the node. Ours have them in their __init__.py, operators of users in their op.py, as `proof_inputs`.
+    attributes: of the node. Ours have them in their calls.py, operators of users in their op.py, as `proof_inputs`.
     Raises UserError for one of a user that has none, or without PyTorch.
     """
     rng = np.random.default_rng(SEED)
