@@ -1,4 +1,4 @@
-"""Custom operators: one folder per operator, one row per operator in `ops.py`.
+"""Custom operators: one folder per operator, with its row.
 
 For users: the kernel library that `effexport plugins build` has built, and `OPS`.
 """

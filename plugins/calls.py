@@ -1,6 +1,6 @@
 """Calls of operators, by which their bodies and kernels are proven: the types, and values that operators share.
 
-An operator has them in the __init__.py of its folder. TRIAL is one call with an obvious answer, in sizes at which
+An operator has them in the calls.py of its folder. TRIAL is one call with an obvious answer, in sizes at which
 kernels that take memory for intermediate results do so. proof_inputs(rng, attributes) yields names and inputs at which
 the parts of a body are told apart, for a node with these attributes; float64 stands for T. Loads NumPy only.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from effexport.plugins.gpu_work import Work
 from effexport.plugins.ops import FLOAT_TYPES, Op
+from effexport.plugins.signature import Signature
 
 # The relative error of one rounding, which every kernel may make when it writes its results.
 ROUNDING = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
@@ -29,7 +30,8 @@ ROUNDING = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
 class Case:
     """One call of an operator's kernels.
 
-    sizes and numbers: what gpu_check.cc takes, in its order; a flag is a size of 0 or 1. kind: which inputs to make.
+    sizes and numbers: what gpu_check.cc takes, in the order of the contract; a flag is a size of 0 or 1. kind: which
+    inputs to make.
     dtype: the type of the operator's T; "int32" for LSHSort.
     """
 
@@ -95,8 +97,10 @@ class Timed:
 class Contract:
     """What the torch operator, the function body and all kernels of an operator compute, and how fast.
 
-    inputs(case, device): the input tensors by name, the same ones on every call, in the order of the signature and of
-    the arrays of gpu_check.cc. outputs(case): the outputs, which follow the inputs there.
+    signature: inputs, outputs and attributes, in this order in the arrays of gpu_check.cc.
+    sizes, numbers: names of a case's, in order: dimensions of the signature and attributes. Of an attribute of several
+    numbers, their count comes first. derived: other sizes and dimensions, from those that are known.
+    inputs(case, device): the input tensors by name, the same ones on every call, in the order of the signature.
     exact(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow and
     obvious, in plain PyTorch, on the device of the inputs; all samples at once, because it is called for some samples
     at a time (scripts/gpu/samples.py).
@@ -105,9 +109,12 @@ class Contract:
     shared: inputs that all samples share. All other inputs and outputs begin with an axis of sizes[0] samples, or of as
     many rows for each sample.
     limit(case): the largest error that passes.
-    attributes(case): those of the call.
     small: for everything that is slow: the emulation on a CPU, and compute-sanitizer. cases: further ones for the
-    emulation. larger: too slow for it. empty: some size is zero. body_refuses: those that ONNX Runtime refuses in it.
+    emulation. larger: too slow for it. raced: calls in which two blocks take several items each and all loops repeat,
+    for the search for races, which is slower still. empty: some size is zero. body_refuses: those that ONNX Runtime
+    refuses in it.
+    averaged: an input, and the case of kind "mean" with so many heads and channels: its results are means of that
+    input's two tokens, exact but for one rounding to T.
     hidden: what hidden tokens of these inputs may hold without a change of any bit.
     body_hides: the body takes NaN there, too. body_limit: what its own roundings add in half types. cuda_roundings: how
     many roundings of the limit only the CUDA kernels make. torch_halves: the torch operator computes in float32 in half
@@ -120,8 +127,9 @@ class Contract:
     baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
     """
 
+    signature: Signature
+    sizes: str
     inputs: Callable[[Case, str], dict[str, Tensor]]
-    outputs: Callable[[Case], dict[str, Output]]
     exact: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]
     limit: Callable[[Case], Limit]
     work: Callable[[Case], Work]
@@ -129,15 +137,18 @@ class Contract:
     small: tuple[Case, ...]
     checked: tuple[Case, ...]
     timed: tuple[Timed, ...]
+    raced: tuple[Case, ...]
+    numbers: str = ""
+    derived: Mapping[str, Callable[[Mapping[str, Any]], int]] = field(default_factory=dict)
     huge: tuple[Case, ...] = ()
     compared: int | None = None
     intermediate: Callable[[Case], int] = lambda case: 0
     shared: tuple[str, ...] = ()
-    attributes: Callable[[Case], dict[str, Any]] = lambda case: {}
     cases: tuple[Case, ...] = ()
     larger: tuple[Case, ...] = ()
     empty: tuple[Case, ...] = ()
     body_refuses: tuple[Case, ...] = ()
+    averaged: tuple[str, Callable[[int, int], Case]] | None = None
     hidden: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     torch_halves: bool = True
     body_hides: bool = True
@@ -145,6 +156,46 @@ class Contract:
     cuda_roundings: int = 0
     wrong_attributes: tuple[tuple[Mapping[str, Any], str], ...] = ()
     uncountable: tuple[tuple[int, ...], ...] = ()
+
+    def attributes(self, case: Case) -> dict[str, Any]:
+        """Those of the call, in the order of the signature."""
+        known = self._named(case)
+        return {x.name: x.type(known.get(x.name, x.default)) for x in self.signature.attributes}
+
+    def outputs(self, case: Case) -> dict[str, Output]:
+        known = self._named(case)
+
+        def size(dim: str) -> int:
+            return int(dim) if dim.isdecimal() else known[dim] if dim in known else self.derived[dim](known)
+
+        return {
+            x.name: Output(
+                tuple(map(size, x.dims.split())), case.torch_dtype if x.dtype == "T" else getattr(torch, x.dtype)
+            )
+            for x in self.signature.outputs
+        }
+
+    def case_of(self, tensors: Sequence[Tensor], attributes: Mapping[str, Any]) -> Case:
+        """The case of a call with these inputs."""
+        known = {**attributes}
+        for parameter, tensor in zip(self.signature.inputs, tensors, strict=True):
+            known |= zip(parameter.dims.split(), tensor.shape, strict=True)
+        sizes: list[int] = []
+        for name in self.sizes.split():
+            value = known[name] if name in known else self.derived[name](known)
+            sizes += (len(value), *value) if isinstance(value, Sequence) else (int(value),)
+        numbers = tuple(float(known[name]) for name in self.numbers.split())
+        return Case(tuple(sizes), numbers, dtype=str(tensors[0].dtype).removeprefix("torch."))
+
+    def _named(self, case: Case) -> dict[str, Any]:
+        """Sizes and numbers by name."""
+        tuples = {x.name for x in self.signature.attributes if x.type is tuple}
+        sizes, known = list(case.sizes), dict[str, Any](zip(self.numbers.split(), case.numbers, strict=True))
+        for name in self.sizes.split():
+            value = sizes.pop(0)
+            known[name] = tuple(sizes.pop(0) for _ in range(value)) if name in tuples else value
+        assert not sizes, f"{case.name} has more sizes than {self.sizes}"
+        return known
 
 
 def load_contract(op: Op) -> Contract:

@@ -1,4 +1,4 @@
-"""The table of operators: domain, version and one row per operator, written here, once."""
+"""The table of operators: domain, version, and the rows that stand in their folders."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Op:
     around_in_float32: why its inputs must be computed in float32 even if the rest is not; "": they need not be.
     body_in_float32: its body computes in float32 whatever its type T is, and rounds only the result to T.
     decides: its first input, buckets of hashes, decides which tokens attend to each other: proofs prescribe it.
+    place: of its function body in exported files, among those of other operators; new ones come last.
     package: the Python package of a user's operator, which is its folder; "" for ours. See `user_operators.py`.
     """
 
@@ -41,6 +42,7 @@ class Op:
     around_in_float32: str = ""
     body_in_float32: bool = False
     decides: bool = False
+    place: int = 1000
     package: str = ""
 
     @property
@@ -62,65 +64,22 @@ class Op:
         return importlib.import_module(f"{self._module}.trt")
 
     def load_calls(self) -> ModuleType:
-        """The `__init__.py` of one of ours: calls that tell right from wrong. Loads NumPy and nothing else."""
-        return importlib.import_module(self._module)
+        """The `calls.py` of one of ours: calls that tell right from wrong. Loads NumPy and nothing else."""
+        return importlib.import_module(f"{self._module}.calls")
 
     @property
     def _module(self) -> str:
         return self.package or f"effexport.plugins.{self.torch_name}"
 
 
-def _by_onnx_name(*ops: Op) -> dict[str, Op]:
-    assert len({op.onnx_name for op in ops}) == len({op.torch_name for op in ops}) == len(ops), "a name occurs twice"
-    return {op.onnx_name: op for op in ops}
+def _found() -> dict[str, Op]:
+    """The operators by ONNX name: OP in the `__init__.py` of each folder beside this file that has an op.py."""
+    folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py"))
+    rows = [importlib.import_module(f"effexport.plugins.{folder}").OP for folder in folders]
+    assert [row.torch_name for row in rows] == folders, "an operator is not named as its folder"
+    found = {row.onnx_name: row for row in sorted(rows, key=lambda row: row.place)}
+    assert len(found) == len(rows), "a name occurs twice"
+    return found
 
 
-# CMakeLists.txt reads the folders from these rows: the first word of a row, at the beginning of a line or behind `Op(`.
-# Function bodies stand in exported files in this order, so a new operator is added at the end.
-OPS: dict[str, Op] = _by_onnx_name(
-    # beyond 64 columns, the matrices do not fit into shared memory, and the body's products by cuBLAS should win
-    Op(
-        "iterative_pinv",
-        "IterativePinv",
-        cuda_up_to=64,
-        in_float="the iteration amplifies rounding",
-        around_in_float32="the pseudo-inverse of its landmarks' matrix amplifies rounding",
-        body_in_float32=True,
-    ),
-    Op(
-        "linear_attention",
-        "EluLinearAttention",
-        in_float="its sums over the sequence grow with the length",
-        body_in_float32=True,
-    ),
-    Op(
-        "lsh_sort",
-        "LSHSort",
-        element_types=("int32",),
-        in_float="it sorts integers",
-        around_in_float32="rounding its hashes changes which tokens attend to each other",
-        decides=True,
-    ),
-    Op("lsh_attention", "LSHAttention", in_float="both factors of its products are activations"),
-    Op(
-        "aft_simple_attention",
-        "AFTSimpleAttention",
-        in_float="its sums of exponentials span many magnitudes",
-        body_in_float32=True,
-    ),
-    Op("masked_attention", "MaskedAttention", in_float="a softmax turns rounded logits into wrong weights"),
-    Op(
-        "segment_means",
-        "SegmentMeans",
-        in_float="landmarks enter a pseudo-inverse, which amplifies rounding",
-        body_in_float32=True,
-    ),
-    Op("sequence_conv", "SequenceConv", in_float="a few multiplications for each number: nothing to gain"),
-    Op("lsh_hash", "LSHHash", output_type="int32", in_float="rounded projections move tokens to other buckets"),
-    Op(
-        "aft_window_attention",
-        "AFTWindowAttention",
-        in_float="its sums of exponentials span many magnitudes",
-        body_in_float32=True,
-    ),
-)
+OPS: dict[str, Op] = _found()

@@ -1,21 +1,18 @@
-"""Signatures of operators, from which their ONNX schema and the checks of the torch operator follow."""
+"""Signatures of operators: their ONNX schema and the checks of the torch operator follow. Loads no framework."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from effexport.plugins.function_body import with_constants
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 
 if TYPE_CHECKING:
     import onnx
+    from torch import Tensor
 
 ONNX_TYPE_NAMES = {"float32": "float", "float64": "double"}
 
@@ -32,6 +29,9 @@ class Parameter:
     dims: str
     dtype: str = "T"
     note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} [{self.dims}]"
 
     def expected_shape(self, sizes: dict[str, int]) -> str:
         return f"[{', '.join(str(sizes.get(dim, dim)) for dim in self.dims.split())}]"
@@ -61,6 +61,8 @@ class Signature:
 
     @property
     def row(self) -> Op:
+        from effexport.plugins.ops import OPS  # which is made of the modules that have signatures
+
         return self.op or OPS[self.onnx_name]
 
     def check(self, *tensors: Tensor, **attributes: float | tuple[int, ...]) -> None:
@@ -91,6 +93,8 @@ class Signature:
                     yield f"{attribute.name} is {value}; expected at least {attribute.at_least}"
 
     def _dtype_problems(self, parameter: Parameter, tensor: Tensor, first: Tensor) -> Iterator[str]:
+        import torch
+
         fixed = parameter.dtype if parameter.dtype != "T" else None
         if fixed is None and self.row.element_types == ("int32",):
             fixed = "int32"
@@ -103,6 +107,24 @@ class Signature:
             yield f"{parameter.name} is {tensor.dtype}; expected a floating-point dtype"
         elif tensor.dtype != first.dtype:
             yield f"{parameter.name} is {tensor.dtype} but {self.inputs[0].name} is {first.dtype}; expected one dtype"
+
+    def trt_node(self) -> dict[str, Any]:
+        """Of `trt_plugin.Node`, the arguments that follow from the signature."""
+        return {
+            "name": self.onnx_name,
+            "inputs": self._trt_tensors(self.inputs),
+            "attributes": {x.name: x.type for x in self.attributes},
+            "at_least": {x.name: int(x.at_least) for x in self.attributes if x.type is not float and x.at_least > 0},
+        }
+
+    def trt_plugin(self) -> dict[str, Any]:
+        """The same of a plugin that is the whole operator."""
+        return {**self.trt_node(), "op": self.onnx_name, "outputs": self._trt_tensors(self.outputs)}
+
+    def _trt_tensors(self, parameters: Sequence[Parameter]) -> tuple[str, ...]:
+        """T is one of several floating-point types there."""
+        of_t = "int32" if self.row.element_types == ("int32",) else "T"
+        return tuple(str(replace(x, dtype=of_t) if x.dtype == "T" else x) for x in parameters)
 
     def onnx_schema(self) -> onnx.defs.OpSchema:
         """The schema of the ONNX operator, with type and shape inference."""
@@ -150,6 +172,7 @@ class Signature:
 
     def _infer(self, output: Parameter, context: onnx.shape_inference.InferenceContext) -> onnx.TypeProto | None:
         """The type of the input whose dimensions are most like the output's, with the others taken from elsewhere."""
+        import numpy as np
         import onnx
 
         dims = output.dims.split()
@@ -181,6 +204,8 @@ class Signature:
 
     def onnx_translation(self) -> Callable[..., Any]:
         """What torch.onnx.export calls for a call of the torch operator, with the same arguments: it emits one node."""
+        import torch
+
         arguments = getattr(torch.ops.effexport, self.row.torch_name).default._schema.arguments
 
         def translate(*given: Any, **named: Any) -> Any:

@@ -30,6 +30,8 @@ ROOTS = {"exporter": "effexport", "models": "effexport.models", "plugins": "effe
 RUNTIMES = {"ort", "ort-cuda", "ort-trt", "ort-rtx", "trt", "trt-rtx", "openvino", "ort-openvino"}
 KINDS = re.compile(r"(Attention|Encoder|Checkpoint|Module|Nystrom|LSH|Linear|Softmax|AFT\w*)Spec\b")
 MOST_PARAMETERS = 12
+# The folder of the operator whose name stands for those of all.
+OPERATOR = "segment_means"
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,8 @@ class Checkout:
 
     @functools.cached_property
     def operators(self) -> set[str]:
-        files = (self.top / "plugins" / name for name in ("ops.py", "registry.py"))
-        listed = next((path.read_text(encoding="utf-8") for path in files if path.is_file()), "")
-        return set(re.findall(r'"([A-Z][A-Za-z0-9]+)"', listed))
+        rows = [path.read_text(encoding="utf-8") for path in self.top.glob("plugins/*/__init__.py")]
+        return set(re.findall(r'\bOp\(\s*"\w+",\s*"(\w+)"', "".join(rows)))
 
     def literals(self, words: set[str], outside: tuple[str, ...]) -> Figure:
         """String literals that are one of some words; docstrings are not."""
@@ -187,7 +188,7 @@ def measure(here: Checkout) -> dict[str, Figure]:
         ),
         "operator names in exporter/": here.literals(here.operators, inner),
         "runtime names outside the table": here.literals(RUNTIMES, (*inner, "effexport.runtimes")),
-        "files that name SegmentMeans": counted(files_that_name(here, "SegmentMeans", "segment_means/")),
+        "files that name one operator": counted(files_that_name(here, OPERATOR)),
         "click options": counted(options_of(here)),
     }
 
@@ -208,7 +209,8 @@ def checks_of_kinds(here: Checkout, outside: tuple[str, ...]) -> Iterator[str]:
             yield f"{place} {call}"
 
 
-def files_that_name(here: Checkout, name: str, folder: str) -> Iterator[str]:
+def files_that_name(here: Checkout, operator: str) -> Iterator[str]:
+    name, folder = operator.title().replace("_", ""), f"{operator}/"
     for path in here.tracked:
         place = str(path.relative_to(here.top))
         if (

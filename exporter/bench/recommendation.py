@@ -251,7 +251,7 @@ OTHER_MODELS = (
     "choice to make before training."
 )
 NOTHING_MEASURED = "Nothing was measured, so there is no advice; the table says why."
-# Variants without a part that must be float32, see `around_in_float32` in plugins/ops.py.
+# Variants without a part that must be float32, see `Op.around_in_float32`.
 BFLOAT16_VARIANTS = ("softmax", "linear", "aft")
 BFLOAT16_HERE = (
     "This processor multiplies bfloat16 in tiles (AMX): on such a one, {} with --runtime openvino "

@@ -1,4 +1,4 @@
-"""The contract of AFTSimpleAttention. Sizes of a case: batch, heads, seq, channels."""
+"""The contract of AFTSimpleAttention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from effexport.plugins.aft_simple_attention.op import SIGNATURE
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,
@@ -14,7 +15,6 @@ from effexport.plugins.contract import (
     Case,
     Contract,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
@@ -40,16 +40,14 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     keep = random_mask(source, batch, seq)
     if case.kind == "no token":
         keep[-1] = False
-    elif case.kind == "visible":
+    elif case.kind in ("visible", "mean"):
         keep[:] = True
+    if case.kind == "mean":
+        q, k = torch.full_like(q, 1000), torch.zeros_like(k)
     highest = peak(case.kind, seq)
     k[:, :, highest], keep[:, highest] = PEAK_LOGIT, True
     hidden = ~keep[:, None, :, None]
     return {"q": q, "k": k.masked_fill_(hidden, torch.nan), "v": v.masked_fill_(hidden, torch.nan), "keep": keep}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    return {"out": Output(case.sizes, case.torch_dtype)}
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,12 +92,14 @@ def work(case: Case) -> Work:
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="batch heads seq channels",
     inputs=inputs,
-    outputs=outputs,
     exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
+    raced=in_all_types(Case((3, 1, 70, 33))),
     small=in_all_types(
         Case((2, 1, 1, 1)),
         Case((2, 1, 63, 63), kind="far apart"),
@@ -119,6 +119,7 @@ CONTRACT = Contract(
         Case((3, 2, 1000, 70), kind="no token"),
     ),
     empty=tuple(Case(sizes) for sizes in ((0, 1, 4, 8), (2, 1, 0, 8), (2, 1, 4, 0), (2, 0, 4, 8))),
+    averaged=("v", lambda heads, channels: Case((1, heads, 2, channels), kind="mean")),
     hidden=dict.fromkeys("kv", (torch.nan, torch.inf, -torch.inf, 1e30)),
     uncountable=((2**31, 1, 4, 8), (1, 1, 2**31, 8)),
     # a slice has 256 tokens, a tile 32 channels

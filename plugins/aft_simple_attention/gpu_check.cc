@@ -12,7 +12,6 @@ aft_simple_attention::CudaShape shape_of(const std::int64_t* sizes) {
 
 }  // namespace
 
-// sizes: batch, heads, seq, channels.
 EFFEXPORT_GPU_CHECK(aft_simple_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;

@@ -28,10 +28,6 @@ void merge_slices_cpu(const float* partials, std::int64_t slices, std::int64_t c
 template <class T>
 void gate_cpu(const T* q, const float* context, std::int64_t rows, std::int64_t channels, T* out);
 
-// They use the best instructions of the machine they run on. This makes them use "avx512", "avx2" or "baseline"
-// instead, so that tests reach all of them; returns whether the machine has them. Not between the steps of a call.
-bool select_cpu_instructions(const char* name);
-
 // `heads` sequences of all samples together, `heads_per_sample` of which share a row of keep.
 struct CudaShape {
   std::int64_t heads;

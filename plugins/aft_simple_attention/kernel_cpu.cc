@@ -30,10 +30,10 @@ struct Steps {
   decltype(&baseline::merge_slices) merge_slices;
 };
 
-CpuDispatch<Steps>& dispatch() {
+const CpuDispatch<Steps>& dispatch() {
 #define STEPS_OF(set, T) StepsOf<T>{set::sum_slice<T>, set::gate<T>}
 #define STEPS(set) Steps{{STEPS_OF(set, float), STEPS_OF(set, Half), STEPS_OF(set, BFloat16)}, set::merge_slices}
-  static CpuDispatch<Steps> made(EFFEXPORT_CPU_SETS(STEPS));
+  static const CpuDispatch<Steps> made(EFFEXPORT_CPU_SETS(STEPS));
 #undef STEPS
 #undef STEPS_OF
   return made;
@@ -44,8 +44,6 @@ CpuDispatch<Steps>& dispatch() {
 std::size_t cpu_partial_floats(std::int64_t channels) {
   return static_cast<std::size_t>(3 * round_up(channels, kRowStep));
 }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void sum_slice_cpu(const T* k, const T* v, const bool* keep, std::int64_t rows, std::int64_t channels, float* partial) {

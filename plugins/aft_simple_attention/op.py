@@ -11,22 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from effexport.plugins.signature import Parameter, Signature
+from effexport.plugins.aft_simple_attention import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
-
-SIGNATURE = Signature(
-    "AFTSimpleAttention",
-    "out = σ(q) ⊙ Σ softmax(k) ⊙ v, per channel over the visible tokens of a sequence.",
-    inputs=(
-        Parameter("q", "batch heads seq channels"),
-        Parameter("k", "batch heads seq channels"),
-        Parameter("v", "batch heads seq channels"),
-        Parameter("keep", "batch seq", "bool", ", false for padding"),
-    ),
-    outputs=(Parameter("out", "batch heads seq channels"),),
-)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:

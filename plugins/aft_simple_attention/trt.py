@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effexport.plugins.aft_simple_attention import SIGNATURE
 from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Sizes, cdiv, minimum
 
 # as in kernel_cuda.cu; a test compares the launches
@@ -12,11 +13,7 @@ SLICE = 256
 PARTS = 3
 MOST_BLOCKS = 65536
 
-OPERATOR = "AFTSimpleAttention"
-INPUTS = (
-    *("q: T [batch heads seq channels]", "k: T [batch heads seq channels]", "v: T [batch heads seq channels]"),
-    "keep: bool [batch seq]",
-)
+OPERATOR, INPUTS = SIGNATURE.onnx_name, tuple(map(str, SIGNATURE.inputs))
 PARTIALS = f"partials: float32 [batch heads slices {PARTS} channels]"
 CONTEXTS = "contexts: float32 [batch heads channels]"
 
@@ -66,8 +63,7 @@ GATE = Plugin(
     launch=gate,
 )
 IN_STEPS = Rewrite(
-    name=OPERATOR,
-    inputs=INPUTS,
+    **SIGNATURE.trt_node(),
     nodes=lambda s: (
         """
         partials = effexport.AFTSimpleAttentionSums (k, v, keep)

@@ -1,7 +1,4 @@
-"""The contract of AFTWindowAttention.
-
-Sizes of a case: batch, heads, seq, channels, key channels, bias heads, positions, taps, causal.
-"""
+"""The contract of AFTWindowAttention."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from effexport.plugins.aft_window_attention.op import SIGNATURE
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,
@@ -20,7 +18,6 @@ from effexport.plugins.contract import (
     Contract,
     FasterThan,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
@@ -57,8 +54,10 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         bias.mul_(2)
     highest = peak(case.kind, seq)
     k[:, :, highest], keep[:, highest] = PEAK_LOGIT, True
-    if case.kind in ("own bias", "visible"):
+    if case.kind in ("own bias", "visible", "mean"):
         keep[:] = True
+    if case.kind == "mean":
+        q, k, bias = torch.full_like(q, 1000), torch.zeros_like(k), torch.zeros_like(bias)
     if case.kind == "own bias":
         bias[..., taps - 1 if causal else taps // 2] = PEAK_LOGIT
     hidden = ~keep[:, None, :, None]
@@ -74,10 +73,6 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
 def both_forms(*cases: Case) -> tuple[Case, ...]:
     """The cases, and their causal forms."""
     return tuple(replace(case, sizes=(*case.sizes[:-1], causal)) for causal in (0, 1) for case in cases)
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    return {"out": Output(case.sizes[:4], case.torch_dtype)}
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -178,12 +173,14 @@ def work(case: Case) -> Work:
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="batch heads seq channels key_channels bias_heads positions taps causal",
     inputs=inputs,
-    outputs=outputs,
     exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
+    raced=in_all_types(Case((2, 2, 70, 33, 1, 2, 1, 40, 1)), Case((2, 2, 70, 33, 33, 1, 70, 7, 0))),
     small=in_all_types(
         Case((2, 1, 1, 1, 1, 1, 1, 1, 0)),
         Case((2, 2, 70, 9, 1, 2, 1, 11, 0), kind="no token"),
@@ -193,7 +190,6 @@ CONTRACT = Contract(
         *with_peaks(Case((1, 1, 150, 8, 8, 1, 1, 7, 1))),
         *(Case((1, 1, 130, 8, 8, 1, 1, taps, causal), kind="own bias") for taps in (1, 101) for causal in (0, 1)),
     ),
-    attributes=lambda case: {"causal": bool(case.sizes[8])},
     # the kernels' sizes are 32, 64 and 192 tokens, 6 queries, 16 and 64 channels; the body's 32, or 8 and 64 tokens
     cases=both_forms(
         *in_all_types(
@@ -222,6 +218,7 @@ CONTRACT = Contract(
         *(Case((*sizes, 1, 1, 4, 3, 0)) for sizes in ((0, 1, 4, 8), (2, 1, 0, 8), (2, 1, 4, 0), (2, 0, 4, 8)))
     ),
     hidden=dict.fromkeys("kv", (torch.nan, torch.inf, -torch.inf, 1e30)),
+    averaged=("v", lambda heads, channels: Case((1, heads, 2, channels, channels, 1, 1, 1, 0), kind="mean")),
     uncountable=((2**31, 1, 4, 8, 8, 1, 1, 3, 0), (1, 1, 2**31 - 4, 8, 8, 1, 1, 3, 1)),
     checked=in_all_types(
         *(Case((2, 1, 1000, 100, 100, 1, 1000, taps, causal)) for taps in (5, 63, 255) for causal in (0, 1)),

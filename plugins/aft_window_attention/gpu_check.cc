@@ -12,7 +12,6 @@ aft_window_attention::Problem problem_of(const std::int64_t* sizes) {
 
 }  // namespace
 
-// sizes: batch, heads, seq, channels, key channels, bias heads, positions, taps, causal.
 EFFEXPORT_GPU_CHECK(aft_window_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;

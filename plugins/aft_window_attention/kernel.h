@@ -66,10 +66,6 @@ void attend_cpu(const Problem& problem, const Arrays<T>& arrays, const float* fa
                 std::int64_t last, void* workspace);
 std::size_t cpu_workspace_bytes(const Problem& problem);
 
-// They use the best instructions of the machine they run on. This makes them use "avx512", "avx2" or "baseline"
-// instead, so that tests reach all of them; returns whether the machine has them. Not between the steps of a call.
-bool select_cpu_instructions(const char* name);
-
 // The whole operator on a stream (a cudaStream_t) of the current device. All pointers are to device memory; `scratch`
 // has cuda_scratch_bytes(problem) bytes. Returns a cudaError_t, 0 for success; cudaErrorInvalidValue for more than
 // 2³¹ − 1 of anything.

@@ -111,11 +111,11 @@ struct Steps {
   decltype(&baseline::sum_others) sum_others;
 };
 
-CpuDispatch<Steps>& dispatch() {
+const CpuDispatch<Steps>& dispatch() {
 #define STEPS_OF(set, T) StepsOf<T>{set::sum_block<T>, set::attend_unit<T>}
 #define STEPS(set) \
   Steps{{STEPS_OF(set, float), STEPS_OF(set, Half), STEPS_OF(set, BFloat16)}, set::sum_earlier, set::sum_others}
-  static CpuDispatch<Steps> made(EFFEXPORT_CPU_SETS(STEPS));
+  static const CpuDispatch<Steps> made(EFFEXPORT_CPU_SETS(STEPS));
 #undef STEPS
 #undef STEPS_OF
   return made;
@@ -130,8 +130,6 @@ std::size_t cpu_sum_floats(const Problem& problem) { return static_cast<std::siz
 std::int64_t cpu_units(const Problem& problem) { return Shape(problem).units; }
 
 std::size_t cpu_workspace_bytes(const Problem& problem) { return Workspace(Shape(problem), nullptr).bytes; }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void sum_blocks_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t first, std::int64_t last,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from effexport.plugins.aft_window_attention import SIGNATURE
 from effexport.plugins.function_body import rounded_down
-from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
@@ -24,20 +24,6 @@ CAUSAL_BLOCK, GROUP = 64, 8
 
 # Queries whose weights the reference makes at a time.
 QUERIES = 16
-
-SIGNATURE = Signature(
-    "AFTWindowAttention",
-    "out = σ(q) ⊙ Σ softmax(k + w) ⊙ v over the visible tokens of a sequence, with biases w for near keys only.",
-    inputs=(
-        Parameter("q", "batch heads seq channels"),
-        Parameter("k", "batch heads seq key_channels", note=", one channel or all"),
-        Parameter("v", "batch heads seq channels"),
-        Parameter("keep", "batch seq", "bool", ", false for padding"),
-        Parameter("bias", "bias_heads positions taps", "float32", ", heads and positions may be 1"),
-    ),
-    outputs=(Parameter("out", "batch heads seq channels"),),
-    attributes=(Attribute("causal", int, default=0),),
-)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor, causal: bool) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from effexport.plugins.aft_window_attention import SIGNATURE
 from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Rewrite, Sizes, cdiv
 
 # as in kernel_cuda.cu; a test compares the launches
@@ -16,14 +17,7 @@ PARTS = 3
 ROWS_OF_A_WARP = 16
 COLUMNS = 2 * CHANNELS
 
-OPERATOR = "AFTWindowAttention"
-INPUTS = (
-    "q: T [batch heads seq channels]",
-    "k: T [batch heads seq key_channels]",
-    "v: T [batch heads seq channels]",
-    "keep: bool [batch seq]",
-    "bias: float32 [bias_heads positions taps]",
-)
+OPERATOR, INPUTS = SIGNATURE.onnx_name, tuple(map(str, SIGNATURE.inputs))
 
 
 def sums_of_blocks(name: str) -> str:
@@ -108,9 +102,7 @@ def why_not_taps(sizes: Mapping[str, int | str | None], attributes: Mapping[str,
 
 
 IN_STEPS = Rewrite(
-    name=OPERATOR,
-    inputs=INPUTS,
-    attributes={"causal": int},
+    **SIGNATURE.trt_node(),
     fixed={"taps": range(1, LARGEST_DIM)},
     further=why_not_taps,
     nodes=nodes,

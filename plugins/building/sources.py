@@ -14,10 +14,8 @@ from effexport.plugins.ops import OPS, Op
 # where this installation keeps them; builds are remembered by it
 FOLDER = Path(__file__).resolve().parents[1]
 
-# CMakeLists.txt reads the list of operators from ops.py
 SHARED_FILES = (
     "CMakeLists.txt",
-    "ops.py",
     "native/attention.h",
     "native/cpu_dispatch.h",
     "native/cuda.h",

@@ -1,4 +1,4 @@
-"""The contract of IterativePinv. Sizes of a case: count, m, iterations."""
+"""The contract of IterativePinv."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from effexport.plugins.contract import (
     Contract,
     FasterThan,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
 )
 from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
+from effexport.plugins.iterative_pinv.op import SIGNATURE
 
 # softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero
 KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
@@ -43,11 +43,6 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     smallest = torch.finfo(torch.float16).tiny  # a divisor that exists in all types
     scale = a.sum(dim=1).amax(dim=-1).clamp(min=smallest).reshape(-1, 1, 1)
     return {"A": a.to(case.torch_dtype), "scale": scale.to(case.torch_dtype)}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    count, m, _ = case.sizes
-    return {"Z": Output((count, m, m), case.torch_dtype)}
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,14 +109,15 @@ FUSED = FasterThan("products", "one launch that keeps everything in shared memor
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="N m iterations",
     inputs=inputs,
-    outputs=outputs,
     exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
+    raced=in_all_types(*(Case((3, m, steps), kind="softmax") for m, steps in ((24, 2), (40, 1), (70, 1)))),
     small=in_all_types(*(Case((2, m, 6), kind=kind) for m in (1, 31, 65) for kind in KINDS)),
-    attributes=lambda case: {"iterations": case.sizes[2]},
     cases=(
         # around the sides of tiles, of 16 and of 32; above 64 another kernel computes
         *(Case((2, m, 6), kind="softmax") for m in (7, 8, 9, 15, 16, 32, 33, 48)),

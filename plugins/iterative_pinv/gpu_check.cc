@@ -4,7 +4,6 @@
 
 using namespace effexport;
 
-// sizes: count, m, iterations.
 EFFEXPORT_GPU_CHECK(iterative_pinv) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;

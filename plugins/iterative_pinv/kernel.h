@@ -19,10 +19,6 @@ void iterate_cpu(const T* a, const T* scale, std::int64_t count, std::int64_t m,
 
 std::size_t cpu_workspace_bytes(std::int64_t m);
 
-// iterate_cpu uses the best instructions of the machine it runs on. This makes it use "avx512", "avx2" or "baseline"
-// instead, so that tests reach all of them; returns whether the machine has them. Not while iterate_cpu runs.
-bool select_cpu_instructions(const char* name);
-
 // On the GPU: enqueues one launch on `stream` (a cudaStream_t) and returns at once. All pointers are to device memory;
 // `scratch` has cuda_scratch_bytes(count, m) bytes and may be null where that is 0, that is, up to m = 64.
 // Returns a cudaError_t, 0 for success.

@@ -34,13 +34,13 @@ struct Products {
   decltype(&baseline::last_product) last;
 };
 
-CpuDispatch<Products>& dispatch() {
+const CpuDispatch<Products>& dispatch() {
 #define PRODUCTS(set)                                                                                  \
   Products {                                                                                           \
     set::product, set::inner_polynomial, set::outer_polynomial, set::quarter_product,                  \
         set::middle_polynomial, set::last_product                                                      \
   }
-  static CpuDispatch<Products> made(EFFEXPORT_CPU_SETS(PRODUCTS));
+  static const CpuDispatch<Products> made(EFFEXPORT_CPU_SETS(PRODUCTS));
 #undef PRODUCTS
   return made;
 }
@@ -84,8 +84,6 @@ void store(const float* __restrict matrix, std::int64_t m, T* __restrict z) {
 std::size_t cpu_workspace_bytes(std::int64_t m) {
   return static_cast<std::size_t>(buffer_size(m)) * (kFloatBuffers * sizeof(float) + kDoubleBuffers * sizeof(double));
 }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void iterate_cpu(const T* a, const T* scale, std::int64_t count, std::int64_t m, std::int64_t iterations,

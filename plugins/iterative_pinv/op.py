@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.signature import Attribute, Parameter, Signature
+from effexport.plugins.iterative_pinv import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
-
-SIGNATURE = Signature(
-    "IterativePinv",
-    "Z0 = Aᵀ/scale; Z ← Z/4 · (13I − P(15I − P(7I − P))), P = A Z, a fixed number of times.",
-    inputs=(
-        Parameter("A", "N m m"),
-        Parameter("scale", "N 1 1", note=", divisor of the start value"),
-    ),
-    outputs=(Parameter("Z", "N m m"),),
-    attributes=(Attribute("iterations", int, default=6, at_least=1),),
-)
 
 
 def reference(a: Tensor, scale: Tensor, iterations: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effexport.plugins.iterative_pinv import SIGNATURE
 from effexport.plugins.trt_plugin import Launch, Plugin, Sizes
 
 # as in tensor_cores.h; a test compares the launches
@@ -16,13 +17,8 @@ def launch(s: Sizes) -> Launch:
 
 
 PINV = Plugin(
-    name="IterativePinv",
-    op="IterativePinv",
+    **SIGNATURE.trt_plugin(),
     entry="effexport_iterative_pinv_{T}",
-    inputs=("A: T [N m m]", "scale: T [N 1 1]"),
-    outputs=("Z: T [N m m]",),
-    attributes={"iterations": int},
-    at_least={"iterations": 1},
     fixed={"m": range(1, MAX_M + 1)},
     launch=launch,
 )

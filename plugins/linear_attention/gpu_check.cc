@@ -20,7 +20,6 @@ linear_attention::Arrays<T> sized(const std::int64_t* sizes) {
 
 }  // namespace
 
-// sizes: batch, heads, seq, head_dim, value_dim, causal, relu; numbers: eps.
 EFFEXPORT_GPU_CHECK(linear_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;

@@ -65,10 +65,6 @@ void causal_slice_outputs_cpu(const Arrays<T>& x, std::int64_t head, std::int64_
 template <class T>
 void causal_head_cpu(const Arrays<T>& x, std::int64_t head, void* workspace);
 
-// The kernels use the best instructions of the machine they run on. This makes them use "avx512", "avx2" or "baseline"
-// instead, so that tests reach all of them; returns whether the machine has them. Not while a kernel runs.
-bool select_cpu_instructions(const char* name);
-
 // On the GPU: enqueues a few launches on `stream` (a cudaStream_t) and returns at once. All pointers are to device
 // memory; `scratch` has cuda_scratch_bytes(x, causal) bytes. Returns a cudaError_t, 0 for success.
 template <class T>

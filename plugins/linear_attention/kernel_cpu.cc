@@ -56,7 +56,7 @@ struct Steps {
   std::tuple<Conversions<float>, Conversions<Half>, Conversions<BFloat16>> conversions;
 };
 
-CpuDispatch<Steps>& dispatch() {
+const CpuDispatch<Steps>& dispatch() {
 #define CONVERSIONS(set, T) Conversions<T>{set::widen, set::narrow}
 #define STEPS(set)                                                                                       \
   Steps {                                                                                                \
@@ -64,7 +64,7 @@ CpuDispatch<Steps>& dispatch() {
       CONVERSIONS(set, float), CONVERSIONS(set, Half), CONVERSIONS(set, BFloat16)                        \
     }                                                                                                    \
   }
-  static CpuDispatch<Steps> made(EFFEXPORT_CPU_SETS(STEPS));
+  static const CpuDispatch<Steps> made(EFFEXPORT_CPU_SETS(STEPS));
 #undef STEPS
 #undef CONVERSIONS
   return made;
@@ -214,8 +214,6 @@ std::size_t cpu_state_floats(std::int64_t head_dim, std::int64_t value_dim) {
 std::size_t cpu_workspace_bytes(std::int64_t head_dim, std::int64_t value_dim) {
   return static_cast<std::size_t>(Head<float>::workspace_floats(head_dim, value_dim)) * sizeof(float);
 }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void slice_state_cpu(const Arrays<T>& x, std::int64_t head, std::int64_t slice, void* workspace, float* state) {

@@ -12,28 +12,10 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.function_body import rounded_down
-from effexport.plugins.signature import Attribute, Parameter, Signature
+from effexport.plugins.linear_attention import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
-
-SIGNATURE = Signature(
-    "EluLinearAttention",
-    "φ(q_i)ᵀ S / (φ(q_i)·z + eps) with S = Σ φ(k_j) v_jᵀ, z = Σ φ(k_j) over kept j, and φ(x) = elu(x) + 1 or relu(x).",
-    inputs=(
-        Parameter("q", "batch heads seq head_dim"),
-        Parameter("k", "batch heads seq head_dim"),
-        Parameter("v", "batch heads seq value_dim"),
-        Parameter("keep", "batch seq", "bool", ", false for positions without weight"),
-    ),
-    outputs=(Parameter("out", "batch heads seq value_dim"),),
-    attributes=(
-        Attribute("eps", float, at_least=0),
-        Attribute("causal", int, default=0),
-        Attribute("chunk_length", int, default=128, at_least=1),
-        Attribute("relu", int, default=0),
-    ),
-)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool, relu: bool = False) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from effexport.plugins.linear_attention import SIGNATURE
 from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Rewrite, Size, Sizes, cdiv, maximum, minimum
 
 # as in kernel_cuda.cu; a test compares the launches
@@ -17,13 +18,7 @@ COMBINE_THREADS = 256
 STATE_QUADS = BLOCK_THREADS * 9
 STATE_FLOATS = 4 * STATE_QUADS
 
-OPERATOR = "EluLinearAttention"
-INPUTS = (
-    "q: T [batch heads seq head_dim]",
-    "k: T [batch heads seq head_dim]",
-    "v: T [batch heads seq value_dim]",
-    "keep: bool [batch seq]",
-)
+OPERATOR, INPUTS = SIGNATURE.onnx_name, tuple(map(str, SIGNATURE.inputs))
 
 
 def states_of_slices(name: str) -> str:
@@ -126,9 +121,7 @@ def nodes(s: Sizes) -> str:
 
 
 IN_STEPS = Rewrite(
-    name=OPERATOR,
-    inputs=INPUTS,
-    attributes={"eps": float, "causal": int, "chunk_length": int, "relu": int},
+    **SIGNATURE.trt_node(),
     later={"relu": 0},
     fixed={"head_dim": range(1, LARGEST_DIM), "value_dim": range(1, LARGEST_DIM)},
     nodes=nodes,

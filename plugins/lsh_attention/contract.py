@@ -1,8 +1,4 @@
-"""The contract of LSHAttention.
-
-Sizes of a case: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before, chunks_after, causal,
-circular, rounded. The CUDA kernels do not read `rank`.
-"""
+"""The contract of LSHAttention. The CUDA kernels do not read `rank`."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from effexport.plugins.contract import (
     Contract,
     FasterThan,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
@@ -28,6 +23,7 @@ from effexport.plugins.contract import (
     sdpa_baselines,
 )
 from effexport.plugins.gpu_work import Work, attention_core, parts
+from effexport.plugins.lsh_attention.op import SIGNATURE
 
 BUCKETS = 8
 EMPTY = ((0, 2, 100, 8, 8), (2, 0, 100, 8, 8), (2, 2, 0, 8, 8), (2, 2, 100, 8, 0))
@@ -60,11 +56,6 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     buckets[..., :seq] = torch.where(keep[:, None], drawn, BUCKETS)
     order = torch.sort(buckets.flatten(0, 1), dim=-1, stable=True).indices.to(torch.int32)
     return {"qk": qk, "v": v, "order": order, "rank": order.argsort(dim=-1).to(torch.int32), "keep": keep}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    batch, heads, seq, _, value_dim = case.sizes[:5]
-    return {"out": Output((batch, heads, seq, value_dim), case.torch_dtype)}
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -177,12 +168,15 @@ SIX_TIMES = FasterThan("SDPA flash", "the goal of a whole layer, with hash and s
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="batch heads seq head_dim value_dim rounds chunk_length chunks_before chunks_after causal circular rounded",
+    derived={"rounds": lambda sizes: sizes["rows"] // (sizes["batch"] * sizes["heads"])},
     inputs=inputs,
-    outputs=outputs,
     exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
+    raced=in_all_types(Case((3, 1, 40, 72, 40, 2, 16, 1, 0, 1, 1, 1)), Case((2, 1, 70, 8, 8, 1, 70, 1, 0, 0, 0, 0))),
     small=in_all_types(
         case_of(1, 1, 1, 1, 1, 1, 1, 1),
         case_of(2, 2, 63, 24, 24, 2, 10, 1, causal=1),
@@ -191,7 +185,6 @@ CONTRACT = Contract(
         replace(case_of(1, 1, 95, 16, 8, 3, 16, 1), kind="axes"),
         replace(case_of(1, 1, 210, 64, 8, 2, 70, 1), kind="axes"),
     ),
-    attributes=lambda case: dict(zip(ATTRIBUTES, case.sizes[6:], strict=True)),
     cases=(
         *in_all_types(
             case_of(2, 2, 63, 24, 24, 2, 10, 1, causal=1),
@@ -205,8 +198,24 @@ CONTRACT = Contract(
         case_of(1, 1, 250, 40, 150, 2, 100, 1),
         case_of(1, 1, 90, 130, 70, 2, 70, 1),
         *(case_of(2, 2, 63, 8, 8, 2, 10, before, after=after) for before in (0, 2) for after in (0, 2)),
+        *(case_of(2, 1, seq, 8, 8, 2, 10, 1) for seq in (1, 5)),
+        *(case_of(1, 1, 100, dim, dim, 1, 10, 1) for dim in (16, 64, 100)),
+        *(
+            case_of(1, 1, seq, 8, 8, 1, 10, 2, after=2, circular=1, causal=causal)
+            for seq in (5, 15)
+            for causal in (0, 1)
+        ),
     ),
-    larger=in_all_types(case_of(2, 2, 1000, 64, 64, 4, 64, 1), case_of(2, 2, 1000, 16, 100, 2, 16, 1, circular=1)),
+    larger=(
+        *(
+            case_of(2, 2, 63, 8, 8, 2, 10, before, after=after, circular=circular)
+            for before in range(3)
+            for after in range(3)
+            for circular in (0, 1)
+        ),
+        *(case_of(2, 2, 100, 24, 100, rounds, n, 1, causal=1, rounded=1) for rounds in (1, 3, 4) for n in (1, 16, 64)),
+        *in_all_types(case_of(2, 2, 1000, 64, 64, 4, 64, 1), case_of(2, 2, 1000, 16, 100, 2, 16, 1, circular=1)),
+    ),
     empty=tuple(case_of(*sizes, 2, 10, 1) for sizes in EMPTY),
     body_refuses=tuple(case_of(*sizes, 2, 10, 1) for sizes in EMPTY),
     cuda_roundings=2,  # of weights, and of what each round gives a token

@@ -26,8 +26,6 @@ lsh_attention::Problem problem_of(const std::int64_t* sizes) {
 
 }  // namespace
 
-// arrays: qk, v, order, rank (which is not read), keep, out. sizes: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before, chunks_after, causal, circular,
-// rounded.
 EFFEXPORT_GPU_CHECK(lsh_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;

@@ -62,10 +62,6 @@ template <class T>
 void combine_cpu(const Problem& problem, const float* contexts, const float* lses, std::int64_t first,
                  std::int64_t last, T* out);
 
-// attend_cpu uses the best instructions of the machine it runs on. This makes it use "avx512", "avx2" or "baseline"
-// instead, so that tests reach all of them; returns whether the machine has them. Not while attend_cpu runs.
-bool select_cpu_instructions(const char* name);
-
 // On the GPU: enqueues three launches on `stream` (a cudaStream_t) and returns at once. All pointers are to device
 // memory; keep [batch, seq], bytes that are 0 or 1; `scratch` has cuda_scratch_bytes<T>(problem) bytes at an address
 // that is a multiple of 16. A token of `order` that does not exist is taken for padding: a check would have to stop the

@@ -49,8 +49,8 @@ struct Window {
 #define ATTEND(set) &set::attend
 using Attend = void (*)(const Problem&, const Strides&, const Window&);
 
-CpuDispatch<Attend>& dispatch() {
-  static CpuDispatch<Attend> made(EFFEXPORT_CPU_SETS(ATTEND));
+const CpuDispatch<Attend>& dispatch() {
+  static const CpuDispatch<Attend> made(EFFEXPORT_CPU_SETS(ATTEND));
   return made;
 }
 
@@ -199,8 +199,6 @@ std::size_t cpu_workspace_bytes(const Problem& problem) {
 std::int64_t cpu_groups_at_once(const Problem& problem) {
   return std::min(problem.groups, (kUnitsAtOnce - 1) / units_of_group(problem) + 1);
 }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void attend_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t first_unit, std::int64_t last_unit,

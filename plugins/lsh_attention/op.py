@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.function_body import LARGEST_FILL, rounded_down
-from effexport.plugins.signature import Attribute, Parameter, Signature
+from effexport.plugins.lsh_attention import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
@@ -22,27 +22,6 @@ if TYPE_CHECKING:
 SELF_LOGIT = -1e5
 # Under the root of a key's length, as in transformers.
 KEY_EPS = 1e-6
-
-SIGNATURE = Signature(
-    "LSHAttention",
-    "Attention of tokens, sorted by hash bucket, within chunks; all hash rounds combined by log-sum-exp.",
-    inputs=(
-        Parameter("qk", "batch heads seq head_dim", note=", shared queries and keys"),
-        Parameter("v", "batch heads seq value_dim"),
-        Parameter("order", "rows padded", "int32", ", of LSHSort; rows are batch · heads · rounds"),
-        Parameter("rank", "rows padded", "int32", ", of LSHSort"),
-        Parameter("keep", "batch seq", "bool"),
-    ),
-    outputs=(Parameter("out", "batch heads seq value_dim"),),
-    attributes=(
-        Attribute("chunk_length", int, at_least=1),
-        Attribute("chunks_before", int, at_least=0),
-        Attribute("chunks_after", int, at_least=0),
-        Attribute("causal", int),
-        Attribute("circular", int),
-        Attribute("rounded", int),
-    ),
-)
 
 
 def reference(

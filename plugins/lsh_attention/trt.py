@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from effexport.plugins.lsh_attention import SIGNATURE
 from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Rewrite, Size, Sizes, cdiv, fdiv, maximum
 
 # as in kernel_cuda.cu and native/attention.h; a test compares the launches
@@ -15,15 +16,13 @@ WIDTH = 64
 CHUNK_BYTES = 16
 KEY_BYTES = 16
 
-OPERATOR = "LSHAttention"
-QK, V = "qk: T [batch heads seq head_dim]", "v: T [batch heads seq value_dim]"
-ORDER, KEEP = "order: int32 [rows padded]", "keep: bool [batch seq]"
+OPERATOR = SIGNATURE.onnx_name
+QK, V, ORDER, _, KEEP = map(str, SIGNATURE.inputs)
 SCALES, KEPT = "scales: float32 [batch heads seq]", "kept: int32 [batch]"
 CONTEXTS = "contexts: T [batch heads rounds seq value_dim]"
 LSES = "lses: float32 [batch heads rounds seq]"
-ATTRIBUTES: Mapping[str, type[int]] = dict.fromkeys(
-    ("chunk_length", "chunks_before", "chunks_after", "causal", "circular", "rounded"), int
-)
+NODE = SIGNATURE.trt_node()
+ATTRIBUTES = NODE["attributes"]
 
 
 def prepare(s: Sizes) -> Launch:
@@ -95,10 +94,7 @@ def nodes(s: Sizes) -> str:
 
 
 IN_STEPS = Rewrite(
-    name=OPERATOR,
-    inputs=(QK, V, ORDER, ORDER.replace("order", "rank"), KEEP),
-    attributes=ATTRIBUTES,
-    at_least={"chunk_length": 1},
+    **NODE,
     # the kernel of the rounds divides columns among blocks, at least one for each
     fixed={"value_dim": range(1, LARGEST_DIM)},
     nodes=nodes,

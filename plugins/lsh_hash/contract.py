@@ -1,6 +1,4 @@
-"""The contract of LSHHash. Sizes of a case: batch, heads, seq, head_dim, rounds, chunk_length, how
-many bucket factors, and the factors.
-"""
+"""The contract of LSHHash."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from effexport.plugins.contract import (
     Contract,
     FasterThan,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
@@ -23,6 +20,7 @@ from effexport.plugins.contract import (
 )
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_hash import op
+from effexport.plugins.lsh_hash.op import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -50,11 +48,6 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
 
 def factors(case: Case) -> tuple[int, ...]:
     return case.sizes[7:]
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    batch, heads, seq, _, rounds, chunk_length, *_ = case.sizes
-    return {"buckets": Output((batch * heads * rounds, op.padded_length(seq, chunk_length)), torch.int32)}
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,18 +107,23 @@ def timed(dtype: str, goal: AtMost) -> Timed:
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="batch heads seq head_dim rounds chunk_length bucket_factors",
+    derived={
+        "rows": lambda sizes: sizes["batch"] * sizes["heads"] * sizes["rounds"],
+        "padded": lambda sizes: op.padded_length(sizes["seq"], sizes["chunk_length"]),
+    },
     inputs=inputs,
-    outputs=outputs,
     exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
+    raced=in_all_types(case(3, 1, 63, 33, 2, 16, factors=(4, 70))),
     small=in_all_types(
         case(1, 1, 1, 1, 1, 1, factors=(2,)),
         case(2, 2, 63, 33, 3, 16, factors=(4, 6)),
         case(1, 2, 130, 8, 2, 64, factors=(70,)),
     ),
-    attributes=lambda case: {"bucket_factors": case.sizes[7:], "chunk_length": case.sizes[5]},
     # blocks of tokens and tiles of directions that are full and not; padding that is longer than a block
     cases=in_all_types(
         case(3, 2, 63, 16, 2, 64, factors=(8,), kind="no token"),

@@ -4,7 +4,6 @@
 
 using namespace effexport;
 
-// sizes: batch, heads, seq, head_dim, rounds, chunk_length, how many factors, the factors.
 EFFEXPORT_GPU_CHECK(lsh_hash) {
   lsh_hash::Halves halves{};
   std::int64_t width = 0;

@@ -40,9 +40,9 @@ struct Functions {
   void (*of_bfloat16)(const Block<BFloat16>&);
 };
 
-CpuDispatch<Functions>& dispatch() {
+const CpuDispatch<Functions>& dispatch() {
 #define FUNCTIONS(set) Functions{set::hash_block<float>, set::hash_block<Half>, set::hash_block<BFloat16>}
-  static CpuDispatch<Functions> made(EFFEXPORT_CPU_SETS(FUNCTIONS));
+  static const CpuDispatch<Functions> made(EFFEXPORT_CPU_SETS(FUNCTIONS));
 #undef FUNCTIONS
   return made;
 }
@@ -91,8 +91,6 @@ void pack_rotations(const Problem& p, const float* rotations, float* left) {
 std::int64_t cpu_units(const Problem& p) { return p.groups * ((p.padded + kBlock - 1) / kBlock); }
 
 std::size_t cpu_workspace_bytes(const Problem& problem) { return Workspace(problem, nullptr).bytes; }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void hash_cpu(const Problem& p, const Arrays<T>& a, std::int64_t first_unit, std::int64_t last_unit, void* memory) {

@@ -14,22 +14,10 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.function_body import rounded_down
-from effexport.plugins.signature import Attribute, Parameter, Signature
+from effexport.plugins.lsh_hash import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
-
-SIGNATURE = Signature(
-    "LSHHash",
-    "Hash buckets of all tokens, one row per round: the largest of their projections and of the negated ones.",
-    inputs=(
-        Parameter("qk", "batch heads seq head_dim", note=", shared queries and keys"),
-        Parameter("rotations", "heads head_dim rounds width", "float32", ", width is half the sum of bucket_factors"),
-        Parameter("keep", "batch seq", "bool"),
-    ),
-    outputs=(Parameter("buckets", "rows padded", "int32", ", rows are batch · heads · rounds"),),
-    attributes=(Attribute("bucket_factors", tuple, at_least=2), Attribute("chunk_length", int, at_least=1)),
-)
 
 
 def reference(qk: Tensor, rotations: Tensor, keep: Tensor, bucket_factors: Sequence[int], chunk_length: int) -> Tensor:

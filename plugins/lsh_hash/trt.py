@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from effexport.plugins.lsh_hash import SIGNATURE
 from effexport.plugins.trt_plugin import INT32_MAX, Launch, Plugin, Sizes, cdiv
 
 # as in kernel_cuda.cu; a test compares the launches
@@ -45,17 +46,8 @@ def launch(s: Sizes) -> Launch:
 
 
 HASH = Plugin(
-    name="LSHHash",
-    op="LSHHash",
+    **SIGNATURE.trt_plugin(),
     entry="effexport_lsh_hash_{T}",
-    inputs=(
-        "qk: T [batch heads seq head_dim]",
-        "rotations: float32 [heads head_dim rounds width]",
-        "keep: bool [batch seq]",
-    ),
-    outputs=("buckets: int32 [rows padded]",),
-    attributes={"bucket_factors": tuple, "chunk_length": int},
-    at_least={"bucket_factors": 2, "chunk_length": 1},
     further=why_not_factors,
     sizes=lambda s: {
         "rows": s.batch * s.heads * s.rounds,

@@ -1,4 +1,4 @@
-"""The contract of LSHSort. Sizes of a case: rows, n, num_buckets."""
+"""The contract of LSHSort."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Output, Timed, generator
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, generator
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_sort import op
+from effexport.plugins.lsh_sort.op import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -26,11 +27,6 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         buckets[4::6] = (position + 1) % 2 * (num_buckets - 1)
         buckets[5::6] = buckets[5::6].sort(dim=1).values.roll(1, dims=1)
     return {"buckets": buckets}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    rows, n, _ = case.sizes
-    return {name: Output((rows, n), torch.int32) for name in ("order", "rank")}
 
 
 def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,17 +74,18 @@ def timed(rows: int, n: int, num_buckets: int, *goals: AtMost) -> Timed:
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="N n num_buckets",
     inputs=inputs,
-    outputs=outputs,
     exact=reference,
     limit=limit,
     baselines=baselines,
     work=work,
+    raced=(case(3, 70, 1217, "patterns"), case(3, 1000, 33, "patterns"), case(1, 8200, 5)),
     small=tuple(
         case(6, n, num_buckets, "patterns")
         for n, num_buckets in ((1, 1), (63, 2), (100, 1217), (1000, 33), (257, 1025))
     ),
-    attributes=lambda case: {"num_buckets": case.sizes[2]},
     # what LSH layers use; one less, equal to and one more than a digit and a block of the body, and than one pass
     cases=tuple(
         case(6, n, num_buckets, "patterns")

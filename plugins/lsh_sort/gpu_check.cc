@@ -4,7 +4,6 @@
 
 using namespace effexport;
 
-// sizes: rows, n, num_buckets.
 EFFEXPORT_GPU_CHECK(lsh_sort) {
   return lsh_sort::launch_cuda(gpu_check::array<std::int32_t>(arrays, 0), sizes[0], sizes[1], sizes[2],
                                gpu_check::array<std::int32_t>(arrays, 1), gpu_check::array<std::int32_t>(arrays, 2),

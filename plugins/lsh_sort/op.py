@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.function_body import rounded_down
-from effexport.plugins.signature import Attribute, Parameter, Signature
+from effexport.plugins.lsh_sort import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 MAX_RADIX = 32
 # Tokens per block of the body's prefix sums, which are products with a triangular matrix.
 BLOCK = 128
-
-SIGNATURE = Signature(
-    "LSHSort",
-    "Stable counting sort of every row. order lists the tokens by bucket, rank is the inverse permutation.",
-    inputs=(Parameter("buckets", "N n", note=", values in [0, num_buckets)"),),
-    outputs=(Parameter("order", "N n"), Parameter("rank", "N n")),
-    attributes=(Attribute("num_buckets", int, at_least=1),),
-)
 
 
 def reference(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effexport.plugins.lsh_sort import SIGNATURE
 from effexport.plugins.trt_plugin import Launch, Plugin, Sizes, cdiv, fdiv, maximum, minimum
 
 # as in kernel_cuda.cu; a test compares the launches
@@ -23,15 +24,6 @@ def launch(s: Sizes) -> Launch:
     return Launch(s.N * parts, BLOCK_THREADS, (s.N, s.n, s.num_buckets), shared_bytes)
 
 
-SORT = Plugin(
-    name="LSHSort",
-    op="LSHSort",
-    entry="effexport_lsh_sort",
-    inputs=("buckets: int32 [N n]",),
-    outputs=("order: int32 [N n]", "rank: int32 [N n]"),
-    attributes={"num_buckets": int},
-    at_least={"num_buckets": 1},
-    launch=launch,
-)
+SORT = Plugin(**SIGNATURE.trt_plugin(), entry="effexport_lsh_sort", launch=launch)
 PLUGINS = (SORT,)
 CHOICES = (SORT,)

@@ -1,4 +1,4 @@
-"""The contract of MaskedAttention. Sizes of a case: batch, heads, n, m, d, e; number: scale."""
+"""The contract of MaskedAttention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from effexport.plugins.contract import (
     Contract,
     FasterThan,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
@@ -27,6 +26,7 @@ from effexport.plugins.contract import (
 )
 from effexport.plugins.gpu_work import Work, attention_core, parts
 from effexport.plugins.masked_attention import op
+from effexport.plugins.masked_attention.op import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -44,16 +44,13 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         k[:, :, highest] = 0
         k[:, :, highest, 0] = 8 / case.numbers[0]
         keep[:, highest] = True
-    if case.kind == "visible":
+    if case.kind == "mean":
+        q = torch.zeros_like(q)
+    if case.kind in ("visible", "mean"):
         keep = torch.ones_like(keep)
     elif batch > 1:
         keep[-1] = False
     return {"q": q, "k": k, "v": v, "keep": keep}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    batch, heads, n, _, _, e = case.sizes
-    return {"out": Output((batch, heads, n, e), case.torch_dtype)}
 
 
 def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -118,12 +115,13 @@ def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="batch heads n m d e",
+    numbers="scale",
     inputs=inputs,
-    outputs=outputs,
     exact=exact,
     limit=limit,
     intermediate=intermediate,
-    attributes=lambda case: {"scale": case.numbers[0]},
     small=in_all_types(
         Case((1, 1, 1, 1, 1, 1), (0.5,)),
         Case((1, 1, 3, 0, 8, 8), (0.5,)),  # without keys: zeros
@@ -150,6 +148,7 @@ CONTRACT = Contract(
     empty=tuple(Case(sizes, (0.37,)) for sizes in ((0, 2, 3, 4, 40, 24), (2, 0, 3, 4, 40, 24), (2, 2, 0, 4, 40, 24))),
     body_refuses=(Case((2, 0, 3, 4, 40, 24), (0.37,)),),
     hidden={"k": (1e4,), "v": (1e4,)},
+    averaged=("v", lambda heads, channels: Case((1, heads, 2, 2, 8, channels), (0.5,), "mean")),
     cuda_roundings=1,  # of weights
     wrong_attributes=(
         ({}, "scale is missing"),
@@ -165,6 +164,7 @@ CONTRACT = Contract(
     ),
     baselines=baselines,
     work=work,
+    raced=in_all_types(Case((3, 1, 20, 70, 72, 40), (0.2,)), Case((3, 1, 3, 300, 16, 65), (0.2,))),
     checked=in_all_types(
         Case((2, 3, 63, 100, 24, 40), (0.2,)),
         Case((1, 2, 17, 1000, 100, 100), (0.1,)),

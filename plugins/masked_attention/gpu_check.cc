@@ -12,7 +12,6 @@ masked_attention::Problem problem_of(const std::int64_t* sizes, double scale) {
 
 }  // namespace
 
-// sizes: batch, heads, n, m, d, e; numbers: scale.
 EFFEXPORT_GPU_CHECK(masked_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;

@@ -50,10 +50,6 @@ void attend_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t fi
 template <class T>
 void merge_cpu(const Problem& problem, const float* partials, std::int64_t first, std::int64_t last, T* out);
 
-// attend_cpu uses the best instructions of the machine it runs on. This makes it use "avx512", "avx2" or "baseline"
-// instead, so that tests reach all of them; returns whether the machine has them. Not while attend_cpu runs.
-bool select_cpu_instructions(const char* name);
-
 // The whole operator, in one or two launches on a stream of the current device; keys may be none. `partials` has
 // cuda_partial_floats(problem) floats there. Returns a cudaError_t: cudaErrorInvalidValue for more than 2³¹ − 1 of
 // anything.

@@ -59,9 +59,9 @@ struct Functions {
   void (*attend)(const Tile& tile);
 };
 
-CpuDispatch<Functions>& dispatch() {
+const CpuDispatch<Functions>& dispatch() {
 #define FUNCTIONS(set) Functions{set::transpose, set::attend}
-  static CpuDispatch<Functions> made(EFFEXPORT_CPU_SETS(FUNCTIONS));
+  static const CpuDispatch<Functions> made(EFFEXPORT_CPU_SETS(FUNCTIONS));
 #undef FUNCTIONS
   return made;
 }
@@ -216,8 +216,6 @@ std::int64_t cpu_partial_floats(const Problem& problem) {
   const std::int64_t count = slices(problem);
   return count == 1 ? 0 : problem.groups * count * problem.queries * (problem.value_dim + 2);
 }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void attend_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t first_unit, std::int64_t last_unit,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from effexport.plugins.signature import Attribute, Parameter, Signature
+from effexport.plugins.masked_attention import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
@@ -28,20 +28,6 @@ NO_LOGIT_COUNTS = -1e30
 def hides_when_added(low: float, dtype: torch.dtype) -> bool:
     """Whether a number of this type, added to a logit, hides a key as the operator does. The lowest one is meant to."""
     return low <= max(NO_LOGIT_COUNTS, torch.finfo(dtype).min)
-
-
-SIGNATURE = Signature(
-    "MaskedAttention",
-    "softmax(scale · q kᵀ) v over the keys that `keep` leaves.",
-    inputs=(
-        Parameter("q", "batch heads n d"),
-        Parameter("k", "batch heads m d"),
-        Parameter("v", "batch heads m e"),
-        Parameter("keep", "batch m", "bool"),
-    ),
-    outputs=(Parameter("out", "batch heads n e"),),
-    attributes=(Attribute("scale", float),),
-)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:

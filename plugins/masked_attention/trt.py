@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from effexport.plugins.masked_attention import SIGNATURE
 from effexport.plugins.ops import FLOAT_TYPES
 from effexport.plugins.trt_plugin import INT32_MAX, Launch, Plugin, Rewrite, Size, Sizes, cdiv, maximum, minimum
 
@@ -20,8 +21,7 @@ MERGE_THREADS = 256
 KEYS_OF_A_SLICE = QUERIES * SLICE_TILES
 LONGEST_SLICE = INT32_MAX // QUERIES * QUERIES
 
-OPERATOR = "MaskedAttention"
-INPUTS = ("q: T [batch heads n d]", "k: T [batch heads m d]", "v: T [batch heads m e]", "keep: bool [batch m]")
+OPERATOR = SIGNATURE.onnx_name
 
 
 def slices(s: Sizes) -> Mapping[str, Size]:
@@ -48,24 +48,18 @@ def merge(s: Sizes) -> Launch:
 
 
 WHOLE = Plugin(
-    name=OPERATOR,
-    op=OPERATOR,
+    **SIGNATURE.trt_plugin(),
     entry="effexport_masked_attention_{T}",
-    inputs=INPUTS,
-    outputs=("out: T [batch heads n e]",),
-    attributes={"scale": float},
     # without keys there is no slice, and only a merge writes zeros
     fixed={"m": range(1, KEYS_OF_A_SLICE + 1)},
     sizes=slices,
     launch=lambda s: attend(s, partial=False),
 )
 ATTEND = Plugin(
-    name="MaskedAttentionAttend",
+    **SIGNATURE.trt_node() | {"name": "MaskedAttentionAttend"},
     op=OPERATOR,
     entry="effexport_masked_attention_{T}",
-    inputs=INPUTS,
     outputs=("partials: float32 [batch heads slices n row]",),
-    attributes={"scale": float},
     sizes=slices,
     launch=lambda s: attend(s, partial=True),
 )
@@ -92,7 +86,7 @@ def nodes(s: Sizes) -> str:
     """
 
 
-IN_SLICES = Rewrite(name=OPERATOR, inputs=INPUTS, attributes={"scale": float}, nodes=nodes)
+IN_SLICES = Rewrite(**SIGNATURE.trt_node(), nodes=nodes)
 PLUGINS = (WHOLE, ATTEND, *MERGES)
 CHOICES = (WHOLE, IN_SLICES)
 

@@ -1,10 +1,14 @@
-// Which instructions a CPU kernel uses: the best of the machine it runs on, or those that a test asks for.
+// Which instructions a CPU kernel uses: the best of the machine it runs on, or no better ones than a test asks for.
 #pragma once
 
 #include <cstring>
 #include <vector>
 
 namespace effexport {
+
+// The name of the best instructions that kernels may use; null for those of the machine. It is read by a kernel's first
+// call in the process.
+inline const char* best_instructions = nullptr;
 
 // The functions of a kernel for every instruction set, and the set that is used.
 template <class Functions>
@@ -17,9 +21,11 @@ class CpuDispatch {
   };
 
   // Best first; the last one is always available.
-  explicit CpuDispatch(std::vector<Set> sets) : sets_(std::move(sets)) {
-    for (const Set& set : sets_) {
-      if (set.available) {
+  explicit CpuDispatch(const std::vector<Set>& sets) {
+    bool allowed = best_instructions == nullptr;
+    for (const Set& set : sets) {
+      allowed = allowed || std::strcmp(set.name, best_instructions) == 0;
+      if (allowed && set.available) {
         selected_ = set.functions;
         return;
       }
@@ -28,18 +34,7 @@ class CpuDispatch {
 
   const Functions& selected() const { return selected_; }
 
-  bool select(const char* name) {
-    for (const Set& set : sets_) {
-      if (set.available && std::strcmp(set.name, name) == 0) {
-        selected_ = set.functions;
-        return true;
-      }
-    }
-    return false;
-  }
-
  private:
-  std::vector<Set> sets_;
   Functions selected_{};
 };
 

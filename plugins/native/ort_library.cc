@@ -5,14 +5,14 @@
 #include <mutex>
 #include <string>
 
+#include "native/cpu_dispatch.h"
 #include "native/ort_op.h"
 
 #ifdef EFFEXPORT_CUDA
 #include <dlfcn.h>
 #endif
 
-// ort_ops.inc, which CMakeLists.txt writes, has EFFEXPORT_OP(folder) for every row of OPS in ops.py, and for every
-// operator of the user's.
+// ort_ops.inc, which CMakeLists.txt writes, has EFFEXPORT_OP(folder) for every operator, ours and the user's.
 #define EFFEXPORT_OP(op)                   \
   namespace effexport::op {                \
   void add_to(Ort::CustomOpDomain& domain); \
@@ -90,6 +90,11 @@ const char* effexport_cuda_problem() {
 #else
   return "";
 #endif
+}
+
+// For tests, which reach all instruction sets that way. name: "avx512", "avx2" or "baseline"; it has to stay in memory.
+extern "C" __attribute__((visibility("default"))) void effexport_limit_instructions(const char* name) {
+  effexport::best_instructions = name;
 }
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,

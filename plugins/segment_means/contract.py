@@ -1,4 +1,4 @@
-"""The contract of SegmentMeans. Sizes of a case: batch, heads, seq, channels, segments."""
+"""The contract of SegmentMeans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from effexport.plugins.contract import (
     Case,
     Contract,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
@@ -22,6 +21,7 @@ from effexport.plugins.contract import (
     token_mask,
 )
 from effexport.plugins.gpu_work import Work, moved, parts
+from effexport.plugins.segment_means.op import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -36,14 +36,9 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     keep[1:2, seq // 2 :] = False
     if case.kind == "no token":
         keep[-1] = False
-    elif case.kind == "visible":
+    elif case.kind in ("visible", "mean"):
         keep[:] = True
     return {"x": x.masked_fill_(~keep[:, None, :, None], torch.nan), "keep": keep}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    batch, heads, _, channels, segments = case.sizes
-    return {"means": Output((batch, heads, segments, channels), case.torch_dtype)}
 
 
 def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -88,11 +83,11 @@ def timed(dtype: str, goal: AtMost) -> Timed:
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="batch heads seq channels num_segments",
     inputs=inputs,
-    outputs=outputs,
     exact=exact,
     limit=limit,
-    attributes=lambda case: {"num_segments": case.sizes[-1]},
     small=in_all_types(
         Case((2, 1, 1, 1, 1)),
         Case((2, 2, 5, 8, 16)),  # more segments than tokens
@@ -109,6 +104,7 @@ CONTRACT = Contract(
     empty=tuple(Case(sizes) for sizes in ((2, 2, 0, 4, 5), (0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 3, 0, 5))),
     body_refuses=(Case((2, 0, 3, 4, 5)),),
     hidden={"x": (torch.nan, torch.inf, 1e30)},
+    averaged=("x", lambda heads, channels: Case((1, heads, 2, channels, 1), kind="mean")),
     body_hides=False,  # it multiplies by zero
     wrong_attributes=(
         ({}, "attribute num_segments is missing"),
@@ -119,6 +115,8 @@ CONTRACT = Contract(
     uncountable=((2**31, 1, 4, 8, 3), (1, 1, 2**31 - 1, 8, 3), (1, 1, 4, 8, 2**31), (2**30, 1, 4, 8, 2)),
     baselines=baselines,
     work=work,
+    # without tokens, there is no barrier before the sums
+    raced=in_all_types(Case((2, 1, 63, 33, 7)), Case((2, 1, 0, 8, 4)), Case((1, 1, 8300, 8, 3))),
     checked=in_all_types(
         Case((3, 2, 1000, 100, 7)), Case((2, 2, 100, 64, 64), kind="no token"), Case((8, 8, 8192, 64, 64))
     ),

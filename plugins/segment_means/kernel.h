@@ -33,10 +33,6 @@ std::int64_t cpu_units(const Problem& problem);
 template <class T>
 void means_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t first_unit, std::int64_t last_unit);
 
-// means_cpu uses the best instructions of the machine it runs on. This makes it use "avx512", "avx2" or "baseline"
-// instead, so that tests reach all of them; returns whether the machine has them. Not while means_cpu runs.
-bool select_cpu_instructions(const char* name);
-
 // The whole operator in one launch on a stream of the current device. Returns a cudaError_t: cudaErrorInvalidValue for
 // more than 2³¹ − 1 of anything.
 template <class T>

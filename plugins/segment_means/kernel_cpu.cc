@@ -33,9 +33,9 @@ struct Functions {
   void (*of_bfloat16)(const Rows<BFloat16>&);
 };
 
-CpuDispatch<Functions>& dispatch() {
+const CpuDispatch<Functions>& dispatch() {
 #define FUNCTIONS(set) Functions{set::mean_of_rows<float>, set::mean_of_rows<Half>, set::mean_of_rows<BFloat16>}
-  static CpuDispatch<Functions> made(EFFEXPORT_CPU_SETS(FUNCTIONS));
+  static const CpuDispatch<Functions> made(EFFEXPORT_CPU_SETS(FUNCTIONS));
 #undef FUNCTIONS
   return made;
 }
@@ -61,8 +61,6 @@ std::int64_t kept_length(const bool* keep, std::int64_t seq) {
 }  // namespace
 
 std::int64_t cpu_units(const Problem& problem) { return problem.groups * problem.segments; }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void means_cpu(const Problem& p, const Arrays<T>& a, std::int64_t first_unit, std::int64_t last_unit) {

@@ -12,18 +12,10 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.function_body import rounded_down
-from effexport.plugins.signature import Attribute, Parameter, Signature
+from effexport.plugins.segment_means import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
-
-SIGNATURE = Signature(
-    "SegmentMeans",
-    "Means of the kept tokens of x over num_segments segments of each sample.",
-    inputs=(Parameter("x", "batch heads seq channels"), Parameter("keep", "batch seq", "bool")),
-    outputs=(Parameter("means", "batch heads num_segments channels"),),
-    attributes=(Attribute("num_segments", int, at_least=1),),
-)
 
 
 def reference(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:

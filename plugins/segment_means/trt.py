@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effexport.plugins.segment_means import SIGNATURE
 from effexport.plugins.trt_plugin import Launch, Plugin, Sizes, cdiv
 
 # as in kernel_cuda.cu; a test compares the launches
@@ -19,15 +20,6 @@ def launch(s: Sizes) -> Launch:
     return Launch(groups * cdiv(s.channels, WIDTH) * s.num_segments, BLOCK_THREADS, scalars, shared_bytes)
 
 
-MEANS = Plugin(
-    name="SegmentMeans",
-    op="SegmentMeans",
-    entry="effexport_segment_means_{T}",
-    inputs=("x: T [batch heads seq channels]", "keep: bool [batch seq]"),
-    outputs=("means: T [batch heads num_segments channels]",),
-    attributes={"num_segments": int},
-    at_least={"num_segments": 1},
-    launch=launch,
-)
+MEANS = Plugin(**SIGNATURE.trt_plugin(), entry="effexport_segment_means_{T}", launch=launch)
 PLUGINS = (MEANS,)
 CHOICES = (MEANS,)

@@ -1,4 +1,4 @@
-"""The contract of SequenceConv. Sizes of a case: batch, heads, seq, channels, taps."""
+"""The contract of SequenceConv."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from effexport.plugins.contract import (
     Contract,
     FasterThan,
     Limit,
-    Output,
     Timed,
     generator,
     in_all_types,
@@ -23,6 +22,7 @@ from effexport.plugins.contract import (
     token_mask,
 )
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
+from effexport.plugins.sequence_conv.op import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -41,10 +41,6 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         keep[:] = True
     x.masked_fill_(~keep[:, None, :, None], torch.nan)
     return {"x": x, "weight": weight, "keep": keep, "residual": residual}
-
-
-def outputs(case: Case) -> dict[str, Output]:
-    return {"out": Output(case.sizes[:4], case.torch_dtype)}
 
 
 def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -102,8 +98,9 @@ REPLACED = FasterThan("conv2d", "PyTorch's own convolution and sum")
 
 
 CONTRACT = Contract(
+    signature=SIGNATURE,
+    sizes="batch heads seq channels taps",
     inputs=inputs,
-    outputs=outputs,
     exact=exact,
     limit=limit,
     small=in_all_types(
@@ -129,6 +126,7 @@ CONTRACT = Contract(
     uncountable=((2**31, 1, 4, 8, 3), (1, 1, 2**31 - 1, 8, 3), (1, 1, 4, 8, 2**31 - 1), (2**30, 1, 4, 200, 3)),
     baselines=baselines,
     work=work,
+    raced=in_all_types(Case((2, 1, 70, 40, 70))),
     checked=in_all_types(Case((2, 3, 1000, 24, 65)), Case((4, 8, 8192, 64, 65))),
     timed=(
         timed("float16", AtMost(2.7, "few blocks at a time, each of which loads before it multiplies"), REPLACED),

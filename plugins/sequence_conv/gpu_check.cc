@@ -4,7 +4,6 @@
 
 using namespace effexport;
 
-// sizes: batch, heads, seq, channels, taps.
 EFFEXPORT_GPU_CHECK(sequence_conv) {
   const sequence_conv::Problem problem = {sizes[0] * sizes[1], sizes[1], sizes[2], sizes[3], sizes[4]};
   return gpu_check::for_type(dtype, [&](auto element) {

@@ -33,9 +33,9 @@ struct Sums {
 
 using Convolve = void (*)(const Sums& sums);
 
-CpuDispatch<Convolve>& dispatch() {
+const CpuDispatch<Convolve>& dispatch() {
 #define FUNCTION(set) set::convolve
-  static CpuDispatch<Convolve> made(EFFEXPORT_CPU_SETS(FUNCTION));
+  static const CpuDispatch<Convolve> made(EFFEXPORT_CPU_SETS(FUNCTION));
 #undef FUNCTION
   return made;
 }
@@ -101,8 +101,6 @@ void convolve_unit(const Problem& p, const Arrays<T>& a, std::int64_t group, std
 std::int64_t cpu_units(const Problem& problem) { return problem.groups * units_of_group(problem); }
 
 std::size_t cpu_workspace_bytes(const Problem& problem) { return Workspace(problem, nullptr).bytes; }
-
-bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void convolve_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t first_unit, std::int64_t last_unit,

@@ -13,25 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.function_body import rounded_down
-from effexport.plugins.signature import Parameter, Signature
+from effexport.plugins.sequence_conv import SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
 
 # Tokens of a block in the function body: products then are large enough to be fast, and little of their factor is zero.
 BLOCK = 64
-
-SIGNATURE = Signature(
-    "SequenceConv",
-    "residual plus a depth-wise convolution of x along its tokens, one filter per head.",
-    inputs=(
-        Parameter("x", "batch heads seq channels"),
-        Parameter("weight", "heads 1 taps 1", note=", taps odd"),
-        Parameter("keep", "batch seq", "bool"),
-        Parameter("residual", "batch heads seq channels"),
-    ),
-    outputs=(Parameter("out", "batch heads seq channels"),),
-)
 
 
 def reference(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effexport.plugins.sequence_conv import SIGNATURE
 from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Sizes, cdiv
 
 # as in kernel_cuda.cu; a test compares the launches
@@ -21,16 +22,8 @@ def launch(s: Sizes) -> Launch:
 
 
 CONV = Plugin(
-    name="SequenceConv",
-    op="SequenceConv",
+    **SIGNATURE.trt_plugin(),
     entry="effexport_sequence_conv_{T}",
-    inputs=(
-        "x: T [batch heads seq channels]",
-        "weight: T [heads 1 taps 1]",
-        "keep: bool [batch seq]",
-        "residual: T [batch heads seq channels]",
-    ),
-    outputs=("out: T [batch heads seq channels]",),
     fixed={"taps": range(1, LARGEST_DIM, 2)},
     launch=launch,
 )

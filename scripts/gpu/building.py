@@ -91,9 +91,14 @@ def emulating_toolchain(*options: str) -> Toolchain:
     # a fused multiply-add would round differently with another compiler
     exact = "-ffp-contract=off"
     common = ("-std=c++17", *options, "-fPIC", exact, "-Wall", "-Wno-unknown-pragmas", *includes)
-    aliases = [f"-Wl,--defsym={name}={EMULATED_SHARED_MEMORY}" for name in shared_memory_names()]
     device = ("-include", "cuda_on_cpu.h", "-x", "c++")
-    return Toolchain((find_compiler(), *common, "-c"), (find_compiler(), *options, "-shared", *aliases), device)
+    link = (find_compiler(), *options, "-shared", *shared_memory_aliases())
+    return Toolchain((find_compiler(), *common, "-c"), link, device)
+
+
+def shared_memory_aliases() -> list[str]:
+    """Options for the linker, with which all names of shared memory mean one array."""
+    return [f"-Wl,--defsym={name}={EMULATED_SHARED_MEMORY}" for name in shared_memory_names()]
 
 
 def shared_memory_names() -> list[str]:

@@ -14,18 +14,21 @@ from effexport.plugins.contract import Case, Contract
 from gpu.device import DTYPE_NUMBERS
 
 
-def write_calls(path: Path, calls: Iterable[tuple[str, Contract, Case]], device: str = "cpu") -> None:
+def write_calls(
+    path: Path, calls: Iterable[tuple[str, Contract, Case]], device: str = "cpu", *, offset: int = 0
+) -> None:
     """Write calls in the format that driver.cc describes. Each is an operator's name, its declaration and a case.
 
-    device: where inputs are made, which takes a CPU seconds for hundreds of megabytes.
+    device: where inputs are made, which takes a CPU seconds for hundreds of megabytes. offset: of all arrays in their
+    memory, in elements.
     """
     with path.open("wb") as stream:
         for name, check, case in calls:
-            for piece in call_bytes(name, check, case, device):
+            for piece in call_bytes(name, check, case, device, offset):
                 stream.write(piece)
 
 
-def call_bytes(name: str, check: Contract, case: Case, device: str = "cpu") -> Iterator[bytes]:
+def call_bytes(name: str, check: Contract, case: Case, device: str = "cpu", offset: int = 0) -> Iterator[bytes]:
     for text in (name, case.name):
         yield integers(len(text.encode()))
         yield text.encode()
@@ -35,10 +38,13 @@ def call_bytes(name: str, check: Contract, case: Case, device: str = "cpu") -> I
     yield integers(len(inputs))
     for tensor in inputs.values():
         content = tensor_bytes(tensor)
-        yield integers(len(content))
+        yield integers(offset * tensor.dtype.itemsize, len(content))
         yield content
-    sizes = [math.prod(output.shape) * output.dtype.itemsize for output in check.outputs(case).values()]
-    yield integers(len(sizes), *sizes)
+    outputs = check.outputs(case).values()
+    yield integers(len(outputs))
+    for output in outputs:
+        size = output.dtype.itemsize
+        yield integers(offset * size, math.prod(output.shape) * size)
 
 
 def integers(*values: int) -> bytes:

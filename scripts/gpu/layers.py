@@ -21,7 +21,7 @@ from effexport.models.variants.linear.spec import LinearSpec
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.models.variants.softmax.spec import SoftmaxSpec
-from effexport.plugins.contract import Case, load_contract
+from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
 from gpu.device import Kernels
@@ -43,35 +43,6 @@ GOALS = {
     "nystrom": [REPLACED, DENSE],
     "lsh": [REPLACED, DENSE],
 }
-
-# What a case of the operator is, from the arguments of its torch operator.
-CASES: dict[str, Callable[..., Case]] = {
-    "iterative_pinv": lambda a, scale, iterations=6: case_of(a, *a.shape[:2], iterations),
-    "linear_attention": lambda q, k, v, keep, eps, causal=False, chunk_length=128, relu=False: case_of(
-        q, *q.shape, v.shape[3], causal, relu, numbers=(eps,)
-    ),
-    "lsh_hash": lambda qk, rotations, keep, factors, chunk_length: case_of(
-        qk, *qk.shape, rotations.shape[2], chunk_length, len(factors), *factors
-    ),
-    "lsh_sort": lambda buckets, num_buckets: case_of(buckets, *buckets.shape, num_buckets),
-    "lsh_attention": lambda qk, v, order, rank, keep, chunk_length, before=1, after=0, *flags: case_of(
-        qk,
-        *qk.shape,
-        v.shape[3],
-        order.shape[0] // (qk.shape[0] * qk.shape[1]),
-        *(chunk_length, before, after),
-        *(*flags, False, False, False)[:3],  # causal, circular, rounded: PyTorch leaves defaults out
-    ),
-    "masked_attention": lambda q, k, v, keep, scale: case_of(
-        q, *q.shape[:3], k.shape[2], q.shape[3], v.shape[3], numbers=(scale,)
-    ),
-    "segment_means": lambda x, keep, num_segments: case_of(x, *x.shape, num_segments),
-    "sequence_conv": lambda x, weight, keep, residual: case_of(x, *x.shape, weight.shape[2]),
-}
-
-
-def case_of(first: Tensor, *sizes: int, numbers: tuple[float, ...] = ()) -> Case:
-    return Case(tuple(map(int, sizes)), numbers, dtype=str(first.dtype).removeprefix("torch."))
 
 
 def specs(*, small: bool) -> dict[str, AttentionSpec]:
@@ -149,7 +120,7 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 def register(kernels: Kernels) -> None:
     """Have the torch operators call our kernels on the device of this run."""
-    for name in CASES:
+    for name in OPERATORS:
         torch_operator(name).register_kernel(kernels.device.name)(implementation(kernels, name))
 
 
@@ -161,10 +132,13 @@ def torch_operator(name: str) -> Any:
 def implementation(kernels: Kernels, name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     """The torch operator's computation by our kernels."""
     check = load_contract(OPERATORS[name])
+    names = [x.name for x in (*check.signature.inputs, *check.signature.attributes)]
+    defaults = {x.name: x.default for x in check.signature.attributes}
 
     def run(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
-        case = CASES[name](*arguments, **options)
-        inputs = [argument.contiguous() for argument in arguments if isinstance(argument, Tensor)]
+        given = defaults | dict(zip(names, arguments, strict=False)) | options
+        inputs = [given.pop(x.name).contiguous() for x in check.signature.inputs]
+        case = check.case_of(inputs, given)
         outputs = [*outputs_of(check, case, kernels.device).values()]
         scratch = torch.empty(kernels.scratch_bytes(name, case), dtype=torch.uint8, device=inputs[0].device)
         kernels.launch(name, case, [*inputs, *outputs], scratch)
@@ -186,6 +160,6 @@ def without_kernels(module: Callable[..., Tensor], device: str) -> Callable[...,
 @contextmanager
 def plain_operators(device: str) -> Iterator[None]:
     with ExitStack() as stack:
-        for name in CASES:
+        for name in OPERATORS:
             stack.enter_context(torch_operator(name).set_kernel_enabled(device, enabled=False))
         yield

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from fused_operators import FUSED
 from onnx import TensorProto, helper, numpy_helper
 
 from effexport.artifact import (
@@ -87,16 +88,7 @@ def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str
     assert (manifest.variant, manifest.precision, manifest.opset) == (variant, "fp32", 20)
     assert [tensor.name for tensor in manifest.inputs] == [spec.inputs[0].name, "attention_mask"]
     assert manifest.outputs == (TensorInfo("last_hidden_state", "float32", ("batch", "seq", 32)),)
-    operators: dict[str, dict[str, int]] = {
-        "softmax": {"MaskedAttention": 1},
-        "linear": {"EluLinearAttention": 1},
-        "nystrom": {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1},
-        "lsh": {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1},
-        "aft-simple": {"AFTSimpleAttention": 1},
-        "aft-local": {"AFTWindowAttention": 1},
-        "aft-conv": {"AFTWindowAttention": 1},
-    }
-    assert manifest.custom_ops == operators.get(variant, {})
+    assert manifest.custom_ops == FUSED.get(variant, {})
     assert manifest.engines == ()
     assert manifest.parity.passed is True
     assert manifest.environment["torch"]

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from fused_operators import FUSED
 from safetensors.torch import save_file
 from slow_cases import slow_after
 from torch import nn
@@ -325,8 +326,7 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     result = cli("build", "--module", "my_models_for_a_test:make", "--seq-len", "128", "-o", tmp_path / "out", "--json")
     assert result.code == 0, result.err
-    nystrom = {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1}
-    assert result.json["custom_ops"] == {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1} | nystrom
+    assert result.json["custom_ops"] == FUSED["lsh"] | FUSED["nystrom"]
     assert result.json["outputs"] == [
         {"name": "output0", "dtype": "float32", "dims": ["batch", 3]},
         {"name": "output1", "dtype": "float32", "dims": ["batch", "seq", 32]},

@@ -160,7 +160,7 @@ def test_a_call_is_written_with_its_exact_sizes() -> None:
     case = check.small[0]  # 6 rows of one token in one bucket
     texts = [struct.pack("=q", len(text)) + text for text in (b"lsh_sort", case.name.encode())]
     integers = struct.pack("=6q", 3, 3, 6, 1, 1, 0)
-    arrays = struct.pack("=2q6i", 1, 24, *[0] * 6) + struct.pack("=3q", 2, 24, 24)
+    arrays = struct.pack("=3q6i", 1, 0, 24, *[0] * 6) + struct.pack("=5q", 2, 0, 24, 0, 24)
     assert b"".join(call_bytes("lsh_sort", check, case)) == b"".join(texts) + integers + arrays
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from aft_window_inputs import Sizes, error, made_inputs
@@ -139,21 +138,6 @@ def test_nan_spreads_over_its_channel_and_no_further(name: str, how: str) -> Non
     expected = np.zeros(feeds["q"].shape, bool)
     expected[1, 0, -1 if name == "q" else slice(None), 7] = True
     np.testing.assert_array_equal(np.isnan(run(how, feeds, False)), expected)
-
-
-@pytest.mark.requires("native")
-@pytest.mark.parametrize("sizes", [(0, 1, 4, 8, 8, 1, 1, 3, 0), (1, 1, 0, 8, 8, 1, 1, 3, 0)])
-def test_cuda_accepts_empty_inputs(sizes: tuple[int, ...]) -> None:
-    assert implementation(OP, "cuda").launch(Case(sizes), [0] * 6) == 0
-
-
-@pytest.mark.requires("onnx")
-@both_forms
-def test_the_body_is_made_of_operators_that_runtimes_have(causal: bool) -> None:
-    model = onnx.load_from_string(
-        one_node_model(OP, made_inputs(Sizes(1, 1, 4, 3, taps=3)), body=True, causal=int(causal))
-    )
-    assert not FORBIDDEN & {node.op_type for node in model.functions[0].node}
 
 
 def layers() -> list[AttentionLayer]:

@@ -1,41 +1,50 @@
-"""The CPU kernels by themselves, under AddressSanitizer and UBSan, with every instruction set of this machine."""
+"""The CPU kernels under AddressSanitizer and UBSan, with every instruction set of this machine.
+
+A child process runs tests again: in ONNX Runtime, with the kernel library of the same CMakeLists.txt and other flags,
+and every array in memory of its own.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from kept import kept_program
+from campaign import operators
+from cuda_kernels import SANITIZERS, build
 
-import effexport.plugins
-from effexport.plugins.building.toolchain import find_compiler
+ROOT = Path(__file__).parents[2]
+FLAGS = Path("/proc/cpuinfo")
+# What a set needs, as the kernel of Linux names it.
+INSTRUCTIONS = {"avx512": {"avx512f"}, "avx2": {"avx2", "fma"}, "baseline": set()}
+AVAILABLE = [name for name, needed in INSTRUCTIONS.items() if needed <= {*FLAGS.read_text().split()}]
 
-PLUGINS = Path(effexport.plugins.__file__).parent
-NATIVE = Path(__file__).parent / "native"
-OPERATORS = sorted(op.torch_name for op in effexport.plugins.OPS.values())
-DRIVERS = [NATIVE / "kernel_driver.cc", *(NATIVE / "drivers" / f"{name}.cc" for name in ["element_types", *OPERATORS])]
-KERNELS = [PLUGINS / name / "kernel_cpu.cc" for name in OPERATORS]
-
-
-def test_every_driver_belongs_to_an_operator() -> None:
-    assert set((NATIVE / "drivers").glob("*.cc")) == set(DRIVERS[1:])
+pytestmark = [pytest.mark.slow, pytest.mark.requires("native", "onnx", "ort", "torch"), pytest.mark.xdist_group("asan")]
 
 
-@pytest.mark.slow
-@pytest.mark.requires("native")
-def test_the_kernels_are_right_and_clean_under_the_sanitizers() -> None:
-    # -O2 takes three times as long to compile; the library itself is compiled with -O3 and tested in ONNX Runtime
-    flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", f"-I{PLUGINS}"]
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    program = kept_program("native/kernel_driver", find_compiler(), *flags, *sanitizers, *DRIVERS, *KERNELS)
-    result = subprocess.run([program], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[-1] == "0 failures"
-    machine, *available = lines[0].split()
-    assert (machine, available[-1]) == ("instructions:", "baseline")
-    for name in OPERATORS:
-        if name == "lsh_sort":  # has no vector instructions to choose
-            continue
-        assert [line.split(": ")[1] for line in lines if line.startswith(f"{name}: ")] == available
+@functools.cache
+def run_again(instructions: str, folder: Path, *selected: str) -> str:
+    """The output of pytest for the selected tests."""
+    environment = os.environ | operators.sanitized_environment(operators.sanitized_library(), folder)
+    environment |= {"EFFEXPORT_TEST_INSTRUCTIONS": instructions, "EFFEXPORT_REQUIRE": "", "PYTHONMALLOC": "malloc"}
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", ""]
+    done = subprocess.run([*command, *selected], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    reports = "".join(path.read_text(errors="replace") for path in folder.glob("report*"))
+    assert (done.returncode, reports) == (0, ""), done.stdout[-10_000:] + done.stderr[-3000:] + reports[:5000]
+    return done.stdout
+
+
+@pytest.mark.parametrize("instructions", AVAILABLE)
+def test_the_kernels_are_right_and_clean_with_every_instruction_set(instructions: str, tmp_path: Path) -> None:
+    files = [f"tests/plugins/test_{name}.py" for name in ("contract", "aft_simple_attention")]
+    selected = "kernel and (computes_the_formula or any_element or nearest_even or two_units)"
+    output = run_again(instructions, tmp_path, *files, "-k", selected)
+    assert " passed" in output
+    assert "skipped" not in output
+
+
+def test_every_number_of_a_half_type_is_rounded_to_nearest_even() -> None:
+    subprocess.run([build("element_types", *SANITIZERS)], check=True)

@@ -16,48 +16,18 @@ from pathlib import Path
 
 import pytest
 from cuda_kernels import NATIVE, PLUGINS, ROOT, build
+from cuda_programs import compile_to, sanitized_programs
 from gpu import building
 from gpu.calls import write_calls
-from gpu.device import FEW_BLOCKS, Device, find_compiler
-from gpu.stages import Run
-from kept import kept, native_sources
+from gpu.device import FEW_BLOCKS
 
-from effexport.plugins.contract import Case, in_all_types, load_contract
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import OPS
 
-BY_NAME = {op.torch_name: op for op in OPS.values()}
 OPTIONS = ("-O1", "-g1", "-fsanitize=thread")
 NEWEST, OLDEST = 800, 750  # the paths with and without asynchronous copies and bfloat16 on tensor cores
 RACE = 66
 TSAN_OPTIONS = f"halt_on_error=1 exitcode={RACE} history_size=0"
-
-# Small calls in which FEW_BLOCKS blocks take several items each, and all loops are repeated. The operators that take
-# least time are first: in them, races of shared headers are looked for first.
-CASES = {
-    "sequence_conv": in_all_types(Case((2, 1, 70, 40, 70))),
-    # without tokens, there is no barrier before the sums
-    "segment_means": in_all_types(Case((2, 1, 63, 33, 7)), Case((2, 1, 0, 8, 4)), Case((1, 1, 8300, 8, 3))),
-    "lsh_hash": in_all_types(Case((3, 1, 63, 33, 2, 16, 2, 4, 70))),
-    "aft_simple_attention": in_all_types(Case((3, 1, 70, 33))),
-    "masked_attention": in_all_types(Case((3, 1, 20, 70, 72, 40), (0.2,)), Case((3, 1, 3, 300, 16, 65), (0.2,))),
-    "lsh_sort": (
-        Case((3, 70, 1217), kind="patterns", dtype="int32"),
-        Case((3, 1000, 33), kind="patterns", dtype="int32"),
-        Case((1, 8200, 5), dtype="int32"),
-    ),
-    "iterative_pinv": in_all_types(*(Case((3, m, steps), kind="softmax") for m, steps in ((24, 2), (40, 1), (70, 1)))),
-    "lsh_attention": in_all_types(
-        Case((3, 1, 40, 72, 40, 2, 16, 1, 0, 1, 1, 1)), Case((2, 1, 70, 8, 8, 1, 70, 1, 0, 0, 0, 0))
-    ),
-    "aft_window_attention": in_all_types(Case((2, 2, 70, 33, 1, 2, 1, 40, 1)), Case((2, 2, 70, 33, 33, 1, 70, 7, 0))),
-    "linear_attention": in_all_types(
-        *(Case((3, 1, *sizes, causal, 0), (1e-6,)) for sizes in ((10, 66, 8), (66, 8, 8)) for causal in (1, 0))
-    ),
-}
-
-
-def test_every_operator_has_cases() -> None:
-    assert sorted(CASES) == sorted(BY_NAME)
 
 
 @dataclass(frozen=True)
@@ -107,23 +77,25 @@ def included(source: Path) -> set[Path]:
     return found
 
 
+CONTRACTS = {op.torch_name: load_contract(op) for op in OPS.values()}
+SOURCES = {name: included(PLUGINS / name / "kernel_cuda.cu") for name in CONTRACTS}
+# Those of the shortest sources take least time: in them, races of shared headers are looked for first.
+RACED = {
+    name: CONTRACTS[name].raced
+    for name in sorted(CONTRACTS, key=lambda name: sum(path.stat().st_size for path in SOURCES[name]))
+}
+
+
 def users_of(place: Place) -> list[str]:
-    return [op for op in CASES if PLUGINS / place.source in included(PLUGINS / op / "kernel_cuda.cu")]
+    return [op for op in RACED if PLUGINS / place.source in SOURCES[op]]
 
 
-def programs(architecture: int, ops: Sequence[str] = tuple(CASES)) -> Path:
-    """The folder of a driver and a library of kernels with ThreadSanitizer, compiled when first needed."""
-    version = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    used = [building.NATIVE / "driver.cc", building.NATIVE / "on_cpu.cc", Path(building.__file__)]
-    decided_by = [version, *OPTIONS, *used, *native_sources()]
-    return kept(f"races/sm_{architecture // 10}", decided_by, lambda folder: compile_to(folder, architecture, ops))
+def programs(architecture: int) -> Path:
+    return sanitized_programs(f"races/sm_{architecture // 10}", options_of(architecture))
 
 
-def compile_to(folder: Path, architecture: int, ops: Sequence[str]) -> None:
-    run = Run(Device(emulated=True), folder, folder, tuple(ops), "")
-    toolchain = building.emulating_toolchain(*OPTIONS, f"-DEFFEXPORT_EMULATED={architecture}")
-    building.make_library(run, toolchain, folder / "kernels.so", ops)
-    building.make_driver(run, folder / "driver", *OPTIONS)
+def options_of(architecture: int) -> tuple[str, ...]:
+    return (*OPTIONS, f"-DEFFEXPORT_EMULATED={architecture}")
 
 
 def run_sanitized(*command: str | Path, without: str = "") -> subprocess.CompletedProcess[str]:
@@ -138,7 +110,7 @@ def run_sanitized(*command: str | Path, without: str = "") -> subprocess.Complet
 
 def race(folder: Path, calls: Path, cases: dict[str, Sequence[Case]], without: str = "") -> str:
     """The first report of ThreadSanitizer, or an empty text after all calls have run. `calls` is overwritten."""
-    named = [(op, load_contract(BY_NAME[op]), case) for op, own in cases.items() for case in own]
+    named = [(op, CONTRACTS[op], case) for op, own in cases.items() for case in own]
     write_calls(calls, named)
     done = run_sanitized(folder / "driver", folder / "kernels.so", calls, str(FEW_BLOCKS), without=without)
     if done.returncode == RACE and "WARNING: ThreadSanitizer: data race" in done.stderr:
@@ -151,15 +123,15 @@ def race(folder: Path, calls: Path, cases: dict[str, Sequence[Case]], without: s
 @pytest.mark.slow
 @pytest.mark.requires("native", "torch")
 @pytest.mark.parametrize("architecture", [NEWEST, OLDEST], ids=["sm_80", "sm_75"])
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("op", RACED)
 def test_a_kernel_has_no_races(op: str, architecture: int, tmp_path: Path) -> None:
-    assert race(programs(architecture), tmp_path / "calls", {op: CASES[op]}) == ""
+    assert race(programs(architecture), tmp_path / "calls", {op: RACED[op]}) == ""
 
 
 def test_barriers_of_all_kinds_are_found() -> None:
     kinds = {ORDERING.search(place.code)[0] for place in PLACES}
     assert kinds == {"__syncthreads(", "__syncwarp(", "atomicAdd(", "ptx::wait_for_copies<kLeft>("}
-    assert {place.source.split("/")[0] for place in PLACES} == {*CASES, "native"} - {"masked_attention"}
+    assert "native" in {place.source.split("/")[0] for place in PLACES} <= {*RACED, "native"}
 
 
 @pytest.mark.slow
@@ -175,10 +147,10 @@ def test_barriers_of_all_kinds_are_found() -> None:
 def test_what_orders_threads_is_missed_if_it_is_left_out(place: Place, tmp_path: Path) -> None:
     folder, calls = programs(NEWEST), tmp_path / "calls"
     if place.is_for_the_compiler:
-        cases = {op: CASES[op][:1] for op in users_of(place)}  # in float32
+        cases = {op: RACED[op][:1] for op in users_of(place)}  # in float32
         assert race(folder, calls, cases, without=place.name) == ""
         return
-    reports = (race(folder, calls, {op: CASES[op]}, without=place.name) for op in users_of(place))
+    reports = (race(folder, calls, {op: RACED[op]}, without=place.name) for op in users_of(place))
     assert any(reports), f"{place.name} can be left out: {place.code}"
 
 
@@ -199,8 +171,8 @@ def test_a_barrier_that_is_not_in_the_source_is_missed_too(tmp_path: Path, monke
     source.write_text(planted, encoding="utf-8")
     made = tmp_path / "made"
     made.mkdir()
-    compile_to(made, NEWEST, (op,))
-    assert race(made, tmp_path / "calls", {op: CASES[op]})
+    compile_to(made, options_of(NEWEST), (op,))
+    assert race(made, tmp_path / "calls", {op: RACED[op]})
 
 
 KNOWN = {

@@ -24,7 +24,7 @@ SUMS = 1e-6
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """SM 75 has no asynchronous copies, and multiplies bfloat16 without tensor cores."""
     flags = ("-O2", "-fPIC", "-shared", f"-DEFFEXPORT_EMULATED={request.param}")
-    return ctypes.CDLL(str(build("emulated/tile", *flags)))
+    return ctypes.CDLL(str(build("tile", *flags)))
 
 
 @pytest.mark.requires("native")

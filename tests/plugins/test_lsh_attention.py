@@ -17,13 +17,9 @@ from kernel_sessions import ort_value, session
 from lsh_attention_cases import (
     ATTRIBUTES,
     CASES,
-    CUDA_LIMITS,
     FP32,
-    HALVES,
-    LIMITS,
     Case,
     assert_close,
-    assert_computes_the_formula,
     float64_attention,
 )
 from torch import Tensor
@@ -32,7 +28,7 @@ from effexport.models.layers import fused_operators
 from effexport.models.variants.lsh.layer import LSHAttention
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.plugins import contract
-from effexport.plugins.lsh_attention.contract import formula
+from effexport.plugins.lsh_attention.contract import CONTRACT, formula
 from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
 from effexport.plugins.lsh_sort.op import lsh_sort
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
@@ -109,56 +105,17 @@ def emulated(case: Case, arrays: Arrays) -> np.ndarray:
 
 @cache
 def arrays_of(name: str) -> Arrays:
-    return (CASES | HALVES)[name].arrays()
+    return CASES[name].arrays()
 
 
-@pytest.mark.parametrize("name", [*CASES, *HALVES])
-def test_the_operator_computes_the_formula(name: str) -> None:
-    case = (CASES | HALVES)[name]
-    assert_computes_the_formula(case, arrays_of(name), torch_attention(case, arrays_of(name)))
-
-
-@pytest.mark.requires("native", "onnx", "ort")
-@pytest.mark.parametrize("name", [*CASES, *HALVES])
-def test_the_kernel_equals_the_formula_and_the_operator(name: str) -> None:
-    case, arrays = (CASES | HALVES)[name], arrays_of(name)
-    out = run_poisoned(session(attention_model(case.attributes, case.dtype)), arrays)
-    assert_computes_the_formula(case, arrays, out)
-    # also where the formula says nothing; both round to the type at the end, perhaps to two neighbours
-    assert_close(out, torch_attention(case, arrays), 2 * LIMITS[case.dtype])
-
-
-@pytest.mark.requires("onnx", "ort")
 @pytest.mark.parametrize("name", CASES)
-def test_the_body_equals_the_formula_and_the_operator_in_onnx_runtime(name: str) -> None:
+def test_the_contracts_formula_is_that_of_another_way_to_float64(name: str) -> None:
     case, arrays = CASES[name], arrays_of(name)
-    (out,) = session(attention_model(case.attributes, body=True), library=False).run(None, arrays)
-    assert_computes_the_formula(case, arrays, out)
-    assert_close(out, torch_attention(case, arrays), 2 * FP32)
-
-
-@pytest.mark.requires("onnx", "ort")
-@pytest.mark.parametrize("opset", [18, 20, 24])
-def test_the_body_works_in_every_opset_that_is_exported(opset: int) -> None:
-    import onnx
-
-    for name in ("causal in a ring", "rounded and causal", "window 2 + 1 + 1"):
-        model = attention_model(CASES[name].attributes, body=True, opset=opset)
-        onnx.checker.check_model(model)
-        (out,) = session(model, library=False).run(None, arrays_of(name))
-        assert_computes_the_formula(CASES[name], arrays_of(name), out)
-
-
-@pytest.mark.requires("onnx", "ort")
-@pytest.mark.parametrize("name", [name for name in HALVES if name.endswith("float16") and "bf" not in name])
-def test_the_body_works_in_half_precision(name: str) -> None:
-    case, arrays = HALVES[name], arrays_of(name)
-    (out,) = session(attention_model(case.attributes, case.dtype, body=True), library=False).run(None, arrays)
-    assert out.dtype == np.float16
+    out = CONTRACT.exact(call_of(case), {x: torch.from_numpy(array) for x, array in arrays.items()})["out"].numpy()
     expected, alone = float64_attention(case, arrays)
     says = ~alone if case.rounded else np.ones_like(alone)
-    # keys, products of up to 12 and weights are rounded to 11 bits: 12 · 2⁻¹¹ or 6e-3 in a logit, twice that in a ratio
-    assert_close(out[says], expected[says], 2e-2)
+    # `rounded` has logarithms of about 10 in float32
+    assert_close(out[says], expected[says], 1e-5 if case.rounded else 1e-12)
 
 
 def layer_of(case: Case, **fields: Any) -> LSHAttention:
@@ -249,28 +206,8 @@ def int32s(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.int32)
 
 
-# wrong shapes: what changes, what the torch operator says, what the kernel says
+# What names of dimensions do not say: what changes, what the torch operator says, what the kernel says.
 WRONG_SHAPES: list[tuple[Arrays, str, str]] = [
-    (
-        {"qk": np.zeros((2, 2, 99, 8), np.float32)},
-        r"v has shape \(2, 2, 100, 8\); expected \[2, 2, 99, value_dim\]",
-        r"qk and v have shapes \[2, 2, 99, 8\] and \[2, 2, 100, 8\]; expected \[batch, heads, seq, head_dim\] twice",
-    ),
-    (
-        {"qk": np.zeros((4, 100, 8), np.float32)},
-        r"qk has shape \(4, 100, 8\); expected \[batch, heads, seq, head_dim\]",
-        r"qk and v have shapes \[4, 100, 8\] and",
-    ),
-    (
-        {"keep": np.ones((2, 99), bool)},
-        r"keep has shape \(2, 99\); expected \[2, 100\]",
-        r"keep has shape \[2, 99\]; expected \[2, 100\]",
-    ),
-    (
-        {"order": int32s(8, 100), "rank": int32s(8, 110)},
-        r"rank has shape \(8, 110\); expected \[8, 100\]",
-        r"order and rank have shapes \[8, 100\] and \[8, 110\]; expected the same twice",
-    ),
     (
         {"order": int32s(8, 105), "rank": int32s(8, 105)},
         r"order has shape \(8, 105\); .* a multiple of chunk_length 10 that holds 100 tokens",
@@ -291,11 +228,6 @@ WRONG_SHAPES: list[tuple[Arrays, str, str]] = [
         r"order has shape \(0, 100\); expected a positive multiple of 4 rows",
         "order has no rows; expected some for each of 4",
     ),
-    (
-        {"order": int32s(800), "rank": int32s(800)},
-        r"order has shape \(800,\); expected \[rows, padded\]",
-        r"order and rank have shapes \[800\] and \[800\]",
-    ),
 ]
 
 
@@ -313,7 +245,6 @@ def test_the_kernel_says_what_is_wrong_with_a_shape(wrong: Arrays, _: str, messa
     opened = session(attention_model(Case().attributes, known=False))
     with pytest.raises(InvalidArgument, match="LSHAttention: .*" + message):
         opened.run(None, changed(**wrong))
-    assert np.isfinite(opened.run(None, Case().arrays())[0]).all(), "a refused input does not spoil the session"
 
 
 @pytest.mark.requires("native", "onnx", "ort")
@@ -339,50 +270,11 @@ def test_the_kernel_names_a_token_that_does_not_exist(place: tuple[int, int], to
 
 
 @pytest.mark.requires("onnx")
-@pytest.mark.parametrize("opset", [18, 20, 24])
-@pytest.mark.parametrize("name", ["plain", "rounded and causal in a ring"])
-def test_the_body_holds_no_node_that_a_runtime_lacks_or_runs_serially(name: str, opset: int) -> None:
-    (body,) = attention_model(CASES[name].attributes, body=True, opset=opset).functions
-    kinds = {node.op_type for node in body.node}
-    assert not kinds & FORBIDDEN
-    assert not {kind for kind in kinds if kind.startswith("Random")}
-    assert {node.domain for node in body.node} == {""}
-    assert [(entry.domain, entry.version) for entry in body.opset_import] == [("", opset)]
-    assert sum(node.op_type == "MatMul" for node in body.node) == 2
-
-
-@pytest.mark.requires("onnx")
 def test_nodes_with_different_attributes_cannot_share_a_body() -> None:
     nodes = [attention_model({**Case().attributes, "chunk_length": n}).graph.node[0] for n in (10, 16)]
     with pytest.raises(ValueError, match=r"different chunk_length \[10, 16\] cannot share one body"):
         onnx_function_body(nodes, 20)
     onnx_function_body([nodes[0], nodes[0]], 20)
-
-
-# a fiber per thread is slow: a ring of several hundred blocks is left to the CPU kernel
-EMULATED = {
-    **{name: case for name, case in CASES.items() if case.seq < 1000 and case.chunk_length > 1},
-    "chunks of one": Case(seq=20, chunk_length=1, causal=True, rounded=True, rounds=3, heads=1),
-    # several tiles of queries, of keys and of columns, none of them whole
-    "chunks of 100": Case(seq=250, chunk_length=100, batch=1, heads=1, head_dim=40, value_dim=150),
-    "queries in slices": Case(seq=90, chunk_length=70, batch=1, heads=1, head_dim=130, value_dim=70),
-    **HALVES,
-    # rows that do not begin at multiples of 16 bytes, and of which not even pairs do
-    "odd rows, float16": Case(seq=70, chunk_length=35, head_dim=9, value_dim=67, dtype="float16", heads=1),
-}
-
-
-@pytest.mark.requires("native")
-@pytest.mark.parametrize("name", EMULATED)
-def test_the_attention_computes_the_formula(name: str) -> None:
-    case = EMULATED[name]
-    arrays = case.arrays()
-    out = emulated(case, arrays)
-    assert_computes_the_formula(case, arrays, out, CUDA_LIMITS)
-    if case.rounded:  # where the formula in float64 says nothing
-        wide = replace(case, dtype="float32")
-        inputs = arrays | {x: arrays[x].astype(np.float32) for x in ("qk", "v")}
-        assert_close(out, torch_attention(wide, inputs), CUDA_LIMITS[case.dtype])
 
 
 @pytest.mark.requires("native")
@@ -430,14 +322,6 @@ def test_the_attention_passes_nan_on_to_those_that_see_it() -> None:
     arrays = case.arrays()
     arrays["qk"][0, 1, 40, 3] = np.nan
     assert np.isnan(emulated(case, arrays)[0, 1, 40]).all()
-
-
-@pytest.mark.requires("native")
-def test_the_cuda_kernels_accept_empty_inputs() -> None:
-    cuda = implementation("LSHAttention", "cuda")
-    for changes in ({"batch": 0}, {"seq": 0}, {"value_dim": 0}):
-        assert cuda.launch(call_of(Case(**changes)), [0] * 6) == 0
-    assert cuda.scratch_bytes(call_of(Case(batch=2**31))) == 0
 
 
 def test_the_formula_of_these_tests_counts_every_key_of_a_window() -> None:

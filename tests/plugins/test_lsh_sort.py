@@ -70,12 +70,6 @@ def test_cuda_takes_buckets_out_of_range_for_the_nearest_in_range(num_buckets: i
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
-def test_cuda_accepts_empty_inputs(shape: tuple[int, int]) -> None:
-    assert implementation("LSHSort", "cuda").launch(Case((*shape, 4), dtype="int32"), [0] * 3) == 0
-
-
-@pytest.mark.requires("native")
 @pytest.mark.parametrize("length", [TILE - 1, TILE, TILE + 1, 3 * TILE + 77])
 @pytest.mark.parametrize("num_buckets", [3, 1025])
 def test_blocks_share_long_rows(num_buckets: int, length: int) -> None:

@@ -53,11 +53,6 @@ def test_more_means_than_any_machine_holds_are_refused() -> None:
         opened.run(None, feeds)
 
 
-def test_no_segments_are_an_error_of_the_operator() -> None:
-    with pytest.raises(ValueError, match="num_segments is 0; expected at least 1"):
-        segment_means(torch.ones(1, 1, 4, 1), torch.ones(1, 4, dtype=torch.bool), 0)
-
-
 @pytest.mark.requires("onnx")
 def test_nodes_with_different_counts_cannot_share_a_body() -> None:
     from onnx import helper
@@ -65,20 +60,3 @@ def test_nodes_with_different_counts_cannot_share_a_body() -> None:
     nodes = [helper.make_node(OP, ["x", "keep"], ["out"], domain=DOMAIN, num_segments=count) for count in (4, 2)]
     with pytest.raises(ValueError, match=r"different num_segments \[2, 4\]"):
         onnx_function_body(nodes, 20)
-
-
-@pytest.mark.requires("native", "onnx", "ort")
-def test_the_runtime_infers_the_shape_that_the_kernel_returns(capfd: pytest.CaptureFixture[str]) -> None:
-    import onnxruntime
-
-    from effexport.plugins.building.library import get_library_path
-
-    feeds = {"x": np.ones((4, 2, 9, 24), np.float32), "keep": np.ones((4, 9), bool)}
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 2  # it warns about sizes that it did not expect
-    options.register_custom_ops_library(str(get_library_path()))
-    model = one_node_model(OP, feeds, body=False, num_segments=5)
-    run = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    assert run.get_outputs()[0].shape == ["x0", "x1", 5, "x3"]
-    assert run.run(None, feeds)[0].shape == (4, 2, 5, 24)
-    assert "Warning" not in capfd.readouterr().err

@@ -13,6 +13,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import pytest
 from effexport.plugins import tensorrt_plugins
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
+from effexport.plugins.contract import Case, Contract, load_contract
 from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS
 from effexport.plugins.tensorrt_plugins import DATA_TYPES, plugins_of, timing_cache_id_of
-from effexport.plugins.trt_plugin import Plugin, int32_bits
+from effexport.plugins.trt_plugin import Plugin, Rewrite, int32_bits
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "tensorrt"
@@ -33,14 +35,6 @@ INT32_MAX = 2**31 - 1
 # the most that a block may have on every GPU without opting in
 SHARED_BYTES = 48 * 1024
 
-# Attributes that choose between several launches of a plugin; the others take small numbers.
-ATTRIBUTES: dict[str, tuple[dict[str, Any], ...]] = {
-    "LSHSort": tuple({"num_buckets": count} for count in (1, 65, 1216, 1217, 65537, INT32_MAX)),
-    "LSHHash": tuple(
-        {"bucket_factors": factors, "chunk_length": 64} for factors in ([2], [70], [4, 6], [2] * 29, [1 << 30])
-    ),
-    "EluLinearAttentionStates": tuple({"least": least, "relu": least // 512} for least in (64, 256, 512)),
-}
 SIZES = (1, 3, 24, 63, 64, 65, 100, 129, 1000, 4097, 40000)
 
 
@@ -53,14 +47,30 @@ def sample_sizes(plugin: Plugin, dynamic: bool) -> list[dict[str, int]]:
     return [*drawn, dict.fromkeys(names, 0) | fixed] if dynamic else drawn[:1]
 
 
-def sample_attributes(plugin: Plugin) -> dict[str, Any]:
-    source = random.Random(plugin.name)
-    samples = {
-        int: lambda least: least + source.randrange(5),
-        float: lambda _: 0.37,
-        tuple: lambda least: [least + 1] * 2,
-    }
-    return {name: samples[kind](plugin.at_least.get(name, 0)) for name, kind in plugin.attributes.items()}
+def attributes_of(plugin: Plugin) -> list[dict[str, Any]]:
+    """The attributes of a plugin in the cases of its operator's contract, at the ends of all launches."""
+    found: dict[str, dict[str, Any]] = {}
+    contract = load_contract(OPS[plugin.op])
+    for case in (*contract.small, *contract.cases):
+        given = contract.attributes(case)
+        for choice in OPS[plugin.op].load_trt().CHOICES:
+            nodes = [given] if choice is plugin else nodes_of(plugin.name, choice, contract, case)
+            found |= {json.dumps(x, sort_keys=True): x for x in nodes}
+    assert found, f"no case of {plugin.op} has a node {plugin.name}"
+    return [found[key] for key in sorted(found)][:: max(1, len(found) // 8)]
+
+
+def nodes_of(name: str, choice: Plugin | Rewrite, contract: Contract, case: Case) -> Iterator[dict[str, Any]]:
+    """The attributes of the nodes of a plugin that a rewrite puts in the place of its operator."""
+    if not isinstance(choice, Rewrite):
+        return
+    given, dims = contract.attributes(case), [[*x.shape] for x in contract.inputs(case, "cpu").values()]
+    dtypes = [case.dtype if x.dtype == "T" else x.dtype for x in choice.tensors]
+    if choice.why_not(dtypes, dims, given) is None:
+        for attributes in re.findall(rf"effexport\.{name} (?:<(.*?)> )?\(", choice.body(dtypes, dims, given)):
+            pairs = (pair.split(" = ") for pair in attributes.split(", ") if pair)
+            own = {x.split(":")[0]: given[value[1:]] if value[0] == "@" else int(value) for x, value in pairs}
+            yield {x: own[x] for x in ROWS[name].attributes}
 
 
 def case_of_plugin(plugin: Plugin, dtype: str, attributes: dict[str, Any], dynamic: bool) -> dict[str, Any]:
@@ -79,7 +89,7 @@ CASES = {
     for name, plugin in ROWS.items()
     for dtype in (plugin.types if len(plugin.entries) > 1 else plugin.types[:1])
     for dynamic in (True, False)
-    for number, attributes in enumerate(ATTRIBUTES.get(name, (sample_attributes(plugin),)))
+    for number, attributes in enumerate(attributes_of(plugin))
 }
 REFUSED = {
     "pinv of any size": {
@@ -252,7 +262,7 @@ def test_nodes_have_one_timing_cache_id_exactly_if_they_are_the_same_work(answer
 def test_another_attribute_or_other_ptx_is_another_timing_cache_id(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = ROWS["EluLinearAttentionStates"]
     monkeypatch.setattr(tensorrt_plugins, "_PTX", dict.fromkeys(plugin.entries, "ptx"))
-    attributes = sample_attributes(plugin)
+    attributes = attributes_of(plugin)[0]
     name, value = next(iter(attributes.items()))
     ids = {timing_cache_id_of(plugin, given) for given in (attributes, dict(reversed(attributes.items())))}
     assert len(ids) == 1
@@ -529,7 +539,7 @@ FLOATS: list[list[int | str | None]] = [["b", 8, "n", 64]] * 3 + [["b", "n"]]
             {"scale": 1.0},
             "Its input k has 3 dimensions; the TensorRT plugin takes 4.",
         ),
-        ("SegmentMeans", ["float32"], [["b", 8, "n", 64]], {"num_segments": 8}, "It has 1 inputs; "),
+        ("MaskedAttention", ["float32"], [["b", 8, "n", 64]], {"scale": 1.0}, "It has 1 inputs; "),
         (
             "LSHHash",
             ["float32", "float32", "bool"],

@@ -45,7 +45,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "SequenceConv": ("SequenceConv", {}),
 }
 # Those whose body works in the element type of the model: the others are called in float32, or are for integers.
-HALF = tuple(name for name, (op, _) in FORMS.items() if op not in ("IterativePinv", "LSHSort"))
+HALF = tuple(name for name, (op, _) in FORMS.items() if op != "IterativePinv" and OPS[op].element_types != ("int32",))
 
 COMMUTATIVE = {"Add", "Mul", "Max", "Min", "And", "Or", "Equal"}
 UNARY = {"Abs", "Neg", "Reciprocal", "Relu", "Sqrt", "Tanh"}
@@ -287,7 +287,11 @@ def ranks(function: onnx.FunctionProto) -> dict[str, int]:
 
 def element_types(function: onnx.FunctionProto, dtype: str) -> dict[str, int]:
     """The element types of the values of a body, as far as its casts depend on them."""
-    own = TensorProto.INT32 if function.name == "LSHSort" else helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    own = (
+        TensorProto.INT32
+        if OPS[function.name].element_types == ("int32",)
+        else helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    )
     types = {
         item.name: own if item.dtype == "T" else helper.np_dtype_to_tensor_dtype(np.dtype(item.dtype))
         for item in OPS[function.name].load().SIGNATURE.inputs

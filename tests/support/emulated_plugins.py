@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import onnx.reference
 import onnx.reference.op_run
-from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, guarded
+from cuda_kernels import ALL_BLOCKS, DTYPES, assert_guard_is_intact, emulated_library, guarded
 
-from effexport.plugins.ops import DOMAIN, OPS
+from effexport.plugins.ops import DOMAIN, OPS, Op
 from effexport.plugins.tensorrt_plugins import plugins_of
 from effexport.plugins.trt_plugin import Plugin, int32_bits
 
@@ -34,18 +34,32 @@ class Call:
     scalars: tuple[int, ...]
 
 
-class EmulatedOp(Emulated):
-    """The kernels of one operator by the names of their entries, and its launch_cuda."""
+class EmulatedOp:
+    """The kernels of one operator by the names of their entries, and its launch_cuda. Outputs are poisoned before a
+    kernel runs, and guarded."""
 
-    def __init__(self, op: str, *options: str) -> None:
-        self.op = op
-        super().__init__(*options)
+    def __init__(self, op: Op, *options: str) -> None:
+        self.op = op.torch_name
+        self.library = emulated_library(op, *options)
+        self.library.get_launch.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
+        self.library.set_schedule.argtypes = [ctypes.c_uint, ctypes.c_uint]
         self.library.entry_kinds.argtypes = [ctypes.c_char_p]
         self.library.entry_kinds.restype = ctypes.c_char_p
         self.library.launch_entry.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
         self.library.count_launches.restype = ctypes.c_size_t
         self.library.get_call.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
         self.library.get_call.restype = ctypes.c_size_t
+
+    def launch(self, before_last: int = 0) -> list[int]:
+        """Grid, block and dynamic shared memory of the last launch, or of one before."""
+        launch = np.zeros(3, np.int64)
+        self.library.get_launch(before_last, launch.ctypes.data)
+        return launch.tolist()
+
+    def kinds(self, entry: str) -> str:
+        """Of a kernel's parameters: p for a pointer, i for an int32, f for a float."""
+        found: bytes = self.library.entry_kinds(entry.encode())
+        return found.decode()
 
     def call(self, index: int) -> Call:
         """One of the launches so far."""
@@ -89,7 +103,7 @@ class EmulatedOp(Emulated):
         entry = plugin.entry.format(T=sizes.T)
         floats = "".join("f" if isinstance(x, float) else "i" for x in launch.scalars)
         kinds = "p" * len(inputs) + floats + "p" * len(plugin.outputs)
-        assert self.library.entry_kinds(entry.encode()) == kinds.encode(), f"{entry} has other parameters"
+        assert self.kinds(entry) == kinds, f"{entry} has other parameters"
         arrays = [np.ascontiguousarray(x) for x in inputs]
         results = [
             guarded(tuple(dims), NUMPY_TYPES[sizes.T if x.dtype == "T" else x.dtype])
@@ -111,7 +125,7 @@ class EmulatedOp(Emulated):
 
 
 @functools.cache
-def emulated_op(op: str) -> EmulatedOp:
+def emulated_op(op: Op) -> EmulatedOp:
     return EmulatedOp(op)
 
 
@@ -155,7 +169,7 @@ def _kernel_of(plugin: Plugin, executed: Executed, seed: int, dry: bool) -> Call
         assert attributes.pop("plugin_namespace") == DOMAIN, "TensorRT would not take the plugin"
         given = {name: kind(attributes.pop(name)) for name, kind in plugin.attributes.items()}
         assert not attributes, f"{plugin.name} does not take {list(attributes)}"
-        outputs, call = emulated_op(OPS[plugin.op].torch_name).run_plugin(plugin, inputs, given, seed, dry)
+        outputs, call = emulated_op(OPS[plugin.op]).run_plugin(plugin, inputs, given, seed, dry)
         executed.calls.append(call)
         return tuple(outputs)
 

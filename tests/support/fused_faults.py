@@ -10,15 +10,13 @@ import numpy as np
 import onnx
 from planted_faults import FAULTS, Damage, Fault, Graph, attribute, set_attribute
 
-# Fused operator → the place of its mask among the inputs.
+from effexport.plugins.ops import OPS
+
+# Fused operator → the place of its mask among the inputs. A mask that hashes lack is a fault of its own.
 MASK_INPUT = {
-    "AFTSimpleAttention": 3,
-    "AFTWindowAttention": 3,
-    "LSHAttention": 4,
-    "EluLinearAttention": 3,
-    "MaskedAttention": 3,
-    "SegmentMeans": 1,
-    "SequenceConv": 2,
+    op: [x.name for x in signature.inputs].index("keep")
+    for op in OPS
+    if (signature := OPS[op].load().SIGNATURE).outputs[0].dtype == "T" and "keep" in [x.name for x in signature.inputs]
 }
 
 
@@ -95,7 +93,7 @@ def heads_of_values_reversed(graph: Graph) -> bool:
 
 def segments_halved(graph: Graph) -> bool:
     """Segments of twice the length; the landmarks of the second half are copies of the first."""
-    nodes = fused_nodes(graph, "SegmentMeans")
+    nodes = [node for node in fused_nodes(graph) if attribute(node, "num_segments") is not None]
     for node in nodes:
         count = attribute(node, "num_segments")
         set_attribute(node, "num_segments", count // 2)

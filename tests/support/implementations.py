@@ -16,7 +16,7 @@ from kernel_sessions import run_poisoned, session
 from one_node import one_node_model
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Contract, Output, load_contract
+from effexport.plugins.contract import ROUNDING, Case, Contract, Output, load_contract
 from effexport.plugins.ops import OPS, Op
 
 Inputs = Mapping[str, Tensor]
@@ -78,7 +78,7 @@ class Cuda(Implementation):
 
     def __init__(self, op: Op, *options: str) -> None:
         super().__init__(op)
-        self.emulated = EmulatedOp(op.torch_name, *options)
+        self.emulated = EmulatedOp(op, *options)
         self.library = self.emulated.library
         pointer = ctypes.c_void_p
         self._launch = getattr(self.library, f"effexport_check_{op.torch_name}")
@@ -123,6 +123,18 @@ MAKERS: dict[str, Callable[[Op], Any]] = {
 @functools.cache
 def implementation(op: str, how: str) -> Any:
     return MAKERS[how](OPS[op])
+
+
+def within_limit(contract: Contract, case: Case, actual: np.ndarray, expected: Tensor, how: str = "kernel") -> bool:
+    """True if an output of an implementation, by its key in MAKERS, is as exact as the contract says."""
+    limit, wanted = contract.limit(case).value, array_of(expected).astype(np.float64)
+    if case.dtype in ("float16", "bfloat16"):
+        limit += contract.body_limit * (how == "body")
+        limit -= contract.cuda_roundings * ROUNDING[case.dtype] * ("cuda" not in how)
+    found = actual.astype(np.float64)
+    if found.shape != wanted.shape or not np.isfinite(found).all():
+        return False
+    return bool(np.abs(found - wanted).max(initial=0) <= limit * np.abs(wanted).max(initial=0))
 
 
 def exact(contract: Contract, case: Case, inputs: dict[str, Tensor]) -> np.ndarray:

@@ -1,7 +1,14 @@
-"""Sessions of ONNX Runtime with our kernel library, for the tests of kernels."""
+"""Sessions of ONNX Runtime with our kernel library, for the tests of kernels.
+
+Every array has memory of its own, so that sanitizers know where it ends. The environment variable
+EFFEXPORT_TEST_INSTRUCTIONS names the best instructions that CPU kernels use.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,17 +18,33 @@ import numpy as np
 from effexport.plugins.building.library import get_library_path
 
 
-def session(model: Any, *, library: bool = True, threads: int = 2) -> Any:
-    """A session for a model, or for its bytes. library: run custom nodes by the kernel library, not by their bodies."""
+def session(model: Any, *, library: bool = True, threads: int = 2, level: int = 3) -> Any:
+    """A session for a model, or for its bytes. library: run custom nodes by the kernel library, not by their bodies.
+
+    level: of the messages that the runtime writes, 3 for errors and 2 for warnings too.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = level
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     if library:
-        options.register_custom_ops_library(str(get_library_path()))
+        options.register_custom_ops_library(limited_library())
     content = model if isinstance(model, bytes) else model.SerializeToString()
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+@functools.cache
+def limited_library() -> str:
+    path = str(get_library_path())
+    if instructions := os.environ.get("EFFEXPORT_TEST_INSTRUCTIONS"):
+        ctypes.CDLL(path).effexport_limit_instructions(_NAMES.setdefault(instructions, instructions.encode()))
+    return path
+
+
+# of instructions, which the library keeps
+_NAMES: dict[str, bytes] = {}
 
 
 def ort_value(array: np.ndarray) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ import onnx
 import onnx.helper
 from emulated_plugins import NUMPY_TYPES
 
+from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.signature import Parameter
 
 OPSET = 20
 # A batch, a sequence, or a number.
@@ -174,26 +177,16 @@ class RandomGraph:
 
 
 def attributes_of(source: random.Random) -> dict[str, dict[str, Any]]:
-    chunk_length = source.randint(1, 20)
-    flags = {name: source.randint(0, 1) for name in ("causal", "circular", "rounded")}
-    around = {"chunks_before": source.randint(0, 2), "chunks_after": source.randint(0, 1)}
+    """As in a case of each contract; those that hash and attend have the same chunks."""
+    drawn = {}
+    for op in OPS:
+        contract = load_contract(OPS[op])
+        drawn[op] = contract.attributes(source.choice([*contract.small, *contract.cases]))
     factors = [2 * source.randint(1, 8) for _ in range(source.randint(1, 3))]
-    return {
-        "IterativePinv": {"iterations": source.randint(1, 8)},
-        "EluLinearAttention": {
-            "eps": source.choice([1e-6, 0.1]),
-            **{name: source.randint(0, 1) for name in ("causal", "relu")},
-            "chunk_length": 128,
-        },
-        "LSHSort": {},
-        "LSHAttention": {"chunk_length": chunk_length, **around, **flags},
-        "AFTSimpleAttention": {},
-        "MaskedAttention": {"scale": source.uniform(0.01, 0.2)},
-        "SegmentMeans": {"num_segments": source.randint(1, 30)},
-        "SequenceConv": {},
-        "LSHHash": {"bucket_factors": factors, "chunk_length": chunk_length},
-        "AFTWindowAttention": {"causal": source.randint(0, 1)},
-    }
+    drawn["LSHHash"] = {"bucket_factors": factors, "chunk_length": source.randint(1, 20)}
+    drawn["LSHAttention"]["chunk_length"] = drawn["LSHHash"]["chunk_length"]
+    drawn["LSHSort"] = {}  # its body serves any number of buckets
+    return drawn
 
 
 def iterative_pinv(g: RandomGraph, x: Value, keep: Value) -> Value:
@@ -215,12 +208,6 @@ def iterative_pinv(g: RandomGraph, x: Value, keep: Value) -> Value:
     scale = g.node("Mul", largest, g.constant(np.array(2.0), x.dtype))  # to which each row adds up
     (inverse,) = g.custom("IterativePinv", matrices, scale)
     return g.node("MatMul", x, g.reshaped(inverse, [-1, heads, m, m], square.dims), like=x)
-
-
-def linear_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
-    head_dim = g.width()
-    (out,) = g.custom("EluLinearAttention", g.projected(x, head_dim), g.projected(x, head_dim), g.values_of(x), keep)
-    return out
 
 
 def lsh_sort(g: RandomGraph, x: Value, keep: Value) -> Value:
@@ -261,12 +248,6 @@ def lsh_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
     return out
 
 
-def aft_simple_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
-    channels = g.width()
-    (out,) = g.custom("AFTSimpleAttention", *(g.projected(x, channels) for _ in range(3)), keep)
-    return out
-
-
 def aft_window_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
     _, heads, seq, _ = x.dims
     channels, reach = g.width(), g.random.randint(0, 20)
@@ -291,15 +272,6 @@ def masked_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
     return out
 
 
-def segment_means(g: RandomGraph, x: Value, keep: Value) -> Value:
-    """The attention of all tokens to the means."""
-    (means,) = g.custom("SegmentMeans", x, keep)
-    logits = Value("", x.dtype, (*x.dims[:3], means.dims[2]))
-    products = g.node("MatMul", x, g.transposed(means, 0, 1, 3, 2), like=logits)
-    scaled = g.node("Mul", products, g.constant(np.array(int(x.dims[3]) ** -0.5), x.dtype))
-    return g.node("MatMul", g.node("Softmax", scaled), means, like=x)
-
-
 def sequence_conv(g: RandomGraph, x: Value, keep: Value) -> Value:
     taps = 1 + 2 * g.random.randint(0, 30)
     weight = g.constant(g.numbers.standard_normal((x.dims[1], 1, taps, 1)) / taps**0.5, x.dtype)
@@ -307,19 +279,40 @@ def sequence_conv(g: RandomGraph, x: Value, keep: Value) -> Value:
     return out
 
 
-# What makes x [batch, heads, seq, channels] of such a tensor, with nodes of an operator and with others.
+def by_signature(op: str, g: RandomGraph, x: Value, keep: Value) -> Value:
+    """Each input is the mask, or a projection of x, with a number of channels for each name. x is returned if the
+    operator returns something of another shape."""
+    signature = OPS[op].load().SIGNATURE
+    widths: dict[str, int] = {}
+
+    def given(parameter: Parameter) -> Value:
+        dims = parameter.dims.split()
+        if parameter.name == "keep":
+            return keep
+        assert dims[:3] == ["batch", "heads", "seq"], f"{op} needs a row in STEPS"
+        return g.projected(x, widths.setdefault(dims[3], g.width()))
+
+    (out,) = g.custom(op, *map(given, signature.inputs))
+    return out if out.dims[:3] == x.dims[:3] else x
+
+
+# What makes x [batch, heads, seq, channels] of such a tensor, with nodes of an operator and with others: for operators
+# that take more than projections of it and a mask.
 STEPS: dict[str, Callable[[RandomGraph, Value, Value], Value]] = {
     "IterativePinv": iterative_pinv,
-    "EluLinearAttention": linear_attention,
     "LSHSort": lsh_sort,
     "LSHAttention": lsh_attention,
-    "AFTSimpleAttention": aft_simple_attention,
     "MaskedAttention": masked_attention,
-    "SegmentMeans": segment_means,
     "SequenceConv": sequence_conv,
     "LSHHash": lsh_hash,
     "AFTWindowAttention": aft_window_attention,
 }
+
+
+def step_of(op: str) -> Callable[[RandomGraph, Value, Value], Value]:
+    return STEPS.get(op) or functools.partial(by_signature, op)
+
+
 LARGEST_SEQ = 200
 
 
@@ -331,7 +324,7 @@ def random_graph(seed: int) -> RandomGraph:
     source = random.Random(seed)
     sizes = {"batch": source.randint(1, 2), "seq": source.randint(1, LARGEST_SEQ)}
     g = RandomGraph(source, np.random.default_rng(seed), sizes, attributes_of(source))
-    names = list(STEPS)
+    names = list(OPS)
     first = names[seed % len(names)]
     choices = [first, *source.sample(names, source.randint(0, 2))]
     steps = [first, *source.choices(choices, k=source.randint(1, 4))]
@@ -340,7 +333,7 @@ def random_graph(seed: int) -> RandomGraph:
     for step in steps:
         x = g.cast(x, source.choice(types))
         heads = g.with_heads(x)
-        added = g.projected(STEPS[step](g, heads, keep), int(heads.dims[3]))
+        added = g.projected(step_of(step)(g, heads, keep), int(heads.dims[3]))
         x = g.normalised(g.node("Add", x, g.without_heads(added)))
         g.outputs.append(x)
     return g

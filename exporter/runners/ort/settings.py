@@ -39,7 +39,7 @@ class OrtSettings:
     provider: "cpu", "cuda", "tensorrt", which leaves to CUDA what TensorRT does not support, or "tensorrt-rtx" or
     "openvino", which leave the rest to the CPU provider.
     implementation: of custom operators: "kernel" needs the kernel library, "body" ignores it, and "auto" uses kernels
-    if the library is built, but on a GPU not those that should be slower than bodies (Op.cuda_up_to in plugins/ops.py).
+    if the library is built, but on a GPU not those that should be slower than bodies (Op.cuda_up_to).
     "MaskedAttention=kernel,IterativePinv=body" chooses for single operators, and "auto" holds for the others.
     TensorRT sees bodies as part of the graph; kernels cut the graph into parts. TensorRT-RTX always runs bodies.
     device_id: which GPU runs the model, in CUDA's order.

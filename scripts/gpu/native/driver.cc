@@ -4,11 +4,12 @@
 //
 // CALLS, in the byte order of this machine, is a sequence of calls as gpu/calls.py writes them: int64 length and text
 // of the operator's name; the same of the case's; int64 dtype; int64 count and int64 sizes; int64 count and double
-// numbers; int64 count of inputs, each int64 bytes and content; int64 count of outputs, each int64 bytes. Every array
-// has memory of its own, of its exact size, and outputs and scratch memory are left as they were allocated. Every call
-// is printed before it runs. MOST_BLOCKS: larger grids are cut down to it. Exits with 1 and one line after a failure.
+// numbers; int64 count of inputs, each int64 offset, int64 bytes and content; int64 count of outputs, each int64 offset
+// and int64 bytes. Every array ends its own memory, which begins so many bytes before it, and outputs and scratch memory
+// are left as they were allocated. Every call is printed before it runs. MOST_BLOCKS: larger grids are cut down to it. Exits with 1 and one line after a failure.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -87,11 +88,11 @@ class Calls {
   std::ifstream file_;
 };
 
-// Device memory of exactly this size; an empty array gets one byte, because its address is passed on.
-void* allocate(const Library& library, std::int64_t bytes, std::vector<void*>& all) {
-  all.push_back(library.allocate(bytes > 0 ? static_cast<std::size_t>(bytes) : 1));
+// The end of a block of device memory; an empty array gets one byte, because its address is passed on.
+void* allocate(const Library& library, std::int64_t offset, std::int64_t bytes, std::vector<void*>& all) {
+  all.push_back(library.allocate(static_cast<std::size_t>(offset + std::max(bytes, std::int64_t{1}))));
   if (!all.back()) fail("not enough memory for " + std::to_string(bytes) + " bytes");
-  return all.back();
+  return static_cast<char*>(all.back()) + offset;
 }
 
 void run_call(const Library& library, Calls& calls) {
@@ -104,15 +105,17 @@ void run_call(const Library& library, Calls& calls) {
   std::vector<void*> arrays;
   std::vector<void*> memory;
   for (std::int64_t inputs = calls.number(); inputs > 0; --inputs) {
+    const std::int64_t offset = calls.number();
     const std::vector<char> content = calls.read<char>(calls.number());
-    arrays.push_back(allocate(library, static_cast<std::int64_t>(content.size()), memory));
+    arrays.push_back(allocate(library, offset, static_cast<std::int64_t>(content.size()), memory));
     library.check(library.copy(arrays.back(), content.data(), content.size()), op);
   }
   for (std::int64_t outputs = calls.number(); outputs > 0; --outputs) {
-    arrays.push_back(allocate(library, calls.number(), memory));
+    const std::int64_t offset = calls.number();
+    arrays.push_back(allocate(library, offset, calls.number(), memory));
   }
   const auto scratch_bytes = library.function<Library::ScratchBytes>("effexport_check_" + op + "_scratch");
-  void* const scratch = allocate(library, static_cast<std::int64_t>(scratch_bytes(dtype, sizes.data())), memory);
+  void* const scratch = allocate(library, 0, static_cast<std::int64_t>(scratch_bytes(dtype, sizes.data())), memory);
   const auto run = library.function<Library::Run>("effexport_check_" + op);
   library.check(run(dtype, arrays.data(), sizes.data(), numbers.data(), scratch, nullptr), op);
   library.check(library.synchronize(), op);

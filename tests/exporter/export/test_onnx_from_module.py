@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from fused_operators import FUSED
 from onnx import TensorProto, helper, numpy_helper
 from slow_cases import slow_after
 from small_builds import exported
@@ -77,16 +78,7 @@ def test_the_file_has_the_signature_of_the_spec(built: Built, variant: str, scop
 
 
 def test_every_custom_call_is_one_marked_node_with_a_body(built: Built, variant: str, scope: str) -> None:
-    operators = {
-        "softmax": ["MaskedAttention"],
-        "linear": ["EluLinearAttention"],
-        "nystrom": ["IterativePinv", *["MaskedAttention"] * 2, *["SegmentMeans"] * 2, "SequenceConv"],
-        "lsh": ["LSHHash", "LSHSort", "LSHAttention"],
-        "aft-simple": ["AFTSimpleAttention"],
-        "aft-local": ["AFTWindowAttention"],
-        "aft-conv": ["AFTWindowAttention"],
-    }
-    expected = operators.get(variant, [])
+    expected = Counter(FUSED.get(variant, {})).elements()
     model = onnx.load(str(built(variant, scope).model_path))
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     assert sorted(node.op_type for node in nodes) == sorted(expected)

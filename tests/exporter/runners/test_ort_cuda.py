@@ -454,15 +454,15 @@ def nystrom(landmarks: int | str) -> bytes:
     signatures = (
         "IterativePinv (a, scale)",
         "MaskedAttention <scale> (a, k, v, keep)",
-        "SegmentMeans <num_segments> (a, keep)",
+        "SequenceConv (a, weight, keep, residual)",
     )
     declared = [f'<domain: "effexport", opset_import: ["" : 20]> {op} => (b) {{ b = Neg (a) }}' for op in signatures]
     body = "\n".join(
         (
             f"g (float[b, h, {landmarks}, 8] x, bool[b, {landmarks}] keep, float[n, {landmarks}, {landmarks}] a,",
-            f"   float[n, 1, 1] scale) => (float[b, h, 4, 8] m, float[n, {landmarks}, {landmarks}] z,",
-            f"   float[b, h, {landmarks}, 8] y) {{",
-            "m = effexport.SegmentMeans <num_segments = 4> (x, keep)",
+            f"   float[n, 1, 1] scale, float[h, 1, 3, 1] w) => (float[b, h, {landmarks}, 8] m,",
+            f"   float[n, {landmarks}, {landmarks}] z, float[b, h, {landmarks}, 8] y) {{",
+            "m = effexport.SequenceConv (x, w, keep, x)",
             "z = effexport.IterativePinv (a, scale)",
             "y = effexport.MaskedAttention <scale = 0.5> (x, x, x, keep) }",
         )
@@ -471,7 +471,7 @@ def nystrom(landmarks: int | str) -> bytes:
     return bytes(model.SerializeToString())
 
 
-NYSTROM = ("IterativePinv", "MaskedAttention", "SegmentMeans")
+NYSTROM = ("IterativePinv", "MaskedAttention", "SequenceConv")
 LIBRARY = Library(Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=True))  # type: ignore[arg-type]
 
 
@@ -485,12 +485,12 @@ def with_kernels(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> FakeOrt:
     ("landmarks", "implementation", "ran"),
     [
         (64, "auto", NYSTROM),
-        (65, "auto", ("MaskedAttention", "SegmentMeans")),
-        ("m", "auto", ("MaskedAttention", "SegmentMeans")),
+        (65, "auto", ("MaskedAttention", "SequenceConv")),
+        ("m", "auto", ("MaskedAttention", "SequenceConv")),
         (128, "kernel", NYSTROM),
         (64, "body", ()),
-        (64, "IterativePinv=body,MaskedAttention=kernel", ("MaskedAttention", "SegmentMeans")),
-        (128, "MaskedAttention=body,IterativePinv=kernel", ("IterativePinv", "SegmentMeans")),
+        (64, "IterativePinv=body,MaskedAttention=kernel", ("MaskedAttention", "SequenceConv")),
+        (128, "MaskedAttention=body,IterativePinv=kernel", ("IterativePinv", "SequenceConv")),
     ],
 )
 @pytest.mark.usefixtures("no_warnings")

@@ -80,8 +80,8 @@ def test_each_fault_is_found_and_the_operators_after_a_crash_are_tried_too() -> 
     start, *problems = problem_of(faulty_library()).split("; ")
     assert start == f"in onnxruntime {onnxruntime.__version__}, LSHSort ends the process (SIGSEGV)"
     assert len(problems) == 2
-    assert problems[0].startswith("SegmentMeans fails: ")
-    assert problems[0].endswith("SegmentMeans: refused on two lines")
+    assert problems[0].startswith("MaskedAttention fails: ")
+    assert problems[0].endswith("MaskedAttention: refused on two lines")
     assert problems[1] == "LSHHash fails: buckets of float32 is wrong"
 
 
@@ -104,7 +104,7 @@ def test_doctor_reports_faulty_kernels_in_one_line_if_asked(
     result = cli("doctor", "--load")
     assert result.code == 1
     (line,) = [line for line in result.out.splitlines() if line.startswith("kernel library:")]
-    assert "LSHSort ends the process (SIGSEGV); SegmentMeans fails" in line
+    assert "LSHSort ends the process (SIGSEGV); MaskedAttention fails" in line
     assert line.endswith("; update onnxruntime, or run the function bodies: --implementation body")
     library = cli("doctor", "--load", "--json").json["library"]
     assert line == f"kernel library: {library['problem']}; {library['remedy']}"

@@ -1,5 +1,5 @@
 // A kernel library with three faults, for the tests of what finds them: LSHSort ends the process, LSHHash is wrong, and
-// SegmentMeans refuses its inputs. CRASHES_AT_ONCE: the process ends when the library is registered.
+// MaskedAttention refuses its inputs. CRASHES_AT_ONCE: the process ends when the library is registered.
 
 #include <algorithm>
 #include <csignal>
@@ -43,13 +43,13 @@ struct Wrong : KernelDefaults {
 template <class T, Device kOn>
 struct Refusing : KernelDefaults {
   using Element = T;
-  static constexpr const char* kName = "SegmentMeans";
+  static constexpr const char* kName = "MaskedAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kBool};
+  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kElementType<T>, kBool};
   static constexpr bool kInfersShapes = false;
   explicit Refusing(Ort::ConstKernelInfo) {}
 
-  Ort::Status compute(const Ort::KernelContext&) { return invalid("SegmentMeans: refused\non two lines"); }
+  Ort::Status compute(const Ort::KernelContext&) { return invalid("MaskedAttention: refused\non two lines"); }
 };
 
 }  // namespace

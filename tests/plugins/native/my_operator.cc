@@ -1,5 +1,5 @@
 // The kernels of examples/my_operator as a library: on the CPU, and the CUDA kernel in the emulation.
-#include "emulated/emulation.h"
+#include "emulation.h"
 
 #include "gated_rms_norm/kernel_cpu.cc"
 #include "gated_rms_norm/kernel_cuda.cu"
@@ -17,8 +17,6 @@ int run(bool on_cuda, const std::int64_t sizes[2], float epsilon, void* const ar
                            sizes[0],
                            sizes[1],
                            epsilon};
-  // the kernel has no shared memory, but the emulation fills all of it
-  cuda_on_cpu::settings.shared = tile_memory;
   if (on_cuda) return launch_cuda(problem, nullptr);
   norm_cpu(problem, 0, problem.rows);
   return 0;

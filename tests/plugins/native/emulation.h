@@ -1,5 +1,4 @@
-// What the libraries of emulated kernels share: every operator's CUDA kernels, compiled for the CPU (see
-// cuda_on_cpu.h), are a library of their own with the functions that the tests call.
+// What the libraries of emulated kernels share: their memory, launches by name, and what was launched.
 #pragma once
 
 #include "cuda_on_cpu.h"
@@ -7,7 +6,11 @@
 #include <map>
 #include <string>
 
-alignas(128) unsigned char tile_memory[cuda_on_cpu::kMaxSharedBytes];
+// Every kernel names its shared memory as it likes; the linker makes all these names mean this array.
+extern "C" {
+alignas(4096) unsigned char effexport_emulated_shared_memory[cuda_on_cpu::kMaxSharedBytes];
+}
+static const void* const kShared = cuda_on_cpu::settings.shared = effexport_emulated_shared_memory;
 
 namespace emulation {
 
@@ -15,7 +18,6 @@ namespace emulation {
 struct Entry {
   std::string kinds;  // of its parameters: p for a pointer, i for an int32, f for a float
   const void* kernel;
-  void* shared;  // its extern array
   std::function<cudaError_t(const cudaLaunchConfig_t&, void* const*)> launch;
 };
 
@@ -31,17 +33,12 @@ cudaError_t launch_with(void (*kernel)(Parameters...), const cudaLaunchConfig_t&
 }
 
 template <class... Parameters>
-void add_entry(const char* name, void* shared, void (*kernel)(Parameters...)) {
+void add_entry(const char* name, void (*kernel)(Parameters...)) {
   const auto launch = [kernel](const cudaLaunchConfig_t& config, void* const* arguments) {
     return launch_with(kernel, config, arguments, std::index_sequence_for<Parameters...>());
   };
-  cuda_on_cpu::settings.shared = shared;
-  entries[name] = {{kKind<Parameters>...}, reinterpret_cast<const void*>(kernel), shared, launch};
+  entries[name] = {{kKind<Parameters>...}, reinterpret_cast<const void*>(kernel), launch};
 }
-
-#define ADD_ENTRY(shared, name) emulation::add_entry(#name, shared, name)
-#define ADD_ENTRIES(shared, name)         \
-  (ADD_ENTRY(shared, name##_float32), ADD_ENTRY(shared, name##_float16), ADD_ENTRY(shared, name##_bfloat16))
 
 }  // namespace emulation
 
@@ -56,7 +53,6 @@ inline __attribute__((used)) const char* entry_kinds(const char* name) {
 // launch: grid, block and dynamic shared memory. arguments: the address of each.
 inline __attribute__((used)) int launch_entry(const char* name, const std::int64_t launch[3], void* const* arguments) {
   const emulation::Entry& entry = emulation::entries.at(name);
-  cuda_on_cpu::settings.shared = entry.shared;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(launch[0]));
   config.blockDim = dim3(static_cast<unsigned>(launch[1]));
