@@ -29,11 +29,7 @@ from serving_load import ServerProcess, running_server  # noqa: E402
 
 from effexport.artifact import open_artifact  # noqa: E402
 from effexport.generation.sampling import Sampling  # noqa: E402
-from effexport.generation.text_generator import (  # noqa: E402
-    Session,
-    TextGenerator,
-    generator_from_artifact,
-)
+from effexport.generation.text_generator import Session, TextGenerator, generator_from_artifact  # noqa: E402
 from effexport.runners.artifact_decoder import decoder_from_artifact  # noqa: E402
 from effexport.runners.runner import ModelOptions  # noqa: E402
 
