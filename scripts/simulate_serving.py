@@ -38,9 +38,9 @@ import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
 from effexport.runners.runner import Runner  # noqa: E402
 from effexport.serving.engine.errors import RequestError  # noqa: E402
+from effexport.serving.engine.metrics import Metrics  # noqa: E402
 from effexport.serving.engine.queue import Batcher  # noqa: E402
 from effexport.serving.engine.settings import ServingSettings  # noqa: E402
-from effexport.serving.http.metrics import Metrics  # noqa: E402
 
 LOADS = (0.25, 0.5, 0.8, 1.5)
 QUEUE_SIZE = 64

@@ -127,7 +127,7 @@ def run_arrays(
     from effexport.files import load_npz, save_npz
     from effexport.runners.artifact_runner import runner_from_artifact
     from effexport.text.reading import windows_of_file
-    from effexport.text.task import TextOptions, outputs_of
+    from effexport.text.task import TextOptions, joined_outputs
 
     opened = open_artifact(artifact)
     with stage_progress(stderr_console()) as on_stage:
@@ -140,7 +140,10 @@ def run_arrays(
         with runner_from_artifact(opened, runtime, options) as runner:
             on_stage("running")
             start = time.perf_counter()
-            outputs = runner.run(feeds) if prepared is None else outputs_of(runner.run, prepared, opened.spec.batch)
+            if prepared is None:
+                outputs = runner.run(feeds)
+            else:
+                outputs = joined_outputs([runner.run(rows) for rows in prepared.rows(opened.spec.batch)])
             seconds = time.perf_counter() - start
     if output_file is not None:
         save_npz(outputs | (feeds if prepared is not None else {}), output_file)

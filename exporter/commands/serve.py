@@ -209,7 +209,7 @@ def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, o
 
     require(*SERVER_MODULES, extra="serve")
     require("ray.serve", extra="serve-ray")
-    from effexport.serving.http.models import VERSION
+    from effexport.proof.other_answers import VERSION
     from effexport.serving.http.ray_deployment import ReplicaSettings, deploy_until_stopped
 
     address = given.get("address")

@@ -16,7 +16,7 @@ from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import LOGITS
 from effexport.text.fast_tokenizer import json_of
 from effexport.text.reading import bytes_of_file, decoded, objects_of_lines
-from effexport.text.task import TOKENS, Prepared, Reader, groups, reader_from_spec
+from effexport.text.task import TOKENS, Prepared, Reader, reader_from_spec
 from effexport.text.tasks import Labels, labels_from_config
 from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer, tokenizer_from_artifact
 
@@ -106,15 +106,14 @@ def rows_of_text(
     labels = (masked_labels if masked else next_labels)(prepared, encoding, inputs)
     text_bytes = None if masked else bytes_of_labels(prepared, labels, bytes_of_tokens(encoding, text))
     start, end = 0, len(labels) if windows.limit is None else min(windows.limit, len(labels))
-    for run in prepared.runs:
-        for whole in groups(run, batch):
-            feeds = {name: array[: end - start] for name, array in whole.items()}
-            rows = slice(start, start + len(feeds[TOKENS]))
-            if rows.start == rows.stop:
-                return
-            start = rows.stop
-            length = feeds[TOKENS].shape[1]
-            yield LabelledRows(feeds, labels[rows, :length], None if text_bytes is None else text_bytes[rows])
+    for whole in prepared.rows(batch):
+        feeds = {name: array[: end - start] for name, array in whole.items()}
+        rows = slice(start, start + len(feeds[TOKENS]))
+        if rows.start == rows.stop:
+            return
+        start = rows.stop
+        length = feeds[TOKENS].shape[1]
+        yield LabelledRows(feeds, labels[rows, :length], None if text_bytes is None else text_bytes[rows])
 
 
 def with_masks(encoding: Encoding, tokenizer: Tokenizer, seed: int) -> Encoding:

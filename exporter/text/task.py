@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +75,14 @@ class Prepared:
             for i, length in enumerate(lengths)
         ]
 
+    def rows(self, batch: int) -> list[Mapping[str, Array]]:
+        """The runs in parts of at most `batch` rows, so that memory does not grow with the text."""
+        return [
+            {name: array[start : start + batch] for name, array in feeds.items()}
+            for feeds in self.runs
+            for start in range(0, len(feeds[TOKENS]), batch)
+        ]
+
 
 class Task(Protocol):
     """A task of transformers' pipelines. Thread-safe: it has no state.
@@ -107,18 +115,6 @@ def joined_outputs(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
             joined[name][(slice(row, row + len(array)), *map(slice, array.shape[1:]))] = array
             row += len(array)
     return joined
-
-
-def outputs_of(
-    run: Callable[[Mapping[str, Array]], Mapping[str, Array]], prepared: Prepared, batch: int
-) -> dict[str, Array]:
-    """Run all rows, at most `batch` at a time, so that memory does not grow with the text."""
-    return joined_outputs([run(rows) for feeds in prepared.runs for rows in groups(feeds, batch)])
-
-
-def groups(feeds: Mapping[str, Array], batch: int) -> Iterable[Mapping[str, Array]]:
-    for start in range(0, len(feeds[TOKENS]), batch):
-        yield {name: array[start : start + batch] for name, array in feeds.items()}
 
 
 @dataclass(frozen=True)

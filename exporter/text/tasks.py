@@ -25,7 +25,7 @@ from effexport.text.task import (
     Task,
     TextOptions,
     best,
-    outputs_of,
+    joined_outputs,
     reader_from_spec,
     softmax,
 )
@@ -426,7 +426,7 @@ class TextModel(Closeable):
 
     def outputs(self, prepared: Prepared) -> Mapping[str, Array]:
         """The outputs of all rows of a prepared text."""
-        return outputs_of(self.runner.run, prepared, self.batch)
+        return joined_outputs([self.runner.run(rows) for rows in prepared.rows(self.batch)])
 
     def close(self) -> None:
         self.runner.close()

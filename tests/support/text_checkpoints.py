@@ -14,7 +14,7 @@ from transformers_models import saved
 
 from effexport.spec import build_spec_from_checkpoint
 from effexport.text.fast_tokenizer import fast_tokenizer
-from effexport.text.task import DEFAULT_OPTIONS, Task, TextOptions, outputs_of
+from effexport.text.task import DEFAULT_OPTIONS, Task, TextOptions, joined_outputs
 from effexport.text.tasks import task_from_spec
 from effexport.text.tokenizer import ArtifactTokenizer
 
@@ -92,7 +92,7 @@ def answer_on(model: Any, task: Task, text: str, pair: str | None = None) -> Any
         return {name: value.numpy() for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
     prepared = task.prepare(text, pair)
-    return task.answer(prepared, outputs_of(run, prepared, 4))
+    return task.answer(prepared, joined_outputs([run(rows) for rows in prepared.rows(4)]))
 
 
 def assert_same_answers(given: Any, expected: Any, score_error: float) -> None:

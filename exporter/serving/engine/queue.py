@@ -8,10 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.errors import EffexportError, RefusedNumbersError, UserError
 from effexport.runners.joining import (
@@ -25,17 +25,21 @@ from effexport.runners.joining import (
     split_outputs,
 )
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
-from effexport.serving.http.body import Receive
-from effexport.serving.http.metrics import Metrics
+from effexport.serving.engine.metrics import Metrics
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.serving.engine.settings import ServingSettings
-    from effexport.serving.engine.signature import Signature
-
+    from effexport.spec import BuildSpec
 
 logger = logging.getLogger("effexport.serving")
-Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
+Result = TypeVar("Result")
+Outputs = Mapping[str, "Array"]
+Run = Callable[[Mapping[str, "Array"]], Outputs]
+# Done when the client of a request has gone.
+Gone = asyncio.Future[None]
+# What reads or writes more is done in another thread, because no other request is read in the meantime.
+THREAD_BYTES = 64 << 10
 
 
 @dataclass(eq=False)
@@ -50,13 +54,10 @@ class Job:
     length: int
     key: Key
     loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[Mapping[str, Array]]
+    answer: asyncio.Future[Outputs]
     deadline: float
     enqueued: float = field(default_factory=time.perf_counter)
     started: bool = False
-
-
-Outcome = tuple[Job, "Mapping[str, Array] | Exception"]
 
 
 class Batcher:
@@ -66,16 +67,10 @@ class Batcher:
     """
 
     def __init__(
-        self,
-        run: Run,
-        settings: ServingSettings,
-        metrics: Metrics,
-        *,
-        joins: bool,
-        padding: Padding = NO_PADDING,
+        self, run: Run, settings: ServingSettings, metrics: Metrics, *, joins: bool, padding: Padding = NO_PADDING
     ) -> None:
         self._run = run
-        self._settings = settings
+        self.settings = settings
         self._metrics = metrics
         self._joins = joins
         self._padding = padding
@@ -101,8 +96,8 @@ class Batcher:
         return max(1, round(len(self._waiting) * self._busy_s / len(self._threads)))
 
     def refuse_if_full(self) -> None:
-        if len(self._waiting) >= self._settings.queue_size:
-            raise RequestError(f"{self._settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
+        if len(self._waiting) >= self.settings.queue_size:
+            raise RequestError(f"{self.settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
 
     def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
         """Queue a request; called by the event loop. Raises RequestError if the queue is full or the server stops."""
@@ -118,6 +113,18 @@ class Batcher:
             # all, because the one that wakes up may only wait for others to join the oldest job
             self._changed.notify_all()
         return job
+
+    async def outputs(self, feeds: Mapping[str, Array], timeout_s: float, gone: Gone) -> Outputs:
+        """Queue a request and wait for its outputs.
+
+        Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
+        """
+        job = self.submit(feeds, rows_of(feeds), timeout_s)
+        try:
+            return await first_of(job, gone, timeout_s)
+        finally:
+            if not job.answer.done():
+                self.withdraw(job)
 
     def withdraw(self, job: Job) -> None:
         """Forget a request that nobody waits for any more; called by the event loop. A run that has begun goes on.
@@ -139,7 +146,7 @@ class Batcher:
     def _work(self) -> None:
         while batch := self._take():
             started = time.perf_counter()
-            deliver(self._outcomes(batch))
+            deliver(batch, self._outcomes(batch))
             seconds = (time.perf_counter() - started) / len(batch)
             with self._changed:
                 self._busy_s += 0.2 * (seconds - self._busy_s)
@@ -162,7 +169,7 @@ class Batcher:
 
     def _is_worth_waiting(self, batch: Sequence[Job]) -> bool:
         """Whether more jobs may still join a batch; if so, wait for the next job or the end of the delay."""
-        delay_s = self._settings.batch_delay_ms / 1e3
+        delay_s = self.settings.batch_delay_ms / 1e3
         if not (delay_s and self._joins) or self._closing:
             return False
         left = batch[0].enqueued + delay_s - time.perf_counter()
@@ -181,14 +188,14 @@ class Batcher:
         others = [job for job in self._waiting if job.key == first.key and job is not first]
         for job in sorted(others, key=lambda job: abs(job.length - first.length)):
             rows, lengths = zip(*((one.rows, one.length) for one in (*batch, job)), strict=True)
-            if self._has_room(sum(rows), max(lengths)) and padding_share(rows, lengths) <= self._settings.max_padding:
+            if self._has_room(sum(rows), max(lengths)) and padding_share(rows, lengths) <= self.settings.max_padding:
                 batch.append(job)
         return batch
 
     def _has_room(self, rows: int, length: int) -> bool:
         """Whether requests may share a run of this size."""
-        tokens = self._settings.max_run_tokens
-        return rows <= self._settings.max_batch and (tokens is None or rows * length <= tokens)
+        tokens = self.settings.max_run_tokens
+        return rows <= self.settings.max_batch and (tokens is None or rows * length <= tokens)
 
     def _drop_late(self) -> None:
         """Remove jobs that waited too long."""
@@ -196,25 +203,42 @@ class Batcher:
         late = [job for job in self._waiting if job.deadline < now]
         for job in late:
             self._waiting.remove(job)
-        deliver([(job, waited_too_long()) for job in late])
+        deliver(late, [waited_too_long()] * len(late))
 
-    def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
+    def _outcomes(self, batch: Sequence[Job]) -> list[Outputs | Exception]:
         """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
         started = time.perf_counter()
         for job in batch:
-            if not job.started:
-                job.started = True
-                self._metrics.waited(started - job.enqueued)
-        rows = [job.rows for job in batch]
-        try:
-            outputs = self._run(joined_feeds([job.feeds for job in batch], self._padding))
-            parts = split_outputs(outputs, rows, [job.length for job in batch], self._padding)
-        except Exception as error:  # the thread must survive anything that a runtime raises
-            if len(batch) > 1:
-                return [outcome for job in batch for outcome in self._outcomes([job])]
-            return [(batch[0], refusal_from_error(error))]
-        self._metrics.ran(sum(rows), time.perf_counter() - started)
-        return list(zip(batch, parts, strict=True))
+            job.started = True
+            self._metrics.waited(started - job.enqueued)
+        outcomes = run_together(self._timed, [job.feeds for job in batch], self._padding)
+        return [refusal_from_error(one) if isinstance(one, Exception) else one for one in outcomes]
+
+    def _timed(self, feeds: Mapping[str, Array]) -> Outputs:
+        started = time.perf_counter()
+        outputs = self._run(feeds)
+        self._metrics.ran(rows_of(feeds), time.perf_counter() - started)
+        return outputs
+
+
+def why_not_joined(spec: BuildSpec) -> str:
+    """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
+    has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
+    alone = "" if has_batch_axes else "an input or output does not begin with a batch axis"
+    return spec.model.why_samples_mix or alone
+
+
+def run_together(
+    run: Run, feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PADDING
+) -> list[Outputs | Exception]:
+    """The outputs of requests that run as one batch. If it fails, they run one by one, and some get their error."""
+    try:
+        outputs = run(joined_feeds(feeds, padding))
+        return list(split_outputs(outputs, [*map(rows_of, feeds)], [*map(padding.length_of, feeds)], padding))
+    except Exception as error:  # the thread must survive anything that a runtime raises
+        if len(feeds) == 1:
+            return [error]
+    return [outcome for one in feeds for outcome in run_together(run, [one], padding)]
 
 
 def waited_too_long() -> RequestError:
@@ -230,15 +254,16 @@ def refusal_from_error(error: Exception) -> RequestError:
     return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
 
 
-def deliver(outcomes: Sequence[Outcome]) -> None:
+def deliver(jobs: Sequence[Job], outcomes: Sequence[Outputs | Exception]) -> None:
     """Hand results to the event loops that wait for them, in one call for each loop."""
-    for loop in {job.loop for job, _ in outcomes}:
+    for loop in {job.loop for job in jobs}:
+        settled = [pair for pair in zip(jobs, outcomes, strict=True) if pair[0].loop is loop]
         # if the loop has ended, nobody waits for the answer
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, [(job, result) for job, result in outcomes if job.loop is loop])
+            loop.call_soon_threadsafe(settle, settled)
 
 
-def settle(outcomes: Sequence[Outcome]) -> None:
+def settle(outcomes: Sequence[tuple[Job, Outputs | Exception]]) -> None:
     for job, result in outcomes:
         if job.answer.done():
             continue
@@ -248,46 +273,7 @@ def settle(outcomes: Sequence[Outcome]) -> None:
             job.answer.set_result(result)
 
 
-Gone = asyncio.Future[None]
-
-
-class Queued(Protocol):
-    """A model with a queue, as requests see it."""
-
-    @property
-    def batcher(self) -> Batcher: ...
-
-    @property
-    def signature(self) -> Signature: ...
-
-    @property
-    def settings(self) -> ServingSettings: ...
-
-
-async def outputs_of(model: Queued, feeds: Mapping[str, Array], timeout_s: float, gone: Gone) -> Mapping[str, Array]:
-    """Queue feeds and wait for their outputs. gone: see `watched`.
-
-    Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
-    """
-    job = model.batcher.submit(feeds, rows_of(feeds), timeout_s)
-    try:
-        return await first_of(job, gone, timeout_s)
-    finally:
-        if not job.answer.done():
-            model.batcher.withdraw(job)
-
-
-@contextmanager
-def watched(receive: Receive) -> Iterator[Gone]:
-    """Yield a future that is done when the client of a request has gone; its body has been read."""
-    gone = asyncio.ensure_future(client_gone(receive))
-    try:
-        yield gone
-    finally:
-        gone.cancel()
-
-
-async def first_of(job: Job, gone: Gone, timeout_s: float) -> Mapping[str, Array]:
+async def first_of(job: Job, gone: Gone, timeout_s: float) -> Outputs:
     """The outputs of the job. Raises ClientGoneError, or RequestError if the job does not start in time."""
     timeout: float | None = timeout_s
     while True:
@@ -302,10 +288,9 @@ async def first_of(job: Job, gone: Gone, timeout_s: float) -> Mapping[str, Array
         timeout = None  # the run has started and cannot be stopped
 
 
-async def client_gone(receive: Receive) -> None:
-    """Return when the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def aside(size: int, call: Callable[[], Result]) -> Result:
+    """The result of a call that reads or writes so many bytes, in another thread if they are many."""
+    return await asyncio.to_thread(call) if size > THREAD_BYTES else call()
 
 
 class TextMemory:
@@ -339,7 +324,7 @@ class TextMemory:
 
 @dataclass(frozen=True)
 class Waiting:
-    """How the texts of one request wait. gone: see `watched`. memory: of the server."""
+    """How the texts of one request wait: for memory, for runs, and no longer than their client does."""
 
     timeout_s: float
     gone: Gone

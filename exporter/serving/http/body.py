@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from effexport.serving.engine.errors import (
     BAD_HEAD,
@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-Result = TypeVar("Result")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # zlib's window bits for each encoding; HTTP's deflate is the zlib format.
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-# What reads or writes more is done in another thread, because no other request is read in the meantime.
-THREAD_BYTES = 64 << 10
 # How much is decompressed before the limits are checked again.
 PIECE_BYTES = 4 << 20
 
@@ -89,6 +86,21 @@ async def read_body(
     return await decompressed(body, encoding, max_bytes, take)
 
 
+@contextmanager
+def watched(receive: Receive) -> Iterator[asyncio.Future[None]]:
+    """Yield a future that is done when the client of a request has gone; its body has been read."""
+
+    async def client_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.ensure_future(client_gone())
+    try:
+        yield gone
+    finally:
+        gone.cancel()
+
+
 async def receive_all(receive: Receive, max_bytes: int, take: Callable[[int], None]) -> bytes:
     parts: list[bytes] = []
     size = 0
@@ -128,11 +140,6 @@ async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callabl
     if not decompressor.eof or decompressor.unused_data:
         raise RequestError(f"the body is not one complete {encoding} stream")
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def aside(size: int, call: Callable[[], Result]) -> Result:
-    """The result of a call that reads or writes so many bytes, in another thread if they are many."""
-    return await asyncio.to_thread(call) if size > THREAD_BYTES else call()
 
 
 def compress(body: bytes, encoding: str) -> bytes:

@@ -17,19 +17,16 @@ from effexport.generation.sampling import ALIASES, Sampling
 from effexport.generation.text_generator import Piece
 from effexport.models.validation import did_you_mean, shown
 from effexport.serving.engine.errors import ClientGoneError, RequestError
-from effexport.serving.engine.queue import watched
-from effexport.serving.http.request import checked_texts, parsed_object
+from effexport.serving.engine.signature import STREAM, TEXT_INPUT
+from effexport.serving.http.body import watched
+from effexport.serving.http.request import checked_texts, id_of, parsed_object
 from effexport.serving.http.service import Endpoint, Service, json_response
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from effexport.serving.http.generations import Stream
+    from effexport.serving.engine.generation import Stream
     from effexport.serving.http.models import ServedModel
-
-
-TEXT = "text_input"
-STREAM = "stream"
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,13 @@ class GenerateRequest:
 
 def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
     """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises RequestError."""
-    given = parsed_object(body, f"a JSON object with {TEXT}")
-    identifier, text, parameters = given.pop("id", None), given.pop(TEXT, None), given.pop("parameters", None)
-    if identifier is not None and not isinstance(identifier, str):
-        raise RequestError(f"id is {shown(identifier)}; expected a string")
+    given = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
+    identifier, text, parameters = id_of(given), given.pop(TEXT_INPUT, None), given.pop("parameters", None)
+    given.pop("id", None)
     if not isinstance(text, str):
-        raise RequestError(f"{TEXT} is {'missing' if text is None else shown(text)}; expected the text to continue")
-    checked_texts([text], TEXT)
+        given_text = "missing" if text is None else shown(text)
+        raise RequestError(f"{TEXT_INPUT} is {given_text}; expected the text to continue")
+    checked_texts([text], TEXT_INPUT)
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"parameters are {shown(parameters)}; expected an object")
     return GenerateRequest(identifier, text, sampling_from(given, parameters or {}, streaming=streaming))

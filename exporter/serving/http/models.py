@@ -11,33 +11,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from effexport.artifact import DECODE_STEP, MANIFEST, MODEL, PREFILL, Artifact, open_artifact
+from effexport.dtypes import numpy_dtype
 from effexport.environment import usable_cores
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.generation.text_generator import TextGenerator, generator_from_artifact, why_not_generated
 from effexport.models.validation import shown
 from effexport.process_memory import give_back_freed, status_bytes
 from effexport.proof.check import Kind
+from effexport.runners.artifact_runner import check_runtime, decoder_from_artifact, runner_from_artifact
 from effexport.runners.joining import Padding
 from effexport.runners.runner import ModelOptions
 from effexport.runtimes import RUNTIMES, engine_name
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
-from effexport.serving.engine.queue import Batcher
+from effexport.serving.engine.generation import Generations
+from effexport.serving.engine.metrics import Metrics
+from effexport.serving.engine.queue import Batcher, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.serving.engine.signature import Signature, signature_from_spec
-from effexport.serving.http.generations import Generations
-from effexport.serving.http.metrics import Metrics
+from effexport.serving.engine.texts import Tasks, Texts
 from effexport.spec import MASK_NAME, is_optional
 from effexport.units import listed, memory
 
 if TYPE_CHECKING:
-    from effexport.artifact import Artifact
     from effexport.dtypes import Array
-    from effexport.generation.text_generator import TextGenerator
     from effexport.runners.runner import Runner
     from effexport.runtimes import Runtime
-    from effexport.serving.http.text_inference import Texts
-    from effexport.spec import BuildSpec
 
 
 # The only version: an artifact is one version of a model.
@@ -49,7 +52,7 @@ class ServedModel:
 
     why_not_joined: why requests never share a run; "" if they may. why_not_padded: the same for requests of different
     lengths. settings: resolved for the runtime.
-    texts: what answers texts; for a model that does not read any, why not. loaded_at: in seconds since 1970.
+    tasks: what answers texts; for a model that does not read any, why not. loaded_at: in seconds since 1970.
     """
 
     version = VERSION
@@ -61,12 +64,11 @@ class ServedModel:
         name: str,
         settings: ServingSettings,
         runtime: Runtime,
-        texts: Texts | str = "",
+        tasks: Tasks | str = "",
     ) -> None:
         spec = artifact.spec
         self.name = name
         self.loaded_at = int(time.time())
-        self._texts = texts
         self.why_not_joined = why_not_joined(spec)
         self.why_not_padded = why_not_padded(artifact, runtime)
         self.settings = replace(settings, max_padding=0.0) if self.why_not_padded else settings
@@ -79,13 +81,9 @@ class ServedModel:
             spec.model.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN
         )
         self._axis_sizes: Mapping[str, int] = spec.model.axis_sizes
-        self.batcher = Batcher(
-            runner.run,
-            self.settings,
-            self.metrics,
-            joins=not self.why_not_joined,
-            padding=Padding.from_spec(spec),
-        )
+        joins, padding = not self.why_not_joined, Padding.from_spec(spec)
+        self.batcher = Batcher(runner.run, self.settings, self.metrics, joins=joins, padding=padding)
+        self._texts = tasks if isinstance(tasks, str) else Texts(tasks, self.batcher, self.signature)
         self._generations: Generations | str = ""
         self._closed = False
         self._users = 0
@@ -145,10 +143,6 @@ class ServedModel:
 
     def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
         """Zeros for the inputs that are not optional; every model accepts them."""
-        import numpy as np
-
-        from effexport.dtypes import numpy_dtype
-
         sizes = {**self._axis_sizes, "batch": rows, "seq": seq_len}
         feeds = {}
         for tensor in self.signature.inputs:
@@ -170,7 +164,7 @@ class ServedModel:
                 self._unused.set()
 
     async def unused(self) -> None:
-        """Return when no request uses the model; the caller has seen to it that no further one finds it."""
+        """Return when no request uses the model; no further one may find it."""
         await self._unused.wait()
 
     def close(self) -> None:
@@ -179,13 +173,6 @@ class ServedModel:
         if not isinstance(self._generations, str):
             self._generations.close()
         self._runner.close()
-
-
-def why_not_joined(spec: BuildSpec) -> str:
-    """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
-    has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
-    alone = "" if has_batch_axes else "an input or output does not begin with a batch axis"
-    return spec.model.why_samples_mix or alone
 
 
 def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:
@@ -209,19 +196,6 @@ logger = logging.getLogger("effexport.serving")
 READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
 
 
-class Target(Protocol):
-    def load(self) -> ServedModel: ...
-
-
-class Loadable(Protocol):
-    """Models that a running server may load. Both methods read the disk."""
-
-    def names(self) -> list[str]: ...
-
-    def target(self, name: str) -> Target:
-        """Raises UserError for a name that it does not have."""
-
-
 class ModelRepository:
     """The served models of one server. Each has its own queue, limits and runner thread.
 
@@ -230,7 +204,7 @@ class ModelRepository:
     """
 
     def __init__(
-        self, models: Sequence[ServedModel], settings: ServingSettings, loadable: Loadable | None = None
+        self, models: Sequence[ServedModel], settings: ServingSettings, loadable: LoadableModels | None = None
     ) -> None:
         check_names([model.name for model in models])
         self.settings = settings
@@ -327,7 +301,7 @@ class ModelRepository:
         if self._changes.get(name, ("",))[0] == UNLOADING:
             self._changes[name] = UNAVAILABLE, "unloaded"
 
-    def _checked_loadable(self) -> Loadable:
+    def _checked_loadable(self) -> LoadableModels:
         if self._loadable is None:
             raise RequestError(
                 "this server does not load or unload models; start it with --allow-load FOLDER, the folder of the "
@@ -364,6 +338,7 @@ def check_names(names: Sequence[str]) -> None:
         )
 
 
+Made = TypeVar("Made")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -404,37 +379,25 @@ class ServingTarget:
 
         Raises UserError if it cannot be served, or takes more memory than the server may.
         """
-        from effexport.runners.artifact_runner import runner_from_artifact
-
         artifact, name = self.checked()
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
-        texts = texts_of(artifact, name)
+        tasks = made_or_why(Tasks, artifact, name, EffexportError)
         runner = runner_from_artifact(artifact, self.runtime, self.options)
-        model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], texts)
+        model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], tasks)
         try:
             model.warm_up()
-            model.serve_generation(self.generator(artifact, name))
+            model.serve_generation(made_or_why(self.generator, artifact, name))
             check_memory(name, self.settings.max_memory_bytes)
         except BaseException:
             model.close()
             raise
         return model
 
-    def generator(self, artifact: Artifact, name: str) -> TextGenerator | str:
-        """What generates texts with an artifact called `name`, or why it cannot."""
-        from effexport.generation.text_generator import generator_from_artifact
-        from effexport.runners.artifact_runner import decoder_from_artifact
-
-        try:
-            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))
-        except UserError as error:
-            return str(error).replace(str(artifact.path), name)
+    def generator(self, artifact: Artifact) -> TextGenerator:
+        return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))
 
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
-        from effexport.artifact import open_artifact
-        from effexport.runners.artifact_runner import check_runtime
-
         check_runtime(self.runtime, self.options)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
@@ -454,15 +417,11 @@ class LoadableModels:
 
     def names(self) -> list[str]:
         """The models that can be loaded."""
-        from effexport.artifact import MANIFEST
-
         found = sorted(path.parent.name for path in self.folder.glob(f"*/{MANIFEST}"))
         return list(dict.fromkeys([*self.started, *(name for name in found if NAME_PATTERN.fullmatch(name))]))
 
     def target(self, name: str) -> ServingTarget:
         """Raises UserError for a name that does not stay in the folder, or is not there."""
-        from effexport.artifact import MANIFEST
-
         if name in self.started:
             return self.started[name]
         path = self.folder / checked_name(name)
@@ -498,14 +457,14 @@ def repository_from_targets(
     return ModelRepository(models, targets[0].settings, loadable)
 
 
-def texts_of(artifact: Artifact, name: str) -> Texts | str:
-    """What answers texts, or why the artifact cannot."""
-    from effexport.serving.http.text_inference import Texts
-
+def made_or_why(
+    make: Callable[[Artifact], Made], artifact: Artifact, name: str, error: type[EffexportError] = UserError
+) -> Made | str:
+    """What `make` makes of an artifact that is called `name`, or the error that says why it cannot."""
     try:
-        return Texts(artifact)
-    except EffexportError as error:
-        return str(error).replace(str(artifact.path), name)
+        return make(artifact)
+    except error as reason:
+        return str(reason).replace(str(artifact.path), name)
 
 
 def checked_name(name: str) -> str:
@@ -520,9 +479,6 @@ def checked_name(name: str) -> str:
 
 def model_bytes(artifact: Artifact, runtime: str) -> int:
     """Size of the files that a runtime loads: engines, or models with their weights."""
-    from effexport.artifact import DECODE_STEP, MODEL, PREFILL
-    from effexport.generation.text_generator import why_not_generated
-
     models = (MODEL,) if why_not_generated(artifact.spec) else (MODEL, DECODE_STEP, PREFILL)
     firsts = tuple(engine_name(runtime, model) if RUNTIMES[runtime].engine else model for model in models)
     return sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(firsts))

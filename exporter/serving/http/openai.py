@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import UNAUTHORIZED, Refusal, RequestError
-from effexport.serving.engine.queue import Waiting, watched
+from effexport.serving.engine.queue import Waiting
 from effexport.serving.engine.settings import MAX_TEXTS
+from effexport.serving.http.body import watched
 from effexport.serving.http.request import checked_texts, parsed_object
 from effexport.serving.http.service import Endpoint, Service, json_response
 
@@ -157,7 +158,7 @@ class OpenAiApi:
             with self._service.using(request, wanted.model) as model, watched(request.receive) as gone:
                 check_embeds(model, wanted)
                 waiting = Waiting(self._service.settings.timeout_s, gone, self._service.text_memory)
-                answers = await model.texts.embeddings_of(model, wanted.inputs, waiting)
+                answers = await model.texts.embeddings_of(wanted.inputs, waiting)
         return json_response(embedding_answer(wanted, answers))
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import gc
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
 from effexport.serving.engine.settings import MAX_TEXT_BYTES, MAX_TEXTS
-from effexport.serving.engine.signature import BINARY_ONLY, Signature, named, unknown_name
+from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, Signature, named, unknown_name
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
 
 
+Value = TypeVar("Value")
+# How the JSON and the binary data of an input are read.
+Reader = tuple[Callable[[Any], Value], Callable[[memoryview, Any], Value]]
 # Lists, objects and strings of a request, roughly. Nested tensors have a list for each row.
 MAX_JSON_PIECES = 1 << 21
 
@@ -123,19 +127,19 @@ def objects_named(fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return values
 
 
-def unread_bytes(given: int, accounted: int) -> RequestError:
-    return RequestError(f"{given} bytes follow the JSON of the request; its inputs account for {accounted}")
-
-
 def wanted_from_fields(
     parsed: Fields, datatypes: Mapping[str, str]
 ) -> tuple[str | None, Mapping[str, bool], float | None]:
     """The fields of Wanted. datatypes: of the outputs that there are, by name."""
-    identifier = parsed.fields.get("id")
+    outputs = outputs_from_fields(parsed.fields, parsed.parameters, datatypes)
+    return id_of(parsed.fields), outputs, timeout_from_parameters(parsed.parameters)
+
+
+def id_of(fields: Mapping[str, Any]) -> str | None:
+    identifier = fields.get("id")
     if identifier is not None and not isinstance(identifier, str):
         raise RequestError(f"id is {shown(identifier)}; expected a string")
-    outputs = outputs_from_fields(parsed.fields, parsed.parameters, datatypes)
-    return identifier, outputs, timeout_from_parameters(parsed.parameters)
+    return identifier
 
 
 def outputs_from_fields(
@@ -252,38 +256,49 @@ class InferRequest(Wanted):
 
 def infer_request(parsed: Fields, signature: Signature) -> InferRequest:
     """Check a request. Raises RequestError for anything that this model cannot run."""
-    feeds = feeds_from_fields(parsed.fields, parsed.binary, signature)
+    if "inputs" not in parsed.fields:
+        raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
+
+    def reader_of(value: Mapping[str, Any]) -> Reader[Array]:
+        tensor = named(signature.inputs, value["name"], "input")
+        check_datatype(value, DTYPES[tensor.dtype].protocol)
+        shape = signature.checked_shape(tensor, value.get("shape"))
+        return partial(array_from_json, tensor=tensor, shape=shape), partial(array_from_binary, tensor, shape)
+
+    feeds = read_inputs(parsed, reader_of)
     datatypes = {tensor.name: DTYPES[tensor.dtype].protocol for tensor in signature.outputs}
     return InferRequest(*wanted_from_fields(parsed, datatypes), signature.complete(feeds))
 
 
-def feeds_from_fields(fields: Mapping[str, Any], binary: memoryview, signature: Signature) -> dict[str, Array]:
-    if "inputs" not in fields:
-        raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
-    feeds: dict[str, Array] = {}
-    offset = 0
-    for value in objects_named(fields, "inputs"):
-        tensor = named(signature.inputs, value["name"], "input")
-        datatype, expected = value.get("datatype"), DTYPES[tensor.dtype].protocol
-        if datatype != expected:
-            raise RequestError(f"input {tensor.name!r} has datatype {shown(datatype)}; expected {expected}")
-        shape = signature.checked_shape(tensor, value.get("shape"))
-        size = parameters_of(value, f"input {tensor.name!r}").get("binary_data_size")
-        if size is None:
-            if "data" not in value:
-                raise RequestError(f"input {tensor.name!r} has neither data nor the parameter binary_data_size")
-            feeds[tensor.name] = array_from_json(value["data"], tensor, shape)
-            continue
-        if "data" in value:
-            raise RequestError(f"input {tensor.name!r} has both data and the parameter binary_data_size; expected one")
-        feeds[tensor.name] = array_from_binary(binary, offset, size, tensor, shape)
-        offset += size
-    if offset != len(binary):
-        raise unread_bytes(len(binary), offset)
-    return feeds
+def read_inputs(parsed: Fields, reader_of: Callable[[Mapping[str, Any]], Reader[Value]]) -> dict[str, Value]:
+    """The inputs of a request by name. reader_of: checks an input, and returns how its JSON and its binary data are
+    read; the latter gets the binary data that is left, and the size of its part."""
+    found: dict[str, Value] = {}
+    left = parsed.binary
+    for value in objects_named(parsed.fields, "inputs"):
+        from_json, from_binary = reader_of(value)
+        owner = f"input {value['name']!r}"
+        size = parameters_of(value, owner).get("binary_data_size")
+        if size is None and "data" not in value:
+            raise RequestError(f"{owner} has neither data nor the parameter binary_data_size")
+        if size is not None and "data" in value:
+            raise RequestError(f"{owner} has both data and the parameter binary_data_size; expected one")
+        found[value["name"]] = from_json(value["data"]) if size is None else from_binary(left, size)
+        left = left[size or 0 :]
+    if left:
+        accounted = len(parsed.binary) - len(left)
+        raise RequestError(
+            f"{len(parsed.binary)} bytes follow the JSON of the request; its inputs account for {accounted}"
+        )
+    return found
 
 
-def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
+def check_datatype(value: Mapping[str, Any], expected: str) -> None:
+    if value.get("datatype") != expected:
+        raise RequestError(f"input {value['name']!r} has datatype {shown(value.get('datatype'))}; expected {expected}")
+
+
+def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryview, size: Any) -> Array:
     """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
     import numpy as np
 
@@ -294,12 +309,12 @@ def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorIn
             f"input {tensor.name!r} has binary_data_size {shown(size)}; expected {expected}, the bytes of "
             f"{tensor.dtype} {list(shape)}"
         )
-    if offset + size > len(data):
+    if size > len(data):
         raise RequestError(
-            f"input {tensor.name!r} needs {size} bytes of binary data; the body has {max(0, len(data) - offset)} left: "
+            f"input {tensor.name!r} needs {size} bytes of binary data; the body has {len(data)} left: "
             "send Inference-Header-Content-Length, and all of the data after the JSON"
         )
-    raw = np.frombuffer(data, np.uint8, size, offset)
+    raw = np.frombuffer(data, np.uint8, size)
     if tensor.dtype == "bool" and raw.max() > 1:
         raise RequestError(f"binary data of input {tensor.name!r} holds {raw.max()}; expected 0 and 1 for BOOL")
     array: Array = np.require(raw.view(dtype), requirements="A").reshape(shape)
@@ -307,20 +322,14 @@ def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorIn
     return array
 
 
-BYTES = "BYTES"
-TEXT, CONTEXT = "text", "context"
-ANSWER, EMBEDDING = "answer", "embedding"
-
-
 @dataclass(frozen=True)
 class TextRequest(Wanted):
-    """A request with texts instead of tensors. pairs: for each text, its second text or None.
+    """A request with texts instead of tensors. texts: each with its second text or None.
 
     parameters: of the request, some of which are options of the task.
     """
 
-    texts: tuple[str, ...]
-    pairs: tuple[str | None, ...]
+    texts: tuple[tuple[str, str | None], ...]
     parameters: Mapping[str, Any]
 
 
@@ -334,34 +343,26 @@ def has_texts(parsed: Fields, signature: Signature) -> bool:
 
 def text_request(parsed: Fields, outputs: Mapping[str, str]) -> TextRequest:
     """Check the texts of a request. outputs: their names and datatypes. Raises RequestError."""
-    found: dict[str, tuple[str, ...]] = {}
-    offset = 0
-    for value in objects_named(parsed.fields, "inputs"):
+
+    def reader_of(value: Mapping[str, Any]) -> Reader[tuple[str, ...]]:
         name = value["name"]
         if name not in (TEXT, CONTEXT):
             raise RequestError(f"a request has texts or tensors; this one has {TEXT!r} and {shown(name)}")
-        if value.get("datatype") != BYTES:
-            raise RequestError(f"input {name!r} has datatype {shown(value.get('datatype'))}; expected {BYTES}")
+        check_datatype(value, "BYTES")
         shape = checked_shape(name, value.get("shape"))
-        size = parameters_of(value, f"input {name!r}").get("binary_data_size")
-        if size is None:
-            found[name] = strings_from_json(value.get("data"), name, shape)
-            continue
-        if "data" in value:
-            raise RequestError(f"input {name!r} has both data and the parameter binary_data_size; expected one")
-        left = len(parsed.binary) - offset
-        if type(size) is not int or not 0 <= size <= left:
-            raise RequestError(f"input {name!r} has binary_data_size {shown(size)}; the body has {left} bytes left")
-        found[name] = strings_from_binary(bytes(parsed.binary[offset : offset + size]), name, shape[0])
-        offset += size
-    if offset != len(parsed.binary):
-        raise unread_bytes(len(parsed.binary), offset)
+        return (
+            lambda data: checked_texts(flat_elements(data, name, shape), name),
+            partial(strings_from_binary, name, shape[0]),
+        )
+
+    found = read_inputs(parsed, reader_of)
     if TEXT not in found:
         raise RequestError(f"the request has a {CONTEXT!r} and no {TEXT!r}, which is the question")
     texts, pairs = found[TEXT], found.get(CONTEXT)
     if pairs is not None and len(pairs) != len(texts):
         raise RequestError(f"{len(texts)} texts have {len(pairs)} contexts; expected one for each text")
-    return TextRequest(*wanted_from_fields(parsed, outputs), texts, pairs or (None,) * len(texts), parsed.parameters)
+    texts_of_pairs = tuple(zip(texts, pairs or (None,) * len(texts), strict=True))
+    return TextRequest(*wanted_from_fields(parsed, outputs), texts_of_pairs, parsed.parameters)
 
 
 def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
@@ -374,26 +375,23 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def strings_from_json(data: Any, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    if data is None:
-        raise RequestError(f"input {name!r} has neither data nor the parameter binary_data_size")
-    return checked_texts(flat_elements(data, name, shape), name)
-
-
-def strings_from_binary(data: bytes, name: str, count: int) -> tuple[str, ...]:
+def strings_from_binary(name: str, count: int, left: memoryview, size: Any) -> tuple[str, ...]:
     """Strings in UTF-8, each after its size in four bytes, little-endian."""
+    if type(size) is not int or not 0 <= size <= len(left):
+        raise RequestError(f"input {name!r} has binary_data_size {shown(size)}; the body has {len(left)} bytes left")
+    data = bytes(left[:size])
     texts: list[str] = []
     offset = 0
     for index in range(count):
-        (size,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
-        offset += 4 + size
+        (length,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
+        offset += 4 + length
         if offset > len(data):
             raise RequestError(
                 f"binary data of input {name!r} ends within element {index}; expected {count} strings, each after its "
                 "size in four bytes, little-endian"
             )
         try:
-            texts.append(data[offset - size : offset].decode())
+            texts.append(data[offset - length : offset].decode())
         except UnicodeDecodeError as error:
             raise RequestError(f"element {index} of input {name!r} is not UTF-8: {error.reason}") from None
     if offset != len(data):

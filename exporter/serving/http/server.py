@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 
 # Every group of endpoints is a module of its own.
-GROUPS: tuple[Callable[[Service], list[Endpoint]], ...] = (
-    v2.endpoints,
-    generate.endpoints,
-    v2.repository_endpoints,
-    openai.endpoints,
-)
+GROUPS: tuple[Callable[[Service], list[Endpoint]], ...] = (v2.endpoints, generate.endpoints, openai.endpoints)
 
 
 def create_app(models: ModelRepository) -> Starlette:

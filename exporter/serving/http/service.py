@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from effexport.serving.engine.errors import CROWDED, UNAUTHORIZED, ClientGoneError, RequestError
-from effexport.serving.engine.queue import TextMemory
+from effexport.serving.engine.metrics import RequestMetrics
+from effexport.serving.engine.queue import THREAD_BYTES, TextMemory
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
-from effexport.serving.http.body import THREAD_BYTES, ByteBudget, check_head, read_body
-from effexport.serving.http.metrics import RequestMetrics
+from effexport.serving.http.body import ByteBudget, check_head, read_body
 
 if TYPE_CHECKING:
     from effexport.serving.http.models import ModelRepository, ServedModel

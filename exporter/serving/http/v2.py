@@ -8,15 +8,19 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from effexport.dtypes import DTYPES
+from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import STOPPING, RequestError
-from effexport.serving.engine.queue import Gone, Waiting, outputs_of, watched
-from effexport.serving.http.body import aside, compress, wanted_encoding
-from effexport.serving.http.metrics import exposition
+from effexport.serving.engine.metrics import exposition
+from effexport.serving.engine.queue import Gone, Waiting, aside
+from effexport.serving.engine.signature import ANSWER
+from effexport.serving.http.body import compress, wanted_encoding, watched
 from effexport.serving.http.request import (
     PIECE,
     InferRequest,
@@ -40,11 +44,14 @@ if TYPE_CHECKING:
 
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
+# A parameter of Triton that has no effect here, because no model depends on another.
+UNLOAD_DEPENDENTS = "unload_dependents"
 
 
 def endpoints(service: Service) -> list[Endpoint]:
     v2 = V2(service)
     prefixes = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+    stored = "/v2/repository/models/{name}"
     return [
         # paths are compared in this order, and most requests are these
         *(("POST", f"{prefix}/infer", v2.infer) for prefix in prefixes),
@@ -54,11 +61,14 @@ def endpoints(service: Service) -> list[Endpoint]:
         ("GET", "/v2/health/ready", v2.ready),
         ("GET", "/v2", v2.server_metadata),
         ("GET", "/metrics", v2.metrics),
+        ("POST", "/v2/repository/index", v2.index),
+        ("POST", f"{stored}/load", v2.load),
+        ("POST", f"{stored}/unload", v2.unload),
     ]
 
 
 class V2:
-    """Handlers of the V2 protocol."""
+    """Handlers of the V2 protocol and of its model repository extension."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -91,6 +101,39 @@ class V2:
     async def metrics(self, request: Request) -> Response:
         text, content_type = exposition([self._service.metrics, *(model.metrics for model in self._service.models)])
         return Response(text, headers={"content-type": content_type})
+
+    async def index(self, request: Request) -> Response:
+        only_ready = flag(await self._fields(request), "ready", False, "the request")
+        entries = await self._service.models.index()
+        if self._service.draining:
+            entries = [{**entry, "state": "UNAVAILABLE", "reason": "the server is stopping"} for entry in entries]
+        return json_response([entry for entry in entries if entry["state"] == "READY" or not only_ready])
+
+    async def load(self, request: Request) -> Response:
+        await self._check_parameters(request, ())
+        await self._service.models.load(request.path_params["name"])
+        return Response()
+
+    async def unload(self, request: Request) -> Response:
+        await self._check_parameters(request, (UNLOAD_DEPENDENTS,))
+        await self._service.models.unload(request.path_params["name"])
+        return Response()
+
+    async def _check_parameters(self, request: Request, accepted: tuple[str, ...]) -> None:
+        """Raises RequestError for a parameter that this server would have to ignore."""
+        if self._service.draining:
+            raise RequestError("the server is stopping; send the request to another one", STOPPING)
+        for name in parameters_of(await self._fields(request), "the request"):
+            if name not in accepted:
+                raise RequestError(
+                    f"the request has the parameter {shown(name)}, which this server does not support; leave it out"
+                )
+
+    async def _fields(self, request: Request) -> dict[str, Any]:
+        """The JSON object of the body; empty without a body, as curl sends it."""
+        async with self._service.body_of(request) as body:
+            read = partial(parsed_object, body, "a JSON object, or nothing")
+            return await self._service.parsed(len(body), read) if body else {}
 
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -125,8 +168,13 @@ async def outputs_from_wanted(
     longest_s = model.settings.timeout_s
     timeout_s = min(longest_s, wanted.timeout_s or longest_s)
     if isinstance(wanted, InferRequest):
-        return await outputs_of(model, wanted.feeds, timeout_s, gone)
-    return await model.texts.outputs_of(model, wanted, Waiting(timeout_s, gone, service.text_memory))
+        return await model.batcher.outputs(wanted.feeds, timeout_s, gone)
+    waiting = Waiting(timeout_s, gone, service.text_memory)
+    answers = await model.texts.answers_of(wanted.texts, wanted.parameters, waiting)
+    outputs: dict[str, Array | Sequence[bytes]] = {ANSWER: [orjson.dumps(answer) for answer in answers]}
+    if model.texts.is_embedding:
+        outputs[EMBEDDING] = np.array([answer["embedding"] for answer in answers], np.float32)
+    return outputs
 
 
 async def encoded(answer: Answer, encoding: str | None) -> Response:
@@ -158,8 +206,6 @@ def answer_from_outputs(
     wanted: Wanted, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
 ) -> Answer:
     """outputs: arrays, or strings in UTF-8. Raises RequestError for NaN and infinity that would be sent as JSON."""
-    import orjson
-
     described: list[dict[str, Any]] = []
     binary: list[bytes | memoryview] = []
     numbers: list[list[bytes | memoryview]] = []
@@ -189,8 +235,6 @@ def answer_from_outputs(
 
 def numbers_as_json(numbers: Array) -> list[bytes | memoryview]:
     """A list of numbers as parts of JSON, because no other thread runs while orjson writes one of them."""
-    import orjson
-
     parts: list[bytes | memoryview] = []
     for start in range(0, len(numbers), PIECE):
         text = orjson.dumps(numbers[start : start + PIECE], option=orjson.OPT_SERIALIZE_NUMPY)
@@ -200,8 +244,6 @@ def numbers_as_json(numbers: Array) -> list[bytes | memoryview]:
 
 def bytes_of(array: Array) -> memoryview:
     """The bytes of an array as a view, so that the only copy is into the body."""
-    import numpy as np
-
     # as uint8, because memoryview lacks some types
     view: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return view
@@ -213,64 +255,8 @@ def sized_strings(strings: Sequence[bytes]) -> bytes:
 
 
 def check_finite(name: str, array: Array) -> None:
-    import numpy as np
-
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise RequestError(
             f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data, and see "
             "whether the inputs are too large for the model"
         )
-
-
-# A parameter of Triton that has no effect here, because no model depends on another.
-UNLOAD_DEPENDENTS = "unload_dependents"
-
-
-def repository_endpoints(service: Service) -> list[Endpoint]:
-    repository = RepositoryApi(service)
-    path = "/v2/repository/models/{name}"
-    return [
-        ("POST", "/v2/repository/index", repository.index),
-        ("POST", f"{path}/load", repository.load),
-        ("POST", f"{path}/unload", repository.unload),
-    ]
-
-
-class RepositoryApi:
-    """Handlers of the model repository extension."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def index(self, request: Request) -> Response:
-        only_ready = flag(await self._fields(request), "ready", False, "the request")
-        entries = await self._service.models.index()
-        if self._service.draining:
-            entries = [{**entry, "state": "UNAVAILABLE", "reason": "the server is stopping"} for entry in entries]
-        return json_response([entry for entry in entries if entry["state"] == "READY" or not only_ready])
-
-    async def load(self, request: Request) -> Response:
-        await self._check_parameters(request, ())
-        await self._service.models.load(request.path_params["name"])
-        return Response()
-
-    async def unload(self, request: Request) -> Response:
-        await self._check_parameters(request, (UNLOAD_DEPENDENTS,))
-        await self._service.models.unload(request.path_params["name"])
-        return Response()
-
-    async def _check_parameters(self, request: Request, accepted: tuple[str, ...]) -> None:
-        """Raises RequestError for a parameter that this server would have to ignore."""
-        if self._service.draining:
-            raise RequestError("the server is stopping; send the request to another one", STOPPING)
-        for name in parameters_of(await self._fields(request), "the request"):
-            if name not in accepted:
-                raise RequestError(
-                    f"the request has the parameter {shown(name)}, which this server does not support; leave it out"
-                )
-
-    async def _fields(self, request: Request) -> dict[str, Any]:
-        """The JSON object of the body; empty without a body, as curl sends it."""
-        async with self._service.body_of(request) as body:
-            read = partial(parsed_object, body, "a JSON object, or nothing")
-            return await self._service.parsed(len(body), read) if body else {}

@@ -17,8 +17,8 @@ from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners.ort.kernels import library_for
 from effexport.runners.ort.settings import OrtSettings
+from effexport.serving.engine.signature import CONTEXT, TEXT
 from effexport.serving.triton.repository import Content
-from effexport.serving.triton.signature import CONTEXT, TEXT
 from effexport.serving.triton.spec import BACKENDS, BackendName, PackageName, PackageSpec
 from effexport.tensorrt.sidecar import read_sidecar
 from effexport.text.fast_tokenizer import TOKENIZER_JSON
@@ -106,43 +106,31 @@ def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     try:
         task = task_from_artifact(artifact)
     except UserError:  # an artifact without a tokenizer, or whose outputs answer no text
-        return python_model(artifact, spec, "model.py")
-    return python_model(artifact, spec, "model.py", example=example_request(task, tokenizer_from_artifact(artifact)))
+        return python_model(artifact, spec)
+    return python_model(artifact, spec, example=example_request(task, tokenizer_from_artifact(artifact)))
 
 
 def generation_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     """The backend python with a model that generates text. Raises UserError if the artifact cannot."""
     check_generates(artifact)
     tokenizer_from_artifact(artifact)
-    return python_model(artifact, spec, "generation_model.py", generates=True)
+    return python_model(artifact, spec, generates=True)
 
 
 def python_model(
-    artifact: Artifact,
-    spec: PackageSpec,
-    program: str,
-    *,
-    example: Mapping[str, str] | None = None,
-    generates: bool = False,
+    artifact: Artifact, spec: PackageSpec, *, example: Mapping[str, str] | None = None, generates: bool = False
 ) -> Backend:
-    """program: the file of this folder that becomes model.py."""
     kind = spec.kind or "cpu"
     library = kernel_library(artifact, spec, kind)
     files: dict[str, bytes | Path] = {
         f"artifact/{name}": artifact.path / name for name in (MANIFEST, *artifact.manifest.files)
     }
-    files["model.py"] = Path(__file__).with_name(program)
+    files["model.py"] = Path(__file__).with_name("model.py")
     files["effexport.zip"] = zip_of_effexport()
     tokenizes = TOKENIZER_JSON in artifact.manifest.files and (example or generates)
     packages: tuple[PackageName, ...] = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
     return Backend(
-        "python",
-        kind,
-        files | library,
-        bool(library),
-        example=example or {},
-        generates=generates,
-        packages=packages,
+        "python", kind, files | library, bool(library), example=example or {}, generates=generates, packages=packages
     )
 
 

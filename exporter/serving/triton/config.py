@@ -17,8 +17,8 @@ from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.proof.cases import load_reference
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.runners.joining import rows_of
+from effexport.serving.engine.signature import PackagedSignature, triton_type
 from effexport.serving.triton.backends import Backend
-from effexport.serving.triton.signature import Signature, triton_type
 from effexport.serving.triton.spec import DEFAULT_MAX_BATCH, DEFAULT_SESSIONS, PackageSpec
 from effexport.spec import BuildSpec
 from effexport.tensorrt.sidecar import EngineInfo
@@ -204,7 +204,7 @@ class ModelConfig:
     name: str
     title: str
     backend: Backend
-    signature: Signature
+    signature: PackagedSignature
     batching: Batching
     warm_ups: Sequence[WarmUp]
     spec: PackageSpec

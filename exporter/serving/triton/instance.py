@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,34 +19,61 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import EffexportError, UserError
 from effexport.generation.sampling import ALIASES, Sampling
-from effexport.generation.text_generator import INPUT, generator_from_artifact
+from effexport.generation.text_generator import TextGenerator, generator_from_artifact
+from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
-from effexport.runners.feeds import limits_from_spec, limits_of_runner
+from effexport.runners.feeds import checked_feeds, limits_from_spec, limits_of_runner
+from effexport.runners.joining import Key, joining_key, rows_of
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import Closeable
-from effexport.serving.triton.generating import GenerationLoop, OverloadedError, Reply
-from effexport.serving.triton.merging import Answer
-from effexport.serving.triton.signature import OPTIONS, REQUEST_ID, STREAM, TEXT, TEXT_INPUT, decoded
-from effexport.serving.triton.texts import Request, run_requests, tasks_of_artifact
+from effexport.serving.engine.errors import RequestError
+from effexport.serving.engine.generation import GenerationLoop
+from effexport.serving.engine.queue import run_together
+from effexport.serving.engine.signature import (
+    ANSWER,
+    CONTEXT,
+    GENERATION,
+    OPTIONS,
+    REQUEST_ID,
+    STREAM,
+    TEXT,
+    TEXT_INPUT,
+    decoded,
+)
+from effexport.serving.engine.texts import Tasks
+from effexport.text.task import Prepared, Task, joined_outputs
+from effexport.text.tasks import Embedding
 from effexport.version import __version__
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.runners.decode import DecodeRunner
-
-
-def triton_code(error: EffexportError) -> str:
-    """The name of the code in Triton's Python backend; `infer` over HTTP has the status 400, 503 or 500 for it,
-    `generate` always 400."""
-    if isinstance(error, OverloadedError):
-        return "UNAVAILABLE"
-    return "INVALID_ARG" if error.exit_code == 2 else "INTERNAL"
-
+    from effexport.generation.text_generator import FinishReason, Session
 
 ARTIFACT = "artifact"
+OPTION_NAMES = tuple(tensor.name for tensor in OPTIONS)
+# Windows of the texts of one request: the outputs of all of them are in memory until they are answered.
+MOST_WINDOWS = 256
+# Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
+CANCEL_CHECK_SECONDS = 0.05
+# The outputs of a request, or its error.
+Answer = Mapping[str, "Array"] | EffexportError
+TaskOf = Callable[[Mapping[str, Any]], Task]
+
+
+def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend: Any) -> Instance:
+    """The instance of a model. folder: of the model's version. arguments: as Triton gives them to `initialize`.
+
+    backend: the module triton_python_backend_utils.
+    """
+    config = json.loads(arguments["model_config"])
+    artifact = open_artifact(folder / ARTIFACT)
+    settings = settings_of_instance(folder, arguments, config)
+    generates = any(tensor["name"] == TEXT_INPUT for tensor in config["input"])
+    kind = GenerationInstance if generates else ModelInstance
+    return kind(artifact, settings, config, backend)
 
 
 def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Mapping[str, Any]) -> OrtSettings:
@@ -69,26 +97,41 @@ def parameter(config: Mapping[str, Any], name: str) -> int:
     return int(config["parameters"][name]["string_value"])
 
 
+def triton_error(backend: Any, error: Exception) -> Any:
+    """`infer` over HTTP has the status 400, 503 or 500 for the codes, `generate` always 400."""
+    return backend.TritonError(str(error), getattr(backend.TritonError, triton_code(error)))
+
+
+def triton_code(error: Exception) -> str:
+    """The name of an error's code in Triton's Python backend."""
+    if isinstance(error, RequestError):
+        return "UNAVAILABLE" if error.kind.status == 503 else "INVALID_ARG"
+    return "INVALID_ARG" if isinstance(error, EffexportError) and error.exit_code == 2 else "INTERNAL"
+
+
 class ModelInstance(Closeable):
-    """Answers the requests of one `execute` of Triton.
+    """A model of tensors and texts. `execute` answers the requests of one batch of Triton."""
 
-    folder: of the model's version. arguments: as Triton gives them to `initialize`.
-    """
-
-    def __init__(self, folder: Path, arguments: Mapping[str, str]) -> None:
-        config = json.loads(arguments["model_config"])
-        artifact = open_artifact(folder / ARTIFACT)
-        settings = settings_of_instance(folder, arguments, config)
+    def __init__(self, artifact: Artifact, settings: OrtSettings, config: Mapping[str, Any], backend: Any) -> None:
+        self._backend = backend
         self.runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
         reads_text = any(tensor["name"] == TEXT for tensor in config["input"])
-        self.task_of = tasks_of_artifact(artifact) if reads_text else None
+        self.task_of = Tasks(artifact).of_parameters if reads_text else None
         # 0 if results may depend on the rest of the batch; requests then run one by one
         self.max_batch = config["max_batch_size"]
 
-    def run(self, requests: Sequence[tuple[Mapping[str, Array], str, Sequence[str]]]) -> list[Answer]:
-        """requests: the tensors of each by input, its parameters as JSON, and the outputs that it asks for."""
-        given = [Request(tensors, json.loads(parameters or "{}"), outputs) for tensors, parameters, outputs in requests]
-        return run_requests(self.runner, self.task_of, given, self.max_batch)
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        given = [
+            TritonRequest(tensors_of_request(one), parameters_of_request(one), one.requested_output_names())
+            for one in requests
+        ]
+        return [self._response(answer) for answer in run_requests(self.runner, self.task_of, given, self.max_batch)]
+
+    def _response(self, answer: Answer) -> Any:
+        if isinstance(answer, EffexportError):
+            return self._backend.InferenceResponse(error=triton_error(self._backend, answer))
+        tensors = [self._backend.Tensor(name, value) for name, value in answer.items()]
+        return self._backend.InferenceResponse(tensors)
 
     def __str__(self) -> str:
         ran = ", ".join(f"{op} as {what}" for op, what in self.runner.implementation.items())
@@ -98,7 +141,191 @@ class ModelInstance(Closeable):
         self.runner.close()
 
 
-OPTION_NAMES = tuple(tensor.name for tensor in OPTIONS)
+def tensors_of_request(request: Any) -> dict[str, Array]:
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def parameters_of_request(request: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(request.parameters() or "{}")
+    found.pop(REQUEST_ID, None)
+    return found
+
+
+@dataclass(frozen=True)
+class TritonRequest:
+    """A request as Triton hands it over. tensors: by input; texts are bytes objects. outputs: those it asks for."""
+
+    tensors: Mapping[str, Array]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence[str] = (ANSWER, EMBEDDING)
+
+
+@dataclass(frozen=True)
+class TextJob:
+    """The texts of a request: what runs for each of them, and the task that makes answers from the outputs."""
+
+    request: TritonRequest
+    task: Task
+    prepared: Sequence[Prepared]
+    runs: Sequence[Sequence[Mapping[str, Array]]]
+
+    def answer(self, answers: Iterator[Answer]) -> Answer:
+        """The outputs of the request from those of its runs, or its error."""
+        found = [[next(answers) for _ in of_text] for of_text in self.runs]
+        try:
+            for one in (one for of_text in found for one in of_text):
+                if isinstance(one, EffexportError):
+                    raise one
+            joined = [joined_outputs(of_text) for of_text in found]  # type: ignore[arg-type]
+            return answers_of_texts(self.task, self.prepared, joined, self.request)
+        except EffexportError as error:
+            return error
+
+
+def run_requests(
+    runner: OrtRunner, task_of: TaskOf | None, requests: Sequence[TritonRequest], max_batch: int
+) -> list[Answer]:
+    """The outputs of each request, or its error. A bad request does not affect the others.
+
+    A request has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context`
+    of the same shape. The output `answer` has the answer to each text as JSON; a model with the output `embedding` also
+    returns that, [texts, dim]; in float16 only if `answer` is not asked for, because Triton refuses float16 beside it
+    in an answer as JSON. task_of: None for a model of tensors only. max_batch: see run_merged.
+    """
+    jobs = [job_from_request(task_of, request, max_batch) for request in requests]
+    runs = [run for job in jobs if isinstance(job, TextJob) for of_text in job.runs for run in of_text]
+    tensors = [job for job in jobs if isinstance(job, Mapping)]
+    answers = run_merged(runner, [*tensors, *runs], max_batch)
+    of_tensors, of_texts = iter(answers[: len(tensors)]), iter(answers[len(tensors) :])
+    return [
+        job
+        if isinstance(job, EffexportError)
+        else job.answer(of_texts)
+        if isinstance(job, TextJob)
+        else next(of_tensors)
+        for job in jobs
+    ]
+
+
+def job_from_request(
+    task_of: TaskOf | None, request: TritonRequest, max_batch: int
+) -> TextJob | Mapping[str, Array] | EffexportError:
+    """The tensors of a request, its texts, or its error."""
+    tensors = request.tensors
+    if task_of is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
+        return tensors
+    try:
+        check_inputs(tensors)
+        task = task_of(request.parameters)
+        prepared = prepared_texts(task, tensors)
+    except EffexportError as error:
+        return error
+    # of each text, at most as many windows as the model takes together
+    return TextJob(request, task, prepared, [one.rows(max(max_batch, 1)) for one in prepared])
+
+
+def check_inputs(tensors: Mapping[str, Array]) -> None:
+    """Raises UserError unless a request has texts, and a context for each of them or none."""
+    if TEXT not in tensors or tensors.keys() - {TEXT, CONTEXT}:
+        given = ", ".join(sorted(tensors)) or "no inputs"
+        raise UserError(f"the request has {given}; expected {TEXT}, with or without {CONTEXT}, or the model's tensors")
+    texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
+    if contexts is not None and contexts.shape != texts.shape:
+        raise UserError(
+            f"{TEXT} has the shape {list(texts.shape)} and {CONTEXT} {list(contexts.shape)}; expected a {CONTEXT} for "
+            f"each {TEXT}"
+        )
+    if not texts.size:
+        raise UserError(f"{TEXT} has the shape {list(texts.shape)}, which is empty; expected at least one text")
+
+
+def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
+    """Raises UserError for a request whose texts cannot be answered."""
+    texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
+    prepared = []
+    for i in range(texts.size):
+        try:
+            pair = None if contexts is None else decoded(contexts.flat[i], CONTEXT)
+            prepared.append(task.prepare(decoded(texts.flat[i], TEXT), pair))
+        except UserError as error:
+            raise error if texts.size == 1 else UserError(f"{TEXT} {i}: {error}") from error
+    windows = sum(len(one.windows) for one in prepared)
+    if windows > MOST_WINDOWS:
+        raise UserError(
+            f"the request has {windows} windows of tokens; expected at most {MOST_WINDOWS}: send less text in a request"
+        )
+    return prepared
+
+
+def answers_of_texts(
+    task: Task, prepared: Sequence[Prepared], outputs: Sequence[Mapping[str, Array]], request: TritonRequest
+) -> dict[str, Array]:
+    """outputs: of the runs of each text."""
+    found: dict[str, Array] = {}
+    if ANSWER in request.outputs:
+        found[ANSWER] = np.empty(request.tensors[TEXT].shape, dtype=object)
+        for i, (one, of_text) in enumerate(zip(prepared, outputs, strict=True)):
+            found[ANSWER].flat[i] = json.dumps(task.answer(one, of_text), ensure_ascii=False).encode()
+    if EMBEDDING in request.outputs and isinstance(task, Embedding) and task.output == EMBEDDING:
+        dtype = outputs[0][EMBEDDING].dtype
+        if dtype != np.float16 or not found:
+            vectors = [task.vector(one, of_text) for one, of_text in zip(prepared, outputs, strict=True)]
+            found[EMBEDDING] = np.stack(vectors).astype(dtype)
+    return found
+
+
+def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_batch: int) -> list[Answer]:
+    """The outputs of each request, or its error; those of one shape run together. A bad request spoils no other one.
+
+    max_batch: rows that run together, unless one request has more; 0 runs each request on its own, for models whose
+    results depend on the rest of the batch.
+    """
+    answers: dict[int, Any] = {}
+    groups: dict[Key, list[dict[int, Mapping[str, Array]]]] = {}
+    for i, request in enumerate(requests):
+        try:
+            feeds = checked_feeds(request, runner.inputs, runner.limits)
+        except EffexportError as error:
+            answers[i] = error
+            continue
+        of_shape = groups.setdefault(joining_key(feeds), [{}])
+        if of_shape[-1] and sum(map(rows_of, [*of_shape[-1].values(), feeds])) > max_batch:
+            of_shape.append({})
+        of_shape[-1][i] = feeds
+    for group in (group for of_shape in groups.values() for group in of_shape):
+        answers |= zip(group, run_together(runner.run, list(group.values())), strict=True)
+    for answer in answers.values():
+        if isinstance(answer, Exception) and not isinstance(answer, EffexportError):
+            raise answer
+    return [answers[i] for i in range(len(requests))]
+
+
+class GenerationInstance(Closeable):
+    """A model that generates text. `execute` begins texts, which are sent as they grow; an error is an answer, too."""
+
+    def __init__(self, artifact: Artifact, settings: OrtSettings, config: Mapping[str, Any], backend: Any) -> None:
+        self._backend = backend
+        limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
+        generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))
+        self.loop = ReplyLoop(generator, parameter(config, "sessions"), parameter(config, "max_queue"))
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        for one in requests:
+            reply = Reply(self._backend, one.get_response_sender())
+            try:
+                request = generation_request(tensors_of_request(one), parameters_of_request(one))
+                self.loop.begin(request, reply)
+            except (EffexportError, RequestError) as error:
+                reply.fail(error)
+
+    def __str__(self) -> str:
+        return f"effexport {__version__}"
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+Instance = ModelInstance | GenerationInstance
 
 
 @dataclass(frozen=True)
@@ -117,7 +344,7 @@ def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any
     """
     if TEXT_INPUT not in inputs:
         raise UserError(f"input {TEXT_INPUT!r} is missing; expected the text to continue")
-    options = {ALIASES.get(name, name): value for name, value in parameters.items() if name != REQUEST_ID}
+    options = {ALIASES.get(name, name): value for name, value in parameters.items()}
     options |= {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
     for name in options:
         if name not in OPTION_NAMES:
@@ -134,39 +361,123 @@ def number(array: Array) -> Any:
     return float(str(array[0])) if array.dtype.kind == "f" else array.item()
 
 
-class GenerationInstance(Closeable):
-    """Answers requests as their texts grow. folder, arguments: as for ModelInstance."""
+class Reply:
+    """The way back to the client of one request. backend, sender: of Triton."""
 
-    def __init__(self, folder: Path, arguments: Mapping[str, str]) -> None:
-        config = json.loads(arguments["model_config"])
-        artifact = open_artifact(folder / ARTIFACT)
-        settings = settings_of_instance(folder, arguments, config)
-        generator = generator_from_artifact(artifact, partial(opened_decoder, settings=settings))
-        self.loop = GenerationLoop(generator, parameter(config, "sessions"), parameter(config, "max_queue"))
+    def __init__(self, backend: Any, sender: Any) -> None:
+        self._backend = backend
+        self._sender = sender
 
-    def begin(self, inputs: Mapping[str, Array], parameters: str, reply: Reply) -> None:
-        """Begin to answer a request; an error is its answer. parameters: of the request, as JSON."""
-        values: dict[str, Any] = json.loads(parameters or "{}")
-        try:
-            request = generation_request(inputs, values)
-            self.loop.add(request.prompt, request.sampling, reply, in_pieces=request.in_pieces)
-        except EffexportError as error:
-            reply.fail(error)
+    def send(self, text: str, session: Session, finish_reason: FinishReason | None) -> None:
+        """Send more text of a session; with a reason, the last."""
+        values: list[Any] = [text.encode()]
+        if finish_reason is not None:
+            values += [finish_reason.encode(), len(session.prompt), session.seed]
+        tensors = [
+            self._backend.Tensor(output.name, np.array([value], object if isinstance(value, bytes) else np.int64))
+            for output, value in zip(GENERATION.outputs, values, strict=False)
+        ]
+        self._send(self._backend.InferenceResponse(tensors), last=finish_reason is not None)
 
-    def __str__(self) -> str:
-        return f"effexport {__version__}"
+    def fail(self, error: Exception) -> None:
+        """Send an error in place of more text."""
+        self._send(self._backend.InferenceResponse(error=triton_error(self._backend, error)), last=True)
+
+    def cancel(self, session: Session) -> None:
+        """End without more text, because the client has gone."""
+        message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
+        self._backend.Logger.log_info(message)
+        cancelled = self._backend.TritonError(message, self._backend.TritonError.CANCELLED)
+        self._send(self._backend.InferenceResponse(error=cancelled), last=True)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has gone."""
+        return bool(self._sender.is_cancelled())
+
+    def _send(self, response: Any, *, last: bool) -> None:
+        self._sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
+
+
+class TextReply:
+    """A request that is being answered. in_pieces: send text as it arrives, instead of all at the end."""
+
+    def __init__(self, session: Session, reply: Reply, *, in_pieces: bool) -> None:
+        self.session = session
+        self._reply = reply
+        self._in_pieces = in_pieces
+        self._text = ""
+        self._next_check = 0.0
+        self._done = False
+
+    def send_new(self) -> None:
+        """Send what the session has added since the last call, or end it if the client has gone."""
+        session = self.session
+        if self._done:
+            return
+        if time.monotonic() >= self._next_check:
+            if self._reply.is_cancelled():
+                self._done = True
+                session.cancel()
+                self._reply.cancel(session)
+                return
+            self._next_check = time.monotonic() + CANCEL_CHECK_SECONDS
+        reason = None
+        while session.pieces:
+            piece = session.pieces.popleft()
+            self._text += piece.text
+            reason = piece.finish_reason
+        self._done = session.error is not None or reason is not None
+        if session.error is not None:
+            self._reply.fail(session.error)
+        elif reason is not None or (self._in_pieces and self._text):
+            self._reply.send(self._text, session, reason)
+            self._text = ""
+
+
+class ReplyLoop(GenerationLoop[TextReply]):
+    """A loop whose texts are sent by another thread, so that slow clients do not hold up the steps.
+
+    When it closes, requests that are not answered yet get no more answer.
+    """
+
+    finishes = False
+
+    def __init__(self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0) -> None:
+        # replies with something to send, each once, however many steps ago
+        self._unsent: dict[TextReply, None] = {}
+        self._arrived = threading.Condition()
+        super().__init__(generator, max_sessions, self._stepped, max_waiting)
+        self._sender = threading.Thread(target=self._send, daemon=True)
+        self._sender.start()
+
+    def begin(self, request: GenerationRequest, reply: Reply) -> None:
+        """Begin to answer a request. From any thread.
+
+        Raises UserError for a prompt that cannot be continued, and RequestError if too many requests wait.
+        """
+        session = self._generator.session(request.prompt, request.sampling)
+        self.add(TextReply(session, reply, in_pieces=request.in_pieces))
+
+    def _stepped(self, replies: list[TextReply], _: float) -> None:
+        with self._arrived:
+            self._unsent |= dict.fromkeys(replies)
+            self._arrived.notify()
+
+    def _send(self) -> None:
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(lambda: self._unsent or self._closing)
+                if self._closing:
+                    return
+                replies, self._unsent = self._unsent, {}
+            for reply in replies:
+                try:
+                    reply.send_new()
+                except Exception:  # the server does not say which error it raises for a connection that has gone
+                    reply.session.cancel()
 
     def close(self) -> None:
-        self.loop.close()
-
-
-def opened_decoder(artifact: Artifact, settings: OrtSettings) -> DecodeRunner:
-    """A decoder that has read a prompt and decoded a token, so that the first request does not wait for its opening."""
-    limits, token = limits_from_spec(artifact.spec), {INPUT: np.zeros((1, 1), np.int64)}
-    decoder = decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
-    if decoder.has_prefill:
-        decoder.prefill(token)
-        decoder.reset()
-    decoder.step(token)
-    decoder.reset()
-    return decoder
+        super().close()
+        with self._arrived:
+            self._arrived.notify()
+        self._sender.join()

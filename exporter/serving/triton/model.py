@@ -5,7 +5,8 @@ effexport.zip         the effexport that packaged the artifact: pure Python, use
 libeffexport_ort.so   kernels of the custom operators; without this file they run as function bodies
 
 The server's Python needs numpy, msgspec, onnx and onnxruntime (onnxruntime-gpu on a GPU), and tokenizers if the
-artifact has a tokenizer.json.
+artifact has a tokenizer.json. A model that generates text is decoupled: `execute` returns at once, and the text is sent
+as it grows.
 """
 
 from __future__ import annotations
@@ -24,32 +25,13 @@ class TritonPythonModel:
     """An instance of the model; Triton starts a process for each."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        from effexport.serving.triton.instance import ModelInstance
+        from effexport.serving.triton.instance import instance_from_arguments
 
-        self.instance = ModelInstance(HERE, args)
+        self.instance = instance_from_arguments(HERE, args, pb_utils)
         pb_utils.Logger.log_info(f"{args['model_name']}: {self.instance}")
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        given = [
-            (
-                {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
-                request.parameters(),
-                request.requested_output_names(),
-            )
-            for request in requests
-        ]
-        return [response_from_answer(answer) for answer in self.instance.run(given)]
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        return self.instance.execute(requests)
 
     def finalize(self) -> None:
         self.instance.close()
-
-
-def response_from_answer(answer: Any) -> Any:
-    """Outputs, or an error."""
-    from effexport.errors import EffexportError
-    from effexport.serving.triton.instance import triton_code
-
-    if isinstance(answer, EffexportError):
-        code = getattr(pb_utils.TritonError, triton_code(answer))
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(answer), code))
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in answer.items()])

@@ -12,6 +12,7 @@ from effexport.artifact import MANIFEST, REMEDY, Artifact
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.records import record_from_values
+from effexport.serving.engine.signature import GENERATION, PackagedSignature, tensors_of
 from effexport.serving.triton.backends import Backend, choose_backends
 from effexport.serving.triton.config import Batching, ModelConfig, batching_of, text_from_config, warm_ups
 from effexport.serving.triton.pages import pages_of_repository, serve_arguments
@@ -30,7 +31,6 @@ from effexport.serving.triton.repository import (
     read_record,
     write_changes,
 )
-from effexport.serving.triton.signature import GENERATION, Signature, tensors_of
 from effexport.serving.triton.spec import LARGEST_VERSION, PackageName, PackageSpec
 from effexport.spec import BuildSpec, is_optional
 
@@ -116,12 +116,12 @@ def warm_up_sizes(backend: Backend, batching: Batching) -> tuple[int, ...]:
     return tuple(sorted({1, *preferred}))
 
 
-def signature_of(build: BuildSpec, backend: Backend, batching: Batching) -> Signature:
+def signature_of(build: BuildSpec, backend: Backend, batching: Batching) -> PackagedSignature:
     if backend.generates:
         return GENERATION
     # effexport's runner has defaults for missing inputs; other backends need every input of the graph
     optional = frozenset(t.name for t in build.inputs if backend.name == "python" and is_optional(t))
-    signature = Signature(build.inputs, build.outputs, optional)
+    signature = PackagedSignature(build.inputs, build.outputs, optional)
     return signature.with_texts(batching.max_batch) if backend.example else signature
 
 
@@ -243,7 +243,7 @@ def package_artifact(
     if repository.resolve().name == "triton":
         remarks += (
             f"Python programs started in {repository.resolve().parent} take its folder triton for the package of that "
-            "name, and PyTorch then fails to compile; use another name, such as -o triton-models",
+            "name, and PyTorch then fails to compile; use another name, such as -o triton-models"
         )
     remarks += tuple(f"{repository / name} was not written by effexport and was not changed" for name in kept)
     remarks += tuple(
@@ -254,7 +254,7 @@ def package_artifact(
         if change.version < newest:
             remarks += (
                 f"{change.name}: Triton serves the newest version, {newest}; to serve this artifact, give it a higher "
-                f"number with --version {newest + 1}",
+                f"number with --version {newest + 1}"
             )
     return Package(repository, tuple(changes), serve_arguments(records), remarks)
 

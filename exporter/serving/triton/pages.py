@@ -13,8 +13,8 @@ from typing import Any
 
 from effexport.dtypes import TensorInfo
 from effexport.report.rendering.markdown import escaped
+from effexport.serving.engine.signature import protocol_type, tensors_of
 from effexport.serving.triton.repository import ModelRecord
-from effexport.serving.triton.signature import protocol_type, tensors_of
 from effexport.serving.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG, IMAGE_TAG
 from effexport.spec import is_optional
 from effexport.units import listed

@@ -19,7 +19,7 @@ from effexport.dtypes import TensorInfo, check_tensors
 from effexport.errors import UserError
 from effexport.files import abandoned, created_folder, file_digest, json_text
 from effexport.records import record_from_values, values_of_file
-from effexport.serving.triton.signature import STRING, TEXT_INPUT
+from effexport.serving.engine.signature import STRING, TEXT_INPUT
 from effexport.serving.triton.spec import SERVER_PATH, BackendName, PackageName
 
 RECORD = "effexport.json"

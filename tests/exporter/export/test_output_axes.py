@@ -26,8 +26,9 @@ from effexport.proof.cases import stored_cases
 from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runtimes import RUNTIMES
+from effexport.serving.engine.queue import why_not_joined
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.http.models import ServedModel, why_not_joined
+from effexport.serving.http.models import ServedModel
 from effexport.tensorrt.memory import resolved
 from effexport.tensorrt.spec import default_profile, within
 

@@ -4,46 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from held_runner import HeldRunner
 
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.joining import joined_feeds, split_outputs
 from effexport.serving.engine.errors import ClientGoneError, RequestError
-from effexport.serving.engine.queue import Batcher, Job, TextMemory, outputs_of
+from effexport.serving.engine.metrics import Metrics
+from effexport.serving.engine.queue import Batcher, Job, TextMemory, why_not_joined
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.http.metrics import Metrics
-from effexport.serving.http.models import why_not_joined
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("serve")
-
-
-class HeldRunner:
-    """Doubles its input, when it is let; remembers what it ran."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        self.let = threading.Event()
-        self.entered = threading.Event()
-        self.error: Callable[[Any], Exception | None] = lambda x: None
-        self.returned: Any = None
-
-    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        self.entered.set()
-        assert self.let.wait(30)
-        self.shapes.append(feeds["x"].shape)
-        error = self.error(feeds["x"])
-        if error is not None:
-            raise error
-        return self.returned or {"y": feeds["x"] * 2}
 
 
 @pytest.fixture
@@ -73,7 +51,7 @@ def job(batcher: Batcher, value: int, length: int = 3, rows: int = 1, timeout_s:
 async def held(batcher: Batcher, runner: HeldRunner) -> Job:
     """A first job that occupies the runner, so that all others wait."""
     first = job(batcher, 0)
-    await asyncio.to_thread(runner.entered.wait, 30)
+    await asyncio.to_thread(runner.running.acquire)
     return first
 
 
@@ -138,7 +116,7 @@ def test_a_model_whose_samples_depend_on_each_other_runs_every_request_alone(
 def test_a_lone_request_is_run_at_once(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
     async def scenario() -> None:
         one = job(batcher(max_batch=8), 1)
-        assert await asyncio.to_thread(runner.entered.wait, 30)
+        assert await asyncio.to_thread(runner.running.acquire, True, 30)
         runner.let.set()
         await one.answer
 
@@ -299,16 +277,15 @@ def test_a_request_whose_client_goes_while_it_waits_leaves_the_queue_at_once(
 ) -> None:
     async def scenario() -> None:
         queue = batcher(queue_size=1)
-        model: Any = SimpleNamespace(batcher=queue)
         first = await held(queue, runner)
         for _ in range(20):
             gone = asyncio.get_running_loop().create_future()
-            waiting = asyncio.create_task(outputs_of(model, {"x": np.ones((1, 3))}, 30.0, gone))
+            waiting = asyncio.create_task(queue.outputs({"x": np.ones((1, 3))}, 30.0, gone))
             await asyncio.sleep(0)
             gone.set_result(None)
             with pytest.raises(ClientGoneError):
                 await waiting
-        late = asyncio.create_task(outputs_of(model, {"x": np.ones((1, 3))}, 0.01, asyncio.Future()))
+        late = asyncio.create_task(queue.outputs({"x": np.ones((1, 3))}, 0.01, asyncio.Future()))
         with pytest.raises(RequestError, match="waited too long"):
             await late
         there = job(queue, 5)

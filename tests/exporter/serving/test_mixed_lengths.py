@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from held_runner import HeldRunner
 
 import effexport
 from effexport.artifact import Artifact
@@ -22,9 +22,9 @@ from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.joining import Padding, padding_share
 from effexport.runtimes import RUNTIMES
 from effexport.serving.engine.errors import RequestError
+from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Job
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.http.metrics import Metrics
 from effexport.serving.http.models import ServingTarget, why_not_padded
 from effexport.spec import BuildSpec
 
@@ -99,26 +99,7 @@ def check_kept_tokens(answer: Mapping[str, Any], right: Mapping[str, Any], mask:
             assert np.abs(answer[name][row, keep] - expected[row, keep]).max() <= limit * scale
 
 
-class Runner:
-    """Doubles its input when it is let; remembers the shapes, and refuses a batch that contains `bad`."""
-
-    bad = -1
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        self.let = threading.Event()
-        self.running = threading.Semaphore(0)
-
-    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        self.running.release()
-        assert self.let.wait(30)
-        self.shapes.append(feeds["x"].shape)
-        if (feeds["x"] == self.bad).any():
-            raise RuntimeFailedError("planted")
-        return {"y": feeds["x"] * 2, "pooled": feeds["x"].sum(1)}
-
-
-def answers_of(lengths: list[int], runner: Runner, cancelled: int = -1, **settings: Any) -> list[Any]:
+def answers_of(lengths: list[int], runner: HeldRunner, cancelled: int = -1, **settings: Any) -> list[Any]:
     """Answers to requests of one row and these lengths, all of which wait while a first request runs; None for the
     cancelled one. Row i holds i + 1."""
 
@@ -143,7 +124,7 @@ def answers_of(lengths: list[int], runner: Runner, cancelled: int = -1, **settin
 
 @pytest.mark.requires("serve")
 def test_the_oldest_request_runs_with_those_closest_to_its_length() -> None:
-    runner = Runner()
+    runner = HeldRunner()
     lengths = [10, 40, 9, 12, 41, 8]
     answers = answers_of(lengths, runner, max_padding=0.12)
     # 8 + 9 + 10 in 3 × 10: 10 % padding; 9 + 10 + 12 would be 14 %, so 12 is the oldest of a later run
@@ -155,15 +136,15 @@ def test_the_oldest_request_runs_with_those_closest_to_its_length() -> None:
 
 @pytest.mark.requires("serve")
 def test_without_padding_only_equal_lengths_share_a_run() -> None:
-    runner = Runner()
+    runner = HeldRunner()
     answers_of([10, 9, 10], runner, max_padding=0.0)
     assert runner.shapes == [(1, 100), (2, 10), (1, 9)]
 
 
 @pytest.mark.requires("serve")
 def test_a_failing_or_cancelled_request_costs_its_mates_nothing() -> None:
-    runner = Runner()
-    runner.bad = 2
+    runner = HeldRunner()
+    runner.error = lambda x: RuntimeFailedError("planted") if (x == 2).any() else None
     answers = answers_of([10, 10, 9, 9], runner, cancelled=3, max_padding=0.5)
     assert [answer["y"].shape for answer in answers if isinstance(answer, dict)] == [(1, 10), (1, 9)]
     assert [type(answer) for answer in answers] == [dict, RequestError, dict]
@@ -173,7 +154,7 @@ def test_a_failing_or_cancelled_request_costs_its_mates_nothing() -> None:
 
 @pytest.mark.requires("serve")
 def test_several_runs_go_on_at_once_and_all_end_before_a_stop() -> None:
-    runner = Runner()
+    runner = HeldRunner()
 
     async def scenario() -> None:
         batcher = Batcher(runner.run, ServingSettings(concurrent_runs=2), Metrics("m"), joins=False)
@@ -192,7 +173,7 @@ def test_several_runs_go_on_at_once_and_all_end_before_a_stop() -> None:
 
 @pytest.mark.requires("serve")
 def test_a_delay_for_one_shape_does_not_keep_other_runners_from_sleeping_through_a_stop() -> None:
-    runner = Runner()
+    runner = HeldRunner()
     runner.let.set()
 
     async def scenario() -> None:
@@ -239,7 +220,7 @@ def test_lengths_are_mixed_only_if_the_report_has_shown_that_it_changes_nothing(
 
 @pytest.mark.requires("serve")
 def test_a_run_that_requests_share_has_a_limit_of_tokens() -> None:
-    runner = Runner()
+    runner = HeldRunner()
     answers_of([40, 10, 10, 10, 9], runner, max_padding=0.2, max_run_tokens=30)
     # the first is alone, and longer than any run that is shared
     assert runner.shapes == [(1, 100), (1, 40), (3, 10), (1, 9)]

@@ -18,8 +18,8 @@ from effexport.artifact import Artifact
 from effexport.errors import EffexportError, UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
-from effexport.serving.triton.generating import GenerationLoop, OverloadedError
-from effexport.serving.triton.instance import generation_request, triton_code
+from effexport.serving.engine.errors import RequestError
+from effexport.serving.triton.instance import GenerationRequest, ReplyLoop, generation_request, triton_code
 from effexport.text.tokenizer import ByteTokenizer
 
 Built = Callable[..., Artifact]
@@ -71,8 +71,8 @@ def generator(built: Built) -> Iterator[TextGenerator]:
 
 
 @pytest.fixture
-def loop(generator: TextGenerator) -> Iterator[GenerationLoop]:
-    with GenerationLoop(generator, 8) as loop:
+def loop(generator: TextGenerator) -> Iterator[ReplyLoop]:
+    with ReplyLoop(generator, 8) as loop:
         yield loop
 
 
@@ -81,10 +81,10 @@ def sampling_of(i: int) -> Sampling:
 
 
 @needs_a_model
-def test_texts_that_grow_together_are_what_each_is_alone(loop: GenerationLoop, built: Built) -> None:
+def test_texts_that_grow_together_are_what_each_is_alone(loop: ReplyLoop, built: Built) -> None:
     replies = [KeptReply() for _ in range(16)]
     for i, reply in enumerate(replies):
-        loop.add(f"prompt {i}", sampling_of(i), reply, in_pieces=i % 2 == 0)
+        loop.begin(GenerationRequest(f"prompt {i}", sampling_of(i), i % 2 == 0), reply)
     texts = [reply.text for reply in replies]
     with effexport.load_generator(built("linear", causal=True, lm_head=True).path) as alone:
         assert texts == [alone(f"prompt {i}", sampling_of(i)).text for i in range(16)]
@@ -95,17 +95,17 @@ def test_texts_that_grow_together_are_what_each_is_alone(loop: GenerationLoop, b
 
 @needs_a_model
 def test_a_client_that_has_gone_costs_no_more_steps_and_the_others_go_on(
-    loop: GenerationLoop, generator: TextGenerator
+    loop: ReplyLoop, generator: TextGenerator
 ) -> None:
     gone, broken, there = KeptReply(gone=True), KeptReply(broken=True), KeptReply()
     sampling = Sampling(max_new_tokens=50, seed=1)
     for reply in (gone, broken, there):
-        loop.add("a", sampling, reply, in_pieces=True)
+        loop.begin(GenerationRequest("a", sampling, True), reply)
     assert there.text
     assert gone.cancelled
     assert gone.parts == []
     last = KeptReply()
-    loop.add("a", Sampling(max_new_tokens=1), last, in_pieces=False)
+    loop.begin(GenerationRequest("a", Sampling(max_new_tokens=1), False), last)
     assert last.text is not None
     assert generator.stepper.sessions == 0
 
@@ -120,13 +120,13 @@ def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused(generat
         return step()
 
     generator.stepper.step = held  # type: ignore[method-assign]
-    with GenerationLoop(generator, max_sessions=1, max_waiting=2) as loop:
+    with ReplyLoop(generator, max_sessions=1, max_waiting=2) as loop:
         replies = [KeptReply() for _ in range(6)]
         refused, codes = [], set()
         for reply in replies:
             try:
-                loop.add("a", Sampling(max_new_tokens=3, seed=5), reply, in_pieces=False)
-            except OverloadedError as error:
+                loop.begin(GenerationRequest("a", Sampling(max_new_tokens=3, seed=5), False), reply)
+            except RequestError as error:
                 refused.append(reply)
                 codes.add(triton_code(error))
         proceed.set()
@@ -137,9 +137,7 @@ def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused(generat
 
 
 @needs_a_model
-def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
-    loop: GenerationLoop, generator: TextGenerator
-) -> None:
+def test_an_unexpected_failure_is_the_answer_of_its_requests_only(loop: ReplyLoop, generator: TextGenerator) -> None:
     drop = generator.stepper._drop_ended
 
     def failing() -> None:
@@ -148,11 +146,11 @@ def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
 
     generator.stepper._drop_ended = failing  # type: ignore[method-assign]
     failed, good = KeptReply(), KeptReply()
-    loop.add("a", Sampling(max_new_tokens=9), failed, in_pieces=True)
+    loop.begin(GenerationRequest("a", Sampling(max_new_tokens=9), True), failed)
     assert failed.done.wait(SECONDS)
     assert str(failed.error) == "the decode step failed: planted"
     assert triton_code(failed.error) == "INTERNAL"  # type: ignore[arg-type]
-    loop.add("a", Sampling(max_new_tokens=4), good, in_pieces=True)
+    loop.begin(GenerationRequest("a", Sampling(max_new_tokens=4), True), good)
     assert good.text
 
 
@@ -175,20 +173,20 @@ class LeavingReply(KeptReply):
 
 
 def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effexport.serving.triton.generating.CANCEL_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("effexport.serving.triton.instance.CANCEL_CHECK_SECONDS", 0.0)
     switches = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # threads take turns 500 times as often as usual, so that they meet at every place
     decoder, dice = Alphabet(batches=64), random.Random(0)
     generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
     replies = [LeavingReply(dice.randrange(4), broken=dice.random() < 0.5) for _ in range(2000)]
     try:
-        loop = GenerationLoop(generator, 40)
+        loop = ReplyLoop(generator, 40)
         for reply in replies:
             sampling = Sampling(max_new_tokens=dice.choice((3, 10**6)), temperature=0)
-            loop.add("a" * dice.randrange(1, 20), sampling, reply, in_pieces=True)
+            loop.begin(GenerationRequest("a" * dice.randrange(1, 20), sampling, True), reply)
         assert all(reply.done.wait(SECONDS) for reply in replies)
         last = KeptReply()
-        loop.add("x", Sampling(max_new_tokens=2, temperature=0), last, in_pieces=True)
+        loop.begin(GenerationRequest("x", Sampling(max_new_tokens=2, temperature=0), True), last)
         assert last.text == "yz"
         deadline = time.monotonic() + SECONDS
         while generator.stepper.is_busy:
@@ -216,7 +214,7 @@ def test_options_are_inputs_or_parameters() -> None:
     assert request.in_pieces
     # the temperature that was written, not the nearest float32
     assert request.sampling == Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
-    other = generation_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0, "id": "7"})
+    other = generation_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
     assert other.sampling == Sampling(max_new_tokens=9, temperature=0)
     assert not other.in_pieces
 

@@ -69,7 +69,7 @@ def test_an_artifact_that_continues_texts_also_becomes_a_model_that_generates(
     result = cli("package", artifact, "-o", tmp_path / "both", "--name", "m", "--backend", "python", "--json")
     assert [model["name"] for model in result.json["models"]] == ["m", "m-generate"]
     assert "--load-model=m-generate" in result.json["serve"]
-    assert "class TritonReply" in (tmp_path / "both" / "m-generate" / "1" / "model.py").read_text()
+    assert "decoupled: true" in (tmp_path / "both" / "m-generate" / "config.pbtxt").read_text()
     readme = (tmp_path / "both" / "README.md").read_text()
     assert "models/m-generate/generate_stream" in readme
     assert "## Send a text" not in readme

@@ -19,11 +19,9 @@ class RequestMetrics:
 
         self.registry = CollectorRegistry()
         self.model = model
-        self._requests = self._counter("effexport_requests_total", "Infer requests, by status of the answer.", "status")
-        self._rejected = self._counter("effexport_rejected_total", "Infer requests refused, by reason.", "reason")
-        self._total_s = self._histogram(
-            "effexport_request_seconds", "From request to answer, in the server.", LATENCY_BUCKETS
-        )
+        self._requests = self._new("Counter", "requests_total", "Infer requests, by status of the answer.", "status")
+        self._rejected = self._new("Counter", "rejected_total", "Infer requests refused, by reason.", "reason")
+        self._total_s = self._seconds("request_seconds", "From request to answer, in the server.")
 
     def answered(self, status: int, seconds: float) -> None:
         self._requests.labels(self.model, str(status)).inc()
@@ -32,30 +30,28 @@ class RequestMetrics:
     def rejected(self, reason: str) -> None:
         self._rejected.labels(self.model, reason).inc()
 
-    def _counter(self, name: str, text: str, label: str) -> Any:
-        from prometheus_client import Counter
+    def _new(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
+        """A metric of this model. labels: further ones, which are given with each observation."""
+        import prometheus_client
 
-        return Counter(name, text, labelnames=("model", label), registry=self.registry)
+        made = getattr(prometheus_client, kind)(
+            f"effexport_{name}", text, labelnames=("model", *labels), registry=self.registry, **options
+        )
+        return made if labels else made.labels(self.model)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
-        from prometheus_client import Histogram
-
-        return Histogram(name, text, labelnames=("model",), buckets=buckets, registry=self.registry).labels(self.model)
+    def _seconds(self, name: str, text: str) -> Any:
+        return self._new("Histogram", name, text, buckets=LATENCY_BUCKETS)
 
 
 class Metrics(RequestMetrics):
-    """The metrics of one model: its requests, its queue and its runs."""
+    """The metrics of one model: its requests, its queue, its runs, and what it generates."""
 
     def __init__(self, model: str) -> None:
-        from prometheus_client import Gauge
-
         super().__init__(model)
-        self._queue_depth = Gauge(
-            "effexport_queue_depth", "Requests that wait for the runner.", labelnames=("model",), registry=self.registry
-        ).labels(model)
-        self._batch_size = self._histogram("effexport_batch_size", "Rows of a run.", SIZE_BUCKETS)
-        self._queue_s = self._histogram("effexport_queue_seconds", "Wait of a request for the runner.", LATENCY_BUCKETS)
-        self._compute_s = self._histogram("effexport_compute_seconds", "Duration of a run.", LATENCY_BUCKETS)
+        self._queue_depth = self._new("Gauge", "queue_depth", "Requests that wait for the runner.")
+        self._batch_size = self._new("Histogram", "batch_size", "Rows of a run.", buckets=SIZE_BUCKETS)
+        self._queue_s = self._seconds("queue_seconds", "Wait of a request for the runner.")
+        self._compute_s = self._seconds("compute_seconds", "Duration of a run.")
 
     def observe_queue(self, depth: Callable[[], int]) -> None:
         self._queue_depth.set_function(depth)
@@ -66,6 +62,18 @@ class Metrics(RequestMetrics):
     def ran(self, rows: int, seconds: float) -> None:
         self._batch_size.observe(rows)
         self._compute_s.observe(seconds)
+
+    def observe_generation(self, sessions: Callable[[], int]) -> None:
+        """Add the metrics of a model that generates text."""
+        self._new("Gauge", "generation_sessions", "Texts that are being generated.").set_function(sessions)
+        self._tokens = self._new("Counter", "generated_tokens_total", "New tokens.")
+        self._step_s = self._seconds(
+            "generation_step_seconds", "Duration of a step, which gives each text a token and reads new prompts."
+        )
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        self._tokens.inc(tokens)
+        self._step_s.observe(seconds)
 
 
 def exposition(parts: Sequence[RequestMetrics]) -> tuple[bytes, str]:

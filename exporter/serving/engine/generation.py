@@ -1,4 +1,4 @@
-"""The texts that one model generates at a time: a thread that steps all of them together."""
+"""Texts that a model generates together: one thread steps all of them, for the event loop of a server or for Triton."""
 
 from __future__ import annotations
 
@@ -7,23 +7,104 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from effexport.errors import UserError
 from effexport.runners.decode import Graph
+from effexport.runners.runner import Closeable
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, RequestError
-from effexport.serving.http.metrics import LATENCY_BUCKETS
 
 if TYPE_CHECKING:
     from effexport.generation.sampling import Sampling
     from effexport.generation.text_generator import Piece, Session, TextGenerator
+    from effexport.serving.engine.metrics import Metrics
     from effexport.serving.engine.settings import ServingSettings
-    from effexport.serving.http.metrics import Metrics
 
 logger = logging.getLogger("effexport.serving")
 # Longer prompts are read by the tokenizer in another thread.
 THREAD_CHARACTERS = 2000
+
+
+class HasSession(Protocol):
+    """A text that somebody waits for."""
+
+    session: Session
+
+
+Waiter = TypeVar("Waiter", bound=HasSession)
+
+
+class GenerationLoop(Closeable, Generic[Waiter]):
+    """Generates many texts at a time, with one step of the model for all of them. Only its thread changes sessions.
+
+    generator: warmed up, and closed with the loop. max_sessions: texts that grow at the same time; later ones wait.
+    max_waiting: how many may wait, 0 for any number. on_step: called by the thread with the texts that have something
+    new, and the seconds of the step. finishes: whether the texts that were accepted are finished before it closes.
+    """
+
+    finishes = True
+
+    def __init__(
+        self,
+        generator: TextGenerator,
+        max_sessions: int,
+        on_step: Callable[[list[Waiter], float], object],
+        max_waiting: int = 0,
+    ) -> None:
+        """Raises what the runtime of the generator raises."""
+        warm_up(generator)
+        self._generator = generator
+        self._max_sessions = max_sessions
+        self._max_waiting = max_waiting
+        self._on_step = on_step
+        self._waiting: deque[Waiter] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="effexport-generation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def add(self, text: Waiter) -> None:
+        """Begin a text, from any thread. Raises RequestError if too many wait, or the server is stopping."""
+        with self._changed:
+            if self._closing:
+                raise RequestError("the server is stopping; send the request to another one", STOPPING)
+            if self._max_waiting and len(self._waiting) >= self._max_waiting:
+                raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later", QUEUE_FULL)
+            self._waiting.append(text)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Finish the accepted texts or drop them, then stop and close the generator."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._generator.close()
+
+    def _work(self) -> None:
+        stepper = self._generator.stepper
+        running: dict[Session, Waiter] = {}
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or stepper.is_busy or self._closing)
+                if self._closing and not (self.finishes and (self._waiting or stepper.is_busy)):
+                    return
+                running = {session: text for session, text in running.items() if not session.ended}
+                while self._waiting and len(running) < self._max_sessions:
+                    text = self._waiting.popleft()
+                    running[text.session] = text
+                    stepper.add(text.session)
+            started = time.perf_counter()
+            stepped = stepper.step()
+            if stepped:
+                texts = [running[session] for session in stepped if session in running]
+                self._on_step(texts, time.perf_counter() - started)
 
 
 class Stream:
@@ -45,15 +126,14 @@ class Stream:
             async with asyncio.timeout(self._timeout_s):
                 found = await self._arrived.get()
         except TimeoutError:
-            raise RequestError(
-                f"no token came within {self._timeout_s:g} s; try again later", WAITED_TOO_LONG
-            ) from None
+            message = f"no token came within {self._timeout_s:g} s; try again later"
+            raise RequestError(message, WAITED_TOO_LONG) from None
         if isinstance(found, Exception):
             raise found
         return found
 
     def put(self, found: list[Piece] | Exception) -> None:
-        """What `pieces` returns or raises next."""
+        """Set what `pieces` returns or raises next."""
         self._arrived.put_nowait(found)
 
     def put_new(self) -> int:
@@ -77,31 +157,24 @@ class Stream:
         self._on_close()
 
 
-class Generations:
-    """A bounded number of texts, and the thread that decodes one token of each per step.
+class Generations(GenerationLoop[Stream]):
+    """The texts that a server generates at a time. None waits: further ones are refused.
 
-    Only the event loop counts the texts, and only the thread changes their sessions. New texts go to the thread through
-    a list with a lock; pieces come back through the event loop.
+    Only the event loop counts the texts; pieces come back through it.
     """
 
     def __init__(self, generator: TextGenerator, settings: ServingSettings, metrics: Metrics) -> None:
         """generator: warmed up, and closed with this. Raises what its runtime raises."""
-        warm_up(generator)
-        self._generator = generator
         self._timeout_s = settings.timeout_s
         self.most = most_sessions(generator, settings.max_sessions)
         # one for each text, from its request to its end
         self._places: set[object] = set()
-        self._metrics = GenerationMetrics(metrics, lambda: len(self._places))
-        self._new: list[Stream] = []
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="effexport-generation", daemon=True)
-        self._thread.start()
+        self._metrics = metrics
+        metrics.observe_generation(lambda: len(self._places))
+        super().__init__(generator, self.most, self._send)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def _send(self, streams: list[Stream], seconds: float) -> None:
+        self._metrics.stepped(sum(stream.put_new() for stream in streams), seconds)
 
     def refuse_if_full(self) -> None:
         if len(self._places) >= self.most:
@@ -116,11 +189,7 @@ class Generations:
         try:
             session = await self._session(prompt, sampling)
             stream = Stream(session, self._timeout_s, lambda: self._places.discard(place))
-            with self._changed:
-                if self._closing:
-                    raise RequestError("the server is stopping; send the request to another one", STOPPING)
-                self._new.append(stream)
-                self._changed.notify()
+            self.add(stream)
         except BaseException:
             self._places.discard(place)
             raise
@@ -133,59 +202,6 @@ class Generations:
             return self._generator.session(prompt, sampling)
         except UserError as error:
             raise RequestError(str(error)) from error
-
-    def close(self) -> None:
-        """Finish the accepted texts, then stop."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-        self._generator.close()
-
-    def _work(self) -> None:
-        stepper = self._generator.stepper
-        streams: dict[Session, Stream] = {}
-        while True:
-            with self._changed:
-                while not (self._new or stepper.is_busy):
-                    if self._closing:
-                        return
-                    self._changed.wait()
-                arrived, self._new = self._new, []
-            for stream in arrived:
-                streams[stream.session] = stream
-                stepper.add(stream.session)
-            started = time.perf_counter()
-            stepped = stepper.step()
-            if stepped:
-                seconds = time.perf_counter() - started
-                self._metrics.stepped(sum(streams[session].put_new() for session in stepped), seconds)
-            streams = {session: stream for session, stream in streams.items() if not session.ended}
-
-
-class GenerationMetrics:
-    """What a model generates, among the metrics of the model."""
-
-    def __init__(self, metrics: Metrics, sessions: Callable[[], int]) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
-
-        options: dict[str, Any] = {"labelnames": ("model",), "registry": metrics.registry}
-
-        def gauge(name: str, text: str) -> Any:
-            return Gauge(name, text, **options).labels(metrics.model)
-
-        gauge("effexport_generation_sessions", "Texts that are being generated.").set_function(sessions)
-        self._tokens = Counter("effexport_generated_tokens_total", "New tokens.", **options).labels(metrics.model)
-        self._step_s = Histogram(
-            "effexport_generation_step_seconds",
-            "Duration of a step, which gives each text a token and reads new prompts.",
-            buckets=LATENCY_BUCKETS,
-            **options,
-        ).labels(metrics.model)
-
-    def stepped(self, tokens: int, seconds: float) -> None:
-        self._tokens.inc(tokens)
-        self._step_s.observe(seconds)
 
 
 def most_sessions(generator: TextGenerator, wanted: int) -> int:
