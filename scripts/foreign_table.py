@@ -35,7 +35,7 @@ from effexport.proof.kept_tokens import kept_tokens
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.proof.verify import verify_candidate
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 from effexport.spec import BuildSpec
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "your_models.md"
@@ -287,7 +287,7 @@ def measured(row: Row) -> Measured:
         for implementation in ("kernel", "body"):
             if implementation == "kernel" and not spec.custom_ops:
                 continue
-            settings = OrtSettings(implementation=implementation)
+            settings = RunOptions(implementation=implementation)
             checks = verify_candidate(artifact.model_path, cases, spec, hashes, settings).checks
             failed = [check for check in checks if check.status == "failed"]
             assert not failed, failed

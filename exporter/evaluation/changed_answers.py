@@ -91,10 +91,10 @@ def opened(candidate: Candidate) -> Iterator[Run]:
     """What runs the model under test, or its engine."""
     artifact, options = candidate.artifact, candidate.options
     if candidate.is_engine:
-        with runner_from_artifact(artifact, candidate.runtime, options) as runner:
+        with runner_from_artifact(artifact, options) as runner:
             yield runner.run
         return
-    open_model = model_opener(candidate.runtime, options)
+    open_model = model_opener(options)
     with open_model(candidate.path, limits_from_spec(artifact.spec), None) as runner:
         yield runner.run
 

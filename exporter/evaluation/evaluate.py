@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,8 @@ from effexport.evaluation.results import LANGUAGE, Comparison, Evaluation
 from effexport.evaluation.scores import Run, run_of_module, scores_of
 from effexport.files import file_digest
 from effexport.models.validation import did_you_mean
-from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
-from effexport.runners.runner import ModelOptions
+from effexport.runners.artifact_runner import runner_from_artifact
+from effexport.runners.options import RunOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
@@ -38,9 +38,12 @@ class Subject:
     """
 
     artifact: Artifact
-    runtime: str
-    options: ModelOptions = field(default_factory=ModelOptions)
+    options: RunOptions
     weights: Path | None = None
+
+    @property
+    def runtime(self) -> str:
+        return self.options.runtime
 
     @property
     def title(self) -> str:
@@ -50,7 +53,7 @@ class Subject:
     def opened(self) -> Iterator[Run]:
         """Raises UserError for a module or a runtime that is not available."""
         if self.runtime != TORCH:
-            with runner_from_artifact(self.artifact, self.runtime, self.options) as runner:
+            with runner_from_artifact(self.artifact, self.options) as runner:
                 yield runner.run
             return
         yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
@@ -59,7 +62,7 @@ class Subject:
 def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
     """A parsed --compare: `torch`, PATH, @RUNTIME or PATH@RUNTIME. Raises UserError."""
     if text == TORCH:
-        return Subject(subject.artifact, TORCH, weights=weights)
+        return Subject(subject.artifact, RunOptions(runtime=TORCH), weights=weights)
     path, at, runtime = text.rpartition("@") if "@" in text else (text, "", subject.runtime)
     if at and runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)
@@ -67,14 +70,13 @@ def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
             f"--compare {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} Expected {TORCH}, PATH, "
             f"@RUNTIME or PATH@RUNTIME, with one of: {', '.join(known)}"
         )
-    return Subject(open_artifact(Path(path)) if path else subject.artifact, runtime)
+    return Subject(open_artifact(Path(path)) if path else subject.artifact, RunOptions(runtime=runtime))
 
 
 def evaluate_artifact(
     subject: Subject, data: Path | Mapping[str, Array], windows: Windows, other: Subject | None, on_stage: OnStage
 ) -> Evaluation:
     """Run the data through a model, and through another one. Raises UserError for data that does not fit a model."""
-    check_runtime(subject.runtime, subject.options)
     objective = objective_of(subject.artifact.spec)
     language = objective in LANGUAGE
     rows = rows_of_data(data, subject.artifact, windows)

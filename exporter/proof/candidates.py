@@ -13,8 +13,8 @@ from effexport.export.onnx_graph import graph_outline
 from effexport.proof.given_values import GIVEN_SUFFIX, given_values, with_given_values
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import Runner
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def opened_with_given(
     return given, values
 
 
-def open_in_ort(settings: OrtSettings | None) -> OpenModel:
+def open_in_ort(settings: RunOptions | None) -> OpenModel:
     """What opens a model file, or a serialised model, in ONNX Runtime."""
 
     def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:

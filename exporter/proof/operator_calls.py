@@ -17,8 +17,9 @@ from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
+from effexport.runners.options import RunOptions
+from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 
 if TYPE_CHECKING:
     import onnx
@@ -74,7 +75,7 @@ def call_in_ort(use: OperatorUse, implementation: str, inputs: Mapping[str, Arra
     Raises UserError without onnxruntime or without kernels, and RuntimeUnsupportedError for a body that does not load.
     """
     # one thread: the inputs are small
-    settings = OrtSettings(implementation=implementation, threads=1, memory_arena=False)
+    settings = RunOptions(implementation=implementation, threads=1, memory_arena=False)
     # what fails is reported as a check; without this ONNX Runtime would print it as well
     silent = import_onnxruntime().RunOptions()
     silent.log_severity_level = 4

@@ -20,7 +20,7 @@ from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.metrics import rms_change
 from effexport.proof.own_roundings import foreign_limit
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Verification:
 
 
 def verify_candidate(
-    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], settings: OrtSettings
+    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], settings: RunOptions
 ) -> Verification:
     """Check a model file against reference cases in ONNX Runtime."""
     # every case has another shape and up to two sessions are open, so memory is released after each run
@@ -64,7 +64,7 @@ def verify_in_runtime(
 ) -> Verification:
     """Check a model file against reference cases in any runtime that reads ONNX files.
 
-    precision_hint: the precision that the runtime computes in, if not the file's; see ModelOptions.
+    precision_hint: the precision that the runtime computes in, if not the file's; see RunOptions.
     A bfloat16 model that cannot run here is reported as not run.
     """
     try:

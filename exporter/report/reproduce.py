@@ -16,7 +16,7 @@ from effexport.proof.checks.result import OF_THE_REFERENCE, Check, Kind, is_abou
 from effexport.report.model import Report
 from effexport.report.options import REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields
-from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES
 from effexport.shell import Word, command_line
 from effexport.spec import INDEPENDENT, BuildSpec
 
@@ -75,7 +75,7 @@ def verify_command(check: Check, report: Report, artifact: str) -> str:
         if source is None:
             return build_command(report, REBUILT)
         further += [(name, value) for name, value in source if name not in report.options]
-    if runtime != "ort":
+    if runtime != DEFAULT_RUNTIME:
         further.append(("--runtime", runtime))
     return repeat_command(report, artifact, *further)
 

@@ -12,6 +12,7 @@ from effexport.bench.grid import Model
 from effexport.errors import UserError
 from effexport.models.validation import SpecError, require
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.sweep.cell import ONNX_ONLY, Cell, deciding_versions
 from effexport.sweep.sweep_file import CELL_KEYS, SweepFile
@@ -126,6 +127,6 @@ def engine_of(point: Point, spec: BuildSpec, file: SweepFile) -> EngineSpec | No
         return None
     options = dict(file.engine.get(point.target, {}))
     profiles = profiles_from_texts(options.pop("profiles", ()), spec)
-    if point.target == "trt-rtx" and point.gpu:
+    if point.gpu and not ENGINE_RUNTIMES[point.target].built_where_it_runs:
         options["compute_capabilities"] = (int(point.gpu.removeprefix("sm_")),)
     return EngineSpec(target=point.target, profiles=profiles, **options)

@@ -28,7 +28,7 @@ from effexport.version import __version__
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.runners.decode import DecodeRunner
-    from effexport.runners.ort.settings import OrtSettings
+    from effexport.runners.options import RunOptions
 
 
 class GenerationInstance(Closeable):
@@ -57,7 +57,7 @@ class GenerationInstance(Closeable):
         self.loop.close()
 
 
-def opened_decoder(artifact: Artifact, settings: OrtSettings) -> DecodeRunner:
+def opened_decoder(artifact: Artifact, settings: RunOptions) -> DecodeRunner:
     """A decoder that has read a prompt and decoded a token, so that the first request does not wait for its opening."""
     limits, token = limits_from_spec(artifact.spec), {INPUT: np.zeros((1, 1), np.int64)}
     decoder = decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)

@@ -12,12 +12,13 @@ from typing import Any
 
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
+from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 
 ARTIFACT = "artifact"
 
 
-def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Mapping[str, Any]) -> OrtSettings:
+def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Mapping[str, Any]) -> RunOptions:
     """The settings of ONNX Runtime, which is to use the packaged kernels. config: of the model."""
     on_gpu = arguments["model_instance_kind"] == "GPU"
     library = folder / LIBRARY_NAME
@@ -25,11 +26,11 @@ def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Map
         os.environ[LIBRARY_VARIABLE] = str(library)
     # packaged kernels must run, apart from those that are slower than bodies on a GPU
     faster = [name for name, op in OPS.items() if not on_gpu or op.cuda_up_to is None]
-    return OrtSettings(
-        provider="cuda" if on_gpu else "cpu",
+    return RunOptions(
+        runtime=RUNTIME_OF_PROVIDER[CUDA if on_gpu else CPU].name,
         implementation=",".join(f"{name}=kernel" for name in faster) if library.is_file() else "body",
         threads=parameter(config, "threads") or None,
-        device_id=int(arguments["model_instance_device_id"]) if on_gpu else 0,
+        device=int(arguments["model_instance_device_id"]) if on_gpu else 0,
     )
 
 

@@ -21,7 +21,7 @@ from effexport.evaluation.scores import Run, scores_of
 from effexport.models.head_spec import LOGITS
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.runner import ModelOptions
+from effexport.runners.options import RunOptions
 from effexport.spec import BuildSpec, Precision
 
 # Runs of an artifact: their titles, runtime and implementation.
@@ -49,12 +49,12 @@ def judged(
         found[f"verify_{precision}"] = {"verdict": report.verdict, "checks": len(report.checks), "failed": failed}
         rows = rows_of_data(data, artifact, Windows())
         if precision == "fp32":
-            with Subject(artifact, TORCH, weights=weights).opened() as run:
+            with Subject(artifact, RunOptions(runtime=TORCH), weights=weights).opened() as run:
                 expected = scores_of(run, rows)
             found |= {"rows": len(expected.asked), "answers": int(expected.asked.sum())}
             found["PyTorch"] = intervals(estimates_of(expected, language=False))
         openers: list[tuple[str, Callable[[], AbstractContextManager[Run]]]] = [
-            (title, Subject(artifact, runtime, ModelOptions(implementation)).opened)
+            (title, Subject(artifact, RunOptions(runtime=runtime, implementation=implementation)).opened)
             for title, runtime, implementation in (runs if everywhere else runs[:1])
         ]
         if everywhere and precision == "fp32":
@@ -108,7 +108,7 @@ def quantised(artifact: Artifact) -> Iterator[Run]:
         artifact.model_path, target, op_types_to_quantize=["MatMul"], per_channel=True, extra_options=options
     )
     limits = limits_from_spec(artifact.spec)
-    with model_opener("ort", ModelOptions("kernel"))(target, limits, None) as runner:
+    with model_opener(RunOptions(implementation="kernel"))(target, limits, None) as runner:
         yield runner.run
 
 

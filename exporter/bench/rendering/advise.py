@@ -13,7 +13,7 @@ from effexport.bench.rendering.entries import FITTING, STANDINGS, Entry, Standin
 from effexport.bench.rendering.frontier import OTHER_WEIGHTS, on_frontier, sentences_of_frontier, with_frontier
 from effexport.bench.results import BenchResults, Case, Row
 from effexport.processor import Processor
-from effexport.runtimes import RUNTIMES
+from effexport.runtimes import BFLOAT16_RUNTIME
 from effexport.units import counted, duration, three_digits
 
 OTHER_MODELS = (
@@ -198,5 +198,5 @@ def bfloat16_here(entries: Sequence[Entry]) -> Iterator[str]:
     """That a variant which may be computed in bfloat16 is faster so, where the processor has tiles for it and the
     runtime that uses them is installed."""
     able = [entry.label for entry in entries if entry.label.partition(",")[0].partition("-")[0] in BFLOAT16_VARIANTS]
-    if able and Processor.here().has_bfloat16_tiles and RUNTIMES["openvino"].package.version is not None:
+    if able and Processor.here().has_bfloat16_tiles and BFLOAT16_RUNTIME.package.version is not None:
         yield BFLOAT16_HERE.format(", ".join(dict.fromkeys(able)))

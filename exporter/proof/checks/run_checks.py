@@ -39,7 +39,7 @@ SEED = 8192
 def run_checks(
     candidate: Candidate, cases: Sequence[Case], spec: BuildSpec, precision_hint: str = ""
 ) -> Iterator[Check]:
-    """Every check that applies, case by case. precision_hint: see ModelOptions; its limits then apply."""
+    """Every check that applies, case by case. precision_hint: see RunOptions; its limits then apply."""
     computed = replace(spec, precision=cast(Precision, precision_hint)) if precision_hint else spec
     guarded = ShapeGuard(candidate, spec)
     for index, case in enumerate(cases):

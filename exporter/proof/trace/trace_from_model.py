@@ -19,7 +19,8 @@ from effexport.proof.trace.traced_file import TracedFile
 from effexport.proof.trace.traced_module import Origin, TracedModule
 from effexport.proof.trace.value_limits import ValueLimits
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
+from effexport.runtimes import TENSORRT
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ BATCH_BYTES = 256 * 2**20
 
 
 def trace_if_possible(
-    model: Path, artifact: Artifact, weights: Weights | None, case: Case, settings: OrtSettings
+    model: Path, artifact: Artifact, weights: Weights | None, case: Case, settings: RunOptions
 ) -> Trace | Unavailable:
     """As `trace_if_it_runs`, with the module made again from the seed or from `weights`, if it can be."""
-    if settings.provider == "tensorrt":
+    if settings.row.provider == TENSORRT:
         return Unavailable("TensorRT keeps no intermediate values; trace the file with --runtime ort")
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
@@ -47,7 +48,7 @@ def trace_if_possible(
 
 
 def trace_if_it_runs(
-    model: Path, exported: Path, module: nn.Module, spec: BuildSpec, case: Case, settings: OrtSettings
+    model: Path, exported: Path, module: nn.Module, spec: BuildSpec, case: Case, settings: RunOptions
 ) -> Trace | Unavailable:
     """As `trace_from_model`, if the module can be exported again and the model runs."""
     if spec.is_quantized:
@@ -59,7 +60,7 @@ def trace_if_it_runs(
 
 
 def trace_from_model(
-    model: Path, exported: Path, traced: TracedModule, case: Case, settings: OrtSettings | None = None
+    model: Path, exported: Path, traced: TracedModule, case: Case, settings: RunOptions | None = None
 ) -> Trace:
     """Compare the intermediate values of a model file in ONNX Runtime with those of PyTorch on the inputs of `case`.
 
@@ -74,7 +75,7 @@ def trace_from_model(
     proto = load_graph(model)
     nodes = [(node, value) for node in proto.graph.node for value in node.output if value]
     paired = {value: node for node, value in nodes if value in pairable}
-    file = TracedFile(model, settings or OrtSettings(), limits_from_spec(spec))
+    file = TracedFile(model, settings or RunOptions(), limits_from_spec(spec))
     judge = ValueLimits(spec, case, traced.may_flip, paired)
     compare(traced, file, list(paired), case, judge, exact=traced.is_rounded)
     if not traced.is_rounded:

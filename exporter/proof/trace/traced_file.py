@@ -13,15 +13,11 @@ from effexport.errors import RuntimeUnsupportedError
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.given_values import with_given_values
 from effexport.runners.feeds import FeedLimits, checked_feeds
+from effexport.runners.options import RunOptions
+from effexport.runners.ort import import_onnxruntime
+from effexport.runners.ort.providers import check_provider, providers_from_settings
 from effexport.runners.ort.runner import array_from_value, run_failure, tensor_info, value_from_array
-from effexport.runners.ort.session import (
-    check_provider,
-    kernels_of_model,
-    providers_from_settings,
-    session_options,
-    without_weights,
-)
-from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
+from effexport.runners.ort.session import kernels_of_model, session_options, without_weights
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -33,7 +29,7 @@ class TracedFile:
     What one run needs is given back after it. Raises what `OrtRunner` raises.
     """
 
-    def __init__(self, path: Path, settings: OrtSettings, limits: FeedLimits) -> None:
+    def __init__(self, path: Path, settings: RunOptions, limits: FeedLimits) -> None:
         self.path = path
         self._settings = dataclasses.replace(settings, memory_arena=False)
         self._limits = limits
@@ -77,7 +73,7 @@ class TracedFile:
     def _session(self, ort: Any, model: bytes) -> Any:
         options = session_options(ort, self._settings, self.path.parent.resolve())
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        graph = without_weights(model) if self._settings.device == "cuda" else None
+        graph = without_weights(model) if self._settings.row.tensors == "cuda" else None
         kernels_of_model(model, graph, self._settings).register(options, self._settings)
         providers = providers_from_settings(ort, self._settings)
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from effexport.environment import usable_cores
 from effexport.errors import EffexportError, UserError
 from effexport.process_memory import status_bytes
-from effexport.runners.runner import ModelOptions
+from effexport.runners.options import RunOptions
 from effexport.runtimes import RUNTIMES, engine_name
 from effexport.serving.settings import ServingSettings
 from effexport.units import memory
@@ -44,11 +44,14 @@ class ServingTarget:
     device: int = 0
 
     @property
-    def options(self) -> ModelOptions:
+    def options(self) -> RunOptions:
+        """Raises UserError as `options_from_flags` does."""
+        from effexport.runners.artifact_runner import options_from_flags
+
         runs = self.resolved.concurrent_runs or 1
         # a run also computes in the thread that started it, so all runs together use every core
         threads = self.threads if runs == 1 else max(1, self.cores - runs + 1)
-        return ModelOptions(self.implementation, threads, device=self.device)
+        return options_from_flags(self.runtime, implementation=self.implementation, device=self.device, threads=threads)
 
     @property
     def cores(self) -> int:
@@ -70,7 +73,7 @@ class ServingTarget:
         artifact, name = self.checked()
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
         texts = texts_of(artifact, name)
-        runner = runner_from_artifact(artifact, self.runtime, self.options)
+        runner = runner_from_artifact(artifact, self.options)
         model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], texts)
         try:
             model.warm_up()
@@ -87,17 +90,16 @@ class ServingTarget:
         from effexport.runners.artifact_runner import decoder_from_artifact
 
         try:
-            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))
+            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.options))
         except UserError as error:
             return str(error).replace(str(artifact.path), name)
 
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
         from effexport.artifact import open_artifact
-        from effexport.runners.artifact_runner import check_runtime
         from effexport.serving.protocol.signature import signature_from_spec
 
-        check_runtime(self.runtime, self.options)
+        _ = self.options  # made of the flags
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
         signature_from_spec(artifact.spec, self.settings)

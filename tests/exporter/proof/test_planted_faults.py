@@ -21,7 +21,7 @@ from effexport.proof.checks.float32_ops import check_float32_ops
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.verify import verify_candidate
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
@@ -41,7 +41,7 @@ def artifact_of(built: Built, name: str, configuration: str) -> Artifact:
 def failures(artifact: Artifact, model: Path) -> set[str]:
     """Names of the checks that fail, as `effexport verify --model` would show them."""
     cases = load_reference(artifact.reference_path)
-    settings = OrtSettings(threads=1)
+    settings = RunOptions(threads=1)
     try:
         checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.hash_values, settings).checks
     except EffexportError:
@@ -53,7 +53,7 @@ def failures(artifact: Artifact, model: Path) -> set[str]:
 def first_failure(artifact: Artifact, model: Path) -> str | None:
     """Name of the first check of `verify_candidate` that fails, or None. The checks after it do not run."""
     cases = load_reference(artifact.reference_path)
-    settings = OrtSettings(threads=1, memory_arena=False)
+    settings = RunOptions(threads=1, memory_arena=False)
     try:
         candidate = ModelCandidate(
             model, artifact.manifest.hash_values, limits_from_spec(artifact.spec), open_in_ort(settings)

@@ -10,7 +10,7 @@ from cuda_kernels import ENTRIES, REGISTERS, THREADS, assert_arithmetic_is_exact
 from kernel_ptx import assembled, bodies_of, entries_of, ptx_by_nvcc, ptx_by_nvrtc
 
 from effexport.plugins.building import ptx, sources
-from effexport.plugins.building.ptx import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
+from effexport.plugins.building.ptx_text import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
 from effexport.plugins.ops import OPS, Op
 
 pytestmark = [pytest.mark.requires("nvcc"), pytest.mark.xdist_group("nvcc")]
