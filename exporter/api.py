@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from effexport.runtimes import DEFAULT_RUNTIME
+from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
     from torch import nn
@@ -556,10 +556,13 @@ def optional_path(name: str, path: str | Path | None) -> Path | None:
 
 def check_settings(settings: RunOptions | None) -> None:
     """Raise UserError for settings that are something else."""
-    from effexport.errors import check_type
+    from effexport.errors import UserError, check_type
     from effexport.runners.options import RunOptions
 
     check_type("settings", settings, (RunOptions, type(None)), "an effexport.RunOptions")
+    if settings is not None and settings.runtime not in ARTIFACT_RUNTIMES:
+        expected = ", ".join(ARTIFACT_RUNTIMES)
+        raise UserError(f"settings.runtime is {settings.runtime!r}, which runs no artifacts; expected: {expected}")
 
 
 def checked_options(settings: RunOptions | None, runtime: str | None) -> RunOptions:

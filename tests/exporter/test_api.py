@@ -170,7 +170,7 @@ def test_something_else_than_a_path_is_refused_in_one_line(name: str, value: obj
         (
             "build",
             {"variant": "lsh", "settings": {"threads": 1}},
-            "settings is {'threads': 1}; expected an effexport.Ort",
+            "settings is {'threads': 1}; expected an effexport.Run",
         ),
         ("build", {"variant": "lsh", "engines": "trt"}, "engines is 'trt'; expected a list of EngineSpec"),
         ("build", {"variant": "lsh", "engines": ["trt"]}, "an item of engines is 'trt'; expected an EngineSpec"),
@@ -181,6 +181,11 @@ def test_something_else_than_a_path_is_refused_in_one_line(name: str, value: obj
         ("load", {"path": "x", "settings": {}}, "settings is {}; expected an effexport.RunOptions"),
         ("load", {"path": "x", "runtime": 3}, "runtime is 3; expected text"),
         ("load_decoder", {"path": "x", "settings": 3}, "settings is 3; expected an effexport.RunOptions"),
+        (
+            "load",
+            {"path": "x", "settings": effexport.RunOptions(runtime="torch")},
+            "settings.runtime is 'torch', which",
+        ),
         ("RunOptions", {"threads": "a"}, "threads is 'a'; expected an integer"),
         ("RunOptions", {"threads": 1.5}, "threads is 1.5; expected an integer"),
         ("RunOptions", {"threads": 10**9}, "threads is 1000000000; expected at most"),

@@ -31,7 +31,7 @@ from effexport.runners.ort.kernels import (
     warn,
 )
 from effexport.runners.ort.providers import check_provider, providers_from_settings
-from effexport.runtimes import CPU, CUDA, OPENVINO, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX
+from effexport.runtimes import CPU, CUDA, OPENVINO, ORT_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX
 from effexport.tensorrt import ort_providers as ort_tensorrt
 
 if TYPE_CHECKING:
@@ -221,6 +221,9 @@ def check_settings(settings: RunOptions) -> None:
 
     Raises MissingExtraError and UserError as `session_from_model` does.
     """
+    if not settings.row.in_ort:
+        expected = ", ".join(ORT_RUNTIMES)
+        raise UserError(f"the runtime is {settings.runtime!r}; a build is checked in ONNX Runtime: {expected}")
     ort = import_onnxruntime()
     providers_from_settings(ort, settings)
     if settings.row.tensors == "cuda":

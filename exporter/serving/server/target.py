@@ -97,9 +97,10 @@ class ServingTarget:
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
         from effexport.artifact import open_artifact
+        from effexport.runners.artifact_runner import options_from_flags
         from effexport.serving.protocol.signature import signature_from_spec
 
-        _ = self.options  # made of the flags
+        options_from_flags(self.runtime, implementation=self.implementation, device=self.device)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
         signature_from_spec(artifact.spec, self.settings)

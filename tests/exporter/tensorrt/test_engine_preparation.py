@@ -160,7 +160,9 @@ def test_the_network_is_strongly_typed_and_plugins_of_trt_are_compiled_ahead_of_
     api: Any = SimpleNamespace(
         NetworkDefinitionCreationFlag=network_flags, OnnxParser=lambda network, logger: parser, ILogger=Logger
     )
-    network_from_model(api, builder, BuildLog(api), target, b"", Path("model.onnx"))
+    network_from_model(
+        api, builder, BuildLog(api), EngineSpec(target=target, profiles=PROFILES), b"", Path("model.onnx")
+    )
     assert seen == [flags]
 
 
