@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     )
     from effexport.errors import UserError
     from effexport.generation.sampling import Sampling
-    from effexport.runners.ort.settings import OrtSettings
+    from effexport.runners.options import RunOptions
     from effexport.text.task import TextOptions
 
 __all__ = [
     "BuildResult",
     "Description",
-    "OrtSettings",
+    "RunOptions",
     "Sampling",
     "TextOptions",
     "UserError",
@@ -61,7 +61,7 @@ __all__ = [
 # Where public names are defined, other than in effexport.api. They are imported on first use, so that
 # `import effexport` stays quick.
 _HOMES = {
-    "OrtSettings": "effexport.runners.ort.settings",
+    "RunOptions": "effexport.runners.options",
     "Sampling": "effexport.generation.sampling",
     "TextOptions": "effexport.text.task",
     "UserError": "effexport.errors",

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from effexport.proof.named_module import NamedModule
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
+    from effexport.runners.openvino.runner import OpenVinoRunner
+    from effexport.runners.options import RunOptions
     from effexport.runners.ort.runner import OrtRunner
-    from effexport.runners.ort.settings import OrtSettings
     from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
+    from effexport.tensorrt.runner import TrtRunner
     from effexport.tensorrt.spec import EngineSpec
     from effexport.text.task import TextOptions
     from effexport.text.tasks import TextModel
@@ -132,7 +136,7 @@ def build(
     reference: str | Path | None = None,
     calibration: str | Path | None = None,
     evaluate: str | Path | None = None,
-    settings: OrtSettings | None = None,
+    settings: RunOptions | None = None,
     targets: Sequence[str] = (),
     engines: Sequence[EngineSpec] = (),
     trace: bool = False,
@@ -212,7 +216,7 @@ def build(
     return BuildResult(artifact, found)
 
 
-def check_build_types(variant: object, module: object, settings: OrtSettings | None, engines: object) -> None:
+def check_build_types(variant: object, module: object, settings: RunOptions | None, engines: object) -> None:
     """Raise UserError for arguments of `build` that have another type than expected, other than paths."""
     from effexport.errors import check_type
     from effexport.tensorrt.spec import EngineSpec
@@ -245,7 +249,7 @@ def refit(
     module: nn.Module | str | None = None,
     examples: object = None,
     output: str | Path | None = None,
-    settings: OrtSettings | None = None,
+    settings: RunOptions | None = None,
     force: bool = False,
     progress: Progress = quiet,
 ) -> BuildResult:
@@ -308,7 +312,7 @@ def verify(
     weights: str | Path | None = None,
     module: nn.Module | str | None = None,
     examples: object = None,
-    runtime: str = "ort",
+    runtime: str = DEFAULT_RUNTIME,
     implementation: str = "auto",
     device: int = 0,
     precision_hint: str = "",
@@ -337,8 +341,7 @@ def verify(
     from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
     from effexport.report.verified import report_from_verification
-    from effexport.runners.artifact_runner import check_runtime
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.artifact_runner import options_from_flags
 
     check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint, reference=reference)
     names = (cases,) if isinstance(cases, str) else cases
@@ -347,12 +350,13 @@ def verify(
     for case in names:
         check_type("an item of cases", case, str, "the name of a case")
     choice = parse_choice(reference)
-    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint, device=device)
-    check_runtime(runtime, options)
+    options = options_from_flags(
+        runtime, implementation=implementation, device=device, precision_hint=precision_hint, memory_arena=False
+    )
     start = time.perf_counter()
     with user_errors():
         candidate = ArtifactCandidate(
-            open_artifact(path_of("artifact", artifact)), runtime, options, optional_path("model", model)
+            open_artifact(path_of("artifact", artifact)), options, optional_path("model", model)
         )
         named = named_module(module, examples, optional_path("weights", weights), "effexport.verify(module=…)")
         source = optional_path("weights", weights) if named is None else named.source_for(candidate.artifact)
@@ -373,7 +377,7 @@ def evaluate(
     stride: int = 0,
     rows: int | None = None,
     seed: int = 0,
-    runtime: str = "ort",
+    runtime: str = DEFAULT_RUNTIME,
     implementation: str = "auto",
     device: int = 0,
     precision_hint: str = "",
@@ -392,7 +396,7 @@ def evaluate(
     from effexport.errors import check_type
     from effexport.evaluation.data import Windows
     from effexport.evaluation.evaluate import EvaluatedModel, evaluate_artifact, other_subject
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.artifact_runner import options_from_flags
 
     check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint)
     check_type("compare", compare, (str, type(None)), "a path, '@' and a runtime, both, or 'torch'")
@@ -401,9 +405,9 @@ def evaluate(
     for name, count in {"window": window, "rows": rows}.items():
         check_type(name, count, (int, type(None)), "a number")
     given = data if isinstance(data, Mapping) else path_of("data", data)
-    options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
+    options = options_from_flags(runtime, implementation=implementation, device=device, precision_hint=precision_hint)
     with user_errors():
-        subject = EvaluatedModel(open_artifact(path_of("artifact", artifact)), runtime, options)
+        subject = EvaluatedModel(open_artifact(path_of("artifact", artifact)), options)
         other = None if compare is None else other_subject(compare, subject, optional_path("weights", weights))
         windows = Windows(window, stride, rows, seed)
         return evaluate_artifact(subject, given, windows, other, lambda stage: progress(stage, None))
@@ -445,14 +449,14 @@ def report(artifact: str | Path) -> Report:
 
 
 @overload
-def load(path: str | Path, settings: OrtSettings | None = None) -> OrtRunner: ...
+def load(path: str | Path, settings: RunOptions | None = None) -> OrtRunner | OpenVinoRunner | TrtRunner: ...
 
 
 @overload
 def load(path: str | Path, *, runtime: str) -> Runner: ...
 
 
-def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> Runner:
+def load(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> Runner:
     """Open an artifact folder in a runner, after checking every file against the manifest.
 
     Use it as a context manager or call `close`; `run` is thread-safe:
@@ -460,26 +464,21 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
         with effexport.load("artifacts/lsh") as runner:
             outputs = runner.run({"input_ids": ids, "attention_mask": mask})
 
-    settings: how ONNX Runtime runs the model; see `effexport.OrtSettings`.
-    runtime: instead of settings, the name of a runtime as in --runtime: "ort-cuda", or "trt-rtx" for the engine of that
-    target.
+    settings: how to run the model; see `effexport.RunOptions`.
+    runtime: instead of settings, the name of a runtime alone, as in --runtime: "ort-cuda", or "trt-rtx" for
+    the engine of that target.
     Raises UserError for a missing or damaged artifact, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.runners.feeds import limits_of_runner
-    from effexport.runners.ort.runner import OrtRunner
 
-    check_settings_or_runtime(settings, runtime)
-    artifact = open_artifact(path_of("path", path))
-    if runtime is not None:
-        return runner_from_artifact(artifact, runtime)
-    return OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
+    options = checked_options(settings, runtime)
+    return runner_from_artifact(open_artifact(path_of("path", path)), options)
 
 
 def load_text(
     path: str | Path,
-    settings: OrtSettings | None = None,
+    settings: RunOptions | None = None,
     *,
     runtime: str | None = None,
     options: TextOptions | None = None,
@@ -496,44 +495,32 @@ def load_text(
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.runners.feeds import limits_of_runner
-    from effexport.runners.ort.runner import OrtRunner
     from effexport.text.task import DEFAULT_OPTIONS, TextOptions
     from effexport.text.tasks import TextModel, task_from_artifact
 
-    check_settings_or_runtime(settings, runtime)
+    run_options = checked_options(settings, runtime)
     check_type("options", options, (TextOptions, type(None)), "an effexport.TextOptions")
     artifact = open_artifact(path_of("path", path))
     task = task_from_artifact(artifact, options or DEFAULT_OPTIONS)
-    if runtime is not None:
-        return TextModel(runner_from_artifact(artifact, runtime), task, artifact.spec.batch)
-    runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
-    return TextModel(runner, task, artifact.spec.batch)
+    return TextModel(runner_from_artifact(artifact, run_options), task, artifact.spec.batch)
 
 
-def load_decoder(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> DecodeRunner:
+def load_decoder(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> DecodeRunner:
     """Open a causal `linear` or `aft-simple` artifact to read prompts and decode token by token, with a state.
 
-    settings: how ONNX Runtime runs it; see `effexport.OrtSettings`.
-    runtime: instead of settings, the name of a runtime as in --runtime: "ort-cuda", or "trt-rtx" for the engines of
-    that target, which keep the state on the GPU.
+    settings: how to run it; see `effexport.RunOptions`.
+    runtime: instead of settings, the name of a runtime alone, as in --runtime: "ort-cuda", or "trt-rtx" for the engines
+    of that target, which keep the state on the GPU.
     Raises UserError for an artifact without a decode step, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.runners.artifact_runner import check_has_decode_step, decoder_from_artifact
-    from effexport.runners.feeds import limits_from_spec
-    from effexport.runners.ort.runner import decoder_in_ort
+    from effexport.runners.artifact_runner import decoder_from_artifact
 
-    check_settings_or_runtime(settings, runtime)
-    artifact = open_artifact(path_of("path", path))
-    if runtime is not None:
-        return decoder_from_artifact(artifact, runtime)
-    check_has_decode_step(artifact)
-    limits = limits_from_spec(artifact.spec)
-    return decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+    options = checked_options(settings, runtime)
+    return decoder_from_artifact(open_artifact(path_of("path", path)), options)
 
 
-def load_generator(path: str | Path, *, runtime: str = "ort") -> TextGenerator:
+def load_generator(path: str | Path, *, runtime: str = DEFAULT_RUNTIME) -> TextGenerator:
     """Open a causal `linear` or `aft-simple` artifact that has logits, to continue texts.
 
         with effexport.load_generator("artifacts/linear") as generator:
@@ -546,8 +533,8 @@ def load_generator(path: str | Path, *, runtime: str = "ort") -> TextGenerator:
     from effexport.generation.text_generator import generator_from_artifact
     from effexport.runners.artifact_runner import decoder_from_artifact
 
-    check_texts(runtime=runtime)
-    return generator_from_artifact(open_artifact(path_of("path", path)), lambda it: decoder_from_artifact(it, runtime))
+    options = checked_options(None, runtime)
+    return generator_from_artifact(open_artifact(path_of("path", path)), lambda it: decoder_from_artifact(it, options))
 
 
 def path_of(name: str, path: str | Path) -> Path:
@@ -569,23 +556,35 @@ def optional_path(name: str, path: str | Path | None) -> Path | None:
     return None if path is None else path_of(name, path)
 
 
-def check_settings(settings: OrtSettings | None) -> None:
+def check_settings(settings: RunOptions | None) -> None:
     """Raise UserError for settings that are something else."""
-    from effexport.errors import check_type
-    from effexport.runners.ort.settings import OrtSettings
+    from effexport.errors import UserError, check_type
+    from effexport.runners.options import RunOptions
 
-    check_type("settings", settings, (OrtSettings, type(None)), "an effexport.OrtSettings")
+    check_type("settings", settings, (RunOptions, type(None)), "an effexport.RunOptions")
+    if settings is not None and settings.runtime not in ARTIFACT_RUNTIMES:
+        expected = ", ".join(ARTIFACT_RUNTIMES)
+        raise UserError(f"settings.runtime is {settings.runtime!r}, which runs no artifacts; expected: {expected}")
 
 
-def check_settings_or_runtime(settings: OrtSettings | None, runtime: str | None) -> None:
-    """Raise UserError if both are given, or one is something else."""
+def checked_options(settings: RunOptions | None, runtime: str | None) -> RunOptions:
+    """How to run a model, from settings or the name of a runtime.
+
+    Raises UserError if both are given, or one is something else.
+    """
     from effexport.errors import UserError
+    from effexport.runners.artifact_runner import options_from_flags
+    from effexport.runners.options import RunOptions
 
     check_settings(settings)
-    if runtime is not None:
-        check_texts(runtime=runtime)
-        if settings is not None:
-            raise UserError("settings and runtime were both given; settings are for ONNX Runtime, so give one of them")
+    if runtime is None:
+        return settings or RunOptions()
+    check_texts(runtime=runtime)
+    if settings is not None:
+        raise UserError(
+            "settings and runtime were both given; settings have a runtime of their own, so give one of them"
+        )
+    return options_from_flags(runtime)
 
 
 def check_texts(**values: str) -> None:

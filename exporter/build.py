@@ -77,9 +77,9 @@ from effexport.report.model import LayerError, Report, json_from_report, manifes
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_lines
 from effexport.runners.feeds import limits_from_spec
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.ort.session import check_settings
-from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 from effexport.tensorrt.bindings import OnProgress, import_api
@@ -138,7 +138,7 @@ class Build:
     hashes: Sequence[str]
     folder: Path
     model: Path
-    settings: OrtSettings
+    settings: RunOptions
     watch: Stopwatch
     previous: Artifact | None
     quantized: QuantizedModel | None = None
@@ -220,7 +220,7 @@ def artifact_from_spec(
     engines: Sequence[EngineSpec] = (),
     tokenizer: TokenizerSource = NO_TOKENIZER,
     notes: Sequence[str] = (),
-    settings: OrtSettings | None = None,
+    settings: RunOptions | None = None,
     reference: Path | None = None,
     quantization: QuantizationData | None = None,
     trace: bool = False,
@@ -247,7 +247,7 @@ def artifact_from_spec(
     parity check fails: then nothing is written, and the message contains the failed checks.
     """
     watch = Stopwatch(on_stage)
-    settings = settings or OrtSettings()
+    settings = settings or RunOptions()
     source = source or source_from_seed()
     engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in engines]
     originals = original_cases(reference, spec) if reference is not None else []
@@ -345,7 +345,7 @@ def artifact_from_spec(
 def artifact_from_refit(
     request: RefitRequest,
     *,
-    settings: OrtSettings | None = None,
+    settings: RunOptions | None = None,
     on_stage: Callable[[str], None] = lambda name: None,
     on_progress: OnProgress = lambda phase, share: None,
 ) -> tuple[Artifact, Report]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -11,11 +10,11 @@ import os
 import platform
 import shutil
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from effexport.errors import MissingExtraError, UserError
+from effexport.process_memory import without_garbage_collection
 from effexport.processor import Processor
 from effexport.runtimes import RUNTIMES, TORCH, Package
 from effexport.version import __version__
@@ -97,19 +96,6 @@ def require_build() -> None:
         if found["problem"]:
             what = f"{package.module}, needed to {package.purpose}: {found['problem']}"
             raise UserError(f"{what}; {'repeat' if found['version'] else 'add'} it with: {found['remedy']}")
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Do not search for garbage in the block."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def require_torch(what: str) -> None:

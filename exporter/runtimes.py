@@ -49,16 +49,21 @@ class Package:
 class Runtime:
     """A row of the table.
 
-    label: its name for people. device: where tensors and kernels are. package: what it needs first of all.
+    label: its name for people. device: what computes. package: what it needs first of all.
     plugins: packages of which any one adds it to a plain onnxruntime, in place of `package`.
     folder: the folder in exporter/ whose module `runner` opens artifacts with it; "" for those of `bench` alone.
     platform: its name in the V2 inference protocol.
-    provider: the execution provider of ONNX Runtime, as in OrtSettings.
+    takes: the fields of RunOptions that it follows, beside those that all of ONNX Runtime follow.
+    provider: the execution provider of ONNX Runtime. tensors: the place of its tensors, and of our kernels.
     engine: whether it runs an engine built for it, and not the ONNX file; it is then also a --target of `build`.
+    engine_options: the options of EngineSpec that only this target has. built_where_it_runs: whether its engines are
+    built on the GPU that they are for, and for no other. engine_plugins: whether engines may have plugins.
+    missing: what to know before installing it.
+    tensorrt: the product of NVIDIA that makes its engines; "" for none. engine_maker: the package that has it.
     bench: whether `bench` offers it. The last three fields are for `bench`, too.
     precision_hints: the values of --precision-hint, which has it compute in another precision than the model's.
     graph: the ONNX file it reads: "ours" with our operators, "naive" with none of them, or "" for PyTorch itself.
-    implementation: of our operators in ONNX Runtime, as in OrtSettings. compiled: run by torch.compile.
+    implementation: of our operators in ONNX Runtime, as in RunOptions. compiled: run by torch.compile.
     """
 
     name: str
@@ -68,18 +73,40 @@ class Runtime:
     plugins: tuple[Package, ...] = ()
     folder: str = ""
     platform: str = ""
+    takes: tuple[str, ...] = ()
     provider: str = ""
+    tensors: Literal["cpu", "cuda"] = "cpu"
     engine: bool = False
+    engine_options: tuple[str, ...] = ()
+    built_where_it_runs: bool = False
+    engine_plugins: bool = False
+    missing: str = ""
+    tensorrt: str = ""
+    engine_maker: str = ""
     bench: bool = True
     precision_hints: tuple[str, ...] = ()
     graph: Literal["ours", "naive", ""] = "ours"
     implementation: str = "auto"
     compiled: bool = False
 
+    @property
+    def in_ort(self) -> bool:
+        """Whether it is a provider of ONNX Runtime."""
+        return bool(self.provider)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it runs the decode steps of causal models."""
+        return self.engine or self.in_ort
+
+
+# The execution providers of ONNX Runtime, by its own names.
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+TENSORRT, TENSORRT_RTX = "TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider"
+OPENVINO = "OpenVINOExecutionProvider"
 
 TORCH = Package(("torch",), "torch", "build and bench models", "build", optional=True)
 _TORCH = partial(Runtime, package=TORCH, graph="")
-# ONNX Runtime's.
 ORT_FOLDER = "runners/ort"
 _ORT_CPU = partial(
     Runtime,
@@ -88,7 +115,7 @@ _ORT_CPU = partial(
         ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"), "onnxruntime", "run and verify on the CPU", "cpu"
     ),
     platform="onnxruntime_onnx",
-    provider="cpu",
+    provider=CPU,
 )
 _ORT_GPU = partial(
     Runtime,
@@ -96,6 +123,7 @@ _ORT_GPU = partial(
     package=Package(("onnxruntime-gpu",), "onnxruntime", "run and verify on a GPU", "gpu", optional=True),
     folder=ORT_FOLDER,
     platform="onnxruntime_onnx",
+    tensors="cuda",
 )
 _CUDA_PLUGINS = tuple(
     Package(
@@ -103,7 +131,14 @@ _CUDA_PLUGINS = tuple(
     )
     for major in (13, 12)
 )
-_TENSORRT = partial(Runtime, device="cuda", folder="tensorrt", platform="tensorrt_plan", engine=True)
+_TENSORRT = partial(
+    Runtime,
+    device="cuda",
+    folder="tensorrt",
+    platform="tensorrt_plan",
+    takes=("cuda_graph", "max_graphs", "weight_streaming_budget_bytes"),
+    engine=True,
+)
 
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime
@@ -115,8 +150,22 @@ RUNTIMES: dict[str, Runtime] = {
         _ORT_CPU(name="ort", label="ONNX Runtime on the CPU", folder=ORT_FOLDER),
         _TORCH(name="torch-cuda", label="PyTorch on an NVIDIA GPU", device="cuda"),
         _TORCH(name="compile-cuda", label="torch.compile on an NVIDIA GPU", device="cuda", compiled=True),
-        _ORT_GPU(name="ort-cuda", label="ONNX Runtime on an NVIDIA GPU", provider="cuda", plugins=_CUDA_PLUGINS),
-        _ORT_GPU(name="ort-trt", label="ONNX Runtime with its TensorRT provider", provider="tensorrt", bench=False),
+        _ORT_GPU(
+            name="ort-cuda",
+            label="ONNX Runtime on an NVIDIA GPU",
+            plugins=_CUDA_PLUGINS,
+            takes=("device", "cuda_graph", "tf32"),
+            provider=CUDA,
+        ),
+        _ORT_GPU(
+            name="ort-trt",
+            label="ONNX Runtime with its TensorRT provider",
+            takes=("device", "tf32", "profile"),
+            provider=TENSORRT,
+            tensorrt="TensorRT",
+            engine_maker="onnxruntime-gpu",
+            bench=False,
+        ),
         _TENSORRT(
             name="trt",
             label="TensorRT",
@@ -128,6 +177,12 @@ RUNTIMES: dict[str, Runtime] = {
                 optional=True,
                 oldest=(10, 13),
             ),
+            engine_options=("timing_cache", "version_compatible", "hardware_compatibility", "refittable", "plugins"),
+            built_where_it_runs=True,
+            engine_plugins=True,
+            missing="it needs an NVIDIA GPU; --target trt-rtx builds without one",
+            tensorrt="TensorRT",
+            engine_maker="TensorRT, on the GPU",
         ),
         _TENSORRT(
             name="trt-rtx",
@@ -140,6 +195,10 @@ RUNTIMES: dict[str, Runtime] = {
                 optional=True,
                 oldest=(1, 7),
             ),
+            engine_options=("compute_capabilities",),
+            missing="it needs no GPU to build engines, only to run them",
+            tensorrt="TensorRT-RTX",
+            engine_maker="TensorRT-RTX",
         ),
         Runtime(
             name="openvino",
@@ -148,6 +207,7 @@ RUNTIMES: dict[str, Runtime] = {
             package=Package(("openvino",), "openvino", "run and verify in OpenVINO", "openvino", optional=True),
             folder="runners/openvino",
             platform="openvino_onnx",
+            takes=("precision_hint",),
             precision_hints=("bf16",),
         ),
         Runtime(
@@ -159,7 +219,7 @@ RUNTIMES: dict[str, Runtime] = {
             ),
             folder=ORT_FOLDER,
             platform="onnxruntime_onnx",
-            provider="openvino",
+            provider=OPENVINO,
             bench=False,
         ),
         Runtime(
@@ -175,7 +235,10 @@ RUNTIMES: dict[str, Runtime] = {
             ),
             folder=ORT_FOLDER,
             platform="onnxruntime_onnx",
-            provider="tensorrt-rtx",
+            takes=("tf32", "profile"),
+            provider=TENSORRT_RTX,
+            tensorrt="TensorRT-RTX",
+            engine_maker="a plugin of onnxruntime",
             bench=False,
         ),
     )
@@ -183,9 +246,14 @@ RUNTIMES: dict[str, Runtime] = {
 # Those of --runtime, which run an artifact.
 ARTIFACT_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.folder}
 # Those of `build --runtime`, before there is an engine.
-ORT_RUNTIMES = {name: runtime for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.folder == ORT_FOLDER}
+ORT_RUNTIMES = {name: runtime for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.folder and runtime.in_ort}
+RUNTIME_OF_PROVIDER = {row.provider: row for row in ORT_RUNTIMES.values()}
 # Those of --target.
 ENGINE_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.engine}
+# The runtime of a command or a function that is not told another.
+DEFAULT_RUNTIME = next(iter(ORT_RUNTIMES))
+# The one that computes in bfloat16 where the CPU has it, whatever the model's precision.
+BFLOAT16_RUNTIME = next(runtime for runtime in RUNTIMES.values() if "bf16" in runtime.precision_hints)
 # Those of `bench --runtimes`.
 BENCH_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.bench}
 # The baseline of `bench` on each device: PyTorch without a compiler.

@@ -159,7 +159,7 @@ class Contract:
 
     def attributes(self, case: Case) -> dict[str, Any]:
         """Those of the call, in the order of the signature."""
-        known = self._named(case)
+        known: Mapping[str, Any] = self._named(case)
         return {x.name: x.type(known.get(x.name, x.default)) for x in self.signature.attributes}
 
     def outputs(self, case: Case) -> dict[str, Output]:

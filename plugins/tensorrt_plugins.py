@@ -17,7 +17,8 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from effexport.plugins.building.ptx import PtxTarget, isa_of, only_entry, ptx_from_source, ptx_target
+from effexport.plugins.building.ptx import ptx_from_source
+from effexport.plugins.building.ptx_text import PtxTarget, isa_of, only_entry, ptx_target
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN
@@ -182,7 +183,7 @@ def _tell_apart(plugin: Plugin) -> None:
     """
     import tensorrt as trt
 
-    class Creator(trt.IPluginCreatorV3Quick):  # type: ignore[misc]
+    class Creator(trt.IPluginCreatorV3Quick):
         def __init__(self, registered: Any) -> None:
             super().__init__()
             self.registered = registered

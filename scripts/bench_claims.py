@@ -35,8 +35,8 @@ from effexport.bench.timing import Rotation, TimedCall
 from effexport.build import artifact_from_spec
 from effexport.environment import describe_machine, usable_cores
 from effexport.plugins.building.library import find_library
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import build_spec_from_options
 
 LINEAR_SHAPE = {"seq_len": 6000, "batch": 32, "head_dim": 64}
@@ -203,7 +203,7 @@ def bound_in_ort(case: Case) -> Callable[[], object]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx_from_case(case, path)
-        runner = OrtRunner(path, OrtSettings(threads=usable_cores()))
+        runner = OrtRunner(path, RunOptions(threads=usable_cores()))
     return runner.bind(inputs_of_case(case)).run
 
 

@@ -35,7 +35,7 @@ from effexport.generation.text_generator import (  # noqa: E402
     generator_from_artifact,
 )
 from effexport.runners.artifact_runner import decoder_from_artifact  # noqa: E402
-from effexport.runners.runner import ModelOptions  # noqa: E402
+from effexport.runners.options import RunOptions  # noqa: E402
 
 SESSIONS = (1, 8, 64)
 # float32 rounds to 6e-8; sums over some hundred terms, in another order, stay below this share of the largest logit
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
-    artifact, options = open_artifact(arguments.artifact), ModelOptions(threads=arguments.threads)
+    artifact, options = open_artifact(arguments.artifact), RunOptions(threads=arguments.threads)
     with generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, options=options)) as generator:
         result = {
             "one session": shares_of_bare(generator, arguments.tokens, arguments.rounds),

@@ -28,8 +28,8 @@ from onnx import TensorProto, helper
 from effexport.environment import versions
 from effexport.plugins.building.library import find_library
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 
 ITERATIONS = 6
 PAUSE_SECONDS = 0.02
@@ -116,7 +116,7 @@ def op_model(op: str, inputs: dict[str, tuple[int, list[Any]]], outputs: list[st
 def runners(model: bytes, threads: int) -> tuple[OrtRunner, OrtRunner]:
     """Two runners of the model: one with kernels, one with function bodies."""
     kernel, body = (
-        OrtRunner(model, OrtSettings(implementation=choice, threads=threads)) for choice in ("kernel", "body")
+        OrtRunner(model, RunOptions(implementation=choice, threads=threads)) for choice in ("kernel", "body")
     )
     assert set(kernel.implementation.values()) == {"kernel"}
     assert set(body.implementation.values()) == {"body"}

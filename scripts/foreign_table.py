@@ -33,7 +33,7 @@ from effexport.proof.inputs import random_inputs
 from effexport.proof.module_runs import RepeatedRuns, hash_modules
 from effexport.proof.reference import Original
 from effexport.proof.verify import verify_candidate
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 from effexport.spec import BuildSpec
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "your_models.md"
@@ -285,7 +285,7 @@ def measured(row: Row) -> Measured:
         for implementation in ("kernel", "body"):
             if implementation == "kernel" and not spec.custom_ops:
                 continue
-            settings = OrtSettings(implementation=implementation)
+            settings = RunOptions(implementation=implementation)
             checks = verify_candidate(artifact.model_path, cases, spec, hashes, settings).checks
             failed = [check for check in checks if check.status == "failed"]
             assert not failed, failed

@@ -53,9 +53,9 @@ from effexport.proof.checks.function_bodies import check_function_body  # noqa: 
 from effexport.proof.metrics import relative_error, rms  # noqa: E402
 from effexport.proof.verify import verify_candidate  # noqa: E402
 from effexport.runners.feeds import limits_from_spec  # noqa: E402
-from effexport.runners.ort.settings import OrtSettings  # noqa: E402
+from effexport.runners.options import RunOptions  # noqa: E402
 
-SETTINGS = OrtSettings(memory_arena=False)
+SETTINGS = RunOptions(memory_arena=False)
 REFUSED = "does not run"
 # The columns of the table of measures, each the worst over the cases.
 MEASURES = ("max error / RMS", "RMS error / RMS", "1 − cosine")

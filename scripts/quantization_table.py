@@ -21,8 +21,8 @@ import effexport
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.check import Kind
 from effexport.report.model import Report
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import build_spec_from_options
 from scripts.training.experiments import EXPERIMENTS
 
@@ -71,7 +71,7 @@ def build(variant: str, fields: Mapping[str, Any], folder: Path) -> effexport.Bu
 
 def milliseconds(models: Mapping[str, Path]) -> dict[str, float]:
     """The median time of a call of each model, in turns."""
-    runners = {name: OrtRunner(path, OrtSettings(threads=1)) for name, path in models.items()}
+    runners = {name: OrtRunner(path, RunOptions(threads=1)) for name, path in models.items()}
     feeds = {"input_ids": np.random.default_rng(0).integers(2, 258, (1, SEQ_LEN))}
     taken: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(ROUNDS):

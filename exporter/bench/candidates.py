@@ -22,7 +22,7 @@ from effexport.export.onnx_graph import GraphSignature
 from effexport.models.size_formula import shape_of
 from effexport.plugins.ops import DOMAIN, OPS
 from effexport.runners.feeds import FeedLimits
-from effexport.runtimes import RUNTIMES, Runtime
+from effexport.runtimes import CUDA, DEFAULT_RUNTIME, RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     import torch
@@ -314,7 +314,7 @@ Candidate = TorchCandidate | RunnerCandidate
 
 
 def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_arena: bool = True) -> Candidate:
-    """model: the ONNX file or engine, where the runtime reads one. memory_arena: see OrtSettings.
+    """model: the ONNX file or engine, where the runtime reads one. memory_arena: see RunOptions.
 
     Raises NotRunnableError for what this machine cannot run, and EffexportError for a model that does not load.
     """
@@ -334,13 +334,18 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
 def model_opener(case: Case, threads: int, memory_arena: bool) -> OpenModel:
     """What opens ONNX files with the runtime of a case."""
     from effexport.runners.artifact_runner import runner_module
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.options import RunOptions
 
     runtime = RUNTIMES[case.runtime]
-    options = ModelOptions(runtime.implementation, threads, memory_arena or runtime.device != "cpu")
+    options = RunOptions(
+        runtime=runtime.name,
+        implementation=runtime.implementation,
+        threads=threads,
+        memory_arena=memory_arena or runtime.device != "cpu",
+    )
     # a runtime of `bench` alone has no folder: it is ONNX Runtime in another form
-    module = runner_module(runtime if runtime.folder else RUNTIMES["ort"])
-    opener: OpenModel = partial(module.open_model, runtime, options)
+    module = runner_module(runtime if runtime.folder else RUNTIMES[DEFAULT_RUNTIME])
+    opener: OpenModel = partial(module.open_model, options)
     return opener
 
 
@@ -397,12 +402,12 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
 
             import_api(runtime.name)
         else:
-            from effexport.runners.ort.plugin_provider import is_cuda_plugin
-            from effexport.runners.ort.settings import PROVIDERS, import_onnxruntime
+            from effexport.runners.ort import import_onnxruntime
+            from effexport.runners.ort.providers import is_cuda_plugin
 
             ort = import_onnxruntime()
-            plugged = runtime.provider == "cuda" and is_cuda_plugin(ort)
-            if PROVIDERS[runtime.provider] not in ort.get_available_providers() and not plugged:
+            plugged = runtime.provider == CUDA and is_cuda_plugin(ort)
+            if runtime.provider not in ort.get_available_providers() and not plugged:
                 return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"
     except EffexportError as error:
         return short(error)

@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def needs_gpu(self) -> bool:
-        return self.target == "trt"
+        return self.engine is not None and self.engine.row.built_where_it_runs
 
     @property
     def title(self) -> str:

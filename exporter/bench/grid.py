@@ -15,7 +15,7 @@ from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.shapes import Product
 from effexport.models.validation import did_you_mean
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.runtimes import BENCH_RUNTIMES
+from effexport.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME
 from effexport.spec import BuildSpec
 from effexport.units import tokens_from_text
 
@@ -47,7 +47,7 @@ class Grid:
     seq_lens: tuple[int, ...] = (512, 2048, 8192)
     batches: tuple[int, ...] = (1,)
     precisions: tuple[str, ...] = ("fp32",)
-    runtimes: tuple[str, ...] = ("torch", "ort")
+    runtimes: tuple[str, ...] = ("torch", DEFAULT_RUNTIME)
     scope: str = "core"
     heads: int = 8
     head_dim: int = 64

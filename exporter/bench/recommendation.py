@@ -14,7 +14,7 @@ from effexport.bench.results import BenchResults, Case, Row
 from effexport.models.attention_spec import field_names
 from effexport.processor import Processor
 from effexport.report.rendering.text import interval_text
-from effexport.runtimes import RUNTIMES
+from effexport.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.shell import Word, command_line
 from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
 from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
@@ -428,5 +428,5 @@ def bfloat16_here(entries: Sequence[Entry]) -> Iterator[str]:
     """That a variant which may be computed in bfloat16 is faster so, where the processor has tiles for it and the
     runtime that uses them is installed."""
     able = [entry.label for entry in entries if entry.label.partition(",")[0].partition("-")[0] in BFLOAT16_VARIANTS]
-    if able and Processor.here().has_bfloat16_tiles and RUNTIMES["openvino"].package.version is not None:
+    if able and Processor.here().has_bfloat16_tiles and BFLOAT16_RUNTIME.package.version is not None:
         yield BFLOAT16_HERE.format(", ".join(dict.fromkeys(able)))

@@ -413,6 +413,6 @@ def engine_of(point: Point, spec: BuildSpec, file: SweepFile) -> EngineSpec | No
         return None
     options = dict(file.engine.get(point.target, {}))
     profiles = profiles_from_texts(options.pop("profiles", ()), spec)
-    if point.target == "trt-rtx" and point.gpu:
+    if point.gpu and not ENGINE_RUNTIMES[point.target].built_where_it_runs:
         options["compute_capabilities"] = (int(point.gpu.removeprefix("sm_")),)
     return EngineSpec(target=point.target, profiles=profiles, **options)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.runtimes import DEFAULT_RUNTIME
+
 if TYPE_CHECKING:
     from effexport.bench.advice import Limits, Plan
     from effexport.bench.grid import Grid, Model
@@ -120,7 +122,7 @@ class AdviceRequest:
             "seq_lens": (options["seq_len"],),
             "batches": (options.get("batch", 1),),
             "precisions": (options.get("precision", "fp32"),),
-            "runtimes": ("ort",) if runtimes is None else words(runtimes, "--runtimes"),
+            "runtimes": (DEFAULT_RUNTIME,) if runtimes is None else words(runtimes, "--runtimes"),
             "scope": scope,
             "encoder": encoder,
         }

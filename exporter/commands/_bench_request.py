@@ -63,7 +63,7 @@ class BenchRequest:
 
     def check_numbers(self) -> None:
         from effexport.models.validation import require
-        from effexport.runners.ort.settings import MOST_THREADS
+        from effexport.runners.options import MOST_THREADS
 
         for name in EXPECTED:
             value = self.flags[name]

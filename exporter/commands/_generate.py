@@ -15,7 +15,7 @@ from effexport.errors import UserError
 from effexport.generation.sampling import Sampling
 
 if TYPE_CHECKING:
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.options import RunOptions
 
 STDIN = "-"
 # What a terminal would obey is shown as a character; line ends and tabs stay.
@@ -55,9 +55,7 @@ def sampling_from_options(flags: dict[str, Any], prompt: str | None) -> Sampling
     return None
 
 
-def generate(
-    artifact: Path, prompt: str, sampling: Sampling, runtime: str, options: ModelOptions, *, as_json: bool
-) -> None:
+def generate(artifact: Path, prompt: str, sampling: Sampling, options: RunOptions, *, as_json: bool) -> None:
     """Print a text as it arrives; with --json, one object at its end."""
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
@@ -69,8 +67,8 @@ def generate(
     text = text_of_stdin() if prompt == STDIN else prompt
     console = stderr_console()
     with stage_progress(console) as on_stage:
-        on_stage(f"loading {artifact} for {runtime}")
-        generator = generator_from_artifact(opened, lambda it: decoder_from_artifact(it, runtime, options))
+        on_stage(f"loading {artifact} for {options.runtime}")
+        generator = generator_from_artifact(opened, lambda it: decoder_from_artifact(it, options))
     with generator:
         result = generator(text, sampling, None if as_json else typewriter())
     if as_json:

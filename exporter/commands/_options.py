@@ -13,8 +13,8 @@ import click
 from effexport.commands._progress import bars_of_stages
 from effexport.commands._types import Named, OneOf, check_choice
 from effexport.one_line import one_line
-from effexport.runners.ort.settings import IMPLEMENTATIONS, OrtSettings
-from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, Runtime, described
+from effexport.runners.options import IMPLEMENTATIONS, RunOptions
+from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ORT_RUNTIMES, Runtime, described
 from effexport.shell import Word, command_line
 from effexport.units import rough_duration, tokens_from_text
 
@@ -53,7 +53,7 @@ def runtime_options(runtimes: Mapping[str, Runtime]) -> Callable[[Callable[..., 
     runtime = click.option(
         "--runtime",
         type=OneOf(runtimes),
-        default="ort",
+        default=DEFAULT_RUNTIME,
         show_default=True,
         help=f"Where the model runs. {described(runtimes)}.",
     )
@@ -84,14 +84,12 @@ def precision_hint_option(command: Callable[..., None]) -> Callable[..., None]:
     return hint(command)
 
 
-def settings_from_options(runtime: str, implementation: str, device: int) -> OrtSettings:
+def settings_from_options(runtime: str, implementation: str, device: int) -> RunOptions:
     """Raises UserError for an unknown name, and for a GPU that the runtime cannot be told to use."""
-    from effexport.runners.artifact_runner import check_runtime
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.artifact_runner import options_from_flags
 
     check_choice("--runtime", runtime, ORT_RUNTIMES)
-    check_runtime(runtime, ModelOptions(implementation, device=device))
-    return OrtSettings(provider=ORT_RUNTIMES[runtime].provider, implementation=implementation, device_id=device)
+    return options_from_flags(runtime, implementation=implementation, device=device)
 
 
 def check_output_file(output: Path, *, force: bool) -> None:

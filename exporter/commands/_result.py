@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from effexport.commands._options import implementation_text, say
 from effexport.errors import UserError
+from effexport.runtimes import RUNTIMES
 from effexport.shell import command_line
 from effexport.units import megabytes, rough_duration, seconds
 
@@ -57,7 +58,7 @@ def golden_note(artifact: Artifact) -> list[str]:
 def next_step(artifact: Artifact, report: Report) -> str:
     """What to do with an artifact that was written: prove what could not be proven here, or try it out."""
     from effexport.report.reproduce import source_option
-    from effexport.runtimes import RUNTIMES
+    from effexport.runtimes import BFLOAT16_RUNTIME
 
     unproven = [
         engine.target
@@ -68,9 +69,9 @@ def next_step(artifact: Artifact, report: Report) -> str:
         verify = command_line("effexport", "verify", artifact.path, ("--runtime", unproven[0]))
         return f"on a machine with a GPU, {verify}"
     if report.verdict == "not run":  # ONNX Runtime has no arithmetic in bfloat16 on CPUs
-        package = RUNTIMES["openvino"].package
+        package = BFLOAT16_RUNTIME.package
         where = "" if package.version else f"with OpenVINO ({package.remedy}), "
-        return where + command_line("effexport", "verify", artifact.path, ("--runtime", "openvino"))
+        return where + command_line("effexport", "verify", artifact.path, ("--runtime", BFLOAT16_RUNTIME.name))
     source = [] if artifact.has_golden else source_option(report)
     verify = command_line("effexport", "verify", artifact.path, *(source or ()))
     if source is None:
@@ -95,7 +96,6 @@ def fill_mask_command(artifact: Artifact) -> str:
 def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:
     """Print the remarks on an engine, and one line about it."""
     from effexport.report.rendering.text import sizes
-    from effexport.runtimes import RUNTIMES
 
     for remark in engine.remarks:
         say(console, f"note: {remark}", style="yellow")

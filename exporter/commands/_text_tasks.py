@@ -24,7 +24,7 @@ from effexport.units import duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.options import RunOptions
     from effexport.text.task import Prepared
 
 # Option → the tasks that it asks for.
@@ -101,8 +101,7 @@ class TextRequest:
 def run_task(
     artifact: Path,
     request: TextRequest,
-    runtime: str,
-    options: ModelOptions,
+    options: RunOptions,
     output: Path | None,
     *,
     as_json: bool,
@@ -128,8 +127,8 @@ def run_task(
     # every text is read before any is run
     prepared = [task.prepare(text, pair) for text in texts]
     with stage_progress(stderr_console()) as on_stage:
-        on_stage(f"loading {artifact} for {runtime}")
-        with TextModel(runner_from_artifact(opened, runtime, options), task, opened.spec.batch) as model:
+        on_stage(f"loading {artifact} for {options.runtime}")
+        with TextModel(runner_from_artifact(opened, options), task, opened.spec.batch) as model:
             on_stage("running")
             start = time.perf_counter()
             answers = [task.answer(one, model.outputs(one)) for one in prepared]

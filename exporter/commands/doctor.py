@@ -9,6 +9,7 @@ import click
 
 from effexport.commands._options import common_options, result_console, say
 from effexport.environment import MISSING
+from effexport.runtimes import Runtime
 
 # The lines fit into a terminal of the usual width.
 WIDTH = 80
@@ -85,20 +86,20 @@ def examine_bfloat16() -> tuple[str | None, str]:
     """Whether the processor multiplies bfloat16 in tiles (AMX), and the runtime that uses them, which is up to three
     times as fast as float32: OpenVINO."""
     from effexport.processor import BFLOAT16_TILES, Processor
-    from effexport.runtimes import RUNTIMES
+    from effexport.runtimes import BFLOAT16_RUNTIME
 
     if not Processor.here().has_bfloat16_tiles:
         return None, ""
-    package = RUNTIMES["openvino"].package
+    package, name = BFLOAT16_RUNTIME.package, BFLOAT16_RUNTIME.name
     if package.version is None:
-        return f"{BFLOAT16_TILES}; to use it: {package.remedy}, and --runtime openvino", ""
-    return f"{BFLOAT16_TILES}; use it with --runtime openvino --precision-hint bf16", ""
+        return f"{BFLOAT16_TILES}; to use it: {package.remedy}, and --runtime {name}", ""
+    return f"{BFLOAT16_TILES}; use it with --runtime {name} --precision-hint bf16", ""
 
 
 def examine_driver() -> tuple[str | None, str]:
     """What the driver of the GPU is good for (None: there is no driver), and what TensorRT plugins need, whose PTX is
     refused by a driver that is older than it."""
-    from effexport.plugins.building.ptx import MAX_ISA, cuda_of_isa, text_of
+    from effexport.plugins.building.ptx_text import MAX_ISA, cuda_of_isa, text_of
     from effexport.plugins.building.toolchain import driver_cuda
 
     here, needed = driver_cuda(), cuda_of_isa(MAX_ISA)
@@ -113,21 +114,27 @@ def examine_tensorrt() -> list[dict[str, str | None]]:
 
     Packages are looked up, not imported.
     """
-    from effexport.runners.ort.plugin_provider import linked_release
-    from effexport.runtimes import RUNTIMES
+    from effexport.runners.ort.providers import linked_release
+    from effexport.runtimes import RUNTIMES, TENSORRT_RTX
     from effexport.tensorrt.ort_providers import linked_libraries_here
 
     majors = [name.rpartition(".")[2] for name in linked_libraries_here()]
-    rows = (
-        ("trt", "--target trt", "TensorRT, on the GPU", "TensorRT", RUNTIMES["trt"].package.version),
-        ("trt-rtx", "--target trt-rtx", "TensorRT-RTX", "TensorRT-RTX", RUNTIMES["trt-rtx"].package.version),
-        ("ort-trt", "--runtime ort-trt", "onnxruntime-gpu", "TensorRT", next(iter(majors), None)),
-        ("ort-rtx", "--runtime ort-rtx", "a plugin of onnxruntime", "TensorRT-RTX", linked_release()),
-    )
+
+    def release(row: Runtime) -> str | None:
+        if row.engine:
+            return row.package.version
+        return linked_release() if row.provider == TENSORRT_RTX else next(iter(majors), None)
+
     return [
-        {"runtime": name, "way": way, "maker": maker, "release": f"{product} {release}" if release else None}
-        | {"extra": RUNTIMES[name].package.extra}
-        for name, way, maker, product, release in rows
+        {
+            "runtime": row.name,
+            "way": f"--{'target' if row.engine else 'runtime'} {row.name}",
+            "maker": row.engine_maker,
+            "release": f"{row.tensorrt} {found}" if (found := release(row)) else None,
+            "extra": row.package.extra,
+        }
+        for row in sorted(RUNTIMES.values(), key=lambda row: not row.engine)
+        if row.tensorrt
     ]
 
 

@@ -93,7 +93,7 @@ def command(
     from effexport.evaluation.data import Windows
     from effexport.evaluation.evaluate import EvaluatedModel, evaluate_artifact, other_subject
     from effexport.files import json_text
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.artifact_runner import options_from_flags
 
     if output is not None:
         if output.suffix != ".json":
@@ -101,8 +101,8 @@ def command(
         check_output_file(output, force=force)
     if weights is not None and compare != "torch":
         raise UserError("--weights are those of the PyTorch module: give --compare torch too, or leave them out")
-    options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
-    subject = EvaluatedModel(open_artifact(artifact), runtime, options)
+    options = options_from_flags(runtime, implementation=implementation, device=device, precision_hint=precision_hint)
+    subject = EvaluatedModel(open_artifact(artifact), options)
     other = None if compare is None else other_subject(compare, subject, weights)
     with stage_progress(stderr_console()) as on_stage:
         found = evaluate_artifact(subject, data, Windows(window, stride, rows, seed), other, on_stage)

@@ -102,7 +102,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     from effexport.proof.cases import stored_cases
     from effexport.proof.verify import verify_candidate
     from effexport.report.rendering.text import failure_lines
-    from effexport.runners.ort.settings import OrtSettings
+    from effexport.runners.options import RunOptions
 
     if not artifact.has_golden:
         raise UserError(
@@ -119,7 +119,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
                 check_output_file(data_file(output), force=force)
             on_stage("comparing with the golden file")
             cases = stored_cases(artifact.reference_path, artifact.spec)
-            checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.decisions, OrtSettings()).checks
+            checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.decisions, RunOptions()).checks
             if any(check.status == "failed" for check in checks):
                 raise StageError(STAGE, *failure_lines(checks))
             made = [file for file in (data_file(model), model) if file.is_file()]

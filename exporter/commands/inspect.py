@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._options import cell, common_options, result_console
+from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.units import megabytes, seconds
 
 if TYPE_CHECKING:
@@ -148,6 +149,6 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
 
 def reason_for_bodies(info: EngineInfo) -> str:
     """Why operators of an engine are bodies, as the end of a line. What is about one operator is in a note."""
-    if info.target == "trt-rtx":
-        return ": TensorRT-RTX has no plugins"
+    if not (runtime := ENGINE_RUNTIMES[info.target]).engine_plugins:
+        return f": {runtime.label} has no plugins"
     return ": built with --plugins never" if info.options.get("plugins") == "never" else ", see the note"

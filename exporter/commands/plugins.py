@@ -166,7 +166,7 @@ def is_intact(library: Library) -> bool | None:
 
 def library_warnings(library: Library) -> list[str]:
     """Warnings about a library that can still be used."""
-    from effexport.plugins.building.headers import runtime_warning
+    from effexport.plugins.building.build import runtime_warning
     from effexport.plugins.building.library import LIBRARY_VARIABLE
 
     warnings = []

@@ -30,7 +30,7 @@ from effexport.units import counted, duration
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.options import RunOptions
     from effexport.spec import BuildSpec
 
 EXAMPLES = (
@@ -84,20 +84,18 @@ def command(
     check_way([name for name, value in ways.items() if value is not None], request.stride, output_file)
     if str(input_file) == "-":
         raise UserError("--input does not read standard input; expected an .npz file. A text can be piped: --text -")
-    from effexport.runners.artifact_runner import check_runtime
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.artifact_runner import options_from_flags
 
-    options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
+    options = options_from_flags(runtime, implementation=implementation, device=device, precision_hint=precision_hint)
     if prompt is not None and sampling is not None:
-        generate(artifact, prompt, sampling, runtime, options, as_json=as_json)
+        generate(artifact, prompt, sampling, options, as_json=as_json)
         return
-    check_runtime(runtime, options)
     if output_file is not None:
         check_outputs(output_file, input_file or text_file or request.file, force=force)
     if request.option:
-        run_task(artifact, request, runtime, options, output_file, as_json=as_json)
+        run_task(artifact, request, options, output_file, as_json=as_json)
     else:
-        run_arrays(artifact, input_file, text_file, request.stride, runtime, options, output_file, as_json=as_json)
+        run_arrays(artifact, input_file, text_file, request.stride, options, output_file, as_json=as_json)
 
 
 def check_way(given: list[str], stride: int | None, output: Path | None) -> None:
@@ -115,8 +113,7 @@ def run_arrays(
     input_file: Path | None,
     text_file: Path | None,
     stride: int | None,
-    runtime: str,
-    options: ModelOptions,
+    options: RunOptions,
     output_file: Path | None,
     *,
     as_json: bool,
@@ -136,8 +133,8 @@ def run_arrays(
             prepared = windows_of_file(text_file, opened, TextOptions(stride=stride))
         narrow = [tensor.name for tensor in opened.spec.inputs if tensor.dtype == "bfloat16"]
         feeds = load_npz(input_file or Path(), narrow) if prepared is None else dict(prepared.feeds)
-        on_stage(f"loading {artifact} for {runtime}")
-        with runner_from_artifact(opened, runtime, options) as runner:
+        on_stage(f"loading {artifact} for {options.runtime}")
+        with runner_from_artifact(opened, options) as runner:
             on_stage("running")
             start = time.perf_counter()
             if prepared is None:

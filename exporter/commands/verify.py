@@ -98,15 +98,15 @@ def command(
     """
     from effexport.cli import print_json
     from effexport.proof.reference_choice import parse_choice
-    from effexport.runners.artifact_runner import check_runtime
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.artifact_runner import options_from_flags
 
     if factory is not None:
         require_torch("--module")
     choice = parse_choice(reference)
     # cases have different shapes and up to two sessions are open, so memory is released after each run
-    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint, device=device)
-    check_runtime(runtime, options)
+    options = options_from_flags(
+        runtime, implementation=implementation, device=device, precision_hint=precision_hint, memory_arena=False
+    )
     form = chosen_format(output, force=force)
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
@@ -120,7 +120,7 @@ def command(
     from effexport.report.rendering.text import quality_text, trace_text
     from effexport.report.verified import report_from_verification
 
-    candidate = ArtifactCandidate(open_artifact(artifact), runtime, options, model)
+    candidate = ArtifactCandidate(open_artifact(artifact), options, model)
     source = weights if factory is None else NamedModule(factory, weights).source_for(candidate.artifact)
     request = VerifyRequest(choice, source, cases, trace, data)
     start = time.perf_counter()

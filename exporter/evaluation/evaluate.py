@@ -35,9 +35,9 @@ from effexport.proof.module_runs import run_module
 from effexport.proof.rebuilt_module import Weights, module_of_artifact
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.quantize.record import TaskFigure
-from effexport.runners.artifact_runner import check_runtime, model_opener, runner_from_artifact
+from effexport.runners.artifact_runner import model_opener, runner_from_artifact
 from effexport.runners.feeds import checked_feeds, limits_from_spec
-from effexport.runners.runner import ModelOptions
+from effexport.runners.options import RunOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
@@ -130,9 +130,12 @@ class EvaluatedModel:
     """
 
     artifact: Artifact
-    runtime: str
-    options: ModelOptions = field(default_factory=ModelOptions)
+    options: RunOptions
     weights: Path | None = None
+
+    @property
+    def runtime(self) -> str:
+        return self.options.runtime
 
     @property
     def title(self) -> str:
@@ -142,7 +145,7 @@ class EvaluatedModel:
     def opened(self) -> Iterator[Run]:
         """Raises UserError for a module or a runtime that is not available."""
         if self.runtime != TORCH:
-            with runner_from_artifact(self.artifact, self.runtime, self.options) as runner:
+            with runner_from_artifact(self.artifact, self.options) as runner:
                 yield runner.run
             return
         yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
@@ -151,7 +154,7 @@ class EvaluatedModel:
 def other_subject(text: str, subject: EvaluatedModel, weights: Path | None) -> EvaluatedModel:
     """A parsed --compare: `torch`, PATH, @RUNTIME or PATH@RUNTIME. Raises UserError."""
     if text == TORCH:
-        return EvaluatedModel(subject.artifact, TORCH, weights=weights)
+        return EvaluatedModel(subject.artifact, RunOptions(runtime=TORCH), weights=weights)
     path, at, runtime = text.rpartition("@") if "@" in text else (text, "", subject.runtime)
     if at and runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)
@@ -159,7 +162,7 @@ def other_subject(text: str, subject: EvaluatedModel, weights: Path | None) -> E
             f"--compare {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} Expected {TORCH}, PATH, "
             f"@RUNTIME or PATH@RUNTIME, with one of: {', '.join(known)}"
         )
-    return EvaluatedModel(open_artifact(Path(path)) if path else subject.artifact, runtime)
+    return EvaluatedModel(open_artifact(Path(path)) if path else subject.artifact, RunOptions(runtime=runtime))
 
 
 def evaluate_artifact(
@@ -170,7 +173,6 @@ def evaluate_artifact(
     on_stage: OnStage,
 ) -> Evaluation:
     """Run the data through a model, and through another one. Raises UserError for data that does not fit a model."""
-    check_runtime(subject.runtime, subject.options)
     objective = objective_of(subject.artifact.spec)
     language = objective in LANGUAGE
     rows = rows_of_data(data, subject.artifact, windows)
@@ -284,10 +286,10 @@ def opened_candidate(candidate: ArtifactCandidate) -> Iterator[Run]:
     """A function that runs the model under test, or its engine."""
     artifact, options = candidate.artifact, candidate.options
     if candidate.is_engine:
-        with runner_from_artifact(artifact, candidate.runtime, options) as runner:
+        with runner_from_artifact(artifact, options) as runner:
             yield runner.run
         return
-    open_model = model_opener(candidate.runtime, options)
+    open_model = model_opener(options)
     with open_model(candidate.path, limits_from_spec(artifact.spec), None) as runner:
         yield runner.run
 

@@ -52,7 +52,7 @@ def turn_attentions(program: ExportedProgram, tokens: int) -> Counter[str]:
 
     Heads may be an axis or not: [batch, heads, tokens, channels] or [batch, tokens, channels].
     """
-    from effexport.plugins.masked_attention.op import SIGNATURE
+    from effexport.plugins.masked_attention import SIGNATURE
 
     if tokens < LEAST_TOKENS:
         return Counter()
@@ -181,8 +181,8 @@ def turn(graph: Graph, written: Written) -> None:
 
 def remarks_on_written(found: Mapping[str, int], called: Mapping[str, int]) -> list[str]:
     """Sentences for the report. found: operators of the graph by name. called: those that the model itself calls."""
-    from effexport.plugins.linear_attention.op import SIGNATURE as LINEAR
-    from effexport.plugins.masked_attention.op import SIGNATURE as SOFTMAX
+    from effexport.plugins.linear_attention import SIGNATURE as LINEAR
+    from effexport.plugins.masked_attention import SIGNATURE as SOFTMAX
 
     ways = {
         SOFTMAX: ("attention", "products and a softmax", "softmax"),

@@ -112,7 +112,8 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     """
     import torch
 
-    from effexport.plugins.linear_attention.op import SIGNATURE, linear_attention
+    from effexport.plugins.linear_attention import SIGNATURE
+    from effexport.plugins.linear_attention.op import linear_attention
 
     assert linear_attention is not None  # registered
     called = torch.ops.effexport.linear_attention.default

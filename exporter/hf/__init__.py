@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from effexport.hf.drop_in import DropIn
     from effexport.hf.sentences import Sentences
-    from effexport.runners.ort.settings import OrtSettings
+    from effexport.runners.options import RunOptions
 
 __all__ = ["SentenceModule", "model"]
 
 
-def model(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> DropIn:
+def model(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> DropIn:
     """Open an artifact as the model class of its task in transformers, for inference.
 
         tokenizer = AutoTokenizer.from_pretrained("artifacts/mlm")
@@ -35,7 +35,7 @@ def model(path: str | Path, settings: OrtSettings | None = None, *, runtime: str
     return drop_in_from_runner(Artifact(folder, read_manifest(folder)), runner)
 
 
-def SentenceModule(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> Sentences:
+def SentenceModule(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> Sentences:
     """Open an artifact as the first module of a SentenceTransformer, with the tokenizer in the artifact.
 
         embedder = SentenceTransformer(modules=[effexport.hf.SentenceModule("artifacts/embedder")])

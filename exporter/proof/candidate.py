@@ -21,8 +21,8 @@ from effexport.plugins.ops import DOMAIN, OPS
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import Runner
 from effexport.spec import BuildSpec
 
@@ -200,7 +200,7 @@ def opened_with_given(
     return given, values
 
 
-def open_in_ort(settings: OrtSettings | None) -> OpenModel:
+def open_in_ort(settings: RunOptions | None) -> OpenModel:
     """A function that opens a model file, or a serialised model, in ONNX Runtime."""
 
     def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:

@@ -26,7 +26,8 @@ from effexport.proof.rebuilt_module import Weights, module_of_artifact, source_o
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
-from effexport.runners.runner import ModelOptions, tensors_text
+from effexport.runners.options import RunOptions
+from effexport.runners.runner import tensors_text
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 
 if TYPE_CHECKING:
@@ -328,7 +329,7 @@ def opened_reference(
             candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)
             return stack.enter_context(candidate), limits.max_seq_len
     check_same_model(choice, artifact, path, hashes)
-    open_model = model_opener(choice.runtime, ModelOptions(memory_arena=False))
+    open_model = model_opener(RunOptions(runtime=choice.runtime, memory_arena=False))
     return ModelCandidate(path, hashes, limits, open_model), limits.max_seq_len
 
 

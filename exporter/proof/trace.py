@@ -20,15 +20,16 @@ from effexport.proof.rebuilt_module import Weights, module_of_artifact
 from effexport.proof.tolerances import bucket_flip_limit, case_limit
 from effexport.proof.traced_module import NodeOrigin, TracedModule
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.options import RunOptions
+from effexport.runners.ort import import_onnxruntime
+from effexport.runners.ort.providers import check_provider, providers_from_settings
 from effexport.runners.ort.runner import array_from_value, run_failure, tensor_info, value_from_array
 from effexport.runners.ort.session import (
-    check_provider,
     kernels_of_model,
-    providers_from_settings,
     session_options,
     without_weights,
 )
-from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
+from effexport.runtimes import TENSORRT
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class TracedFile:
     What one run needs is given back after it. Raises what `OrtRunner` raises.
     """
 
-    def __init__(self, path: Path, settings: OrtSettings, limits: FeedLimits) -> None:
+    def __init__(self, path: Path, settings: RunOptions, limits: FeedLimits) -> None:
         self.path = path
         self._settings = dataclasses.replace(settings, memory_arena=False)
         self._limits = limits
@@ -145,7 +146,7 @@ class TracedFile:
     def _session(self, ort: Any, model: bytes) -> Any:
         options = session_options(ort, self._settings, self.path.parent.resolve())
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        graph = without_weights(model) if self._settings.device == "cuda" else None
+        graph = without_weights(model) if self._settings.row.tensors == "cuda" else None
         kernels_of_model(model, graph, self._settings).register(options, self._settings)
         providers = providers_from_settings(ort, self._settings)
         try:
@@ -161,10 +162,10 @@ BATCH_BYTES = 256 * 2**20
 
 
 def trace_if_possible(
-    model: Path, artifact: Artifact, weights: Weights | None, case: Case, settings: OrtSettings
+    model: Path, artifact: Artifact, weights: Weights | None, case: Case, settings: RunOptions
 ) -> Trace | Unavailable:
     """As `trace_if_it_runs`, with the module made again from the seed or from `weights`, if it can be."""
-    if settings.provider == "tensorrt":
+    if settings.row.provider == TENSORRT:
         return Unavailable("TensorRT keeps no intermediate values; trace the file with --runtime ort")
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
@@ -173,7 +174,7 @@ def trace_if_possible(
 
 
 def trace_if_it_runs(
-    model: Path, exported: Path, module: nn.Module, spec: BuildSpec, case: Case, settings: OrtSettings
+    model: Path, exported: Path, module: nn.Module, spec: BuildSpec, case: Case, settings: RunOptions
 ) -> Trace | Unavailable:
     """As `trace_from_model`, if the module can be exported again and the model runs."""
     if spec.is_quantized:
@@ -185,7 +186,7 @@ def trace_if_it_runs(
 
 
 def trace_from_model(
-    model: Path, exported: Path, traced: TracedModule, case: Case, settings: OrtSettings | None = None
+    model: Path, exported: Path, traced: TracedModule, case: Case, settings: RunOptions | None = None
 ) -> Trace:
     """Compare the intermediate values of a model file in ONNX Runtime with those of PyTorch on the inputs of `case`.
 
@@ -200,7 +201,7 @@ def trace_from_model(
     proto = load_graph(model)
     nodes = [(node, value) for node in proto.graph.node for value in node.output if value]
     paired = {value: node for node, value in nodes if value in pairable}
-    file = TracedFile(model, settings or OrtSettings(), limits_from_spec(spec))
+    file = TracedFile(model, settings or RunOptions(), limits_from_spec(spec))
     judge = ValueLimits(spec, case, traced.may_flip, paired)
     compare(traced, file, list(paired), case, judge, exact=traced.is_rounded)
     if not traced.is_rounded:

@@ -66,7 +66,7 @@ from effexport.proof.metrics import rms_change
 from effexport.proof.quantized import check_quantized
 from effexport.proof.tolerances import foreign_limit, free_limit
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 from effexport.runners.runner import Runner
 from effexport.runtimes import ENGINE_SUFFIX
 from effexport.spec import BuildSpec, Precision
@@ -123,7 +123,7 @@ LONG_SEED = 8192
 def run_checks(
     candidate: ModelUnderTest, cases: Sequence[Case], spec: BuildSpec, precision_hint: str = ""
 ) -> Iterator[Check]:
-    """Every check that applies, case by case. precision_hint: see ModelOptions; its limits then apply."""
+    """Every check that applies, case by case. precision_hint: see RunOptions; its limits then apply."""
     computed = replace(spec, precision=cast(Precision, precision_hint)) if precision_hint else spec
     guarded = ShapeGuard(candidate, spec)
     for index, case in enumerate(cases):
@@ -209,7 +209,7 @@ class Verification:
 
 
 def verify_candidate(
-    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], settings: OrtSettings
+    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], settings: RunOptions
 ) -> Verification:
     """Check a model file against reference cases in ONNX Runtime."""
     # every case has another shape and up to two sessions are open, so memory is released after each run
@@ -227,7 +227,7 @@ def verify_in_runtime(
 ) -> Verification:
     """Check a model file against reference cases in any runtime that reads ONNX files.
 
-    precision_hint: the precision that the runtime computes in, if not the file's; see ModelOptions.
+    precision_hint: the precision that the runtime computes in, if not the file's; see RunOptions.
     A bfloat16 model that cannot run here is reported as not run.
     """
     try:

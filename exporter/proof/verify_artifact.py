@@ -36,9 +36,8 @@ from effexport.proof.verify import (
 )
 from effexport.runners.artifact_runner import check_precision_of_model, decoder_from_artifact, model_opener
 from effexport.runners.decode import DecodeRunner
-from effexport.runners.ort.settings import OrtSettings
-from effexport.runners.runner import ModelOptions
-from effexport.runtimes import ENGINE_RUNTIMES, ORT_RUNTIMES, RUNTIMES
+from effexport.runners.options import RunOptions
+from effexport.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES, TENSORRT
 from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
@@ -156,13 +155,16 @@ class ArtifactCandidate:
     """The model under test: the artifact's model, its engine, or another ONNX file instead of its model."""
 
     artifact: Artifact
-    runtime: str
-    options: ModelOptions
+    options: RunOptions
     model: Path | None
 
     @property
+    def runtime(self) -> str:
+        return self.options.runtime
+
+    @property
     def is_engine(self) -> bool:
-        return RUNTIMES[self.runtime].engine
+        return self.options.row.engine
 
     @property
     def path(self) -> Path:
@@ -192,23 +194,16 @@ class ArtifactCandidate:
         """The reason why the values inside the graph cannot be read in this runtime; "" if they can."""
         if self.artifact.spec.is_quantized:
             return "the layers of a quantised model are compared where they round, and are not traced; leave it out"
-        if self.runtime in ORT_RUNTIMES and self.settings.provider != "tensorrt":
+        if self.runtime in ORT_RUNTIMES and self.options.row.provider != TENSORRT:
             return ""
         kind = f"a {self.runtime} engine" if self.is_engine else self.runtime
-        return f"{kind} keeps no intermediate values; trace its model with --runtime ort"
-
-    @property
-    def settings(self) -> OrtSettings:
-        """Of ONNX Runtime, for a runtime that is one of its providers."""
-        return OrtSettings(
-            ORT_RUNTIMES[self.runtime].provider, self.options.implementation, device_id=self.options.device
-        )
+        return f"{kind} keeps no intermediate values; trace its model with --runtime {DEFAULT_RUNTIME}"
 
     def verify(self, cases: Sequence[Case]) -> Verification:
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
-        open_model = model_opener(self.runtime, self.options)
+        open_model = model_opener(self.options)
         return verify_in_runtime(self.path, cases, spec, hashes, open_model, self.options.precision_hint)
 
     def check_products(self) -> list[Check]:
@@ -227,14 +222,14 @@ class ArtifactCandidate:
             return Verification([not_run(Kind.DECODE_STEP, reason, target=target)])
 
         def open_decoder() -> DecodeRunner:
-            return decoder_from_artifact(artifact, self.runtime, self.options)
+            return decoder_from_artifact(artifact, self.options)
 
         return verify_decoder(open_decoder, cases, artifact.spec, target)
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
         """Check the file without the kernel library."""
         open_with_bodies = model_opener(
-            self.runtime, ModelOptions("body", memory_arena=False, device=self.options.device)
+            replace(self.options, implementation="body", memory_arena=False, threads=None, precision_hint="")
         )
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
@@ -243,7 +238,7 @@ class ArtifactCandidate:
         """The first values that differ from the module's on the inputs of one case."""
         if self.why_not_traced:
             return Unavailable(self.why_not_traced)
-        return trace_if_possible(self.path, self.artifact, weights, case, self.settings)
+        return trace_if_possible(self.path, self.artifact, weights, case, self.options)
 
 
 @dataclass(frozen=True)

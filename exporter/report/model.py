@@ -19,7 +19,7 @@ from effexport.records import Count, Figure, Seconds, figure
 from effexport.report.notebook import notebook_html
 from effexport.report.rendering.quantization import cost_text
 from effexport.report.rendering.text import quality_text
-from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
+from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES
 from effexport.spec import BuildSpec, Precision
 from effexport.version import __version__
 
@@ -76,7 +76,7 @@ class Report:
     checks: list[Check]
     environment: dict[str, str | None]
     created: str
-    runtime: str = "ort"
+    runtime: str = DEFAULT_RUNTIME
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     implementation: dict[str, str] = field(default_factory=dict)

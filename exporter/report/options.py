@@ -12,7 +12,7 @@ from pathlib import Path
 from effexport.artifact import REMEDY
 from effexport.errors import UserError
 from effexport.proof.check import GOLDEN_SUFFIX, NAMED
-from effexport.runners.ort.settings import LAST_DEVICE, implementation_per_op
+from effexport.runners.options import LAST_DEVICE, implementation_per_op
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 MODEL, WEIGHTS, DATA, REFERENCE = "--model", "--weights", "--data", "--reference"

@@ -15,7 +15,7 @@ from effexport.proof.check import ALL_CASES, OF_THE_REFERENCE, Check, Kind, is_a
 from effexport.report.model import Report
 from effexport.report.options import REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields
-from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES
 from effexport.shell import Word, command_line
 from effexport.spec import INDEPENDENT, BuildSpec
 
@@ -74,7 +74,7 @@ def verify_command(check: Check, report: Report, artifact: str) -> str:
         if source is None:
             return build_command(report, REBUILT)
         further += [(name, value) for name, value in source if name not in report.options]
-    if runtime != "ort":
+    if runtime != DEFAULT_RUNTIME:
         further.append(("--runtime", runtime))
     return repeat_command(report, artifact, *further)
 

@@ -9,47 +9,65 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from effexport.artifact import DECODE_STEP, PREFILL, Artifact
+from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.plugins.ops import OPS
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import FeedLimits, limits_from_spec, limits_of_runner
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import check_operators
-from effexport.runners.ort.runner import decoder_in_ort, settings_from_options
-from effexport.runners.runner import ModelOptions, Runner
-from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_FOLDER, Runtime
-from effexport.tensorrt.runner import decoder_in_trt
+from effexport.runners.runner import Runner
+from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.spec import BuildSpec
 
 
-def check_runtime(runtime: str, options: ModelOptions) -> None:
-    """Raises UserError for an unknown name, and for options that the runtime does not have."""
+def options_from_flags(
+    runtime: str,
+    *,
+    implementation: str = "auto",
+    device: int = 0,
+    precision_hint: str = "",
+    threads: int | None = None,
+    memory_arena: bool = True,
+) -> RunOptions:
+    """The options that users have chosen by flags, which the errors name.
+
+    Raises UserError for an unknown runtime, and for options that it does not have.
+    """
     if runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)
         raise UserError(f"unknown --runtime {runtime!r}{did_you_mean(runtime, known)} Expected: {', '.join(known)}")
-    check_operators(options.implementation, "--implementation")
+    check_operators(implementation, "--implementation")
     row = ARTIFACT_RUNTIMES[runtime]
-    if row.folder != ORT_FOLDER and options.implementation != "auto":
+    if not row.in_ort and implementation != "auto":
         reason = (
             "whether plugins or bodies run was decided when the engine was built" if row.engine else "it runs bodies"
         )
         raise UserError(
-            f"--implementation {options.implementation} does not apply to --runtime {runtime}: {reason}; leave it out"
+            f"--implementation {implementation} does not apply to --runtime {runtime}: {reason}; leave it out"
         )
-    check_device(row, options.device)
-    check_precision_hint(row, options.precision_hint)
+    check_device(row, device)
+    check_precision_hint(row, precision_hint)
+    return RunOptions(
+        runtime=runtime,
+        implementation=implementation,
+        device=device,
+        precision_hint=precision_hint,
+        threads=threads,
+        memory_arena=memory_arena,
+    )
 
 
 def check_device(runtime: Runtime, device: int) -> None:
     """Raises UserError for a GPU that the runtime cannot be told to use."""
     if device < 0:
         raise UserError(f"--device is {device}; expected 0 for the first GPU, 1 for the second, …")
-    if device == 0 or runtime.provider in ("cuda", "tensorrt"):
+    if device == 0 or "device" in runtime.takes:
         return
     remedy = "leave it out" if runtime.device == "cpu" else f"set CUDA_VISIBLE_DEVICES={device} instead"
     where = "on the CPU" if runtime.device == "cpu" else "on the first GPU that it sees"
@@ -69,7 +87,7 @@ def check_precision_hint(runtime: Runtime, hint: str) -> None:
     )
 
 
-def check_precision_of_model(spec: BuildSpec, options: ModelOptions) -> None:
+def check_precision_of_model(spec: BuildSpec, options: RunOptions) -> None:
     """Raises UserError for a model of which a part must be computed in float32, and a hint of less.
 
     OpenVINO can mark operators to be kept in float32, but its fusions lose the mark: with all operators of a Nyström
@@ -85,59 +103,50 @@ def check_precision_of_model(spec: BuildSpec, options: ModelOptions) -> None:
 
 # Takes the path of an ONNX file, or the serialised model; limits of its inputs; and the folder of its external data.
 OpenModel = Callable[[Path | bytes, FeedLimits, Path | None], Runner]
-# Takes the path of an engine, limits of its inputs, and the digest of the model that it should have been built from.
-OpenEngine = Callable[[Path, FeedLimits, str], Runner]
+# Takes options, the path of an engine, limits of its inputs, and the digest of the model that it should be built from.
+OpenEngine = Callable[[RunOptions, Path, FeedLimits, str], Runner]
+OpenDecoder = Callable[[RunOptions, Artifact, FeedLimits], DecodeRunner]
+DEFAULT_OPTIONS = RunOptions()
 
 
-def model_opener(runtime: str, options: ModelOptions) -> OpenModel:
+def model_opener(options: RunOptions) -> OpenModel:
     """A function that opens ONNX files with a runtime that reads them."""
-    row = ARTIFACT_RUNTIMES[runtime]
-    opener: OpenModel = partial(runner_module(row).open_model, row, options)
+    opener: OpenModel = partial(runner_module(options.row).open_model, options)
     return opener
 
 
-DEFAULT_OPTIONS = ModelOptions()
-
-
-def runner_from_artifact(artifact: Artifact, runtime: str = "ort", options: ModelOptions = DEFAULT_OPTIONS) -> Runner:
+def runner_from_artifact(artifact: Artifact, options: RunOptions = DEFAULT_OPTIONS) -> Runner:
     """Open the model of an artifact, or its engine for a runtime that runs engines.
 
-    Raises UserError for a runtime that is unknown, missing, or has no engine in the artifact.
+    Raises UserError for a runtime that is missing, or has no engine in the artifact.
     """
-    check_runtime(runtime, options)
     check_precision_of_model(artifact.spec, options)
     limits = limits_of_runner(artifact.spec)
-    if ARTIFACT_RUNTIMES[runtime].engine:
-        open_engine: OpenEngine = runner_module(ARTIFACT_RUNTIMES[runtime]).open_engine
-        return open_engine(artifact.engine_path(runtime), limits, model_digest(artifact.model_path))
-    return model_opener(runtime, options)(artifact.model_path, limits, None)
+    if options.row.engine:
+        open_engine: OpenEngine = runner_module(options.row).open_engine
+        return open_engine(options, artifact.engine_path(options.runtime), limits, model_digest(artifact.model_path))
+    return model_opener(options)(artifact.model_path, limits, None)
 
 
 def runner_module(runtime: Runtime) -> ModuleType:
-    """The module `runner` of a runtime's folder, which has `open_model` or, for engines, `open_engine`."""
+    """The module `runner` of a runtime's folder: it has `open_model` or `open_engine`, and `open_decoder`."""
     return importlib.import_module(f"effexport.{runtime.folder.replace('/', '.')}.runner")
 
 
-def decoder_from_artifact(
-    artifact: Artifact, runtime: str = "ort", options: ModelOptions = DEFAULT_OPTIONS
-) -> DecodeRunner:
+def decoder_from_artifact(artifact: Artifact, options: RunOptions = DEFAULT_OPTIONS) -> DecodeRunner:
     """Open the decode step and the prefill of an artifact, or the engines of them.
 
-    Raises UserError for a runtime that is unknown, missing, or does not decode, and for an artifact without a decode
-    step or its engines.
+    Raises UserError for a runtime that is missing or does not decode, and for an artifact without a decode step or its
+    engines.
     """
-    check_runtime(runtime, options)
     check_has_decode_step(artifact)
-    limits, row = limits_from_spec(artifact.spec), ARTIFACT_RUNTIMES[runtime]
-    if row.engine:
-        for model in (DECODE_STEP, PREFILL):
-            artifact.engine_path(runtime, model)
-        return decoder_in_trt(artifact.path, runtime, limits)
-    if row.folder != ORT_FOLDER:
-        able = [name for name, other in ARTIFACT_RUNTIMES.items() if other.engine or other.folder == ORT_FOLDER]
-        raise UserError(f"--runtime {runtime} does not decode token by token; expected one of: {', '.join(able)}")
-    settings = settings_from_options(row, options)
-    return decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+    if not options.row.decodes:
+        able = [name for name, other in ARTIFACT_RUNTIMES.items() if other.decodes]
+        raise UserError(
+            f"--runtime {options.runtime} does not decode token by token; expected one of: {', '.join(able)}"
+        )
+    open_decoder: OpenDecoder = runner_module(options.row).open_decoder
+    return open_decoder(options, artifact, limits_from_spec(artifact.spec))
 
 
 def check_has_decode_step(artifact: Artifact) -> None:

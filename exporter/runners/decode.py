@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from effexport.dtypes import Array
+    from effexport.runners.options import RunOptions
 
 POSITION = "position"
 
@@ -33,14 +34,14 @@ class Graph(StrEnum):
 class GraphsWithState(Closeable, Protocol):
     """The two graphs of a model in one runtime, and the state that each run reads and replaces.
 
-    settings: of the runtime. state: arrays by name, or {} before the first token, when all of it is zero. has_prefill:
+    settings: how they run. state: arrays by name, or {} before the first token, when all of it is zero. has_prefill:
     artifacts of older releases have a decode step only.
     """
 
     state: dict[str, Array]
 
     @property
-    def settings(self) -> Any: ...
+    def settings(self) -> RunOptions: ...
 
     @property
     def has_prefill(self) -> bool: ...
@@ -92,8 +93,8 @@ class DecodeRunner(Closeable):
         return f"<DecodeRunner: {signature}; next positions: {self.position.tolist()}>"
 
     @property
-    def settings(self) -> Any:
-        """Those of the runtime: OrtSettings or TrtSettings."""
+    def settings(self) -> RunOptions:
+        """How the graphs run."""
         return self._graphs.settings
 
     @property

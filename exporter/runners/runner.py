@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -28,24 +27,6 @@ class Closeable(Protocol):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How to run an ONNX file, in any runtime that reads one.
-
-    implementation: of custom operators: "kernel", "body", "auto" for kernels if they are built, or a list for single
-    operators, as in OrtSettings.
-    threads: None lets the runtime decide. memory_arena: keep freed memory for later runs.
-    precision_hint: the precision to compute in, if not the model's; "" for the model's.
-    device: which GPU runs it, in CUDA's order.
-    """
-
-    implementation: str = "auto"
-    threads: int | None = None
-    memory_arena: bool = True
-    precision_hint: str = ""
-    device: int = 0
 
 
 class Runner(Closeable, Protocol):

@@ -7,14 +7,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from effexport.errors import GraphWarning
-from effexport.tensorrt.bindings import IExecutionContext
 from effexport.tensorrt.cuda import Cuda, CudaError
-from effexport.tensorrt.sidecar import Shape
 
-Shapes = tuple[tuple[str, Shape], ...]
+if TYPE_CHECKING:
+    from tensorrt import IExecutionContext
+
+    from effexport.tensorrt.sidecar import Shape
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class EngineRefusalError(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph, model_digest
 from effexport.runtimes import ENGINE_RUNTIMES
-from effexport.tensorrt.bindings import BuildLog, OnProgress, bytes_of, explain, import_api
+from effexport.tensorrt.bindings import BuildLog, OnProgress, explain, import_api
 from effexport.tensorrt.engine_from_onnx import FindGpu, compute_capabilities, engine_from_onnx, write_engine
 from effexport.tensorrt.preparation import ATTENTION, prepared_model
 from effexport.tensorrt.sidecar import EngineInfo, check_engine_file, check_runs_here, read_sidecar
@@ -78,7 +78,7 @@ def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path,
         raise StageError(STAGE, f"the model has no weights for {', '.join(missing[:5])}")
     if not refitter.refit_cuda_engine():
         raise StageError(STAGE, explain(log.errors))
-    content = bytes_of(engine.serialize())
+    content = bytes(engine.serialize())
     refitted = replace(
         info,
         effexport_version=__version__,
@@ -119,7 +119,7 @@ def why_not_renewed(spec: EngineSpec, find_gpu: FindGpu) -> str:
     """Why the engine of a spec can be neither refitted nor built on this machine; "" if it can."""
     try:
         import_api(spec.target)
-        if spec.target == "trt":
+        if spec.row.built_where_it_runs:
             find_gpu(ENGINE_RUNTIMES[spec.target].package.extra)
     except UserError as error:
         return str(error)

@@ -18,15 +18,8 @@ from effexport.files import replacing, write_file
 from effexport.plugins.masked_attention.trt import OPERATOR
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.tensorrt.bindings import (
-    Api,
-    Builder,
     BuildLog,
-    IAttentionInputLayer,
-    IBuilderConfig,
-    INetworkDefinition,
-    OnnxParser,
     OnProgress,
-    bytes_of,
     explain,
     import_api,
     interrupting,
@@ -48,6 +41,7 @@ from effexport.version import __version__
 
 if TYPE_CHECKING:
     import onnx
+    from tensorrt import Api, Builder, IAttentionInputLayer, IBuilderConfig, INetworkDefinition, OnnxParser
 
 
 # Takes the optional part of effexport that runs engines, and returns the compute capability of the GPU of this machine,
@@ -107,7 +101,7 @@ def _engine_in_form(
     log, monitor = BuildLog(api), make_monitor(api, on_progress)
     with interrupting(monitor):
         builder = make_builder(api, log, spec)
-        network = network_from_model(api, builder, log, spec.target, prepared.model.SerializeToString(), model)
+        network = network_from_model(api, builder, log, spec, prepared.model.SerializeToString(), model)
         if use_attention:
             keep_attention_whole(api, network.definition)
         layers = list(layers_of_network(network.definition))
@@ -162,7 +156,7 @@ def distinct(profiles: Sequence[Mapping[str, ShapeRange]]) -> tuple[Mapping[str,
 
 
 def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
-    product = ENGINE_RUNTIMES[spec.target].label
+    product = spec.row.label
     try:
         return log.made(api.Builder)
     except (TypeError, RuntimeError) as error:  # the factory of the library returned nothing
@@ -174,14 +168,14 @@ def built(builder: Builder, network: Network, config: IBuilderConfig, log: Build
     serialised = builder.build_serialized_network(network.definition, config)
     if serialised is None:
         raise StageError(STAGE, explain(log.errors))
-    return bytes_of(serialised)
+    return bytes(serialised)
 
 
 def compute_capabilities(spec: EngineSpec, find_gpu: FindGpu) -> tuple[int, ...]:
     """The GPUs that the engine is for. Raises UserError for target trt on a machine without a GPU."""
-    if spec.target == "trt-rtx":
+    if not spec.row.built_where_it_runs:
         return spec.compute_capabilities
-    return (find_gpu(ENGINE_RUNTIMES[spec.target].package.extra),)
+    return (find_gpu(spec.row.package.extra),)
 
 
 def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str], find_gpu: FindGpu) -> EngineInfo:
@@ -231,14 +225,18 @@ class Network:
     parser: OnnxParser
 
 
-def network_from_model(api: Api, builder: Builder, log: BuildLog, target: str, model: bytes, path: Path) -> Network:
+def network_from_model(
+    api: Api, builder: Builder, log: BuildLog, spec: EngineSpec, model: bytes, path: Path
+) -> Network:
     """Parse a serialised model. path: its file, beside which external weights are looked for.
 
     Raises StageError with the node, the reason and the remedy.
     """
     known = api.NetworkDefinitionCreationFlag
     # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
-    wanted = [known.STRONGLY_TYPED, known.PREFER_AOT_PYTHON_PLUGINS] if target == "trt" else [known.STRONGLY_TYPED]
+    wanted = (
+        [known.STRONGLY_TYPED, known.PREFER_AOT_PYTHON_PLUGINS] if spec.row.engine_plugins else [known.STRONGLY_TYPED]
+    )
     definition = builder.create_network(sum(1 << int(flag) for flag in wanted))
     parser = api.OnnxParser(definition, log.logger)
     if not parser.parse(model, str(path)):
@@ -252,7 +250,7 @@ def keep_attention_whole(api: Api, definition: INetworkDefinition) -> None:
         if layer.type == api.LayerType.ATTENTION_INPUT:
             whole: Any = layer
             whole.__class__ = api.IAttentionInputLayer  # get_layer returns the base class
-            cast(IAttentionInputLayer, whole).attention.decomposable = False
+            cast("IAttentionInputLayer", whole).attention.decomposable = False
 
 
 def parse_failure(parser: OnnxParser, log: BuildLog) -> str:
@@ -300,7 +298,7 @@ def config_from_spec(
         config.builder_optimization_level = spec.optimization_level
     if spec.workspace_bytes is not None:
         config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, spec.workspace_bytes)
-    if spec.target == "trt":
+    if spec.row.built_where_it_runs:
         configure_trt(api, config, spec)
     else:
         configure_rtx(api, config, spec)
@@ -338,7 +336,7 @@ def save_timing_cache(spec: EngineSpec, config: IBuilderConfig) -> None:
     path = spec.timing_cache
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, bytes_of(config.get_timing_cache().serialize()))
+        write_file(path, bytes(config.get_timing_cache().serialize()))
     except OSError as error:
         raise UserError(
             f"the engine is built, but the timing cache {path} cannot be written: {error.strerror}"

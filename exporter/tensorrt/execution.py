@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.runners.options import RunOptions
 from effexport.runtimes import ENGINE_RUNTIMES
-from effexport.tensorrt.bindings import (
-    Api,
-    BuildLog,
-    ICudaEngine,
-    IExecutionContext,
-    IRuntimeConfig,
-    Runtime,
-    import_api,
-    plain,
-)
+from effexport.tensorrt.bindings import BuildLog, import_api, plain
 from effexport.tensorrt.context import Call, Context, EngineRefusalError, Graphs, Shapes, shapes_of
 from effexport.tensorrt.cuda import Cuda, CudaError, DeviceMemory, open_cuda
 from effexport.tensorrt.memory import EAGER_BYTES, Buffers, largest_shapes, nbytes_of
@@ -37,6 +29,8 @@ from effexport.tensorrt.sidecar import (
 )
 
 if TYPE_CHECKING:
+    from tensorrt import Api, ICudaEngine, IExecutionContext, IRuntimeConfig, Runtime
+
     from effexport.dtypes import Array
 
 
@@ -97,7 +91,7 @@ def load_engine(source: Source) -> Loaded:
     log = BuildLog(api)
     runtime = log.made(api.Runtime)
     serialized = source.path.read_bytes()
-    if info.target == "trt-rtx":
+    if not ENGINE_RUNTIMES[info.target].built_where_it_runs:
         check_validity(source.path, api, runtime, serialized, log)
     elif info.version_compatible:
         # such an engine contains a lean runtime of its release, which is host code; we have verified its checksum
@@ -155,29 +149,6 @@ def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -
 def said(log: BuildLog) -> str:
     """The first error that TensorRT logged."""
     return plain(log.errors[0]) if log.errors else "it gave no reason"
-
-
-@dataclass(frozen=True)
-class TrtSettings:
-    """How TensorRT runs an engine, on the GPU that is current in the thread that loads it.
-
-    cuda_graph: from the second run of a shape on, launch the engine as one CUDA graph.
-    max_graphs: the most shapes that have a graph at a time; the least recently used one is dropped. Ignored by
-    TensorRT-RTX, which manages graphs itself.
-    weight_streaming_budget_bytes: how much of the streamable weights stays on the GPU; None leaves it to TensorRT.
-    Only for engines built with --weight-streaming.
-    """
-
-    cuda_graph: bool = False
-    max_graphs: int = 8
-    weight_streaming_budget_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_graphs < 1:
-            raise UserError(f"max_graphs is {self.max_graphs}; expected at least 1; cuda_graph=False disables graphs")
-        budget = self.weight_streaming_budget_bytes
-        if budget is not None and budget < 0:
-            raise UserError(f"the weight streaming budget is {budget} bytes; expected at least 0")
 
 
 class Work:
@@ -244,13 +215,13 @@ class Work:
 class Execution:
     """A loaded engine with its contexts and memory, which are freed once and in order.
 
-    captures: whether we capture runs as graphs. TensorRT-RTX does so itself: it compiles kernels for a shape while the
-    first runs use slower ones, and only it knows when a graph is worth capturing.
+    captures: whether we capture runs as graphs. TensorRT-RTX, which finishes engines where they run, does so itself: it
+    compiles kernels for a shape while the first runs use slower ones, and knows when a graph is worth capturing.
     abandoned: work whose owner is gone. Python may collect it in any thread at any time, but CUDA accepts no calls
     during a capture. It is freed when nothing is queued: when the next turn begins, or when one has failed.
     """
 
-    def __init__(self, source: Source, settings: TrtSettings, host: Execution | None = None) -> None:
+    def __init__(self, source: Source, settings: RunOptions, host: Execution | None = None) -> None:
         """host: an execution on the same stream, whose lock and memory of inputs and outputs this one uses too. Close
         this one first.
 
@@ -259,7 +230,7 @@ class Execution:
         self.cuda = source.cuda
         self._source, self._settings, self._host = source, settings, host
         self._title = ENGINE_RUNTIMES[source.info.target].label
-        self.captures = settings.cuda_graph and source.info.target == "trt"
+        self.captures = settings.cuda_graph and ENGINE_RUNTIMES[source.info.target].built_where_it_runs
         self.abandoned: deque[Work] = deque()
         self._works: list[Work] = []
         self._lock: threading.Lock = host._lock if host else threading.Lock()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED
 from effexport.errors import StageError
-from effexport.tensorrt.bindings import LISTING, INetworkDefinition
+from effexport.tensorrt.bindings import LISTING
 
 if TYPE_CHECKING:
     import onnx
+    from tensorrt import INetworkDefinition
 
 
 STAGE = "element types"

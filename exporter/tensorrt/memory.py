@@ -13,12 +13,12 @@ from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.errors import EffexportError, UserError
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import SpecError
-from effexport.tensorrt.context import Shapes
 from effexport.tensorrt.cuda import Cuda, CudaError, DeviceMemory, PinnedMemory
-from effexport.tensorrt.sidecar import EngineInfo, Shape, ShapeRange
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.tensorrt.context import Shapes
+    from effexport.tensorrt.sidecar import EngineInfo, Shape, ShapeRange
 
 
 # A runner allocates for the largest shapes of its profiles at once if they need no more than this. Otherwise memory

@@ -28,16 +28,17 @@ from typing import TYPE_CHECKING, Any
 from effexport.errors import KernelWarning, UserError
 from effexport.plugins.building.library import make_cache_folder
 from effexport.plugins.errors import LibraryError
-from effexport.runners.ort.settings import PROVIDERS, OrtSettings
-from effexport.runtimes import RUNTIMES
+from effexport.runners.options import RunOptions
+from effexport.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, RUNTIMES, TENSORRT
 from effexport.tensorrt.bindings import version_tuple
 
 if TYPE_CHECKING:
     from effexport.tensorrt.sidecar import ShapeRange
 
 
-TENSORRT = RUNTIMES["trt"].package
-PROVIDER = PROVIDERS["tensorrt"]
+_RUNTIME = RUNTIME_OF_PROVIDER[TENSORRT]
+# What the provider is linked with.
+PACKAGE = next(row for row in ENGINE_RUNTIMES.values() if row.tensorrt == _RUNTIME.tensorrt).package
 # NVIDIA's libraries read it once per process: 0 forbids TF32 everywhere.
 TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
 _PROVIDER_LIBRARY = Path("capi") / "libonnxruntime_providers_tensorrt.so"
@@ -45,7 +46,7 @@ _SHAPE_OPTIONS = ("profile_min_shapes", "profile_opt_shapes", "profile_max_shape
 
 
 def provider_entry(
-    ort: Any, model: Path | bytes, external: Collection[Path], settings: OrtSettings, excluded: Sequence[str]
+    ort: Any, model: Path | bytes, external: Collection[Path], settings: RunOptions, excluded: Sequence[str]
 ) -> tuple[str, dict[str, str]]:
     """TensorRT's entry in the provider list of a session.
 
@@ -58,7 +59,7 @@ def provider_entry(
     conditions = (ort.__version__, tf32_allowed(), sorted(excluded), settings.profile)
     engines = engine_folder(settings.runtime, model, external, *conditions)
     options = provider_options(settings.profile, excluded, engines)
-    return PROVIDER, {"device_id": str(settings.device_id), **options}
+    return TENSORRT, {"device_id": str(settings.device), **options}
 
 
 def provider_options(
@@ -134,7 +135,7 @@ def tf32_allowed() -> bool:
     return os.environ.get(TF32_VARIABLE) != "0"
 
 
-def check_tf32(settings: OrtSettings) -> None:
+def check_tf32(settings: RunOptions) -> None:
     """Warn if float32 products may be rounded although TF32 was not requested.
 
     TensorRT and TensorRT-RTX allow TF32 unless their builder forbids it, and the providers have no option for that
@@ -164,7 +165,7 @@ def linked_libraries(folder: Path) -> tuple[str, ...]:
 
 def linked_libraries_here() -> tuple[str, ...]:
     """As `linked_libraries`, of the installed onnxruntime, which is not imported; empty without one."""
-    spec = importlib.util.find_spec(RUNTIMES["ort-trt"].package.module)
+    spec = importlib.util.find_spec(_RUNTIME.package.module)
     return linked_libraries(Path(spec.origin).parent) if spec is not None and spec.origin is not None else ()
 
 
@@ -177,11 +178,11 @@ def load_libraries(ort: Any) -> None:
     if not names:
         return
     major = int(names[0].rsplit(".", 1)[1])
-    version = TENSORRT.version
+    version = PACKAGE.version
     if version is not None and version_tuple(version)[0] == major:
         # importing the package loads its libraries, which are then found by name; if that fails, loading them fails too
         with contextlib.suppress(ImportError, OSError):
-            importlib.import_module(TENSORRT.module)
+            importlib.import_module(PACKAGE.module)
     for name in names:
         try:
             ctypes.CDLL(name)
@@ -190,7 +191,7 @@ def load_libraries(ort: Any) -> None:
 
 
 def missing_libraries(ort: Any, major: int, version: str | None, error: OSError) -> UserError:
-    oldest = TENSORRT.oldest
+    oldest = PACKAGE.oldest
     lower = ".".join(map(str, oldest)) if oldest[0] == major else str(major)
     installed = "pip has not installed a TensorRT"
     if version is not None:
@@ -202,14 +203,14 @@ def missing_libraries(ort: Any, major: int, version: str | None, error: OSError)
     )
 
 
-def check_share(settings: OrtSettings, assigned: Mapping[str, Collection[str]], excluded: Collection[str]) -> None:
+def check_share(settings: RunOptions, assigned: Mapping[str, Collection[str]], excluded: Collection[str]) -> None:
     """Raises UserError if TensorRT runs no node of the model; warns of operators that it left to other providers.
 
     settings: those of one of the two TensorRT providers.
     assigned: per provider, the operators that it runs, as the session reports. excluded: those it must not run.
     """
-    wanted = PROVIDERS[settings.provider]
-    product, rest = ("TensorRT", "CUDA or the CPU") if wanted == PROVIDER else ("TensorRT-RTX", "the CPU")
+    wanted, product = settings.row.provider, settings.row.tensorrt
+    rest = "CUDA or the CPU" if settings.row.tensors == "cuda" else "the CPU"
     if not assigned.get(wanted):
         others = ", ".join(sorted(assigned))
         raise UserError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError
 from effexport.export.onnx_graph import STANDARD_DOMAINS, all_nodes, value_types
-from effexport.plugins.building.ptx import PtxTarget, ptx_architecture
+from effexport.plugins.building.ptx_text import PtxTarget, ptx_architecture
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.function_body import with_nodes
 from effexport.plugins.known_ops import known_ops
@@ -105,7 +105,7 @@ def attention_form(
     nodes = nodes_of(model, OPERATOR)
     if not nodes:
         return None
-    if spec.target == "trt-rtx":
+    if not spec.row.engine_plugins:
         return AttentionForm("body", RTX_REASON)
     if spec.plugins != "auto":
         return AttentionForm("plugin" if spec.plugins == "require" else "body", f"--plugins {spec.plugins} asks for it")
@@ -206,7 +206,7 @@ def choose_implementations(
     All nodes of an operator run as plugins, or none.
     """
     nodes = {name: nodes_of(model, name) for name in sorted({node.op_type for node in nodes_of(model)})}
-    if spec.target == "trt-rtx" or spec.plugins == "never":
+    if not spec.row.engine_plugins or spec.plugins == "never":
         return dict.fromkeys(nodes), (), None
     tensors = value_types(model)
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.artifact import DECODE_STEP, PREFILL
+from effexport.artifact import DECODE_STEP, PREFILL, Artifact
 from effexport.dtypes import TensorInfo
 from effexport.export.onnx_graph import model_digest
 from effexport.runners.decode import DecodeRunner, Graph, states_of, zero_state
 from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
+from effexport.runners.options import RunOptions
 from effexport.runners.runner import Closeable, runner_text
 from effexport.runtimes import engine_name
 from effexport.spec import NEXT_PREFIX
-from effexport.tensorrt.bindings import Api
 from effexport.tensorrt.context import shapes_of
 from effexport.tensorrt.cuda import Cuda
 from effexport.tensorrt.execution import Execution, Source, checked_sources
-from effexport.tensorrt.execution import TrtSettings as TrtSettings
 from effexport.tensorrt.memory import Profiles
-from effexport.tensorrt.sidecar import Shape
+from effexport.tensorrt.sidecar import EngineInfo, Shape
 
 if TYPE_CHECKING:
+    from tensorrt import Api
+
     from effexport.dtypes import Array
 
 
@@ -40,17 +42,17 @@ class TrtRunner(Closeable):
     def __init__(
         self,
         engine: Path,
-        settings: TrtSettings | None = None,
+        settings: RunOptions | None = None,
         *,
         limits: FeedLimits | None = None,
         onnx_sha256: str | None = None,
         cuda: Cuda | None = None,
         api: Api | None = None,
     ) -> None:
-        self.settings = settings or TrtSettings()
         self.limits = limits or FeedLimits()
         (source,) = checked_sources({engine: onnx_sha256}, api, cuda)
         self.info = source.info
+        self.settings = settings_of(source.info, settings)
         self.inputs, self.outputs = source.info.inputs, source.info.outputs
         self.implementation: dict[str, str] = dict(source.info.implementation)
         self._profiles = Profiles(source.info)
@@ -96,9 +98,14 @@ class TrtRunner(Closeable):
         self._execution.close()
 
 
-def open_engine(engine: Path, limits: FeedLimits, onnx_sha256: str) -> TrtRunner:
+def settings_of(info: EngineInfo, settings: RunOptions | None) -> RunOptions:
+    """Options for the runtime of an engine, whichever they were made for. Raises UserError as RunOptions does."""
+    return replace(settings or RunOptions(), runtime=info.target)
+
+
+def open_engine(settings: RunOptions, engine: Path, limits: FeedLimits, onnx_sha256: str) -> TrtRunner:
     """See `effexport.runners.artifact_runner`."""
-    return TrtRunner(engine, limits=limits, onnx_sha256=onnx_sha256)
+    return TrtRunner(engine, settings, limits=limits, onnx_sha256=onnx_sha256)
 
 
 class BoundEngine:
@@ -151,7 +158,7 @@ def decoder_in_trt(
     folder: Path,
     target: str,
     limits: FeedLimits | None = None,
-    settings: TrtSettings | None = None,
+    settings: RunOptions | None = None,
     *,
     cuda: Cuda | None = None,
     api: Api | None = None,
@@ -159,7 +166,14 @@ def decoder_in_trt(
     """A decoder of the engines of a target in an artifact folder. cuda, api, errors: as for TrtRunner."""
     engines = {folder / engine_name(target, model): model_digest(folder / model) for model in (DECODE_STEP, PREFILL)}
     step, prefill = checked_sources(engines, api, cuda)
-    return DecodeRunner(TrtGraphs(step, prefill, settings or TrtSettings()), limits)
+    return DecodeRunner(TrtGraphs(step, prefill, settings_of(step.info, settings)), limits)
+
+
+def open_decoder(settings: RunOptions, artifact: Artifact, limits: FeedLimits) -> DecodeRunner:
+    """See `effexport.runners.artifact_runner`. Raises UserError for an engine that the artifact does not have, too."""
+    for model in (DECODE_STEP, PREFILL):
+        artifact.engine_path(settings.runtime, model)
+    return decoder_in_trt(artifact.path, settings.runtime, limits, settings)
 
 
 class TrtGraphs(Closeable):
@@ -169,7 +183,7 @@ class TrtGraphs(Closeable):
     roles. Both engines use the same places. Nothing of the state is copied to the host unless `state` is read.
     """
 
-    def __init__(self, step: Source, prefill: Source, settings: TrtSettings) -> None:
+    def __init__(self, step: Source, prefill: Source, settings: RunOptions) -> None:
         """Raises as Execution does."""
         self.settings = settings
         self._sources = {Graph.STEP: step, Graph.PREFILL: prefill}

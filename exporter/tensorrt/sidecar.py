@@ -13,7 +13,7 @@ from typing import Any, Literal
 from effexport.dtypes import TensorInfo, check_tensors
 from effexport.errors import UserError
 from effexport.files import file_digest, json_text, write_file
-from effexport.plugins.building.ptx import PtxTarget
+from effexport.plugins.building.ptx_text import PtxTarget
 from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
 from effexport.tensorrt.bindings import version_tuple
 from effexport.tensorrt.layers import EngineKernel, Layer
@@ -191,7 +191,7 @@ def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compu
 def covers(info: EngineInfo, compute_capability: int) -> bool:
     """Whether an engine may run on a GPU. TensorRT-RTX finishes compiling on the GPU: Ampere and later by default."""
     if not info.compute_capabilities:
-        return info.target == "trt-rtx" and compute_capability >= 80
+        return not ENGINE_RUNTIMES[info.target].built_where_it_runs and compute_capability >= 80
     if info.hardware_compatibility == "ampere+":
         return compute_capability >= 80
     return compute_capability in info.compute_capabilities

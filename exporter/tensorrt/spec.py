@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.models.encoder.spec import MASKS
 from effexport.models.validation import SpecError, did_you_mean, require
-from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.runtimes import ENGINE_RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     from effexport.dtypes import TensorInfo
@@ -208,11 +208,6 @@ def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
 RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
 HARDWARE_COMPATIBILITIES = ("none", "ampere+", "same-compute-capability")
 PLUGIN_CHOICES = ("auto", "require", "never")
-# The options that only one target has.
-OWN_OPTIONS: dict[str, tuple[str, ...]] = {
-    "trt": ("timing_cache", "version_compatible", "hardware_compatibility", "refittable", "plugins"),
-    "trt-rtx": ("compute_capabilities",),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,14 +257,14 @@ class EngineSpec:
             self.plugins in PLUGIN_CHOICES,
             f"plugins is {self.plugins!r}; expected one of: {', '.join(PLUGIN_CHOICES)}",
         )
-        if self.target == "trt":
+        if self.row.built_where_it_runs:
             require(
                 not self.compute_capabilities,
                 "an engine of target trt is built for the GPU of this machine; for other GPUs use --target trt-rtx, "
                 "or --hardware-compatibility ampere+ for Ampere and later",
             )
             return
-        for name, given in self._trt_only().items():
+        for name, given in self._foreign().items():
             reason = "whose engines run on several GPUs and are tuned where they run"
             if name == "--plugins":
                 reason = "because TensorRT-RTX has no plugins"
@@ -281,10 +276,16 @@ class EngineSpec:
                 f"{', '.join(map(str, RTX_COMPUTE_CAPABILITIES))}. For other GPUs use --target trt on such a machine",
             )
 
-    def _trt_only(self) -> dict[str, bool]:
-        """The options that only target trt has, and whether each was given."""
+    @property
+    def row(self) -> Runtime:
+        """The target's row of the table of runtimes."""
+        return ENGINE_RUNTIMES[self.target]
+
+    def _foreign(self) -> dict[str, bool]:
+        """The options that only other targets have, and whether each was given."""
         defaults = {field.name: field.default for field in fields(self)}
-        return {f"--{name.replace('_', '-')}": getattr(self, name) != defaults[name] for name in OWN_OPTIONS["trt"]}
+        foreign = options_of_others(self.target)
+        return {f"--{n.replace('_', '-')}": getattr(self, n) != defaults[n] for n in defaults if n in foreign}
 
     def options(self) -> dict[str, Any]:
         """All options except target and profiles, ready for JSON."""
@@ -297,7 +298,7 @@ class EngineSpec:
 
 def options_of_others(target: str) -> frozenset[str]:
     """The names of the options that only other targets have."""
-    return frozenset(name for other, names in OWN_OPTIONS.items() if other != target for name in names)
+    return frozenset(name for other, row in ENGINE_RUNTIMES.items() if other != target for name in row.engine_options)
 
 
 def check_target(target: str) -> None:

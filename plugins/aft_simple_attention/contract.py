@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.aft_simple_attention.op import SIGNATURE
+from effexport.plugins.aft_simple_attention import SIGNATURE
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.aft_window_attention.op import SIGNATURE
+from effexport.plugins.aft_window_attention import SIGNATURE
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     ROUNDING,

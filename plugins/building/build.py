@@ -7,6 +7,7 @@ import datetime
 import errno
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from effexport.plugins.building import sources
+from effexport.plugins.building.headers import VARIABLE as HEADERS_VARIABLE
 from effexport.plugins.building.headers import Headers, find_headers
 from effexport.plugins.building.library import (
     CACHE_VARIABLE,
@@ -363,3 +365,20 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def runtime_warning(api_version: int) -> str | None:
+    """A warning if the installed ONNX Runtime is older than the headers that a library was compiled against."""
+    for distribution in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        parts = version.split(".")
+        if parts[0] == "1" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) < api_version:
+            return (
+                f"the headers are of ONNX Runtime 1.{api_version}, and {distribution} {version} is installed: the "
+                f"library refuses to load in a runtime older than its headers. Install {distribution} 1.{api_version} "
+                f"or later, or set {HEADERS_VARIABLE} to the headers of 1.{parts[1]} or earlier and build again"
+            )
+    return None

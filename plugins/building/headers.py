@@ -1,143 +1,92 @@
-"""Where the C and C++ headers of ONNX Runtime are; its wheels do not contain them."""
+"""Where the C and C++ headers of ONNX Runtime are, which its wheels lack: on the system, or in Debian's package."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from effexport.plugins.building.debian_headers import RecipeError, headers_from_debian
 from effexport.plugins.building.library import make_cache_folder
-from effexport.plugins.building.toolchain import run_program
+from effexport.plugins.building.toolchain import last_line, run_program
 from effexport.plugins.errors import LibraryError
 
-VARIABLE = "EFFEXPORT_ORT_INCLUDE_DIR"
-HEADERS = ("onnxruntime_c_api.h", "onnxruntime_cxx_api.h")
-# Custom operators that return a status and infer shapes came with ONNX Runtime 1.17.
-OLDEST_API_VERSION = 17
-DEFAULT_PREFIXES = ("/usr/local/include", "/usr/include")
-# where the headers are within an include folder: in releases, in Debian, in source trees
-SUBFOLDERS = ("", "onnxruntime", "onnxruntime/core/session")
-
-REMEDY = (
-    f"Install them: on Debian 13 or Ubuntu 25.10 and later, sudo apt install libonnxruntime-dev; on Arch, "
-    f"sudo pacman -S onnxruntime; with Homebrew, brew install onnxruntime. Anywhere else, unpack a release of "
-    f"ONNX Runtime and set {VARIABLE} to its include folder"
-)
+VARIABLE, NAMES = "EFFEXPORT_ORT_INCLUDE_DIR", ("onnxruntime_c_api.h", "onnxruntime_cxx_api.h")
+OLDEST = 17  # custom operators that return a status and infer shapes came with ONNX Runtime 1.17
+PREFIXES = (f"{sys.prefix}/include", "/usr/local/include", "/opt/homebrew/include", "/usr/include")
+SUBFOLDERS = ("", "onnxruntime", "onnxruntime/core/session")  # in releases, in Debian, in source trees
+SUITE, PACKAGE, KEYRING = "trixie", "libonnxruntime-dev", Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+# of version 1.21.0+dfsg-1; for other architectures, only apt checks what was sent, by the archive's signature
+SHA256 = {"amd64": "14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08"}
+REMEDY = f"""on Debian 13 or Ubuntu 25.10 and later, sudo apt install {PACKAGE}; on Arch, sudo pacman -S onnxruntime; \
+with Homebrew, brew install onnxruntime. Anywhere else, unpack a release and set {VARIABLE} to its include folder"""
 
 
-@dataclass(frozen=True)
-class Headers:
-    """A folder with both headers. api_version is their ORT_API_VERSION: 21 for ONNX Runtime 1.21."""
-
+class Headers(NamedTuple):
     folder: Path
-    api_version: int
+    api_version: int  # their ORT_API_VERSION, such as 21 for ONNX Runtime 1.21
     sha256: str
-
-    @property
-    def warning(self) -> str | None:
-        return runtime_warning(self.api_version)
 
 
 def find_headers(on_stage: Callable[[str], None] = lambda stage: None) -> Headers:
-    """EFFEXPORT_ORT_INCLUDE_DIR, else the system's, else those of the Debian archive, fetched into the cache.
-
-    Raises LibraryError with what was searched and what to install.
-    """
-    if explicit := os.environ.get(VARIABLE):
-        return _explicit_headers(explicit)
-    too_old = []
-    for folder in system_folders():
-        if headers := read_headers(folder):
-            if headers.api_version >= OLDEST_API_VERSION:
-                return headers
-            too_old.append(f"those in {folder} are of 1.{headers.api_version}, older than 1.{OLDEST_API_VERSION}")
+    """Those of EFFEXPORT_ORT_INCLUDE_DIR if it is set, else the system's, or Debian's. Raises LibraryError."""
+    if given := os.environ.get(VARIABLE):
+        return headers_below([given], f"{VARIABLE} is {given!r}, which has no readable {' and '.join(NAMES)}")
     try:
-        headers = read_headers(headers_from_debian(headers_folder(), on_stage))
-        if headers is None:
-            raise RecipeError("the package from the Debian archive does not contain them")
-        return headers
-    except RecipeError as error:
-        reasons = "; ".join([*too_old, str(error)])
-        raise LibraryError(
-            f"no usable ONNX Runtime headers ({', '.join(HEADERS)}) on this system: {reasons}. {REMEDY}"
-        ) from error
-
-
-def _explicit_headers(given: str) -> Headers:
-    """An explicit choice is kept or refused, never replaced."""
-    for subfolder in SUBFOLDERS:
-        if headers := read_headers(Path(given).expanduser().absolute() / subfolder):
-            if headers.api_version < OLDEST_API_VERSION:
-                raise LibraryError(
-                    f"{VARIABLE} is {given!r}, with the headers of ONNX Runtime 1.{headers.api_version}; expected "
-                    f"1.{OLDEST_API_VERSION} or later. Unpack a later release and set {VARIABLE} to its include folder"
-                )
-            return headers
-    raise LibraryError(
-        f"{VARIABLE} is {given!r}, which has no readable {' and '.join(HEADERS)}; expected the include folder "
-        f"of an unpacked ONNX Runtime release. Correct it, or unset it to search the system"
-    )
-
-
-def read_headers(folder: Path) -> Headers | None:
-    """The headers in exactly this folder, or None."""
-    digest = hashlib.sha256()
-    contents = []
-    for name in HEADERS:
+        return headers_below(
+            (*PREFIXES, *filter(None, os.environ.get("CPATH", "").split(os.pathsep))), "none installed"
+        )
+    except LibraryError as none_here:
         try:
-            contents.append((folder / name).read_bytes())
-        except OSError:
-            return None
-        digest.update(contents[-1])
-    version = re.search(rb"^\s*#\s*define\s+ORT_API_VERSION\s+(\d+)", contents[0], re.MULTILINE)
-    return Headers(folder, int(version[1]), digest.hexdigest()) if version else None
+            return headers_below([folder_from_debian(on_stage)], "Debian's package does not contain them")
+        except (OSError, LibraryError) as error:
+            raise LibraryError(f"no headers of ONNX Runtime ({NAMES[0]}): {none_here}; {error}. {REMEDY}") from error
 
 
-def headers_folder() -> Path:
-    """Where headers from the Debian archive are kept. Raises RecipeError, and LibraryError as `make_cache_folder`."""
-    try:
-        return make_cache_folder("headers")
-    except OSError as error:
-        raise RecipeError(f"they cannot be kept in the cache: {error}") from error
+def headers_below(prefixes: Iterable[str | Path], problem: str) -> Headers:
+    for folder in (Path(prefix).expanduser().absolute() / name for prefix in prefixes for name in SUBFOLDERS):
+        if all((folder / name).is_file() for name in NAMES):
+            contents = [(folder / name).read_bytes() for name in NAMES]
+            found = re.search(rb"^\s*#\s*define\s+ORT_API_VERSION\s+(\d+)", contents[0], re.MULTILINE)
+            if found and int(found[1]) >= OLDEST:
+                return Headers(folder, int(found[1]), hashlib.sha256(b"".join(contents)).hexdigest())
+            problem = f"those in {folder} are of 1.{int(found[1]) if found else '?'}; expected 1.{OLDEST} or later"
+    raise LibraryError(problem)
 
 
-def system_folders() -> Iterator[Path]:
-    """Where package managers put the headers."""
-    prefixes = [Path(folder) for folder in DEFAULT_PREFIXES]
-    if brew := shutil.which("brew"):
-        prefixes.append(Path(brew).parent.parent / "include")
-    if conda := os.environ.get("CONDA_PREFIX"):
-        prefixes.append(Path(conda) / "include")
-    prefixes += [Path(folder) for folder in os.environ.get("CPATH", "").split(os.pathsep) if folder]
-    prefixes += _pkg_config_folders()
-    for prefix in prefixes:
-        yield from (prefix / subfolder for subfolder in SUBFOLDERS)
+def folder_from_debian(on_stage: Callable[[str], None]) -> Path:
+    """An include folder in the cache: fetched once, from any mirror of this machine's apt, which installs nothing."""
+    target = make_cache_folder("headers") / f"debian-{SUITE}-{output('dpkg', '--print-architecture').strip()}"
+    if target.is_dir():
+        return target / "usr" / "include"
+    on_stage(f"fetching ONNX Runtime's headers ({PACKAGE}) from the Debian archive")
+    sites = dict.fromkeys(re.findall(r"'(\S+)/dists/[^/]+/InRelease'", output("apt-get", "update", "--print-uris")))
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as temporary:
+        source = f"Types: deb\nURIs: {' '.join(sites)}\nSuites: {SUITE}\nComponents: main\nSigned-By: {KEYRING}\n"
+        Path(temporary, f"{SUITE}.sources").write_text(source, encoding="utf-8")
+        folders = dict.fromkeys(("Dir::Etc::SourceParts", "Dir::State::Lists", "Dir::Cache"), temporary)
+        # root's apt would change to the user _apt, who cannot write here
+        options = {**folders, "Dir::Etc::SourceList": "/dev/null", "APT::Sandbox::User": "root"}
+        apt = ["apt-get", *(f"-o{name}={value}" for name, value in options.items()), "-qq"]
+        run_program(*apt, "update", timeout_s=120)  # leaves out sites that lack the suite, or its signature
+        output(*apt, "download", PACKAGE, cwd=Path(temporary))
+        (package,) = Path(temporary).glob("*.deb")
+        digest, architecture = hashlib.sha256(package.read_bytes()).hexdigest(), package.stem.rsplit("_", 1)[-1]
+        if digest != SHA256.get(architecture, digest):
+            raise LibraryError(f"apt got {package.name} with sha256 {digest}; expected {SHA256[architecture]}")
+        output("dpkg", "-x", str(package), f"{temporary}/unpacked")
+        with suppress(OSError):  # another process was quicker
+            Path(temporary, "unpacked").rename(target)
+    return target / "usr" / "include"
 
 
-def _pkg_config_folders() -> list[Path]:
-    run = run_program("pkg-config", "--cflags-only-I", "libonnxruntime", timeout_s=10)
-    # without pkg-config, or where it does not know the package, there is no output
-    return [Path(flag.removeprefix("-I")) for flag in run.output.split()]
-
-
-def runtime_warning(api_version: int) -> str | None:
-    """A warning if the installed ONNX Runtime is older than the headers that a library was compiled against."""
-    for distribution in ("onnxruntime", "onnxruntime-gpu"):
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        parts = version.split(".")
-        if parts[0] == "1" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) < api_version:
-            return (
-                f"the headers are of ONNX Runtime 1.{api_version}, and {distribution} {version} is installed: the "
-                f"library refuses to load in a runtime older than its headers. Install {distribution} 1.{api_version} "
-                f"or later, or set {VARIABLE} to the headers of 1.{parts[1]} or earlier and build again"
-            )
-    return None
+def output(*command: str, cwd: Path | None = None) -> str:
+    run = run_program(*command, timeout_s=120, cwd=cwd)
+    if run.problem:
+        raise LibraryError(f"{command[0]} failed: {last_line(run.errors, last_line(run.output, run.problem))}")
+    return run.output

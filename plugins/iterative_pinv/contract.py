@@ -19,7 +19,7 @@ from effexport.plugins.contract import (
     in_all_types,
 )
 from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
-from effexport.plugins.iterative_pinv.op import SIGNATURE
+from effexport.plugins.iterative_pinv import SIGNATURE
 
 # softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero
 KINDS = ("softmax", "nearly equal rows", "one large column", "zero")

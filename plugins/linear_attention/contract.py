@@ -23,7 +23,7 @@ from effexport.plugins.contract import (
     peak,
 )
 from effexport.plugins.gpu_work import Work, moved, parts, product
-from effexport.plugins.linear_attention.op import SIGNATURE
+from effexport.plugins.linear_attention import SIGNATURE
 
 EPS = (1e-6,)
 

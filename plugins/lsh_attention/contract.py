@@ -23,7 +23,7 @@ from effexport.plugins.contract import (
     sdpa_baselines,
 )
 from effexport.plugins.gpu_work import Work, attention_core, parts
-from effexport.plugins.lsh_attention.op import SIGNATURE
+from effexport.plugins.lsh_attention import SIGNATURE
 
 BUCKETS = 8
 EMPTY = ((0, 2, 100, 8, 8), (2, 0, 100, 8, 8), (2, 2, 0, 8, 8), (2, 2, 100, 8, 0))

@@ -19,8 +19,7 @@ from effexport.plugins.contract import (
     token_mask,
 )
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
-from effexport.plugins.lsh_hash import op
-from effexport.plugins.lsh_hash.op import SIGNATURE
+from effexport.plugins.lsh_hash import SIGNATURE, op
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, generator
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
-from effexport.plugins.lsh_sort import op
-from effexport.plugins.lsh_sort.op import SIGNATURE
+from effexport.plugins.lsh_sort import SIGNATURE, op
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:

@@ -25,8 +25,7 @@ from effexport.plugins.contract import (
     with_peaks,
 )
 from effexport.plugins.gpu_work import Work, attention_core, parts
-from effexport.plugins.masked_attention import op
-from effexport.plugins.masked_attention.op import SIGNATURE
+from effexport.plugins.masked_attention import SIGNATURE, op
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from effexport.plugins.contract import (
     token_mask,
 )
 from effexport.plugins.gpu_work import Work, moved, parts
-from effexport.plugins.segment_means.op import SIGNATURE
+from effexport.plugins.segment_means import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from effexport.plugins.contract import (
     token_mask,
 )
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
-from effexport.plugins.sequence_conv.op import SIGNATURE
+from effexport.plugins.sequence_conv import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:

@@ -37,17 +37,16 @@ class Opened:
     """An artifact, and runners of its model. graphs: whether the runtime has CUDA graphs."""
 
     def __init__(self, artifact: Artifact, runtime: str) -> None:
-        from effexport.runtimes import ORT_RUNTIMES
+        from effexport.runtimes import RUNTIMES
 
-        self.artifact = artifact
-        self.provider = ORT_RUNTIMES[runtime].provider
-        self.graphs = self.provider == "cuda"
+        self.artifact, self.runtime = artifact, runtime
+        self.graphs = "cuda_graph" in RUNTIMES[runtime].takes
 
     def runner(self, **settings: Any) -> OrtRunner:
+        from effexport.runners.options import RunOptions
         from effexport.runners.ort.runner import OrtRunner
-        from effexport.runners.ort.settings import OrtSettings
 
-        return OrtRunner(self.artifact.model_path, OrtSettings(provider=self.provider, **settings))
+        return OrtRunner(self.artifact.model_path, RunOptions(runtime=self.runtime, **settings))
 
     def feeds(self, seed: int, other_shape: bool = False) -> Arrays:
         """Random tokens or values of one of two shapes (batch, seq); the mask hides the last quarter."""
@@ -141,11 +140,11 @@ def a_device_that_is_not_there_is_refused(opened: Opened) -> None:
     count = torch.cuda.device_count() if opened.graphs else 0
     feeds = opened.feeds(0)
     for number in range(count):
-        with opened.runner(device_id=number) as runner:
+        with opened.runner(device=number) as runner:
             runner.run(feeds)
     absent = max(count, 1)
-    refusal = refusal_of(lambda: opened.runner(device_id=absent))
-    assert refusal, f"device_id {absent} was accepted; the machine has {count} GPUs"
+    refusal = refusal_of(lambda: opened.runner(device=absent))
+    assert refusal, f"device {absent} was accepted; the machine has {count} GPUs"
     assert len(refusal.splitlines()) == 1, f"the error has several lines: {refusal}"
 
 

@@ -18,7 +18,7 @@ from effexport.proof.verify import verify_in_runtime
 from effexport.proof.verify_artifact import check_nothing_lost
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits, limits_from_spec
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 from effexport.runners.runner import Closeable, Runner
 from portability.environments import Environment, MissingError
 from portability.models import Model, exported_model, spec_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RIGHT, REFUSED, WRONG, NOT_RUN = "right", "refused", "wrong", "not run"
 # Kernels would run in the place of the bodies, which are what other runtimes execute. One thread, because the threads
 # of so small a model mostly wait for each other.
-SETTINGS = OrtSettings(implementation="body", memory_arena=False, threads=1)
+SETTINGS = RunOptions(implementation="body", memory_arena=False, threads=1)
 LONGEST_WORDS = 240
 # Cases from which a quantiser takes its ranges.
 CALIBRATION = ("64 tokens", "300 tokens padded")

@@ -19,7 +19,7 @@ from effexport.evaluation.figures import Estimate, Scores, changes, differences,
 from effexport.models.encoder.spec import LOGITS
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.runner import ModelOptions
+from effexport.runners.options import RunOptions
 from effexport.spec import BuildSpec, Precision
 
 # Runs of an artifact: their titles, runtime and implementation.
@@ -47,12 +47,12 @@ def judged(
         found[f"verify_{precision}"] = {"verdict": report.verdict, "checks": len(report.checks), "failed": failed}
         rows = rows_of_data(data, artifact, Windows())
         if precision == "fp32":
-            with EvaluatedModel(artifact, TORCH, weights=weights).opened() as run:
+            with EvaluatedModel(artifact, RunOptions(runtime=TORCH), weights=weights).opened() as run:
                 expected = scores_of(run, rows)
             found |= {"rows": len(expected.asked), "answers": int(expected.asked.sum())}
             found["PyTorch"] = intervals(estimates_of(expected, language=False))
         openers: list[tuple[str, Callable[[], AbstractContextManager[Run]]]] = [
-            (title, EvaluatedModel(artifact, runtime, ModelOptions(implementation)).opened)
+            (title, EvaluatedModel(artifact, RunOptions(runtime=runtime, implementation=implementation)).opened)
             for title, runtime, implementation in (runs if everywhere else runs[:1])
         ]
         if everywhere and precision == "fp32":
@@ -106,7 +106,7 @@ def quantised(artifact: Artifact) -> Iterator[Run]:
         artifact.model_path, target, op_types_to_quantize=["MatMul"], per_channel=True, extra_options=options
     )
     limits = limits_from_spec(artifact.spec)
-    with model_opener("ort", ModelOptions("kernel"))(target, limits, None) as runner:
+    with model_opener(RunOptions(implementation="kernel"))(target, limits, None) as runner:
         yield runner.run
 
 

@@ -170,7 +170,7 @@ def test_something_else_than_a_path_is_refused_in_one_line(name: str, value: obj
         (
             "build",
             {"variant": "lsh", "settings": {"threads": 1}},
-            "settings is {'threads': 1}; expected an effexport.Ort",
+            "settings is {'threads': 1}; expected an effexport.Run",
         ),
         ("build", {"variant": "lsh", "engines": "trt"}, "engines is 'trt'; expected a list of EngineSpec"),
         ("build", {"variant": "lsh", "engines": ["trt"]}, "an item of engines is 'trt'; expected an EngineSpec"),
@@ -178,13 +178,18 @@ def test_something_else_than_a_path_is_refused_in_one_line(name: str, value: obj
         ("verify", {"artifact": "x", "cases": [3]}, "an item of cases is 3; expected the name of a case"),
         ("verify", {"artifact": "x", "model": 3}, "no artifact at x|model is 3; expected a path"),
         ("verify", {"artifact": "x", "runtime": []}, r"runtime is \[\]; expected text"),
-        ("load", {"path": "x", "settings": {}}, "settings is {}; expected an effexport.OrtSettings"),
+        ("load", {"path": "x", "settings": {}}, "settings is {}; expected an effexport.RunOptions"),
         ("load", {"path": "x", "runtime": 3}, "runtime is 3; expected text"),
-        ("load_decoder", {"path": "x", "settings": 3}, "settings is 3; expected an effexport.OrtSettings"),
-        ("OrtSettings", {"threads": "a"}, "threads is 'a'; expected an integer"),
-        ("OrtSettings", {"threads": 1.5}, "threads is 1.5; expected an integer"),
-        ("OrtSettings", {"threads": 10**9}, "threads is 1000000000; expected at most"),
-        ("OrtSettings", {"cuda_graph": "yes"}, "cuda_graph is 'yes'; expected true or false"),
+        ("load_decoder", {"path": "x", "settings": 3}, "settings is 3; expected an effexport.RunOptions"),
+        (
+            "load",
+            {"path": "x", "settings": effexport.RunOptions(runtime="torch")},
+            "settings.runtime is 'torch', which",
+        ),
+        ("RunOptions", {"threads": "a"}, "threads is 'a'; expected an integer"),
+        ("RunOptions", {"threads": 1.5}, "threads is 1.5; expected an integer"),
+        ("RunOptions", {"threads": 10**9}, "threads is 1000000000; expected at most"),
+        ("RunOptions", {"cuda_graph": "yes"}, "cuda_graph is 'yes'; expected true or false"),
     ],
 )
 def test_an_argument_of_another_type_is_refused_in_one_line(name: str, arguments: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ from effexport.proof.cases import Case, load_reference
 from effexport.proof.check import Limit
 from effexport.proof.checks.arithmetic import check_ranks
 from effexport.proof.verify import verify_candidate
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 from effexport.tensorrt.limits import limit_problems
 from effexport.tensorrt.spec import profiles_from_texts
 
@@ -109,7 +109,7 @@ def test_a_vector_that_counts_padding_fails_the_proof(checkpoint: tuple[Path, nn
     assert isinstance(module, PooledModel)
     module._mask = None
     onnx_from_module(module, spec, path)
-    checks = verify_candidate(path, load_reference(artifact.reference_path), spec, (), OrtSettings()).checks
+    checks = verify_candidate(path, load_reference(artifact.reference_path), spec, (), RunOptions()).checks
     failed = {check.case.name for check in checks if check.status == "failed"}
     assert failed == {"padded batch"}
 

@@ -87,10 +87,10 @@ def test_a_training_is_in_bfloat16_where_its_products_are_fast(each_processor: s
 def test_exact_products_are_asked_for_where_fast_ones_overflow(each_processor: str) -> None:
     import onnxruntime
 
+    from effexport.runners.options import RunOptions
     from effexport.runners.ort.session import EXACT_INT8_KEY, session_options
-    from effexport.runners.ort.settings import OrtSettings
 
-    options = session_options(onnxruntime, OrtSettings(), None)
+    options = session_options(onnxruntime, RunOptions(), None)
     if each_processor in ("AVX2", "AVX-512"):
         assert options.get_session_config_entry(EXACT_INT8_KEY) == "1"
     else:
@@ -104,8 +104,8 @@ def test_large_products_of_int8_do_not_overflow(own: bool, monkeypatch: pytest.M
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
+    from effexport.runners.options import RunOptions
     from effexport.runners.ort.session import session_options
-    from effexport.runners.ort.settings import OrtSettings
 
     if own:
         here = processor_from_file(CPU_INFO, platform.machine())
@@ -121,7 +121,7 @@ def test_large_products_of_int8_do_not_overflow(own: bool, monkeypatch: pytest.M
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     session = onnxruntime.InferenceSession(
-        model.SerializeToString(), session_options(onnxruntime, OrtSettings(), None), ["CPUExecutionProvider"]
+        model.SerializeToString(), session_options(onnxruntime, RunOptions(), None), ["CPUExecutionProvider"]
     )
     assert (session.run(None, {"x": codes})[0] == 64 * 255 * 127).all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import tomllib
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from effexport.environment import PACKAGES
-from effexport.runtimes import ARTIFACT_RUNTIMES, RUNTIMES, TORCH_OF_DEVICE, Runtime
+from effexport.runners.options import RunOptions
+from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, RUNTIMES, TORCH_OF_DEVICE, Runtime
+from effexport.tensorrt.spec import EngineSpec
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 EXTRAS = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -32,3 +35,13 @@ def test_names_and_labels_are_unique_and_packages_have_extras() -> None:
 
 def test_each_device_has_a_baseline() -> None:
     assert TORCH_OF_DEVICE == {"cpu": "torch", "cuda": "torch-cuda"}
+
+
+def test_rows_name_fields_of_the_options_and_each_field_says_what_it_is() -> None:
+    fields = {field.name: field for field in dataclasses.fields(RunOptions)}
+    assert {name for row in RUNTIMES.values() for name in row.takes} < fields.keys()
+    for field in fields.values():
+        assert field.metadata["help"].endswith(".")
+        assert field.metadata["section"] in ("model", "CPU", "GPU", "TensorRT")
+    known = {field.name for field in dataclasses.fields(EngineSpec)}
+    assert {name for row in ENGINE_RUNTIMES.values() for name in row.engine_options} < known

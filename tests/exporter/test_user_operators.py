@@ -21,8 +21,8 @@ from effexport.plugins.errors import LibraryError
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import OPS
 from effexport.plugins.user_operators import GROUP, REQUIRED_FILES, installed_operators, loaded, operator_of_folder
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import kernels_for
-from effexport.runners.ort.settings import OrtSettings
 
 if TYPE_CHECKING:
     from fake_machine import Machine
@@ -269,14 +269,14 @@ def test_an_operator_that_the_library_lacks_runs_as_its_body_with_a_warning(mach
     op = operator_of_folder(folder).onnx_name
     library = build_library()
     with pytest.warns(KernelWarning, match=f"has no kernel of {op}.*effexport plugins build"):
-        kernels = kernels_for((op, "LSHSort"), (), OrtSettings())
+        kernels = kernels_for((op, "LSHSort"), (), RunOptions())
     assert (kernels.ops, kernels.bodies) == (("LSHSort",), (op,))
     assert kernels.library is not None
     assert kernels.library.path == library.path
     with pytest.raises(UserError, match=f"kernels were requested, but .* has no kernel of {op}"):
-        kernels_for((op,), (), OrtSettings(implementation="kernel"))
+        kernels_for((op,), (), RunOptions(implementation="kernel"))
     build_library(folders=[folder])
-    assert kernels_for((op, "LSHSort"), (), OrtSettings(implementation=f"{op}=kernel")).ops == (op, "LSHSort")
+    assert kernels_for((op, "LSHSort"), (), RunOptions(implementation=f"{op}=kernel")).ops == (op, "LSHSort")
 
 
 @pytest.mark.requires("native", "ort")
@@ -286,7 +286,7 @@ def test_an_operator_without_a_cuda_kernel_runs_as_its_body_on_a_gpu(
     folder = write_operator(tmp_path)
     op = operator_of_folder(folder).onnx_name
     build_library(cuda=True, folders=[folder])
-    assert kernels_for((op, "LSHSort"), (), OrtSettings(provider="cuda")).bodies == (op,)
+    assert kernels_for((op, "LSHSort"), (), RunOptions(runtime="ort-cuda")).bodies == (op,)
 
 
 @pytest.mark.requires("torch", "ort")
@@ -295,7 +295,7 @@ def test_a_module_with_an_operator_is_exported_with_its_body(
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     module = importlib.import_module("gated_model").make()
-    settings = OrtSettings(implementation="body")
+    settings = RunOptions(implementation="body")
     with pytest.raises(StageError, match="No installed package declares effexport::gated_rms_norm; install the one"):
         effexport.build(module=module, output=tmp_path / "unknown", settings=settings)
     install("gated-rms-norm", "gated_rms_norm:OP", "gated_rms_norm")

@@ -70,7 +70,7 @@ class FakeOpened(bound.Opened):
         self.fault, self.graphs = fault, False
 
     def runner(self, **settings: Any) -> Any:
-        if settings.get("device_id") and self.fault != "a device is never refused":
+        if settings.get("device") and self.fault != "a device is never refused":
             raise UserError("no such GPU\nreally" if self.fault == "an error has two lines" else "no such GPU")
         if self.fault == "a node runs on the CPU":
             warnings.warn("Shape runs on the CPU", KernelWarning, stacklevel=2)

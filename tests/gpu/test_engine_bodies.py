@@ -11,7 +11,8 @@ import pytest
 from engine_machine import Machine
 from gpu.engines import bodies, page, records
 
-from effexport.tensorrt.runner import TrtRunner, TrtSettings
+from effexport.runners.options import RunOptions
+from effexport.tensorrt.runner import TrtRunner
 from effexport.tensorrt.sidecar import write_sidecar
 
 
@@ -73,7 +74,7 @@ def test_engines_that_differ_fail(two_engines: Machine, monkeypatch: pytest.Monk
     def spoil(output: np.ndarray) -> None:
         output[0, 0, 0] = value
 
-    def open_runner(engine: Any, settings: TrtSettings | None = None) -> TrtRunner:
+    def open_runner(engine: Any, settings: RunOptions | None = None) -> TrtRunner:
         return two_engines.open(engine, settings, spoil if engine == two_engines.model.body_engine else None)
 
     monkeypatch.setattr(bodies, "open_runner", open_runner)

@@ -17,10 +17,11 @@ from small_specs import spec_of
 
 from effexport.artifact import DECODE_STEP, PREFILL, open_artifact
 from effexport.runners.feeds import limits_from_spec
+from effexport.runners.options import RunOptions
 from effexport.runtimes import engine_name
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
-from effexport.tensorrt.runner import TrtSettings, decoder_in_trt
+from effexport.tensorrt.runner import decoder_in_trt
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
@@ -44,7 +45,7 @@ def test_engines_that_decode_are_compared_with_the_reference_and_the_cpu(
 ) -> None:
     wanted: list[bool] = []
 
-    def open_decoder(model: Model, settings: TrtSettings) -> Any:
+    def open_decoder(model: Model, settings: RunOptions) -> Any:
         wanted.append(settings.cuda_graph)
         api = fake_tensorrt(model.artifact)
         limits = limits_from_spec(model.spec)

@@ -13,7 +13,7 @@ from engine_machine import SEQ_LEN, Machine, series
 from fake_tensorrt import FakeCuda
 from gpu.engines import feeds, fresh, fresh_process, leaks
 
-from effexport.tensorrt.runner import TrtSettings
+from effexport.runners.options import RunOptions
 
 
 class LeakyCuda(FakeCuda):
@@ -86,7 +86,7 @@ def test_too_few_samples_are_an_error() -> None:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 def test_a_soak_runs_many_shapes_and_samples_memory(machine: Machine, graphs: bool) -> None:
-    with machine.open(machine.model.engine, TrtSettings(cuda_graph=graphs)) as runner:
+    with machine.open(machine.model.engine, RunOptions(runtime="trt", cuda_graph=graphs)) as runner:
         found = fresh_process.soak(runner, FakeCuda(), 600, 258)
     assert [run for run, _ in found["samples"]] == [0, 100, 200, 300, 400, 500, 600]
     assert found["shapes"] >= 20

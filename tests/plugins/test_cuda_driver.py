@@ -37,12 +37,13 @@ CHOOSE = """
 import sys, warnings
 from effexport.errors import UserError
 from effexport.runners.ort.kernels import kernels_for
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 warnings.simplefilter("default")
-provider, implementation = sys.argv[1:]
+runtime, implementation = sys.argv[1:]
 for _ in range(3):
     try:
-        print(kernels_for(["MaskedAttention", "LSHSort"], (), OrtSettings(provider, implementation)).ops)
+        options = RunOptions(runtime=runtime, implementation=implementation)
+        print(kernels_for(["MaskedAttention", "LSHSort"], (), options).ops)
     except UserError as error:
         print("refused:", error)
 """
@@ -110,7 +111,7 @@ def test_with_an_older_driver_only_cpu_kernels_are_registered_which_is_said_once
 @pytest.mark.requires("ort")
 @pytest.mark.parametrize("implementation", ["auto", "MaskedAttention=auto"])
 def test_with_an_older_driver_auto_falls_back_to_bodies_with_one_warning(built: Built, implementation: str) -> None:
-    done = built.chosen(12040, "cuda", implementation)
+    done = built.chosen(12040, "ort-cuda", implementation)
     assert done.stdout == "()\n" * 3
     assert done.stderr.count("KernelWarning") == 1
     assert f"library.so has kernels for the CPU only here, because {OLD}\n" in done.stderr
@@ -120,7 +121,7 @@ def test_with_an_older_driver_auto_falls_back_to_bodies_with_one_warning(built: 
 @pytest.mark.requires("ort")
 @pytest.mark.parametrize("implementation", ["kernel", "LSHSort=kernel"])
 def test_with_an_older_driver_requested_kernels_are_one_error(built: Built, implementation: str) -> None:
-    done = built.chosen(12040, "cuda", implementation)
+    done = built.chosen(12040, "ort-cuda", implementation)
     library = built.folder / "library.so"
     message = f"kernels were requested, but {library} has kernels for the CPU only here, because {OLD}"
     assert done.stdout == f"refused: {message}\n" * 3
@@ -128,7 +129,7 @@ def test_with_an_older_driver_requested_kernels_are_one_error(built: Built, impl
 
 
 @pytest.mark.requires("ort")
-@pytest.mark.parametrize(("driver", "provider"), [(12040, "cpu"), (0, "cpu"), (0, "cuda"), (13000, "cuda")])
+@pytest.mark.parametrize(("driver", "runtime"), [(12040, "ort"), (0, "ort"), (0, "ort-cuda"), (13000, "ort-cuda")])
 def test_otherwise_kernels_run_and_nothing_is_said(built: Built, driver: int, provider: str) -> None:
     done = built.chosen(driver, provider, "auto")
     assert (done.stdout, done.stderr) == ("('MaskedAttention', 'LSHSort')\n" * 3, "")

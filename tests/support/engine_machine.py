@@ -14,8 +14,9 @@ from gpu.engines import model
 
 from effexport.export.module_source import module_from_seed
 from effexport.proof.module_runs import run_module
+from effexport.runners.options import RunOptions
 from effexport.spec import BuildSpec, build_spec_from_options
-from effexport.tensorrt.runner import TrtRunner, TrtSettings
+from effexport.tensorrt.runner import TrtRunner
 from effexport.tensorrt.sidecar import EngineInfo, write_sidecar
 
 SEQ_LEN = 64
@@ -71,7 +72,7 @@ class Machine:
         (spoil or self.spoil)(output)
         return {"last_hidden_state": output}
 
-    def open(self, engine: Path, settings: TrtSettings | None = None, spoil: Spoil | None = None) -> TrtRunner:
+    def open(self, engine: Path, settings: RunOptions | None = None, spoil: Spoil | None = None) -> TrtRunner:
         """A runner of any engine file. spoil: for this runner only."""
 
         def output_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.runners.feeds import limits_from_spec
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
 
 
@@ -55,7 +55,7 @@ class OnnxFile:
 
     def answers(self, inputs: list[dict[str, Tensor]], implementation: str) -> list[Tensor]:
         """The first output for each of the inputs. implementation: "auto" or "body"."""
-        settings = OrtSettings(implementation=implementation)
+        settings = RunOptions(implementation=implementation)
         with OrtRunner(self.path, settings, limits=limits_from_spec(self.spec)) as runner:
             feeds = ({name: value.numpy() for name, value in each.items()} for each in inputs)
             return [torch.from_numpy(next(iter(runner.run(feed).values()))) for feed in feeds]

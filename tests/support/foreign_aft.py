@@ -43,7 +43,7 @@ def largest_file_error(model: nn.Module, seq_lens: tuple[int, ...], folder: Path
     """
     result = effexport.build(module=with_our_layers(model, 100).module, output=folder)
     assert result.report.verdict == "passed"
-    runners = [effexport.load(folder, effexport.OrtSettings(implementation=name)) for name in ("kernel", "body")]
+    runners = [effexport.load(folder, effexport.RunOptions(implementation=name)) for name in ("kernel", "body")]
     worst = 0.0
     for seq_len in seq_lens:
         hidden, mask = torch.randn(1, seq_len, DIM), torch.ones(1, seq_len, dtype=torch.int64)

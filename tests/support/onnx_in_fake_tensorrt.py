@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
 
 
@@ -24,7 +24,7 @@ def fake_tensorrt(folder: Path) -> FakeTensorRT:
 
 def fake_model(model: Path, info: EngineInfo) -> FakeModel:
     """What an engine of this ONNX file computes."""
-    runner = OrtRunner(model, OrtSettings(implementation="body", threads=1))
+    runner = OrtRunner(model, RunOptions(implementation="body", threads=1))
 
     def output_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         sizes = {

@@ -104,7 +104,7 @@ def load(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     sys.path.insert(0, str(version / "effexport.zip"))
     import effexport
 
-    with effexport.load(version / "artifact", effexport.OrtSettings(implementation="body")) as runner:
+    with effexport.load(version / "artifact", effexport.RunOptions(implementation="body")) as runner:
         names = [tensor.name for tensor in runner.inputs]
     return {
         "inputs": names,

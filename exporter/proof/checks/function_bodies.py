@@ -25,8 +25,9 @@ from effexport.proof.check import METRIC, CaseLabel, Check, Limit, Worst, functi
 from effexport.proof.metrics import relative_error
 from effexport.proof.module_runs import Answer, RepeatedRuns
 from effexport.proof.tolerances import UNIT_ROUNDOFF, function_body_limit
+from effexport.runners.options import RunOptions
+from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def call_in_ort(use: OperatorUse, implementation: str, inputs: Mapping[str, Arra
     Raises UserError without onnxruntime or without kernels, and RuntimeUnsupportedError for a body that does not load.
     """
     # one thread: the inputs are small
-    settings = OrtSettings(implementation=implementation, threads=1, memory_arena=False)
+    settings = RunOptions(implementation=implementation, threads=1, memory_arena=False)
     # what fails is reported as a check; without this ONNX Runtime would print it as well
     silent = import_onnxruntime().RunOptions()
     silent.log_severity_level = 4

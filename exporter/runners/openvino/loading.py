@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from effexport.errors import MissingExtraError, RuntimeUnsupportedError, UserError
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import external_sizes, load_graph
-from effexport.runtimes import RUNTIMES
+from effexport.runtimes import BFLOAT16_RUNTIME
 
 if TYPE_CHECKING:
     import onnx
 
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.options import RunOptions
 
 DEVICE = "CPU"
 # --precision-hint → OpenVINO's name of the element type that it computes in.
@@ -28,7 +28,7 @@ def import_openvino() -> Any:
     try:
         import openvino
     except ImportError as error:
-        raise MissingExtraError("openvino", RUNTIMES["openvino"].package.extra) from error
+        raise MissingExtraError("openvino", BFLOAT16_RUNTIME.package.extra) from error
     return openvino
 
 
@@ -39,7 +39,7 @@ def onnx_from_source(model: Path | bytes) -> onnx.ModelProto:
     return onnx.ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
 
 
-def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: ModelOptions) -> Any:
+def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: RunOptions) -> Any:
     """OpenVINO's compiled model. folder: of the external data, if there is any.
 
     Raises MissingExtraError without OpenVINO, UserError for a model without function bodies and for a precision that
@@ -83,7 +83,7 @@ def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> 
 
 def version() -> str:
     """The release, such as 2026.4.1, without the name of the build."""
-    return RUNTIMES["openvino"].package.version or "of unknown version"
+    return BFLOAT16_RUNTIME.package.version or "of unknown version"
 
 
 def check_precision(core: Any, precision_hint: str) -> None:

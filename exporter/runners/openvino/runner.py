@@ -14,11 +14,12 @@ from effexport.errors import EffexportError, RuntimeFailedError
 from effexport.export.onnx_graph import custom_ops_of_model, graph_tensors
 from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
 from effexport.runners.openvino.loading import compiled_model, import_openvino, onnx_from_source, reason_of
-from effexport.runners.runner import Closeable, ModelOptions, runner_text
+from effexport.runners.options import RunOptions
+from effexport.runners.runner import Closeable, runner_text
+from effexport.runtimes import BFLOAT16_RUNTIME
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
-    from effexport.runtimes import Runtime
 
 
 class OpenVinoRunner(Closeable):
@@ -33,7 +34,7 @@ class OpenVinoRunner(Closeable):
     def __init__(
         self,
         model: Path | bytes,
-        options: ModelOptions | None = None,
+        options: RunOptions | None = None,
         *,
         limits: FeedLimits | None = None,
         external_folder: Path | None = None,
@@ -46,7 +47,7 @@ class OpenVinoRunner(Closeable):
         self.outputs = graph_tensors(proto.graph.output)
         self.implementation: dict[str, str] = dict.fromkeys(custom_ops_of_model(model), "body")
         folder = external_folder if isinstance(model, bytes) else model.parent
-        self._compiled: Any = compiled_model(proto, folder, options or ModelOptions())
+        self._compiled: Any = compiled_model(proto, folder, options or RunOptions(runtime=BFLOAT16_RUNTIME.name))
         self._idle: list[Any] = []
         self._lock = threading.Lock()
 
@@ -154,8 +155,7 @@ def run_failure(feeds: Mapping[str, Array], error: RuntimeError) -> RuntimeFaile
 
 
 def open_model(
-    runtime: Runtime,
-    options: ModelOptions,
+    options: RunOptions,
     model: Path | bytes,
     limits: FeedLimits,
     external_folder: Path | None = None,

@@ -16,7 +16,9 @@ from effexport.plugins.building.toolchain import last_line, run_program
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION
-from effexport.runners.ort.settings import OTHERS, PROVIDERS, OrtSettings, implementation_per_op, import_onnxruntime
+from effexport.runners.options import OTHERS, RunOptions, implementation_per_op
+from effexport.runners.ort import import_onnxruntime
+from effexport.runtimes import CPU, CUDA, TENSORRT_RTX
 
 if TYPE_CHECKING:
     import onnx
@@ -40,7 +42,7 @@ class Kernels:
     ops: tuple[str, ...]
     bodies: tuple[str, ...]
 
-    def register(self, options: Any, settings: OrtSettings) -> Kernels:
+    def register(self, options: Any, settings: RunOptions) -> Kernels:
         """Add the kernels to the options of a session. Returns what the session has: nothing if the library does not
         load, which warns, or raises UserError if kernels were requested. Raises UserError for a library that is not as
         it was built."""
@@ -61,7 +63,7 @@ class Kernels:
         return self
 
 
-def kernels_for(custom_ops: Sequence[str], slow: Collection[str], settings: OrtSettings) -> Kernels:
+def kernels_for(custom_ops: Sequence[str], slow: Collection[str], settings: RunOptions) -> Kernels:
     """The kernels for the operators of a model. slow: those whose kernels run only if they are asked for.
 
     Warns and raises as `library_for` does.
@@ -86,7 +88,7 @@ def check_operators(implementation: str, option: str = "implementation") -> None
             )
 
 
-def has_kernel(library: Library, op: str, settings: OrtSettings) -> bool:
+def has_kernel(library: Library, op: str, settings: RunOptions) -> bool:
     """Whether a library has a kernel of an operator for the device: it has all of ours, and what it records of others.
 
     Warns if it was built without the operator, and raises UserError if that kernel was requested.
@@ -98,7 +100,7 @@ def has_kernel(library: Library, op: str, settings: OrtSettings) -> bool:
         reason = f"{library.path} has no kernel of {op}; install the package of {op}, then build its kernel with"
         fall_back((op,), settings, f"{reason}: {library.rebuild_command}")
         return False
-    return settings.device != "cuda" or built.cuda
+    return settings.row.tensors != "cuda" or built.cuda
 
 
 def slower_on_cuda(model: onnx.ModelProto, types_of: Callable[[onnx.ModelProto], Mapping[str, ValueType]]) -> set[str]:
@@ -119,7 +121,7 @@ def slower_on_cuda(model: onnx.ModelProto, types_of: Callable[[onnx.ModelProto],
     return {node.op_type for node in nodes if node.op_type in limits and not is_within(node, limits[node.op_type])}
 
 
-def library_for(ops: Sequence[str], settings: OrtSettings) -> Library | None:
+def library_for(ops: Sequence[str], settings: RunOptions) -> Library | None:
     """The kernel library for operators. Warns if bodies run because there are no kernels.
 
     Raises UserError if the settings ask for kernels that are not built, or together with a profile, or name an
@@ -127,7 +129,7 @@ def library_for(ops: Sequence[str], settings: OrtSettings) -> Library | None:
     """
     check_operators(settings.implementation)
     ops = [op for op in ops if settings.implementation_of(op) != "body"]
-    if settings.provider == "tensorrt-rtx" or not ops:
+    if settings.row.provider == TENSORRT_RTX or not ops:
         return None
     names = ", ".join(ops)
     if settings.profile:
@@ -141,7 +143,7 @@ def library_for(ops: Sequence[str], settings: OrtSettings) -> Library | None:
     library = kernel_library()
     if library is None:
         fall_back(ops, settings, f"no kernel library is built for {names}; build it with: effexport plugins build")
-    elif settings.device == "cuda" and library.info is not None and not library.info.has_cuda:
+    elif settings.row.tensors == "cuda" and library.info is not None and not library.info.has_cuda:
         fall_back(
             ops,
             settings,
@@ -149,7 +151,7 @@ def library_for(ops: Sequence[str], settings: OrtSettings) -> Library | None:
             "effexport plugins build --cuda",
         )
         return None
-    elif settings.device == "cuda" and (problem := cuda_problem(library)):
+    elif settings.row.tensors == "cuda" and (problem := cuda_problem(library)):
         fall_back(ops, settings, f"{library.path} has kernels for the CPU only here, because {problem}")
         return None
     elif library.outdated:
@@ -173,12 +175,12 @@ def kernel_library() -> Library | None:
         raise UserError(str(error)) from error
 
 
-def requested(ops: Sequence[str], settings: OrtSettings) -> list[str]:
+def requested(ops: Sequence[str], settings: RunOptions) -> list[str]:
     """The operators that must run as kernels."""
     return [op for op in ops if settings.implementation_of(op) == "kernel"]
 
 
-def fall_back(ops: Sequence[str], settings: OrtSettings, reason: str) -> None:
+def fall_back(ops: Sequence[str], settings: RunOptions, reason: str) -> None:
     """Use bodies instead of kernels: with a warning, or an error if kernels were requested."""
     if requested(ops, settings):
         raise UserError(f"kernels were requested, but {reason}")
@@ -189,7 +191,7 @@ def warn(message: str) -> None:
     warnings.warn(message, KernelWarning, stacklevel=2)
 
 
-def implementation_of(inference: Any, kernels: Kernels, settings: OrtSettings) -> dict[str, Literal["kernel", "body"]]:
+def implementation_of(inference: Any, kernels: Kernels, settings: RunOptions) -> dict[str, Literal["kernel", "body"]]:
     """What runs each custom operator: as the session reports, or, before 1.24, by the rule that a kernel wins."""
     custom_ops = sorted((*kernels.ops, *kernels.bodies))
     if not custom_ops:
@@ -197,7 +199,7 @@ def implementation_of(inference: Any, kernels: Kernels, settings: OrtSettings) -
     assigned = assigned_ops(inference)
     if assigned is None:
         return {op: "kernel" if op in kernels.ops else "body" for op in custom_ops}
-    wanted = PROVIDERS[settings.device]  # kernels run on CUDA even if TensorRT runs the rest
+    wanted = CUDA if settings.row.tensors == "cuda" else CPU  # kernels run on CUDA even if TensorRT runs the rest
     for op in custom_ops:
         elsewhere = [provider for provider, ops in assigned.items() if op in ops and provider != wanted]
         if elsewhere:

@@ -17,15 +17,15 @@ from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import EffexportError, RefusedNumbersError, RuntimeFailedError, UserError
 from effexport.runners.decode import DecodeRunner, Graph, checked_state, states_of, zero_state
 from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
+from effexport.runners.options import RunOptions
+from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.runner import Closeable, runner_text
 from effexport.spec import NEXT_PREFIX
 
 if TYPE_CHECKING:
+    from effexport.artifact import Artifact
     from effexport.dtypes import Array
-    from effexport.runners.runner import ModelOptions
-    from effexport.runtimes import Runtime
 
 
 _DTYPE_OF_ORT_TYPE = {dtype.ort: name for name, dtype in DTYPES.items()}
@@ -44,12 +44,12 @@ class OrtRunner(Closeable):
     def __init__(
         self,
         model: Path | bytes,
-        settings: OrtSettings | None = None,
+        settings: RunOptions | None = None,
         *,
         limits: FeedLimits | None = None,
         external_folder: Path | None = None,
     ) -> None:
-        self.settings = settings or OrtSettings()
+        self.settings = settings or RunOptions()
         session = session_from_model(model, self.settings, external_folder)
         self._session: Any = session.inference
         # the addresses of these feeds change, and a CUDA graph would reuse the old ones
@@ -129,25 +129,10 @@ class OrtRunner(Closeable):
 
 
 def open_model(
-    runtime: Runtime,
-    options: ModelOptions,
-    model: Path | bytes,
-    limits: FeedLimits,
-    external_folder: Path | None = None,
+    settings: RunOptions, model: Path | bytes, limits: FeedLimits, external_folder: Path | None = None
 ) -> OrtRunner:
     """See `effexport.runners.artifact_runner`."""
-    return OrtRunner(model, settings_from_options(runtime, options), limits=limits, external_folder=external_folder)
-
-
-def settings_from_options(runtime: Runtime, options: ModelOptions) -> OrtSettings:
-    """The settings for a runtime that is one of ONNX Runtime's providers."""
-    return OrtSettings(
-        provider=runtime.provider,
-        implementation=options.implementation,
-        threads=options.threads,
-        memory_arena=options.memory_arena,
-        device_id=options.device,
-    )
+    return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
 
 
 def run_failure(feeds: Mapping[str, Array], error: Exception) -> RuntimeFailedError:
@@ -189,12 +174,12 @@ class BoundModel:
         session: Any,
         feeds: Mapping[str, Array],
         outputs: tuple[TensorInfo, ...],
-        settings: OrtSettings,
+        settings: RunOptions,
         lock: AbstractContextManager[Any],
     ) -> None:
         """feeds: complete and checked. lock: held while the session runs, and while inputs or outputs are copied."""
         ort = import_onnxruntime()
-        device = (settings.device, settings.device_id)
+        device = (settings.row.tensors, settings.device)
         self._session = session
         self._outputs = outputs
         self._lock = lock
@@ -278,16 +263,21 @@ def run_options(graph_id: str) -> Any:
 
 
 def decoder_in_ort(
-    step: Path, prefill: Path | None = None, limits: FeedLimits | None = None, settings: OrtSettings | None = None
+    step: Path, prefill: Path | None = None, limits: FeedLimits | None = None, settings: RunOptions | None = None
 ) -> DecodeRunner:
     """A decoder of two ONNX files. Raises as OrtRunner does."""
     return DecodeRunner(OrtGraphs(step, prefill, settings), limits)
 
 
+def open_decoder(settings: RunOptions, artifact: Artifact, limits: FeedLimits) -> DecodeRunner:
+    """See `effexport.runners.artifact_runner`."""
+    return decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+
+
 class OrtGraphs(Closeable):
     """The graphs with state as two sessions; the state is on the host. See GraphsWithState."""
 
-    def __init__(self, step: Path, prefill: Path | None, settings: OrtSettings | None) -> None:
+    def __init__(self, step: Path, prefill: Path | None, settings: RunOptions | None) -> None:
         self._step = OrtRunner(step, settings)
         self._prefill: OrtRunner | None = None
         self._prefill_path = prefill

@@ -7,9 +7,7 @@ of a model without weights.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Collection
@@ -20,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.errors import RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
 from effexport.processor import Processor
-from effexport.runners.ort import plugin_provider
+from effexport.runners.options import RunOptions
+from effexport.runners.ort import import_onnxruntime
+from effexport.runners.ort import providers as ort_providers
 from effexport.runners.ort.kernels import (
     Kernels,
     assigned_nodes,
@@ -30,8 +30,8 @@ from effexport.runners.ort.kernels import (
     slower_on_cuda,
     warn,
 )
-from effexport.runners.ort.settings import PROVIDERS, OrtSettings, import_onnxruntime
-from effexport.runtimes import RUNTIMES
+from effexport.runners.ort.providers import check_provider, providers_from_settings
+from effexport.runtimes import CPU, CUDA, OPENVINO, ORT_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX
 from effexport.tensorrt import ort_providers as ort_tensorrt
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ KEEP_QDQ_KEY = "session.disable_quant_qdq"
 # Without it, x86 CPUs that have no int8 dot products add two products in 16 bits, where large ones overflow. On those
 # that have them, it takes the slower instructions all the same.
 EXACT_INT8_KEY = "session.x64quantprecision"
-# How the CUDA provider, and CUDA itself, refuse a device_id that no GPU has.
+# How the CUDA provider, and CUDA itself, refuse a device that no GPU has.
 NO_SUCH_GPU = ("Invalid device ID", "invalid device ordinal")
 
 
@@ -58,7 +58,7 @@ class Session:
     implementation: dict[str, Literal["kernel", "body"]]
 
 
-def session_from_model(model: Path | bytes, settings: OrtSettings, external_folder: Path | None = None) -> Session:
+def session_from_model(model: Path | bytes, settings: RunOptions, external_folder: Path | None = None) -> Session:
     """Open a model: the path of a file, or the serialised model with the folder of its external data.
 
     Warns if a model on CUDA leaves the GPU. Raises MissingExtraError without onnxruntime, UserError for a provider or
@@ -67,18 +67,18 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
     """
     ort = import_onnxruntime()
     providers = providers_from_settings(ort, settings)
-    graph = without_weights(model) if settings.device == "cuda" else None
+    graph = without_weights(model) if settings.row.tensors == "cuda" else None
     options = session_options(ort, settings, external_folder)
     kernels = kernels_of_model(model, graph, settings).register(options, settings)
     placement = None
-    if settings.provider == "cuda" and graph is not None:
+    if settings.row.provider == CUDA and graph is not None:
         folder = model.parent.resolve() if isinstance(model, Path) else external_folder
         placement = Placement(ort, graph, kernels, settings, folder)
-    if settings.provider == "tensorrt":
+    if settings.row.provider == TENSORRT:
         external = external_files(model, external_folder)
         providers.insert(0, ort_tensorrt.provider_entry(ort, model, external, settings, kernels.ops))
-    if settings.provider == "tensorrt-rtx":
-        plugin_provider.add_rtx(ort, options, model, external_files(model, external_folder), settings)
+    if settings.row.provider == TENSORRT_RTX:
+        ort_providers.add_rtx(ort, options, model, external_files(model, external_folder), settings)
     try:
         inference = opened(ort, model, options, providers)
     except Exception as error:  # onnxruntime has no common base class for its errors
@@ -86,18 +86,18 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
             placement.check_capture()
         if any(text in str(error) for text in NO_SUCH_GPU):
             raise UserError(
-                f"device_id is {settings.device_id}, and CUDA has no GPU of this number here; nvidia-smi -L lists them"
+                f"device is {settings.device}, and CUDA has no GPU of this number here; nvidia-smi -L lists them"
             ) from error
         raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
     check_provider(inference, settings)
     assigned = assigned_ops(inference)
-    if settings.provider in ("tensorrt", "tensorrt-rtx") and assigned is not None:
+    if settings.row.tensorrt and assigned is not None:
         ort_tensorrt.check_share(settings, assigned, kernels.ops)
-    if settings.provider == "openvino" and assigned is not None and not assigned.get(PROVIDERS["openvino"]):
+    if settings.row.provider == OPENVINO and assigned is not None and not assigned.get(OPENVINO):
         raise UserError(
             f"OpenVINO took no node of the model, which would run on {', '.join(assigned)}; use --runtime ort"
         )
-    if placement is not None and assigned is not None and assigned.get(PROVIDERS["cpu"]):
+    if placement is not None and assigned is not None and assigned.get(CPU):
         placement.check()
     return Session(inference, implementation_of(inference, kernels, settings))
 
@@ -156,7 +156,7 @@ def proto_of(model: Path | bytes) -> onnx.ModelProto:
     return load_graph(model) if isinstance(model, Path) else ModelProto.FromString(model)
 
 
-def kernels_of_model(model: Path | bytes, graph: onnx.ModelProto | None, settings: OrtSettings) -> Kernels:
+def kernels_of_model(model: Path | bytes, graph: onnx.ModelProto | None, settings: RunOptions) -> Kernels:
     """The kernels that a model is to run with. graph: that of `without_weights`, where a GPU runs the model.
 
     Warns and raises as `library_for` does.
@@ -175,7 +175,7 @@ class Placement:
     ort: Any
     graph: onnx.ModelProto
     kernels: Kernels
-    settings: OrtSettings
+    settings: RunOptions
     folder: Path | None
 
     def found(self) -> list[str]:
@@ -192,7 +192,7 @@ class Placement:
             model = self.graph.SerializeToString()
             inference = self.ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
             final = load(str(path), load_external_data=False).graph
-        return off_the_gpu(final, assigned_nodes(inference, PROVIDERS["cpu"]))
+        return off_the_gpu(final, assigned_nodes(inference, CPU))
 
     def check_capture(self) -> None:
         """Raises UserError if a model that ONNX Runtime refuses with a CUDA graph leaves the GPU, and names where."""
@@ -216,26 +216,31 @@ class Placement:
             warn(f"this model leaves the GPU in every run, and the GPU waits each time: {listed(found)}")
 
 
-def check_settings(settings: OrtSettings) -> None:
+def check_settings(settings: RunOptions) -> None:
     """Check, before a build, that sessions can start here: a model of one node is opened where a GPU is needed.
 
     Raises MissingExtraError and UserError as `session_from_model` does.
     """
+    if not settings.row.in_ort:
+        expected = ", ".join(ORT_RUNTIMES)
+        raise UserError(f"the runtime is {settings.runtime!r}; a build is checked in ONNX Runtime: {expected}")
     ort = import_onnxruntime()
     providers_from_settings(ort, settings)
-    if settings.device == "cuda":
+    if settings.row.tensors == "cuda":
         from onnx import TensorProto, helper
 
         info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
         graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "one node", info[:1], info[1:])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-        session_from_model(model.SerializeToString(), OrtSettings(provider="cuda", device_id=settings.device_id))
+        session_from_model(
+            model.SerializeToString(), RunOptions(runtime=RUNTIME_OF_PROVIDER[CUDA].name, device=settings.device)
+        )
 
 
-def session_options(ort: Any, settings: OrtSettings, external_folder: Path | None) -> Any:
+def session_options(ort: Any, settings: RunOptions, external_folder: Path | None) -> Any:
     options = ort.SessionOptions()
     # on the CPU, exceptions say all that the log says; other providers only log why they do not start
-    options.log_severity_level = 4 if settings.provider == "cpu" else 3
+    options.log_severity_level = 4 if settings.row.provider == CPU else 3
     options.add_session_config_entry(ASSIGNMENT_KEY, "1")
     if not Processor.here().has_int8_products:
         options.add_session_config_entry(EXACT_INT8_KEY, "1")
@@ -244,67 +249,9 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
         options.intra_op_num_threads = settings.threads
     if external_folder is not None:
         options.add_session_config_entry(EXTERNAL_FOLDER_KEY, str(external_folder))
-    if settings.provider == "cuda" and plugin_provider.is_cuda_plugin(ort):
-        plugin_provider.add_cuda(ort, options, settings)
+    if settings.row.provider == CUDA and ort_providers.is_cuda_plugin(ort):
+        ort_providers.add_cuda(ort, options, settings)
     return options
-
-
-def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
-    """The provider list of onnxruntime without TensorRT: CUDA or OpenVINO if wanted, and the CPU for what these do not
-    support. Empty for TensorRT-RTX, and for CUDA where it is a plugin: the session's options name these.
-
-    Raises UserError if onnxruntime does not have the wanted provider.
-    """
-    if settings.provider == "cpu":
-        return [PROVIDERS["cpu"]]
-    if settings.provider == "tensorrt-rtx":
-        plugin_provider.usable_devices(ort, plugin_provider.RTX)
-        return []
-    if settings.provider == "cuda" and plugin_provider.is_cuda_plugin(ort):
-        plugin_provider.usable_devices(ort, plugin_provider.CUDA)
-        return []
-    available = ort.get_available_providers()
-    if PROVIDERS[settings.provider] not in available:
-        runtime = RUNTIMES[settings.runtime]
-        plugins = " or ".join(f"{plugin.remedy} ({plugin.distributions[0]})" for plugin in runtime.plugins)
-        raise UserError(
-            f"onnxruntime {ort.__version__} has no {PROVIDERS[settings.provider]}, only {', '.join(available)}; "
-            + f"add it: {plugins}, or " * bool(plugins)
-            + f"replace it: pip uninstall onnxruntime, then {runtime.package.remedy}"
-        )
-    if settings.provider == "openvino":
-        return [(PROVIDERS["openvino"], openvino_options(settings)), PROVIDERS["cpu"]]
-    if hasattr(ort, "preload_dlls"):
-        # CUDA libraries from pip are not on a search path; messages about missing ones must not mix with our stdout
-        with contextlib.redirect_stdout(sys.stderr):
-            ort.preload_dlls()
-    options = {
-        "device_id": str(settings.device_id),
-        "use_tf32": str(int(settings.tf32)),
-        "enable_cuda_graph": str(int(settings.cuda_graph)),
-    }
-    return [(PROVIDERS["cuda"], options), PROVIDERS["cpu"]]
-
-
-def openvino_options(settings: OrtSettings) -> dict[str, str]:
-    """Options of the OpenVINO provider; without a precision it chooses one by itself, bfloat16 where the CPU has it."""
-    threads = {} if settings.threads is None else {"num_of_threads": str(settings.threads)}
-    return {"device_type": "CPU", "precision": "FP32", **threads}
-
-
-def check_provider(inference: Any, settings: OrtSettings) -> None:
-    """Raises UserError if the provider did not start; onnxruntime only warns and continues without it."""
-    wanted, running = PROVIDERS[settings.provider], inference.get_providers()
-    if wanted in running:
-        return
-    expected = "the libraries of OpenVINO that come with onnxruntime-openvino"
-    if settings.device == "cuda":
-        tensorrt = "TensorRT, " * (settings.provider == "tensorrt")
-        expected = f"an NVIDIA GPU, its driver, and the {tensorrt}CUDA and cuDNN libraries of this onnxruntime-gpu"
-    raise UserError(
-        f"{wanted} did not start, and the model would run on {', '.join(running)}; expected {expected}. The lines "
-        "above from ONNX Runtime name the reason"
-    )
 
 
 # Larger initializers are weights. Smaller ones may be constants that decide how ONNX Runtime rewrites the graph.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
 from effexport.process_memory import STATUS
+from effexport.runtimes import CPU
 
 if TYPE_CHECKING:
     from effexport.runtimes import Runtime
@@ -101,7 +102,7 @@ class ServingSettings:
         """
         on_cpu = runtime.device == "cpu"
         tokens = self.max_run_tokens or (RUN_TOKENS_PER_CORE * cores if on_cpu else None)
-        runs = self.concurrent_runs or (min(2, cores) if runtime.provider == "cpu" else 1)
+        runs = self.concurrent_runs or (min(2, cores) if runtime.provider == CPU else 1)
         return replace(self, max_run_tokens=tokens, concurrent_runs=runs)
 
     @property

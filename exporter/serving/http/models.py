@@ -23,9 +23,13 @@ from effexport.generation.text_generator import TextGenerator, generator_from_ar
 from effexport.models.validation import shown
 from effexport.process_memory import give_back_freed, status_bytes
 from effexport.proof.check import Kind
-from effexport.runners.artifact_runner import check_runtime, decoder_from_artifact, runner_from_artifact
+from effexport.runners.artifact_runner import (
+    decoder_from_artifact,
+    options_from_flags,
+    runner_from_artifact,
+)
 from effexport.runners.joining import Padding
-from effexport.runners.runner import ModelOptions
+from effexport.runners.options import RunOptions
 from effexport.runtimes import RUNTIMES, engine_name
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.generation import Generations
@@ -359,11 +363,12 @@ class ServingTarget:
     device: int = 0
 
     @property
-    def options(self) -> ModelOptions:
+    def options(self) -> RunOptions:
+        """Raises UserError as `options_from_flags` does."""
         runs = self.resolved.concurrent_runs or 1
         # a run also computes in the thread that started it, so all runs together use every core
         threads = self.threads if runs == 1 else max(1, self.cores - runs + 1)
-        return ModelOptions(self.implementation, threads, device=self.device)
+        return options_from_flags(self.runtime, implementation=self.implementation, device=self.device, threads=threads)
 
     @property
     def cores(self) -> int:
@@ -382,7 +387,7 @@ class ServingTarget:
         artifact, name = self.checked()
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
         tasks = made_or_why(Tasks, artifact, name, EffexportError)
-        runner = runner_from_artifact(artifact, self.runtime, self.options)
+        runner = runner_from_artifact(artifact, self.options)
         model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], tasks)
         try:
             model.warm_up()
@@ -394,11 +399,11 @@ class ServingTarget:
         return model
 
     def generator(self, artifact: Artifact) -> TextGenerator:
-        return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))
+        return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.options))
 
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
-        check_runtime(self.runtime, self.options)
+        options_from_flags(self.runtime, implementation=self.implementation, device=self.device)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
         signature_from_spec(artifact.spec, self.settings)

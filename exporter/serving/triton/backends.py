@@ -15,8 +15,9 @@ from effexport.errors import UserError
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.serving.engine.signature import CONTEXT, TEXT
 from effexport.serving.triton.repository import Content
 from effexport.serving.triton.spec import BACKENDS, BackendName, PackageName, PackageSpec
@@ -164,7 +165,9 @@ MAKERS: dict[str, Callable[[Artifact, PackageSpec], Backend]] = {
 
 def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str, bytes | Path]:
     """The kernel library of this machine; empty if function bodies are to run. Warns if kernels are missing."""
-    settings = OrtSettings(provider="cuda" if kind == "gpu" else "cpu", implementation=spec.implementation)
+    settings = RunOptions(
+        runtime=RUNTIME_OF_PROVIDER[CUDA if kind == "gpu" else CPU].name, implementation=spec.implementation
+    )
     library = library_for(sorted(artifact.manifest.custom_ops), settings)
     return {LIBRARY_NAME: library.path} if library is not None else {}
 

@@ -26,9 +26,10 @@ from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
 from effexport.runners.feeds import checked_feeds, limits_from_spec, limits_of_runner
 from effexport.runners.joining import Key, joining_key, rows_of
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
-from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import Closeable
+from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.generation import GenerationLoop
 from effexport.serving.engine.queue import run_together
@@ -76,7 +77,7 @@ def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend:
     return kind(artifact, settings, config, backend)
 
 
-def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Mapping[str, Any]) -> OrtSettings:
+def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Mapping[str, Any]) -> RunOptions:
     """The settings of ONNX Runtime, which is to use the packaged kernels. config: of the model."""
     on_gpu = arguments["model_instance_kind"] == "GPU"
     library = folder / LIBRARY_NAME
@@ -84,11 +85,11 @@ def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Map
         os.environ[LIBRARY_VARIABLE] = str(library)
     # packaged kernels must run, apart from those that are slower than bodies on a GPU
     faster = [name for name, op in OPS.items() if not on_gpu or op.cuda_up_to is None]
-    return OrtSettings(
-        provider="cuda" if on_gpu else "cpu",
+    return RunOptions(
+        runtime=RUNTIME_OF_PROVIDER[CUDA if on_gpu else CPU].name,
         implementation=",".join(f"{name}=kernel" for name in faster) if library.is_file() else "body",
         threads=parameter(config, "threads") or None,
-        device_id=int(arguments["model_instance_device_id"]) if on_gpu else 0,
+        device=int(arguments["model_instance_device_id"]) if on_gpu else 0,
     )
 
 
@@ -112,7 +113,7 @@ def triton_code(error: Exception) -> str:
 class ModelInstance(Closeable):
     """A model of tensors and texts. `execute` answers the requests of one batch of Triton."""
 
-    def __init__(self, artifact: Artifact, settings: OrtSettings, config: Mapping[str, Any], backend: Any) -> None:
+    def __init__(self, artifact: Artifact, settings: RunOptions, config: Mapping[str, Any], backend: Any) -> None:
         self._backend = backend
         self.runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
         reads_text = any(tensor["name"] == TEXT for tensor in config["input"])
@@ -303,7 +304,7 @@ def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_b
 class GenerationInstance(Closeable):
     """A model that generates text. `execute` begins texts, which are sent as they grow; an error is an answer, too."""
 
-    def __init__(self, artifact: Artifact, settings: OrtSettings, config: Mapping[str, Any], backend: Any) -> None:
+    def __init__(self, artifact: Artifact, settings: RunOptions, config: Mapping[str, Any], backend: Any) -> None:
         self._backend = backend
         limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
         generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))

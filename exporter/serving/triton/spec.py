@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from effexport.models.validation import SpecError, did_you_mean, require
-from effexport.runners.ort.settings import IMPLEMENTATIONS
+from effexport.runners.options import IMPLEMENTATIONS
 
 # Triton's backends that can run an artifact, in order of preference.
 BackendName = Literal["onnxruntime", "python", "tensorrt"]

@@ -41,9 +41,9 @@ def build_with_bodies(model: Model) -> Outcome:
 
 def compare_with_bodies(model: Model, timed: bool) -> Outcome:
     """Compare the outputs of the two engines on the same inputs and time them in turns."""
-    from effexport.tensorrt.runner import TrtSettings
+    from effexport.runners.options import RunOptions
 
-    graphs = TrtSettings(cuda_graph=True)
+    graphs = RunOptions(runtime="trt", cuda_graph=True)
     engines = {PLUGINS: model.engine, BODIES: model.body_engine}
     rows, problems = [], []
     with contextlib.ExitStack() as stack:

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from effexport.runners.decode import DecodeRunner
-    from effexport.tensorrt.runner import TrtSettings
+    from effexport.runners.options import RunOptions
 
     Arrays = dict[str, np.ndarray[Any, Any]]
 
 BATCH, PROMPT, STEPS = 2, 63, 32
 
 
-def open_decoder(model: Model, settings: TrtSettings) -> DecodeRunner:
+def open_decoder(model: Model, settings: RunOptions) -> DecodeRunner:
     from effexport.runners.feeds import limits_from_spec
     from effexport.tensorrt.runner import decoder_in_trt
 
@@ -32,14 +32,17 @@ def check_decoding(model: Model) -> Outcome:
     from effexport.proof.cases import load_reference
     from effexport.proof.check import summary
     from effexport.proof.verify import verify_decoder
+    from effexport.runners.options import RunOptions
     from effexport.runners.ort.runner import decoder_in_ort
-    from effexport.tensorrt.runner import TrtSettings
 
     cases = load_reference(model.artifact / REFERENCE)
     with decoder_in_ort(model.artifact / DECODE_STEP, model.artifact / PREFILL) as on_cpu:
         expected = decoded(on_cpu, model)
     data, checks, problems = {}, [], []
-    for name, settings in (("plain", TrtSettings()), ("graphs", TrtSettings(cuda_graph=True))):
+    for name, settings in (
+        ("plain", RunOptions(runtime="trt")),
+        ("graphs", RunOptions(runtime="trt", cuda_graph=True)),
+    ):
         found = verify_decoder(partial(open_decoder, model, settings), cases, model.spec, model.target).checks
         checks += found
         with open_decoder(model, settings) as decoder:

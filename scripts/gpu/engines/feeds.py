@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from effexport.tensorrt.runner import TrtRunner, TrtSettings
+    from effexport.runners.options import RunOptions
+    from effexport.tensorrt.runner import TrtRunner
 
 
-def open_runner(engine: Path, settings: TrtSettings | None = None) -> TrtRunner:
+def open_runner(engine: Path, settings: RunOptions | None = None) -> TrtRunner:
     from effexport.tensorrt.runner import TrtRunner
 
     return TrtRunner(engine, settings)

@@ -120,16 +120,16 @@ def run_second(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_soak(options: argparse.Namespace) -> dict[str, Any]:
     from effexport.errors import GraphWarning
+    from effexport.runners.options import RunOptions
     from effexport.runtimes import RUNTIMES
     from effexport.tensorrt.cuda import open_cuda
-    from effexport.tensorrt.runner import TrtSettings
     from effexport.tensorrt.sidecar import read_sidecar
 
     # without graphs, the soak would test something else
     warnings.simplefilter("error", GraphWarning)
     cuda = open_cuda(RUNTIMES[read_sidecar(options.engine).target].package.extra)
     before = used_bytes(cuda)
-    with open_runner(options.engine, TrtSettings(cuda_graph=options.graphs)) as runner:
+    with open_runner(options.engine, RunOptions(runtime="trt", cuda_graph=options.graphs)) as runner:
         found = soak(runner, cuda, options.runs, options.index_limit, options.seconds)
     gc.collect()
     return {**found, "left_after_close_bytes": used_bytes(cuda) - before}

@@ -65,14 +65,14 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
 
     from effexport.export.module_source import module_from_seed
     from effexport.export.onnx_from_module import at_precision
-    from effexport.tensorrt.runner import TrtSettings
+    from effexport.runners.options import RunOptions
 
     # the engine and PyTorch's products use full float32, not TF32
     torch.backends.cudnn.allow_tf32 = False
     module = at_precision(module_from_seed(spec), spec.precision).to(DEVICE)
     rates = ceilings()
     rows, problems = [], []
-    with open_runner(engine) as plain, open_runner(engine, TrtSettings(cuda_graph=True)) as graph:
+    with open_runner(engine) as plain, open_runner(engine, RunOptions(runtime="trt", cuda_graph=True)) as graph:
         for length in lengths:
             try:
                 row, problem = time_length((plain, graph), module, spec, length)

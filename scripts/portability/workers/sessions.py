@@ -46,9 +46,9 @@ def openvino_by_effexport(model: bytes) -> Run:
     """OpenVINO as `--runtime openvino` opens it: the file inlined, and float32 asked for."""
     from effexport.runners.artifact_runner import model_opener
     from effexport.runners.feeds import FeedLimits
-    from effexport.runners.runner import ModelOptions
+    from effexport.runners.options import RunOptions
 
-    return model_opener("openvino", ModelOptions())(model, FeedLimits(), None).run
+    return model_opener(RunOptions(runtime="openvino"))(model, FeedLimits(), None).run
 
 
 def reference_evaluator(model: bytes) -> Run:

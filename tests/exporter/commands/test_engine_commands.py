@@ -18,7 +18,7 @@ from onnx_in_fake_tensorrt import fake_tensorrt
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import UserError
-from effexport.plugins.building.ptx import PtxTarget
+from effexport.plugins.building.ptx_text import PtxTarget
 from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
 
 # one worker, so that every engine is built once
@@ -147,7 +147,7 @@ def test_runtime_and_implementation_that_contradict_each_other_are_refused(
     message = cli("verify", with_engine, "--runtime", "trt-rtx", "--model", model).error(2)
     assert "--model names an ONNX file" in message
     with pytest.raises(UserError, match="settings and runtime were both given"):
-        effexport.load(with_engine, effexport.OrtSettings(), runtime="ort")  # type: ignore[call-overload]
+        effexport.load(with_engine, effexport.RunOptions(), runtime="ort")  # type: ignore[call-overload]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_decoding_with_engines_without_a_gpu_or_without_engines_is_one_clear_err
         with pytest.raises(UserError, match=message):
             effexport.load_decoder(path, runtime=runtime)
     with pytest.raises(UserError, match="settings and runtime were both given"):
-        effexport.load_decoder(causal, effexport.OrtSettings(), runtime="ort")
+        effexport.load_decoder(causal, effexport.RunOptions(), runtime="ort")
     with effexport.load_decoder(causal, runtime="ort") as decoder:
         decoder.step({"input_ids": [[1]]})
 

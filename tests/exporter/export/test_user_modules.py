@@ -21,8 +21,8 @@ from effexport.models import attention_from_spec
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.runners.feeds import limits_from_spec
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -142,7 +142,7 @@ def test_an_assumption_that_torch_export_lets_pass_is_found(tmp_path: Path) -> N
 
 
 def build_of(module: nn.Module, spec: BuildSpec) -> Build:
-    return Build(spec, module, (), Path(), Path(), OrtSettings(), Stopwatch(lambda stage: None), None)
+    return Build(spec, module, (), Path(), Path(), RunOptions(), Stopwatch(lambda stage: None), None)
 
 
 def test_a_message_of_several_lines_becomes_one() -> None:

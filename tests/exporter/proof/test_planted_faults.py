@@ -19,7 +19,7 @@ from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import load_reference
 from effexport.proof.verify import check_float32_ops, run_checks, verify_candidate
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
@@ -39,7 +39,7 @@ def artifact_of(built: Built, name: str, configuration: str) -> Artifact:
 def failures(artifact: Artifact, model: Path) -> set[str]:
     """Names of the checks that fail, as `effexport verify --model` would show them."""
     cases = load_reference(artifact.reference_path)
-    settings = OrtSettings(threads=1)
+    settings = RunOptions(threads=1)
     try:
         checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.hash_values, settings).checks
     except EffexportError:
@@ -51,7 +51,7 @@ def failures(artifact: Artifact, model: Path) -> set[str]:
 def first_failure(artifact: Artifact, model: Path) -> str | None:
     """Name of the first check of `verify_candidate` that fails, or None. The checks after it do not run."""
     cases = load_reference(artifact.reference_path)
-    settings = OrtSettings(threads=1, memory_arena=False)
+    settings = RunOptions(threads=1, memory_arena=False)
     try:
         candidate = ModelCandidate(
             model, artifact.manifest.hash_values, limits_from_spec(artifact.spec), open_in_ort(settings)

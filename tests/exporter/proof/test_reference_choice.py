@@ -32,7 +32,7 @@ from effexport.proof.rebuilt_module import why_not_rebuilt
 from effexport.proof.reference_choice import ReferenceChoice, parse_choice
 from effexport.proof.traced_module import TracedModule
 from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
-from effexport.runners.runner import ModelOptions
+from effexport.runners.options import RunOptions
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -245,7 +245,7 @@ def test_what_was_named_and_cannot_be_compared_is_refused_before_anything_runs(
 def from_elsewhere(artifact: Artifact) -> ArtifactCandidate:
     """An artifact whose weights came from a file."""
     manifest = msgspec.structs.replace(artifact.manifest, weights_from="A.safetensors")
-    return ArtifactCandidate(Artifact(artifact.path, manifest), "ort", ModelOptions(), None)
+    return ArtifactCandidate(Artifact(artifact.path, manifest), RunOptions(), None)
 
 
 def test_a_module_that_was_asked_for_and_cannot_be_made_again_is_an_error(built: Built) -> None:

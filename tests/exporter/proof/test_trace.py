@@ -26,7 +26,7 @@ from effexport.proof.metrics import value_error
 from effexport.proof.trace import ValueLimits, batches, module_of_node, trace_from_model, trace_if_possible
 from effexport.proof.traced_module import TracedModule
 from effexport.report.rendering.text import trace_text
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 
 # one worker, so that every module is traced once
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.xdist_group("trace")]
@@ -373,12 +373,12 @@ def test_what_cannot_be_traced_is_a_sentence(
 ) -> None:
     artifact = built("softmax", "attention", fused=False)
     case = case_named(artifact)
-    found = trace_if_possible(artifact.model_path, artifact, None, case, OrtSettings(provider="tensorrt"))
+    found = trace_if_possible(artifact.model_path, artifact, None, case, RunOptions(runtime="ort-trt"))
     assert str(found) == "TensorRT keeps no intermediate values; trace the file with --runtime ort"
     folder = copied("softmax", "attention", fused=False)
     rewrite_manifest(folder, weights_from="trained.safetensors")
     other = open_artifact(folder)
-    found = trace_if_possible(other.model_path, other, None, case, OrtSettings())
+    found = trace_if_possible(other.model_path, other, None, case, RunOptions())
     assert isinstance(found, Unavailable)
     assert "the weights came from trained.safetensors" in found.reason
 

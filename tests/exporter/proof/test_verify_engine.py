@@ -21,10 +21,11 @@ from effexport.proof.cases import load_reference
 from effexport.proof.check import passed
 from effexport.proof.verify import spec_with_given_buckets, verify_engine, verify_engine_if_possible
 from effexport.runners.feeds import FeedLimits
+from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.settings import OrtSettings
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+from effexport.tensorrt.runner import decoder_in_trt
 from effexport.tensorrt.sidecar import check_model, check_runs_here, read_sidecar
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
@@ -43,7 +44,7 @@ class StandIn(OrtRunner):
         if onnx_sha256 is not None:
             check_model(engine, self.info, onnx_sha256)
         beside = engine.parent / "model.onnx"
-        super().__init__(beside if beside.is_file() else self.model_of_artifact, OrtSettings(implementation="body"))
+        super().__init__(beside if beside.is_file() else self.model_of_artifact, RunOptions(implementation="body"))
         assert [t.name for t in self.inputs] == [t.name for t in self.info.inputs]
         assert [t.name for t in self.outputs] == [t.name for t in self.info.outputs]
         self.implementation = dict(self.info.implementation)
@@ -81,7 +82,7 @@ class InBuild(StandIn):
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     """As if this machine had a GPU."""
-    module: Any = SimpleNamespace(TrtRunner=StandIn)
+    module: Any = SimpleNamespace(TrtRunner=StandIn, decoder_in_trt=decoder_in_trt)
     monkeypatch.setitem(sys.modules, "effexport.tensorrt.runner", module)
     monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.inspected", lambda api, info, *rest: info)
     monkeypatch.setattr(StandIn, "damage", 0.0)

@@ -256,7 +256,7 @@ def test_padding_may_lie_beyond_the_last_position(of_tokens: DecodeRunner) -> No
 
 def test_a_decoder_takes_settings_and_says_what_it_is(built: Built) -> None:
     path = built("linear", "encoder", causal=True, seq_len=1024, layers=2).path
-    with effexport.load_decoder(path, effexport.OrtSettings(threads=1)) as decoder:
+    with effexport.load_decoder(path, effexport.RunOptions(threads=1)) as decoder:
         assert decoder.settings.threads == 1
         decoder.prefill({"input_ids": [[1, 2, 3]]})
         assert repr(decoder) == (
@@ -266,7 +266,7 @@ def test_a_decoder_takes_settings_and_says_what_it_is(built: Built) -> None:
         with pytest.raises(EffexportError, match="this runner is closed"):
             call({"input_ids": [[1]]})
     with pytest.raises(UserError, match=r"onnxruntime .* has no CUDAExecutionProvider"):
-        effexport.load_decoder(path, effexport.OrtSettings(provider="cuda"))
+        effexport.load_decoder(path, effexport.RunOptions(runtime="ort-cuda"))
 
 
 def test_an_artifact_without_a_decode_step_says_which_have_one(built: Built) -> None:

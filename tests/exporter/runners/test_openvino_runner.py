@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +26,13 @@ from effexport.proof.check import Check
 from effexport.proof.verify import verify_in_runtime
 from effexport.runners.artifact_runner import (
     check_precision_of_model,
-    check_runtime,
     model_opener,
+    options_from_flags,
     runner_from_artifact,
 )
 from effexport.runners.openvino.loading import check_precision, reason_of
 from effexport.runners.openvino.runner import OpenVinoRunner
-from effexport.runners.runner import ModelOptions
+from effexport.runners.options import RunOptions
 from effexport.runtimes import RUNTIMES
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "openvino")
@@ -39,14 +40,14 @@ Built = Callable[..., Artifact]
 # Variants whose function bodies OpenVINO has misread, and all others.
 WITH_TRAPS = ("nystrom", "lsh")
 OTHERS = tuple(name for name in ATTENTION_SPECS if name not in WITH_TRAPS)
-ONE_THREAD = ModelOptions(threads=1)
-BF16 = ModelOptions(threads=1, precision_hint="bf16")
+ONE_THREAD = RunOptions(runtime="openvino", threads=1)
+BF16 = replace(ONE_THREAD, precision_hint="bf16")
 
 
-def verified(artifact: Artifact, options: ModelOptions = ONE_THREAD) -> list[Check]:
+def verified(artifact: Artifact, options: RunOptions = ONE_THREAD) -> list[Check]:
     """The checks of an artifact in OpenVINO, against its stored answers."""
     cases, hashes = load_reference(artifact.reference_path), artifact.manifest.hash_values
-    open_model = model_opener("openvino", options)
+    open_model = model_opener(options)
     hint = options.precision_hint
     return verify_in_runtime(artifact.model_path, cases, artifact.spec, hashes, open_model, hint).checks
 
@@ -133,7 +134,7 @@ def test_inputs_that_do_not_fit_are_refused_as_by_every_runner(attention: OpenVi
 
 
 def test_a_closed_runner_says_so(built: Built) -> None:
-    runner = runner_from_artifact(built("softmax", "attention"), "openvino", ONE_THREAD)
+    runner = runner_from_artifact(built("softmax", "attention"), ONE_THREAD)
     runner.close()
     with pytest.raises(EffexportError, match="this runner is closed"):
         runner.run(hidden())
@@ -193,7 +194,7 @@ def test_the_reason_is_what_is_left_without_places_in_sources() -> None:
 def test_without_openvino_the_error_names_the_extra(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'effexport\[openvino\]'"):
-        runner_from_artifact(built("softmax", "attention"), "openvino")
+        runner_from_artifact(built("softmax", "attention"), RunOptions(runtime="openvino"))
 
 
 # ---- precision
@@ -237,27 +238,30 @@ def test_models_that_need_float32_are_refused_in_bfloat16(fused: bool, inline: b
 @pytest.mark.parametrize(
     ("runtime", "options", "message"),
     [
-        ("ort", BF16, "--precision-hint bf16 does not apply to --runtime ort, .*expected --runtime openvino"),
-        ("trt", BF16, "does not apply to --runtime trt"),
-        ("openvino", ModelOptions(precision_hint="fp8"), "unknown --precision-hint 'fp8'; expected: bf16"),
+        (
+            "ort",
+            {"precision_hint": "bf16"},
+            "--precision-hint bf16 does not apply to --runtime ort, .*expected --runtime openvino",
+        ),
+        ("trt", {"precision_hint": "bf16"}, "does not apply to --runtime trt"),
+        ("openvino", {"precision_hint": "fp8"}, "unknown --precision-hint 'fp8'; expected: bf16"),
         (
             "openvino",
-            ModelOptions("kernel"),
+            {"implementation": "kernel"},
             "--implementation kernel does not apply to --runtime openvino: it runs bod",
         ),
     ],
 )
-def test_options_that_a_runtime_does_not_have_are_refused(runtime: str, options: ModelOptions, message: str) -> None:
+def test_options_that_a_runtime_does_not_have_are_refused(runtime: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_runtime(runtime, options)
+        options_from_flags(runtime, **options)  # type: ignore[arg-type]
 
 
 def test_the_provider_of_onnxruntime_is_asked_for_float32() -> None:
-    from effexport.runners.ort.session import check_provider, providers_from_settings
-    from effexport.runners.ort.settings import OrtSettings
+    from effexport.runners.ort.providers import check_provider, providers_from_settings
 
-    settings = OrtSettings(provider="openvino", threads=2)
-    assert (settings.device, settings.runtime) == ("cpu", "ort-openvino")
+    settings = RunOptions(runtime="ort-openvino", threads=2)
+    assert (settings.row.tensors, settings.runtime) == ("cpu", "ort-openvino")
     ort = SimpleNamespace(__version__="9.9", get_available_providers=lambda: ["OpenVINOExecutionProvider"])
     (name, options), cpu = providers_from_settings(ort, settings)
     assert (name, cpu) == ("OpenVINOExecutionProvider", "CPUExecutionProvider")

@@ -19,30 +19,23 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from fake_onnxruntime import PLAIN, FakeOrt, install, parsed
 
-from effexport import OrtSettings
 from effexport.errors import EffexportError, KernelWarning, RuntimeFailedError, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.plugins.ops import OPS
-from effexport.runners.artifact_runner import check_runtime
+from effexport.runners.artifact_runner import options_from_flags
+from effexport.runners.options import RunOptions
 from effexport.runners.ort import kernels
 from effexport.runners.ort import runner as ort_runner
 from effexport.runners.ort import session as ort_session
 from effexport.runners.ort.runner import OrtRunner, array_from_value, update_value
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.runner import ModelOptions
 
 pytestmark = pytest.mark.requires("onnx", "ort")
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
-def parsed(text: str) -> onnx.ModelProto:
-    head = '<ir_version: 10, opset_import: ["" : 20, "effexport" : 1]> '
-    model: onnx.ModelProto = onnx.parser.parse_model(head + text)
-    return model
-
-
-PLAIN = parsed("g (float[b, 4] x) => (float[b, 4] y) { y = Neg (x) }").SerializeToString()
 # what ONNX Runtime makes of a model when CUDA has no kernel for CumSum; shape arithmetic belongs on the CPU
 WITH_COPIES = parsed(
     """g (float[b, 4] x) => (float[b, 4] y) {
@@ -54,59 +47,12 @@ WITH_COPIES = parsed(
     [end] y = Neg (on_gpu)
     }"""
 )
-ON_CPU = {"arithmetic": "Neg", "sum": "CumSum"}
-
-
-class FakeOrt:
-    """An onnxruntime with CUDA, which opens every model.
-
-    on_cpu: nodes that it leaves to the CPU, by name, with their operators. final: the graph that it writes when asked
-    to. refuses_graphs: whether it refuses CUDA graphs. gpus: how many there are.
-    """
-
-    __version__ = "9.9"
-
-    def __init__(self) -> None:
-        self.on_cpu: dict[str, str] = {}
-        self.kernels: tuple[str, ...] = ()
-        self.final = parsed("g (float[b, 4] x) => (float[b, 4] y) { y = Neg (x) }")
-        self.refuses_graphs = False
-        self.gpus = 4
-        self.opened: list[SimpleNamespace] = []
-
-    def get_available_providers(self) -> list[str]:
-        return [CUDA, CPU]
-
-    def SessionOptions(self) -> Any:
-        entries: dict[str, str] = {}
-        options = SimpleNamespace(entries=entries, libraries=[], optimized_model_filepath="")
-        options.add_session_config_entry = entries.__setitem__
-        options.register_custom_ops_library = options.libraries.append
-        return options
-
-    def InferenceSession(self, source: Any, options: Any, *, providers: list[Any], enable_fallback: int) -> Any:
-        (_, cuda), _ = providers
-        if int(cuda["device_id"]) >= self.gpus:
-            raise RuntimeError(f"Invalid device ID: {cuda['device_id']}, must be between 0 and {self.gpus}")
-        self.opened.append(SimpleNamespace(source=source, options=options, cuda=cuda))
-        if self.refuses_graphs and cuda["enable_cuda_graph"] == "1":
-            raise RuntimeError("This session cannot use the graph capture feature as requested by the user")
-        if options.optimized_model_filepath:
-            onnx.save(self.final, options.optimized_model_filepath)
-        nodes = [SimpleNamespace(name=name, op_type=op) for name, op in self.on_cpu.items()]
-        ours = [SimpleNamespace(name=op, op_type=op) for op in self.kernels]
-        parts = [
-            SimpleNamespace(ep_name=name, get_nodes=lambda n=n: n) for name, n in ((CPU, nodes), (CUDA, ours)) if n
-        ]
-        return SimpleNamespace(get_providers=lambda: [CUDA, CPU], get_provider_graph_assignment_info=lambda: parts)
+ON_CPU = {CPU: {"arithmetic": "Neg", "sum": "CumSum"}}
 
 
 @pytest.fixture
-def ort(monkeypatch: pytest.MonkeyPatch) -> FakeOrt:
-    fake = FakeOrt()
-    monkeypatch.setattr(ort_session, "import_onnxruntime", lambda: fake)
-    monkeypatch.setattr(kernels, "find_library", lambda: None)
-    return fake
+def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeOrt:
+    return install(monkeypatch, FakeOrt(CUDA), tmp_path)
 
 
 @pytest.fixture
@@ -116,8 +62,8 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-def on_cuda(**fields: Any) -> OrtSettings:
-    return OrtSettings(provider="cuda", **fields)
+def on_cuda(**fields: Any) -> RunOptions:
+    return RunOptions(runtime="ort-cuda", **fields)
 
 
 # ---- what leaves the GPU
@@ -131,14 +77,14 @@ def test_a_model_of_which_nothing_is_on_the_cpu_is_opened_once(ort: FakeOrt) -> 
 
 @pytest.mark.usefixtures("no_warnings")
 def test_arithmetic_on_shapes_may_run_on_the_cpu(ort: FakeOrt) -> None:
-    ort.on_cpu = {"arithmetic": "Neg"}
+    ort.assigned = {CPU: {"arithmetic": "Neg"}}
     ort.final = parsed("g (float[b, 4] x) => (int64[2] y) { [sizes] n = Shape (x)\n [arithmetic] y = Neg (n) }")
     session_from_model(PLAIN, on_cuda())
     assert len(ort.opened) == 2
 
 
 def test_nodes_and_copies_that_leave_the_gpu_are_named(ort: FakeOrt) -> None:
-    ort.on_cpu, ort.final = ON_CPU, WITH_COPIES
+    ort.assigned, ort.final = ON_CPU, WITH_COPIES
     message = (
         r"leaves the GPU in every run, .*: CumSum 'sum' runs on the CPU; 'x' is copied to the CPU for CumSum 'sum'; "
         r"'summed' is copied to the GPU from CumSum 'sum'$"
@@ -148,12 +94,12 @@ def test_nodes_and_copies_that_leave_the_gpu_are_named(ort: FakeOrt) -> None:
 
 
 def test_a_cuda_graph_of_such_a_model_is_refused_with_their_names(ort: FakeOrt) -> None:
-    ort.on_cpu, ort.final, ort.refuses_graphs = ON_CPU, WITH_COPIES, True
+    ort.assigned, ort.final, ort.refuses_graphs = ON_CPU, WITH_COPIES, True
     with pytest.raises(
         UserError, match=r"cuda_graph needs a model that stays on the GPU, but CumSum 'sum' runs on the"
     ):
         session_from_model(PLAIN, on_cuda(cuda_graph=True))
-    assert [session.cuda["enable_cuda_graph"] for session in ort.opened] == ["1", "0"]
+    assert [session.options_of[CUDA]["enable_cuda_graph"] for session in ort.opened] == ["1", "0"]
 
 
 def test_a_refusal_for_another_reason_stays_what_it_is(ort: FakeOrt) -> None:
@@ -163,7 +109,7 @@ def test_a_refusal_for_another_reason_stays_what_it_is(ort: FakeOrt) -> None:
 
 
 def test_a_model_that_cannot_be_looked_at_runs_with_a_warning(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
-    ort.on_cpu = ON_CPU
+    ort.assigned = ON_CPU
     monkeypatch.setattr(onnx, "load", lambda *args, **kwargs: 1 / 0)
     with pytest.warns(KernelWarning, match="whether this model leaves the GPU is not known: .* division by zero"):
         session_from_model(PLAIN, on_cuda())
@@ -198,14 +144,14 @@ def test_without_its_weights_a_model_opens_and_keeps_its_constants(dtype: str, t
 
 
 def test_the_device_reaches_the_provider(ort: FakeOrt) -> None:
-    ort_session.check_settings(on_cuda(device_id=3))
-    session_from_model(PLAIN, on_cuda(device_id=2))
-    assert [session.cuda["device_id"] for session in ort.opened] == ["3", "2"]
+    ort_session.check_settings(on_cuda(device=1))
+    session_from_model(PLAIN, on_cuda(device=0))
+    assert [session.options_of[CUDA]["device_id"] for session in ort.opened] == ["1", "0"]
 
 
 def test_a_gpu_that_is_not_there_is_one_clear_error(ort: FakeOrt) -> None:
-    with pytest.raises(UserError, match=r"device_id is 4, and CUDA has no GPU of this number here; nvidia-smi -L"):
-        session_from_model(PLAIN, on_cuda(device_id=4))
+    with pytest.raises(UserError, match=r"device is 2, and CUDA has no GPU of this number here; nvidia-smi -L"):
+        session_from_model(PLAIN, on_cuda(device=2))
 
 
 @pytest.mark.parametrize(
@@ -218,21 +164,21 @@ def test_a_gpu_that_is_not_there_is_one_clear_error(ort: FakeOrt) -> None:
 )
 def test_a_device_that_a_runtime_cannot_be_told_is_refused(runtime: str, device: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_runtime(runtime, ModelOptions(device=device))
-    check_runtime("ort-cuda", ModelOptions(device=1))
+        options_from_flags(runtime, device=device)
+    assert options_from_flags("ort-cuda", device=1).device == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"device_id": 1}, "device_id needs the provider 'cuda' or 'tensorrt'; the provider is 'cpu'"),
-        ({"provider": "cuda", "device_id": -1}, "device_id is -1; expected 0 for the first GPU"),
-        ({"provider": "cuda", "device_id": 2**15}, "device_id is 32768; .*, at most 32767"),
+        ({"device": 1}, "device needs the runtime 'ort-cuda' or 'ort-trt'; the runtime is 'ort'"),
+        ({"runtime": "ort-cuda", "device": -1}, "device is -1; expected 0 for the first GPU"),
+        ({"runtime": "ort-cuda", "device": 2**15}, "device is 32768; .*, at most 32767"),
     ],
 )
 def test_settings_with_a_device_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        OrtSettings(**fields)
+        RunOptions(**fields)
 
 
 # ---- bound models
@@ -340,7 +286,7 @@ def fake_session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
 def test_bound_values_are_on_the_chosen_device_and_outputs_outside_the_arena_of_the_session(
     fake_session: FakeSession,
 ) -> None:
-    runner = OrtRunner(PLAIN, on_cuda(device_id=1, cuda_graph=True))
+    runner = OrtRunner(PLAIN, on_cuda(device=1, cuda_graph=True))
     bound = [runner.bind(FEEDS), runner.bind(FEEDS)]
     for made in fake_session.bindings:
         (given,), (result,) = made.inputs, made.outputs
@@ -497,11 +443,11 @@ def with_kernels(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> FakeOrt:
 def test_kernels_that_are_slower_on_a_gpu_run_there_only_if_asked_for(
     with_kernels: FakeOrt, landmarks: int | str, implementation: str, ran: tuple[str, ...]
 ) -> None:
-    with_kernels.kernels = ran
+    with_kernels.assigned = {CUDA: ran}
     session = session_from_model(nystrom(landmarks), on_cuda(implementation=implementation))
     assert session.implementation == {op: "kernel" if op in ran else "body" for op in NYSTROM}
     (opened,) = with_kernels.opened
-    assert opened.options.libraries == (["lib.so"] if ran else [])
+    assert with_kernels.kernels == (["lib.so"] if ran else [])
     if ran:
         left_out = {OPS[op].torch_name for op in NYSTROM if op not in ran}
         assert set(filter(None, opened.options.entries[kernels.LEFT_OUT_KEY].split(","))) == left_out
@@ -510,12 +456,12 @@ def test_kernels_that_are_slower_on_a_gpu_run_there_only_if_asked_for(
 def test_on_the_cpu_all_kernels_run_unless_one_is_to_be_a_body() -> None:
     assert OPS["IterativePinv"].cuda_up_to == 64
     for implementation, bodies in (("auto", ()), ("IterativePinv=body", ("IterativePinv",))):
-        chosen = kernels.kernels_for(NYSTROM, (), OrtSettings(implementation=implementation))
+        chosen = kernels.kernels_for(NYSTROM, (), RunOptions(implementation=implementation))
         assert chosen.bodies == bodies or chosen.library is None
 
 
 def test_a_library_that_cannot_leave_out_kernels_is_said(with_kernels: FakeOrt) -> None:
-    with_kernels.kernels = NYSTROM
+    with_kernels.assigned = {CUDA: NYSTROM}
     with pytest.warns(KernelWarning, match=r"IterativePinv runs as a kernel, but a function body .* rebuild it with"):
         session_from_model(nystrom(65), on_cuda())
 
@@ -532,10 +478,10 @@ def test_a_library_that_cannot_leave_out_kernels_is_said(with_kernels: FakeOrt) 
 )
 def test_an_implementation_that_cannot_be_understood_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        OrtSettings(implementation=text)
+        RunOptions(implementation=text)
 
 
 def test_an_implementation_of_an_operator_that_does_not_exist_is_refused() -> None:
-    settings = OrtSettings(implementation="LSHSorts=body")
+    settings = RunOptions(implementation="LSHSorts=body")
     with pytest.raises(UserError, match=r"unknown operator in implementation 'LSHSorts'.* Expected: IterativePinv, "):
         kernels.library_for(("LSHSort",), settings)

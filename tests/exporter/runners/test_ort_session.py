@@ -16,7 +16,7 @@ import pytest
 from onnx import numpy_helper
 
 import effexport
-from effexport import OrtSettings
+from effexport import RunOptions
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError, KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import value_types
@@ -27,6 +27,7 @@ from effexport.proof.tolerances import arithmetic_limit
 from effexport.proof.verify import verify_candidate
 from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session
+from effexport.runners.ort.providers import check_provider, providers_from_settings
 from effexport.runtimes import ORT_RUNTIMES
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -48,7 +49,7 @@ def test_kernels_and_bodies_give_the_same_answer_and_say_which_they_are(built: B
     artifact = built(name, "encoder")
     answers = {}
     for implementation, ran in {"auto": "kernel", "kernel": "kernel", "body": "body"}.items():
-        with effexport.load(artifact.path, OrtSettings(implementation=implementation)) as runner:
+        with effexport.load(artifact.path, RunOptions(implementation=implementation)) as runner:
             assert runner.implementation == dict.fromkeys(artifact.manifest.custom_ops, ran)
             assert runner.implementation
             answers[implementation] = runner.run({"input_ids": token_ids()})["last_hidden_state"]
@@ -75,7 +76,7 @@ def test_single_operators_run_as_bodies_and_the_others_as_kernels(built: Built) 
     artifact = built("nystrom", "encoder")
     feeds, answers = {"input_ids": token_ids()}, []
     for implementation in ("MaskedAttention=body,IterativePinv=body", "MaskedAttention=kernel", "auto"):
-        with effexport.load(artifact.path, OrtSettings(implementation=implementation)) as runner:
+        with effexport.load(artifact.path, RunOptions(implementation=implementation)) as runner:
             bodies = {op for op in runner.implementation if f"{op}=body" in implementation}
             ran = {op: "body" if op in bodies else "kernel" for op in artifact.manifest.custom_ops}
             assert runner.implementation == ran
@@ -101,7 +102,7 @@ def test_of_a_model_that_onnxruntime_refuses_only_the_error_speaks(
         if any(attribute.name == "num_segments" for attribute in node.attribute):
             del node.attribute[:]
     with pytest.raises(RuntimeUnsupportedError, match=r"refuses the model: .*attribute num_segments is missing"):
-        ort_session.session_from_model(model.SerializeToString(), OrtSettings(implementation="kernel"))
+        ort_session.session_from_model(model.SerializeToString(), RunOptions(implementation="kernel"))
     # what ONNX Runtime itself prints does not go through Python's streams
     assert capfd.readouterr() == ("", "")
 
@@ -109,17 +110,17 @@ def test_of_a_model_that_onnxruntime_refuses_only_the_error_speaks(
 def test_only_the_cpu_provider_is_silent() -> None:
     ort = ort_session.import_onnxruntime()
     levels = {
-        provider: ort_session.session_options(ort, OrtSettings(provider=provider), None).log_severity_level
-        for provider in ort_session.PROVIDERS
+        runtime: ort_session.session_options(ort, RunOptions(runtime=runtime), None).log_severity_level
+        for runtime in ORT_RUNTIMES
     }
-    assert levels == {"cpu": 4, "cuda": 3, "tensorrt": 3, "tensorrt-rtx": 3, "openvino": 3}
+    assert levels == {"ort": 4, "ort-cuda": 3, "ort-trt": 3, "ort-rtx": 3, "ort-openvino": 3}
 
 
 def test_a_model_without_custom_operators_needs_no_kernels(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     library_is(monkeypatch, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with effexport.load(built("aft-full", "encoder").path, OrtSettings(implementation="kernel")) as runner:
+        with effexport.load(built("aft-full", "encoder").path, RunOptions(implementation="kernel")) as runner:
             assert runner.implementation == {}
 
 
@@ -132,14 +133,14 @@ def test_without_a_library_bodies_run_and_a_warning_says_so(built: Built, monkey
     assert runner.implementation == {"LSHSort": "body"}
     assert np.isfinite(runner.run({"input_ids": token_ids()})["last_hidden_state"]).all()
     with pytest.raises(UserError, match="kernels were requested, but no kernel library is built for LSHSort"):
-        effexport.load(path, OrtSettings(implementation="kernel"))
+        effexport.load(path, RunOptions(implementation="kernel"))
 
 
 def test_bodies_that_were_asked_for_cause_no_warning(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     library_is(monkeypatch, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        effexport.load(built("lsh", "encoder", fused=False).path, OrtSettings(implementation="body")).close()
+        effexport.load(built("lsh", "encoder", fused=False).path, RunOptions(implementation="body")).close()
 
 
 def test_a_library_that_does_not_load_is_left_aside_loudly(
@@ -151,7 +152,7 @@ def test_a_library_that_does_not_load_is_left_aside_loudly(
     with pytest.warns(KernelWarning, match=r"ONNX Runtime does not load .*broken\.so"), effexport.load(path) as runner:
         assert runner.implementation == {"LSHSort": "body"}
     with pytest.raises(UserError, match=r"kernels were requested, but ONNX Runtime does not load .*broken\.so"):
-        effexport.load(path, OrtSettings(implementation="kernel"))
+        effexport.load(path, RunOptions(implementation="kernel"))
 
 
 @pytest.mark.requires("native")
@@ -176,31 +177,26 @@ def test_a_wrong_library_variable_is_one_clear_error(built: Built, monkeypatch: 
 def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_only = SimpleNamespace(path=Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=False))
     library_is(monkeypatch, cpu_only)  # type: ignore[arg-type]
-    settings = OrtSettings(provider="cuda")
+    settings = RunOptions(runtime="ort-cuda")
     with pytest.warns(KernelWarning, match=r"lib\.so has no CUDA kernels for LSHSort; .*plugins build --cuda"):
         assert kernels.library_for(["LSHSort"], settings) is None
     with pytest.raises(UserError, match=r"kernels were requested, but .* has no CUDA kernels"):
-        kernels.library_for(["LSHSort"], OrtSettings(provider="cuda", implementation="kernel"))
+        kernels.library_for(["LSHSort"], RunOptions(runtime="ort-cuda", implementation="kernel"))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda, tensorrt, tensorrt-rtx, openvino"),
+        ({"runtime": "gpu"}, "unknown runtime 'gpu'.* Expected: ort, ort-cuda, ort-trt, trt, trt-rtx, openvino"),
         ({"implementation": "bodies"}, "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
         ({"threads": 0}, "threads is 0; expected at least 1"),
-        ({"cuda_graph": True}, "cuda_graph needs the provider 'cuda'; the provider is 'cpu'"),
-        ({"tf32": True}, "tf32 needs the provider 'cuda'"),
+        ({"cuda_graph": True}, "cuda_graph needs the runtime 'ort-cuda' or 'trt' or 'trt-rtx'; the runtime is 'ort'"),
+        ({"tf32": True}, "tf32 needs the runtime 'ort-cuda' or 'ort-trt' or 'ort-rtx'"),
     ],
 )
 def test_settings_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        OrtSettings(**fields)
-
-
-def test_settings_know_the_name_of_their_runtime() -> None:
-    for name, runtime in ORT_RUNTIMES.items():
-        assert OrtSettings(provider=runtime.provider).runtime == name
+        RunOptions(**fields)
 
 
 def fake_ort(available: list[str]) -> Any:
@@ -210,21 +206,21 @@ def fake_ort(available: list[str]) -> Any:
 def test_a_provider_that_is_not_installed_says_how_to_add_it() -> None:
     ort = fake_ort(["CPUExecutionProvider"])
     with pytest.raises(UserError, match=r"onnxruntime 9\.9 has no CUDAExecutionProvider, .*'effexport\[gpu\]'"):
-        ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
+        providers_from_settings(ort, RunOptions(runtime="ort-cuda"))
 
 
 def test_a_provider_that_did_not_start_is_an_error() -> None:
     inference = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
     with pytest.raises(UserError, match="CUDAExecutionProvider did not start, and the model would run on CPU"):
-        ort_session.check_provider(inference, OrtSettings(provider="cuda"))
+        check_provider(inference, RunOptions(runtime="ort-cuda"))
 
 
 def test_cuda_is_asked_for_exact_float32_and_for_graphs_only_on_request() -> None:
     ort = fake_ort(["CUDAExecutionProvider", "CPUExecutionProvider"])
-    (cuda, options), cpu = ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
+    (cuda, options), cpu = providers_from_settings(ort, RunOptions(runtime="ort-cuda"))
     assert (cuda, cpu) == ("CUDAExecutionProvider", "CPUExecutionProvider")
     assert options == {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": "0"}
-    (_, options), _ = ort_session.providers_from_settings(ort, OrtSettings(provider="cuda", cuda_graph=True, tf32=True))
+    (_, options), _ = providers_from_settings(ort, RunOptions(runtime="ort-cuda", cuda_graph=True, tf32=True))
     assert options == {"device_id": "0", "use_tf32": "1", "enable_cuda_graph": "1"}
 
 
@@ -233,7 +229,7 @@ def test_what_onnxruntime_prints_about_missing_libraries_stays_out_of_stdout(
 ) -> None:
     ort = fake_ort(["CUDAExecutionProvider", "CPUExecutionProvider"])
     ort.preload_dlls = lambda: print("Failed to load libcublas")
-    ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
+    providers_from_settings(ort, RunOptions(runtime="ort-cuda"))
     assert capsys.readouterr() == ("", "Failed to load libcublas\n")
 
 
@@ -251,16 +247,16 @@ def assigned(**providers: str) -> Any:
 
 def test_what_ran_is_what_the_session_says() -> None:
     inference = assigned(LSHSort="CPUExecutionProvider", MatMul="CPUExecutionProvider")
-    ran = kernels.implementation_of(inference, kernels.Kernels(None, (), ("IterativePinv", "LSHSort")), OrtSettings())
+    ran = kernels.implementation_of(inference, kernels.Kernels(None, (), ("IterativePinv", "LSHSort")), RunOptions())
     assert ran == {"IterativePinv": "body", "LSHSort": "kernel"}
     with pytest.warns(KernelWarning, match="LSHSort runs on CPUExecutionProvider: .* no kernel for CUDA"):
-        kernels.implementation_of(inference, NOTHING, OrtSettings(provider="cuda"))
+        kernels.implementation_of(inference, NOTHING, RunOptions(runtime="ort-cuda"))
 
 
 def test_before_sessions_could_say_a_registered_kernel_is_what_runs() -> None:
     library = Library(Path("lib.so"), outdated=False, info=None)
     for given, ran in ((kernels.Kernels(library, ("LSHSort",), ()), "kernel"), (NOTHING, "body")):
-        assert kernels.implementation_of(object(), given, OrtSettings()) == {"LSHSort": ran}
+        assert kernels.implementation_of(object(), given, RunOptions()) == {"LSHSort": ran}
 
 
 @pytest.fixture(scope="module")
@@ -327,9 +323,9 @@ def test_nan_weights_are_an_expected_error_that_names_the_operator(built: Built,
     onnx.save(model, str(tmp_path / "model.onnx"))
     cases = load_reference(artifact.reference_path)
     with pytest.raises(EffexportError, match=r"IterativePinv: .* NaN or infin") as failure:
-        verify_candidate(tmp_path / "model.onnx", cases, artifact.spec, [], OrtSettings())
+        verify_candidate(tmp_path / "model.onnx", cases, artifact.spec, [], RunOptions())
     assert failure.value.exit_code == 1
-    bodies = verify_candidate(tmp_path / "model.onnx", cases, artifact.spec, [], OrtSettings(implementation="body"))
+    bodies = verify_candidate(tmp_path / "model.onnx", cases, artifact.spec, [], RunOptions(implementation="body"))
     assert "failed" in {check.status for check in bodies.checks}
 
 
@@ -359,7 +355,7 @@ def test_products_that_share_an_int8_weight_get_one_each(external: bool, tmp_pat
     assert len(set(readers)) == 3
     assert (tmp_path / "weights").exists() == external
 
-    options = ort_session.session_options(onnxruntime, OrtSettings(), None)
+    options = ort_session.session_options(onnxruntime, RunOptions(), None)
     options.add_session_config_entry(ort_session.EXACT_INT8_KEY, "1")
     codes = random.integers(0, 256, (5, 64)).astype(np.uint8)
     products = ort_session.opened(onnxruntime, path, options, ["CPUExecutionProvider"]).run(None, {"x": codes})

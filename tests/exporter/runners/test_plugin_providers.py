@@ -14,22 +14,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import onnx
-import onnx.parser
 import pytest
+from fake_onnxruntime import PLAIN, WITH_SORT, FakeOrt, install
 
-from effexport import OrtSettings
+from effexport import RunOptions
 from effexport.bench.candidates import reason_without_runtime
 from effexport.environment import versions
 from effexport.errors import KernelWarning, MissingExtraError, UserError
 from effexport.plugins.building.library import Library
 from effexport.plugins.building.toolchain import Gpu
-from effexport.runners.ort import kernels, plugin_provider
+from effexport.runners.ort import kernels, providers
 from effexport.runners.ort import session as ort_session
-from effexport.runners.ort.plugin_provider import CUDA, RTX, PluginProvider
+from effexport.runners.ort.providers import CUDA_PLUGIN as CUDA
+from effexport.runners.ort.providers import RTX_PLUGIN as RTX
+from effexport.runners.ort.providers import PluginProvider
 from effexport.runners.ort.session import check_settings, session_from_model
 from effexport.runtimes import RUNTIMES
 from effexport.tensorrt import ort_providers as ort_tensorrt
@@ -39,77 +39,9 @@ pytestmark = pytest.mark.requires("onnx")
 CPU = "CPUExecutionProvider"
 PROVIDERS = pytest.mark.parametrize("provider", [CUDA, RTX], ids=["cuda", "rtx"])
 PROFILE: dict[str, ShapeRange] = {"x": ((1, 4), (2, 4), (8, 4)), "step": ((), (), ())}
-HEAD = '<ir_version: 10, opset_import: ["" : 20, "effexport" : 1]> g (float[b, 4] x) => (float[b, 4] y) '
-FUNCTION = '<domain: "effexport", opset_import: ["" : 20]> LSHSort (a) => (b) { b = Neg (a) }'
-PLAIN: bytes = onnx.parser.parse_model(HEAD + "{ y = Neg (x) }").SerializeToString()
-WITH_SORT: bytes = onnx.parser.parse_model(HEAD + "{ y = effexport.LSHSort (x) }\n" + FUNCTION).SerializeToString()
 
 
-class FakeOrt:
-    """A plain onnxruntime that loads plugin providers, on a machine with two GPUs.
-
-    failure: what it says when it is to load a provider. missing: libraries that its loader does not find. assigned:
-    which provider runs which operators.
-    """
-
-    __version__ = "9.9"
-
-    def __init__(self) -> None:
-        self.failure: Exception | None = None
-        self.missing: list[str] = []
-        self.assigned: dict[str, list[str]] = {}
-        self.gpus = 2
-        self.available = [CPU]
-        self.libraries: list[tuple[str, str]] = []
-        self.added: list[tuple[list[Any], dict[str, str]]] = []
-        self.kernels: list[str] = []
-        self.opened: list[dict[str, Any]] = []
-
-    def get_available_providers(self) -> list[str]:
-        return self.available
-
-    def register_execution_provider_library(self, name: str, library: str) -> None:
-        if self.missing:
-            raise RuntimeError(f"{self.missing[0]}: cannot open shared object file: No such file or directory")
-        if self.failure is not None:
-            raise self.failure
-        if self.libraries:
-            raise RuntimeError(f"[ONNXRuntimeError] : 1 : FAIL : EP library is already registered under {name}")
-        self.libraries.append((name, library))
-        if self.gpus:
-            self.available.append(name)  # as from 1.26 on
-
-    def get_ep_devices(self) -> list[Any]:
-        # the second GPU of the machine comes first
-        numbers = reversed(range(self.gpus))
-        found = [
-            SimpleNamespace(ep_name=name, number=number, ep_metadata={"cuda_device_id": str(number)})
-            for name, _ in self.libraries
-            for number in numbers
-        ]
-        return [SimpleNamespace(ep_name=CPU, ep_metadata={}), *found]
-
-    def SessionOptions(self) -> Any:
-        return SimpleNamespace(
-            add_session_config_entry=lambda key, value: None,
-            add_provider_for_devices=lambda devices, options: self.added.append((devices, options)),
-            register_custom_ops_library=self.kernels.append,
-        )
-
-    def InferenceSession(self, source: Any, options: Any, **arguments: Any) -> Any:
-        self.opened.append(arguments)
-        name = self.libraries[0][0] if self.libraries else CPU
-        parts = [
-            SimpleNamespace(ep_name=name, get_nodes=lambda ops=ops: [SimpleNamespace(op_type=op) for op in ops])
-            for name, ops in (self.assigned or {name: ["Neg"]}).items()
-        ]
-        return SimpleNamespace(
-            get_providers=lambda: [name, CPU] if self.added else [CPU],
-            get_provider_graph_assignment_info=lambda: parts,
-        )
-
-
-def install(site: Path, provider: PluginProvider, library: str = "provider.so") -> Path:
+def install_package(site: Path, provider: PluginProvider, library: str = "provider.so") -> Path:
     """A package as pip installs it. Returns its folder."""
     package = site / provider.module
     package.mkdir(parents=True)
@@ -127,9 +59,9 @@ def install(site: Path, provider: PluginProvider, library: str = "provider.so") 
 @pytest.fixture
 def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeOrt]:
     """The stand-in, with both packages, in a process that forbids TF32, with a cache of its own."""
-    fake = FakeOrt()
-    install(tmp_path / "site", CUDA)
-    package = install(tmp_path / "site", RTX)
+    fake = install(monkeypatch, FakeOrt(), tmp_path / "cache")
+    install_package(tmp_path / "site", CUDA)
+    package = install_package(tmp_path / "site", RTX)
     for name in ("libtensorrt_rtx.so.1.7.1", "libcudart.so.13.4.36", "libcudart.so.130"):
         (package / name).touch()
     (tmp_path / "site" / "nvidia" / "cu13" / "lib").mkdir(parents=True)
@@ -137,18 +69,13 @@ def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeOrt]:
     monkeypatch.syspath_prepend(tmp_path / "site")
     for provider in (CUDA, RTX):
         monkeypatch.delitem(sys.modules, provider.module, raising=False)
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: None)
-    monkeypatch.setattr(ort_session, "import_onnxruntime", lambda: fake)
-    monkeypatch.setattr(kernels, "find_library", lambda: None)
-    monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(ort_tensorrt.TF32_VARIABLE, "0")
     yield fake
     for provider in (CUDA, RTX):  # or later tests of this process would find these packages
         sys.modules.pop(provider.module, None)
 
 
-def settings(provider: PluginProvider = RTX, **fields: Any) -> OrtSettings:
-    return OrtSettings(provider={CUDA: "cuda", RTX: "tensorrt-rtx"}[provider], **fields)
+def settings(provider: PluginProvider = RTX, **fields: Any) -> RunOptions:
+    return RunOptions(runtime={CUDA: "ort-cuda", RTX: "ort-rtx"}[provider], **fields)
 
 
 # ---- both providers
@@ -164,7 +91,7 @@ def test_a_provider_is_registered_once_and_runs_on_one_gpu(ort: FakeOrt, provide
     assert [device.ep_name for device in first[0]] == [provider.name]
     assert again[1] == first[1]
     # providers that are named there would replace those of the options
-    assert ort.opened == [{"providers": [], "enable_fallback": 0}] * 2
+    assert [(one.providers, one.fallback) for one in ort.opened] == [([], 0)] * 2
 
 
 @PROVIDERS
@@ -173,7 +100,7 @@ def test_without_a_gpu_that_it_supports_a_provider_names_what_there_is(
 ) -> None:
     ort.gpus = 0
     for gpus, found in (((), "no GPU"), ((Gpu("GPU-1", "sm_90"),), "SM 90")):
-        monkeypatch.setattr(plugin_provider, "gpus_here", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(providers, "gpus_here", lambda gpus=gpus: gpus)
         message = (
             f"{provider.name} has no device to run on: this machine has {found}; expected {provider.gpu}, with "
             f"{provider.driver}. {provider.instead}"
@@ -242,17 +169,17 @@ def test_libraries_of_pip_are_loaded_where_the_system_has_none(
 @pytest.mark.filterwarnings("error")
 def test_cuda_gets_its_options_and_the_gpu_of_the_settings(ort: FakeOrt) -> None:
     session_from_model(PLAIN, settings(CUDA))
-    session_from_model(PLAIN, settings(CUDA, device_id=1, tf32=True, cuda_graph=True))
+    session_from_model(PLAIN, settings(CUDA, device=1, tf32=True, cuda_graph=True))
     assert [([device.number for device in devices], options) for devices, options in ort.added] == [
         ([0], {"use_tf32": "0", "enable_cuda_graph": "0"}),
         ([1], {"use_tf32": "1", "enable_cuda_graph": "1"}),
     ]
-    with pytest.raises(UserError, match="device_id is 2, and CUDAExecutionProvider has only 0, 1 here"):
-        session_from_model(PLAIN, settings(CUDA, device_id=2))
+    with pytest.raises(UserError, match="device is 2, and CUDAExecutionProvider has only 0, 1 here"):
+        session_from_model(PLAIN, settings(CUDA, device=2))
 
 
 def test_what_leaves_the_gpu_is_looked_for_with_the_plugin_too(ort: FakeOrt) -> None:
-    ort.assigned = {CUDA.name: ["Neg"], CPU: ["CumSum"]}
+    ort.assigned, ort.final = {CUDA.name: ["Neg"], CPU: ["CumSum"]}, None
     with pytest.warns(KernelWarning, match="whether this model leaves the GPU is not known"):  # nothing was written
         session_from_model(PLAIN, settings(CUDA))
     assert len(ort.added) == 2
@@ -262,7 +189,7 @@ def test_what_leaves_the_gpu_is_looked_for_with_the_plugin_too(ort: FakeOrt) -> 
 def test_an_onnxruntime_that_has_cuda_needs_no_plugin(ort: FakeOrt) -> None:
     ort.available = [CUDA.name, CPU]
     given = settings(CUDA)
-    assert not plugin_provider.is_cuda_plugin(ort)
+    assert not providers.is_cuda_plugin(ort)
     assert ort_session.providers_from_settings(ort, given)[0][0] == CUDA.name
     ort_session.session_options(ort, given, None)
     assert (ort.libraries, ort.added) == ([], [])
@@ -293,7 +220,7 @@ def test_the_version_of_either_package_is_recorded(ort: FakeOrt) -> None:
 
 
 def test_bench_offers_cuda_with_the_plugin(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effexport.runners.ort.settings.import_onnxruntime", lambda: ort)
+    monkeypatch.setattr("effexport.runners.ort.import_onnxruntime", lambda: ort)
     assert reason_without_runtime(RUNTIMES["ort-cuda"]) is None
     monkeypatch.setitem(sys.modules, CUDA.module, None)
     assert reason_without_runtime(RUNTIMES["ort-cuda"]) == (
@@ -339,16 +266,15 @@ def test_custom_operators_run_as_bodies_whatever_kernels_there_are(
     ("fields", "message"),
     [
         ({"implementation": "kernel"}, "implementation is 'kernel'; TensorRT-RTX has no plugins, .*: leave it out"),
-        ({"cuda_graph": True}, "cuda_graph needs the provider 'cuda'; the provider is 'tensorrt-rtx'"),
+        (
+            {"cuda_graph": True},
+            "cuda_graph needs the runtime 'ort-cuda' or 'trt' or 'trt-rtx'; the runtime is 'ort-rtx'",
+        ),
     ],
 )
 def test_settings_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         settings(**fields)
-
-
-def test_the_settings_know_their_runtime_and_that_arrays_are_on_the_host() -> None:
-    assert (settings().runtime, settings().device) == ("ort-rtx", "cpu")
 
 
 def test_tf32_that_nobody_asked_for_is_said_with_its_remedy(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,10 +301,10 @@ def test_a_missing_package_names_its_extra(ort: FakeOrt, monkeypatch: pytest.Mon
 def test_the_linked_release_is_read_without_importing_the_package(
     ort: FakeOrt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert plugin_provider.linked_release() == "1.7.1"
+    assert providers.linked_release() == "1.7.1"
     assert RTX.module not in sys.modules
     monkeypatch.setitem(sys.modules, RTX.module, None)
-    assert plugin_provider.linked_release() is None
+    assert providers.linked_release() is None
 
 
 # ---- the real package of TensorRT-RTX
@@ -395,21 +321,21 @@ CHECK = """
 import sys
 from effexport.errors import UserError
 from effexport.runners.ort.session import check_settings
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 
 for _ in range(2):
     try:
-        check_settings(OrtSettings(provider=sys.argv[1]))
+        check_settings(RunOptions(runtime=sys.argv[1]))
     except UserError as error:
         print(error)
 """
 
 
-def refusals(library_path: str, provider: str = "tensorrt-rtx", **variables: str) -> list[str]:
+def refusals(library_path: str, runtime: str = "ort-rtx", **variables: str) -> list[str]:
     """Both lines that a process says when it asks twice for a provider, with these folders of libraries."""
     environment = {**os.environ, "LD_LIBRARY_PATH": library_path, **variables}
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, provider],
+        [sys.executable, "-c", CHECK, runtime],
         env=environment,
         capture_output=True,
         text=True,
@@ -493,7 +419,7 @@ def test_a_plugin_of_cuda_registers_in_the_real_onnxruntime_and_without_a_gpu_is
     tmp_path: Path,
 ) -> None:
     site, linked = tmp_path / "site", "libcudastandin.so.13"
-    install(site, CUDA, str(tmp_path / "libplugin.so"))
+    install_package(site, CUDA, str(tmp_path / "libplugin.so"))
     nvidia = site / "nvidia" / "cu13" / "lib"
     nvidia.mkdir(parents=True)
     for source, options in (
@@ -502,12 +428,12 @@ def test_a_plugin_of_cuda_registers_in_the_real_onnxruntime_and_without_a_gpu_is
     ):
         (tmp_path / "source.c").write_text(source)
         subprocess.run(["cc", "-shared", "-fPIC", "-w", tmp_path / "source.c", *options], check=True)
-    for line in refusals("", "cuda", PYTHONPATH=str(site)):
+    for line in refusals("", "ort-cuda", PYTHONPATH=str(site)):
         assert line == (
             "CUDAExecutionProvider has no device to run on: this machine has no GPU; expected an NVIDIA GPU, with a "
             "driver for CUDA 13, or for CUDA 12 with onnxruntime-ep-cuda12. Use --runtime ort on the CPU"
         )
     (nvidia / linked).unlink()
-    for line in refusals("", "cuda", PYTHONPATH=str(site)):
+    for line in refusals("", "ort-cuda", PYTHONPATH=str(site)):
         assert "does not load onnxruntime-ep-cuda12 0.1.0: " in line
         assert line.endswith(f"and CUDA's {linked} from NVIDIA's packages for pip, or on LD_LIBRARY_PATH")

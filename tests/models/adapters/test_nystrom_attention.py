@@ -18,7 +18,7 @@ from effexport.models.adapters.nystrom_attention import Replacement
 from effexport.models.adapters.replace import with_our_layers
 from effexport.models.layers import DepthwiseConv, fused_operators
 from effexport.models.variants.nystrom.layer import NystromAttention
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.options import RunOptions
 
 pytestmark = pytest.mark.requires("foreign", "torch", "onnx", "ort")
 
@@ -256,7 +256,7 @@ def test_the_file_equals_the_original(model: type[WithMask], num_landmarks: int,
     result = effexport.build(module=original, output=tmp_path / "out", fused=fused)
     assert result.report.verdict == "passed"
     for implementation in ("auto", "body"):
-        with effexport.load(tmp_path / "out", settings=OrtSettings(implementation=implementation)) as runner:
+        with effexport.load(tmp_path / "out", settings=RunOptions(implementation=implementation)) as runner:
             for seq_len in LENGTHS:
                 x, mask = tokens(3, seq_len, DIM), masks(seq_len)["right"]
                 given = runner.run({"hidden_states": x.numpy(), "attention_mask": mask.long().numpy()})

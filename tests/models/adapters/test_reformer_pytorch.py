@@ -301,7 +301,7 @@ def test_the_file_computes_what_the_original_does(name: str, tmp_path: Path) -> 
     assert result.report.verdict == "passed"
     adapted = with_our_layers(model, SEQ_LEN)
     for implementation in ("kernel", "body"):
-        settings = effexport.OrtSettings(implementation=implementation)
+        settings = effexport.RunOptions(implementation=implementation)
         with effexport.load(tmp_path / "built", settings) as runner:
             for seq_len in (1, 63, 100, 1000):
                 x, mask = inputs_of(model, seq_len)

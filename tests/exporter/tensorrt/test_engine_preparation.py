@@ -16,7 +16,7 @@ from effexport.artifact import Artifact
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.building.library import LibraryError
-from effexport.plugins.building.ptx import PtxTarget, ptx_target
+from effexport.plugins.building.ptx_text import PtxTarget, ptx_target
 from effexport.plugins.ops import DOMAIN
 from effexport.tensorrt.bindings import BuildLog
 from effexport.tensorrt.engine_from_onnx import config_from_spec, network_from_model, save_timing_cache
@@ -160,7 +160,9 @@ def test_the_network_is_strongly_typed_and_plugins_of_trt_are_compiled_ahead_of_
     api: Any = SimpleNamespace(
         NetworkDefinitionCreationFlag=network_flags, OnnxParser=lambda network, logger: parser, ILogger=Logger
     )
-    network_from_model(api, builder, BuildLog(api), target, b"", Path("model.onnx"))
+    network_from_model(
+        api, builder, BuildLog(api), EngineSpec(target=target, profiles=PROFILES), b"", Path("model.onnx")
+    )
     assert seen == [flags]
 
 

@@ -1,5 +1,5 @@
 """Every class, method and constant of TensorRT that our code uses exists: in the real bindings of 11.4 and 10.16, and
-in TensorRT-RTX. The protocols of tensorrt/bindings.py say what is used, and mypy lets the code use nothing else."""
+in TensorRT-RTX. typings/tensorrt.pyi says what is used, and mypy lets the code use nothing else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorrt_stub import declared
 
-from effexport.tensorrt import bindings as api
 from effexport.tensorrt.spec import RTX_COMPUTE_CAPABILITIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,23 +21,26 @@ CHECKER = ROOT / "tests" / "plugins" / "tensorrt" / "api_surface.py"
 ENVIRONMENTS = ROOT / ".venv-tensorrt"
 
 
-def protocols() -> dict[str, list[str]]:
-    """Path of a class in the bindings, "" for the module → the members that we use."""
-    found = {}
-    for name, kind in vars(api).items():
-        if not (isinstance(kind, type) and getattr(kind, "_is_protocol", False) and kind.__module__ == api.__name__):
-            continue
-        members = {*kind.__annotations__, *(key for key in vars(kind) if not key.startswith("_"))}
-        path = "" if kind is api.Api else name.removesuffix("Values")
-        found[path] = sorted(members)
-    return found
+# What only the other product has, as "Class" or "Class.member".
+NOT_IN_TRT = {
+    "ComputeCapability",
+    "EngineValidity",
+    "EngineInvalidityDiagnostics",
+    "IBuilderConfig.num_compute_capabilities",
+    "IBuilderConfig.set_compute_capability",
+    "CudaGraphStrategy",
+    "IRuntimeConfig.cuda_graph_strategy",
+    "Runtime.engine_header_size",
+    "Runtime.get_engine_validity",
+}
+NOT_IN_RTX = {"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"}
 
 
 def used_in(product: str) -> dict[str, list[str]]:
     """What is used of one product: all but what only the other one has."""
-    absent = {"tensorrt": api.NOT_IN_TRT, "tensorrt_rtx": api.NOT_IN_RTX}[product]
+    absent = {"tensorrt": NOT_IN_TRT, "tensorrt_rtx": NOT_IN_RTX}[product]
     members = {}
-    for path, names in protocols().items():
+    for path, names in declared().items():
         if path in absent:
             continue
         members[path] = [name for name in names if f"{path}.{name}".lstrip(".") not in absent]
@@ -67,8 +70,8 @@ def real_tensorrt(major: str, members: dict[str, list[str]]) -> dict[str, Any]:
     return answer_of(environment / "bin" / "python", "tensorrt", members, library_path)
 
 
-def test_the_protocols_cover_what_is_known_to_be_used() -> None:
-    found = protocols()
+def test_the_stub_covers_what_is_known_to_be_used() -> None:
+    found = declared()
     assert {"", "Builder", "OnnxParser", "ICudaEngine", "IExecutionContext", "BuilderFlag"} <= found.keys()
     assert "create_network" in found["Builder"]
     assert "TF32" in found["BuilderFlag"]
@@ -88,9 +91,9 @@ def test_the_real_tensorrt_has_all_that_is_used(major: str) -> None:
 @pytest.mark.requires("tensorrt")
 def test_what_is_marked_as_absent_from_tensorrt_is_absent() -> None:
     """Or a check of a name that is there would be left out."""
-    everything = protocols()
+    everything = declared()
     missing = set(real_tensorrt("11", everything)["missing"])
-    assert {name.split(".")[0] if name.split(".")[0] in api.NOT_IN_TRT else name for name in missing} == api.NOT_IN_TRT
+    assert {name.split(".")[0] if name.split(".")[0] in NOT_IN_TRT else name for name in missing} == NOT_IN_TRT
 
 
 @pytest.mark.requires("rtx")
@@ -99,7 +102,7 @@ def test_tensorrt_rtx_has_all_that_is_used() -> None:
     answer = answer_of(sys.executable, "tensorrt_rtx", members)
     assert answer["missing"] == []
     assert answer["checked"] == sum(map(len, members.values()))
-    assert set(answer_of(sys.executable, "tensorrt_rtx", protocols())["missing"]) == api.NOT_IN_RTX
+    assert set(answer_of(sys.executable, "tensorrt_rtx", declared())["missing"]) == NOT_IN_RTX
 
 
 @pytest.mark.requires("rtx")
@@ -116,15 +119,19 @@ def test_tensorrt_rtx_names_exactly_the_gpus_that_can_be_asked_for() -> None:
     assert named == {f"SM{number}" for number in RTX_COMPUTE_CAPABILITIES}
 
 
-def test_the_bindings_are_reached_through_the_protocols_alone() -> None:
-    """No other file of the package imports them, where mypy would not look."""
+def test_the_bindings_are_imported_in_one_place() -> None:
+    """By `import_api`, whose answer mypy holds to the stub; other files of the package import types alone."""
     importers = set()
     for folder in ("exporter", "models"):
         for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+            for_types = {id(node) for block in blocks for node in block.body}
+            for node in ast.walk(tree):
+                if id(node) in for_types:
+                    continue
                 modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 if any(module.split(".")[0] in ("tensorrt", "tensorrt_rtx") for module in modules):
                     importers.add(file.relative_to(ROOT).as_posix())
-    # ONNX Runtime's provider needs the libraries of TensorRT loaded, and nothing of its API
-    assert importers <= {"exporter/tensorrt/ort_providers.py"}
+    assert importers == set()

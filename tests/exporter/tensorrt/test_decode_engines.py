@@ -22,15 +22,16 @@ from effexport.proof.cases import load_reference
 from effexport.proof.checks.decode_step import check_decoder
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
+from effexport.runners.options import RunOptions
 from effexport.runtimes import engine_name
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
-from effexport.tensorrt.runner import TrtSettings, decoder_in_trt
+from effexport.tensorrt.runner import decoder_in_trt
 from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
-GRAPHS = TrtSettings(cuda_graph=True)
+GRAPHS = RunOptions(runtime="trt", cuda_graph=True)
 KINDS = [
     ("linear", "encoder", "fp16"),
     pytest.param("aft-simple", "attention", "fp32", marks=pytest.mark.slow),
@@ -83,7 +84,7 @@ def engines(with_engines: Engines, tmp_path: Path) -> Engines:
 class Session:
     """A decoder on a GPU of its own."""
 
-    def __init__(self, folder: Path, target: str = "trt-rtx", settings: TrtSettings | None = None) -> None:
+    def __init__(self, folder: Path, target: str = "trt-rtx", settings: RunOptions | None = None) -> None:
         self.spec = open_artifact(folder).spec
         self.api: FakeTensorRT = fake_tensorrt(folder)
         self.cuda = self.api.cuda
@@ -142,7 +143,7 @@ def test_engines_of_both_graphs_decode_as_the_whole_model_with_the_types_of_the_
 
 @pytest.mark.parametrize("settings", [None, GRAPHS], ids=["plain", "graphs"])
 def test_only_tokens_and_outputs_are_copied_and_nothing_is_allocated_between_steps(
-    engines: Engines, settings: TrtSettings | None
+    engines: Engines, settings: RunOptions | None
 ) -> None:
     session = Session(as_trt(engines()), "trt", settings)
     counts = session.cuda.counts

@@ -1,4 +1,4 @@
-"""Plugin providers of ONNX Runtime: libraries that a plain onnxruntime loads while it runs.
+"""The execution providers of ONNX Runtime: those that it is built with, and plugins that a plain onnxruntime loads.
 
 `onnxruntime-ep-cuda13` and `onnxruntime-ep-cuda12` have CUDA, by the name that it has in onnxruntime-gpu. Our CUDA
 kernels are registered for that name, and ONNX Runtime 1.31.1 assigns them to a plugin that has it: tried with a plugin
@@ -9,7 +9,7 @@ rest to the CPU. TensorRT-RTX has no plugins, and our kernels would run on the C
 run as their function bodies. Arrays are copied to the GPU and back in every run. Names and values of the options:
 `tensorrt_rtx_provider_options.h` in release 0.5.0 of the package.
 
-Neither has run a model here, because no GPU was available.
+Neither plugin has run a model here, because no GPU was available.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ctypes
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,16 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import MissingExtraError, UserError
 from effexport.plugins.building.toolchain import gpus_here
-from effexport.runners.ort.settings import PROVIDERS, OrtSettings
-from effexport.runtimes import RUNTIMES, Package
+from effexport.runners.options import RunOptions
+from effexport.runtimes import (
+    CPU,
+    CUDA,
+    OPENVINO,
+    RUNTIME_OF_PROVIDER,
+    TENSORRT,
+    TENSORRT_RTX,
+    Package,
+)
 from effexport.tensorrt.ort_providers import check_tf32, engine_folder, profile_options, tf32_allowed
 
 if TYPE_CHECKING:
@@ -61,17 +70,17 @@ class PluginProvider:
         return f"{package.distributions[0]} {package.version}"
 
 
-CUDA = PluginProvider(
-    PROVIDERS["cuda"],
-    RUNTIMES["ort-cuda"].plugins,
+CUDA_PLUGIN = PluginProvider(
+    CUDA,
+    RUNTIME_OF_PROVIDER[CUDA].plugins,
     "1.24.4",
     "an NVIDIA GPU",
     "a driver for CUDA 13, or for CUDA 12 with onnxruntime-ep-cuda12",
     "Use --runtime ort on the CPU",
 )
-RTX = PluginProvider(
-    PROVIDERS["tensorrt-rtx"],
-    (RUNTIMES["ort-rtx"].package,),
+RTX_PLUGIN = PluginProvider(
+    TENSORRT_RTX,
+    (RUNTIME_OF_PROVIDER[TENSORRT_RTX].package,),
     "1.24",
     # those that release 0.5.0 accepts: neither SM 80 nor SM 90 to 110
     "an NVIDIA GPU of SM 86, SM 89, or SM 120 and later",
@@ -88,38 +97,91 @@ _MOST_LIBRARIES = 32
 _CUDNN = "libcudnn.so.9"
 
 
+def providers_from_settings(ort: Any, settings: RunOptions) -> list[Any]:
+    """The provider list of onnxruntime without TensorRT: CUDA or OpenVINO if wanted, and the CPU for what these do not
+    support. Empty for plugins, which the session's options name.
+
+    Raises UserError if onnxruntime does not have the wanted provider.
+    """
+    wanted = settings.row.provider
+    if wanted == CPU:
+        return [CPU]
+    if wanted == TENSORRT_RTX or (wanted == CUDA and is_cuda_plugin(ort)):
+        usable_devices(ort, CUDA_PLUGIN if wanted == CUDA else RTX_PLUGIN)
+        return []
+    available = ort.get_available_providers()
+    if wanted not in available:
+        runtime = settings.row
+        plugins = " or ".join(f"{plugin.remedy} ({plugin.distributions[0]})" for plugin in runtime.plugins)
+        raise UserError(
+            f"onnxruntime {ort.__version__} has no {wanted}, only {', '.join(available)}; "
+            + f"add it: {plugins}, or " * bool(plugins)
+            + f"replace it: pip uninstall onnxruntime, then {runtime.package.remedy}"
+        )
+    if wanted == OPENVINO:
+        return [(OPENVINO, openvino_options(settings)), CPU]
+    if hasattr(ort, "preload_dlls"):
+        # CUDA libraries from pip are not on a search path; messages about missing ones must not mix with our stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            ort.preload_dlls()
+    return [(CUDA, {"device_id": str(settings.device), **cuda_switches(settings)}), CPU]
+
+
+def cuda_switches(settings: RunOptions) -> dict[str, str]:
+    return {"use_tf32": str(int(settings.tf32)), "enable_cuda_graph": str(int(settings.cuda_graph))}
+
+
+def openvino_options(settings: RunOptions) -> dict[str, str]:
+    """Options of the OpenVINO provider; without a precision it chooses one by itself, bfloat16 where the CPU has it."""
+    threads = {} if settings.threads is None else {"num_of_threads": str(settings.threads)}
+    return {"device_type": "CPU", "precision": "FP32", **threads}
+
+
+def check_provider(inference: Any, settings: RunOptions) -> None:
+    """Raises UserError if the provider did not start; onnxruntime only warns and continues without it."""
+    wanted, running = settings.row.provider, inference.get_providers()
+    if wanted in running:
+        return
+    expected = "the libraries of OpenVINO that come with onnxruntime-openvino"
+    if settings.row.tensors == "cuda":
+        tensorrt = "TensorRT, " * (wanted == TENSORRT)
+        expected = f"an NVIDIA GPU, its driver, and the {tensorrt}CUDA and cuDNN libraries of this onnxruntime-gpu"
+    raise UserError(
+        f"{wanted} did not start, and the model would run on {', '.join(running)}; expected {expected}. The lines "
+        "above from ONNX Runtime name the reason"
+    )
+
+
 def is_cuda_plugin(ort: Any) -> bool:
     """Whether CUDA is a plugin of this onnxruntime: of one that was not built with it, if a package has the plugin."""
-    if package_folder(CUDA) is None:
+    if package_folder(CUDA_PLUGIN) is None:
         return False
     # a plugin that is registered is among the available providers, too
-    listed = any(device.ep_name == CUDA.name for device in listed_devices(ort))
-    return listed or CUDA.name not in ort.get_available_providers()
+    listed = any(device.ep_name == CUDA for device in listed_devices(ort))
+    return listed or CUDA not in ort.get_available_providers()
 
 
-def add_cuda(ort: Any, options: Any, settings: OrtSettings) -> None:
+def add_cuda(ort: Any, options: Any, settings: RunOptions) -> None:
     """Add CUDA on the GPU of the settings to the options of a session. Raises as `usable_devices` does, and UserError
     for a GPU that is not there."""
-    devices = usable_devices(ort, CUDA)
+    devices = usable_devices(ort, CUDA_PLUGIN)
     numbered = {int(device.ep_metadata.get("cuda_device_id", at)): device for at, device in enumerate(devices)}
-    if settings.device_id not in numbered:
+    if settings.device not in numbered:
         raise UserError(
-            f"device_id is {settings.device_id}, and {CUDA.name} has only {', '.join(map(str, sorted(numbered)))} here"
+            f"device is {settings.device}, and {CUDA} has only {', '.join(map(str, sorted(numbered)))} here"
         )
-    switches = {"use_tf32": settings.tf32, "enable_cuda_graph": settings.cuda_graph}
-    values = {name: str(int(value)) for name, value in switches.items()}
-    options.add_provider_for_devices([numbered[settings.device_id]], values)
+    options.add_provider_for_devices([numbered[settings.device]], cuda_switches(settings))
 
 
-def add_rtx(ort: Any, options: Any, model: Path | bytes, external: Collection[Path], settings: OrtSettings) -> None:
+def add_rtx(ort: Any, options: Any, model: Path | bytes, external: Collection[Path], settings: RunOptions) -> None:
     """Add TensorRT-RTX on its first GPU to the options of a session.
 
     external: files with weights of the model. Raises UserError if engines cannot be stored.
     """
     check_tf32(settings)
-    conditions = (RTX.packages[0].version, tf32_allowed(), settings.profile)
+    conditions = (RTX_PLUGIN.packages[0].version, tf32_allowed(), settings.profile)
     engines = engine_folder(settings.runtime, model, external, *conditions)
-    options.add_provider_for_devices(usable_devices(ort, RTX)[:1], rtx_options(settings.profile, engines))
+    options.add_provider_for_devices(usable_devices(ort, RTX_PLUGIN)[:1], rtx_options(settings.profile, engines))
 
 
 def listed_devices(ort: Any) -> list[Any]:
@@ -211,7 +273,7 @@ def package_folder(provider: PluginProvider) -> Path | None:
 
 def linked_release() -> str | None:
     """The release of TensorRT-RTX in its package, such as "1.7.1"; None without the package or its library."""
-    folder = package_folder(RTX)
+    folder = package_folder(RTX_PLUGIN)
     names = [] if folder is None else [path.name for path in folder.glob("libtensorrt_rtx.so.*.*")]
     return max((name.partition(".so.")[2] for name in names), default=None)
 

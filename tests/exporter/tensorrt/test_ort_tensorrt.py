@@ -16,13 +16,14 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from fake_onnxruntime import PLAIN, WITH_SORT, FakeOrt, install, parsed
 
-from effexport import OrtSettings
+from effexport import RunOptions
 from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.runners.ort import kernels
-from effexport.runners.ort import session as ort_session
 from effexport.runners.ort.session import session_from_model
+from effexport.runtimes import ORT_RUNTIMES
 from effexport.spec import BuildSpec
 from effexport.tensorrt import ort_providers as ort_tensorrt
 from effexport.tensorrt.sidecar import ShapeRange
@@ -34,76 +35,20 @@ PROFILE: dict[str, ShapeRange] = {
     "input_ids": ((1, 1), (1, 64), (4, 128)),
     "attention_mask": ((1, 1), (1, 64), (4, 128)),
 }
-FUNCTION = '<domain: "effexport", opset_import: ["" : 20]> LSHSort (a) => (b) { b = Neg (a) }'
-
-
-def model_bytes(body: str = "{ y = Neg (x) }", *functions: str) -> bytes:
-    head = '<ir_version: 10, opset_import: ["" : 20, "effexport" : 1]> g (float[b, 4] x) => (float[b, 4] y) '
-    model: bytes = onnx.parser.parse_model("\n".join((head + body, *functions))).SerializeToString()
-    return model
-
-
-PLAIN = model_bytes()
-WITH_SORT = model_bytes("{ y = effexport.LSHSort (x) }", FUNCTION)
-
-
-class FakeOrt:
-    """An onnxruntime that has every provider, and opens every model.
-
-    assigned: which provider runs which operators; None is an onnxruntime that cannot say.
-    """
-
-    __version__ = "9.9"
-
-    def __init__(self, folder: Path) -> None:
-        self.__file__ = str(folder / "__init__.py")
-        self.available = [TENSORRT, CUDA, CPU]
-        self.assigned: dict[str, list[str]] | None = {TENSORRT: ["Neg"]}
-        self.starts = True
-        self.refusal: Exception | None = None
-        self.registered: list[str] = []
-        self.opened: list[dict[str, Any]] = []
-
-    def get_available_providers(self) -> list[str]:
-        return self.available
-
-    def SessionOptions(self) -> Any:
-        return SimpleNamespace(
-            add_session_config_entry=lambda key, value: None, register_custom_ops_library=self.registered.append
-        )
-
-    def InferenceSession(self, source: Any, options: Any, *, providers: list[Any], enable_fallback: int) -> Any:
-        if self.refusal is not None:
-            raise self.refusal
-        self.opened.append({"providers": providers, "enable_fallback": enable_fallback})
-        names = [provider if isinstance(provider, str) else provider[0] for provider in providers]
-        session = SimpleNamespace(get_providers=lambda: names if self.starts else names[1:])
-        if self.assigned is not None:
-            parts = [
-                SimpleNamespace(ep_name=name, get_nodes=lambda ops=ops: [SimpleNamespace(op_type=op) for op in ops])
-                for name, ops in self.assigned.items()
-            ]
-            session.get_provider_graph_assignment_info = lambda: parts
-        return session
-
-    @property
-    def options(self) -> dict[str, str]:
-        """Those of TensorRT in the last session."""
-        (name, options), *_ = self.opened[-1]["providers"]
-        assert name == TENSORRT
-        assert isinstance(options, dict)
-        return options
 
 
 @pytest.fixture
 def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeOrt:
-    """The stand-in, without kernels, in a process that forbids TF32, with a cache of its own."""
-    fake = FakeOrt(tmp_path / "onnxruntime")
-    monkeypatch.setattr(ort_session, "import_onnxruntime", lambda: fake)
-    monkeypatch.setattr(kernels, "find_library", lambda: None)
-    monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(ort_tensorrt.TF32_VARIABLE, "0")
-    return fake
+    fake = FakeOrt(TENSORRT, CUDA, folder=tmp_path / "onnxruntime")
+    return install(monkeypatch, fake, tmp_path / "cache")
+
+
+def options_of(ort: FakeOrt) -> dict[str, str]:
+    """Those of TensorRT, which comes first, in the last session."""
+    (name, options), *_ = ort.opened[-1].providers
+    assert name == TENSORRT
+    assert isinstance(options, dict)
+    return options
 
 
 @pytest.fixture
@@ -118,25 +63,23 @@ def with_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_library", lambda: library)
 
 
-def settings(**fields: Any) -> OrtSettings:
-    return OrtSettings(provider="tensorrt", **fields)
+def settings(**fields: Any) -> RunOptions:
+    return RunOptions(runtime="ort-trt", **fields)
 
 
 @pytest.mark.usefixtures("no_warnings")
 def test_tensorrt_comes_first_and_cuda_and_the_cpu_take_the_rest(ort: FakeOrt) -> None:
     session = session_from_model(PLAIN, settings(implementation="body", profile=PROFILE))
     assert session.implementation == {}
-    (tensorrt, _), (cuda, cuda_options), cpu = ort.opened[0]["providers"]
+    (tensorrt, _), (cuda, cuda_options), cpu = ort.opened[0].providers
     assert (tensorrt, cuda, cpu) == (TENSORRT, CUDA, CPU)
     assert cuda_options == {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": "0"}
-    assert ort.opened[0]["enable_fallback"] == 0, (
-        "onnxruntime would go on without TensorRT, also in the middle of a run"
-    )
+    assert ort.opened[0].fallback == 0, "onnxruntime would go on without TensorRT, also in the middle of a run"
 
 
 def test_the_profile_and_the_cache_become_options_as_the_provider_spells_them(ort: FakeOrt, tmp_path: Path) -> None:
     session_from_model(PLAIN, settings(profile=PROFILE))
-    options = ort.options
+    options = options_of(ort)
     folder = options.pop("trt_engine_cache_path")
     assert Path(folder).is_dir()
     assert Path(folder).parent == tmp_path / "cache" / "ort-trt"
@@ -155,7 +98,7 @@ def test_the_profile_and_the_cache_become_options_as_the_provider_spells_them(or
 
 def test_without_a_profile_the_provider_makes_its_own(ort: FakeOrt) -> None:
     session_from_model(PLAIN, settings())
-    assert not [name for name in ort.options if "profile" in name]
+    assert not [name for name in options_of(ort) if "profile" in name]
 
 
 def test_inputs_of_rank_zero_have_no_place_in_a_profile() -> None:
@@ -172,8 +115,8 @@ def test_a_name_that_the_provider_cannot_read_is_refused(name: str) -> None:
 def test_bodies_leave_the_whole_graph_to_tensorrt(ort: FakeOrt) -> None:
     session = session_from_model(WITH_SORT, settings(implementation="body"))
     assert session.implementation == {"LSHSort": "body"}
-    assert ort.registered == []
-    assert "trt_op_types_to_exclude" not in ort.options
+    assert ort.kernels == []
+    assert "trt_op_types_to_exclude" not in options_of(ort)
 
 
 @pytest.mark.usefixtures("no_warnings")
@@ -183,8 +126,8 @@ def test_kernels_are_kept_from_tensorrt(ort: FakeOrt, monkeypatch: pytest.Monkey
     ort.assigned = {TENSORRT: ["Neg"], CUDA: ["LSHSort"]}
     session = session_from_model(WITH_SORT, settings(implementation=implementation))
     assert session.implementation == {"LSHSort": "kernel"}
-    assert ort.registered == ["lib.so"]
-    assert ort.options["trt_op_types_to_exclude"] == "LSHSort"
+    assert ort.kernels == ["lib.so"]
+    assert options_of(ort)["trt_op_types_to_exclude"] == "LSHSort"
 
 
 def test_a_kernel_that_ends_up_on_the_cpu_is_said(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,14 +159,14 @@ def test_a_profile_goes_with_bodies_only(ort: FakeOrt, monkeypatch: pytest.Monke
 
 def folder_for(ort: FakeOrt, model: Path | bytes = PLAIN, folder: Path | None = None, **fields: Any) -> str:
     session_from_model(model, settings(**fields), folder)
-    return ort.options["trt_engine_cache_path"]
+    return options_of(ort)["trt_engine_cache_path"]
 
 
 def test_engines_are_shared_by_equal_models_and_conditions_alone(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
     first = folder_for(ort)
     assert folder_for(ort) == first
     other = {name: (low, best, (8, 128)) for name, (low, best, _) in PROFILE.items()}
-    folders = [first, folder_for(ort, model_bytes("{ y = Exp (x) }"))]
+    folders = [first, folder_for(ort, parsed("{ y = Exp (x) }").SerializeToString())]
     folders += [folder_for(ort, profile=PROFILE), folder_for(ort, profile=other)]
     folders += [folder_for(ort, WITH_SORT, implementation="body")]
     with_cuda_kernels(monkeypatch)
@@ -270,7 +213,7 @@ def test_tf32_that_nobody_asked_for_is_said_with_its_remedy(ort: FakeOrt, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session_from_model(PLAIN, settings(tf32=True))
-    (_, (_, cuda_options), _) = ort.opened[-1]["providers"]
+    (_, (_, cuda_options), _) = ort.opened[-1].providers
     assert cuda_options["use_tf32"] == "1"
 
 
@@ -343,7 +286,7 @@ MISSING = {
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     package = SimpleNamespace(version=version, module="tensorrt", oldest=(10, 13))
-    monkeypatch.setattr(ort_tensorrt, "TENSORRT", package)
+    monkeypatch.setattr(ort_tensorrt, "PACKAGE", package)
 
 
 @pytest.mark.parametrize("version", MISSING)
@@ -387,25 +330,29 @@ def test_the_tensorrt_of_pip_is_imported_where_it_fits(
     ("fields", "message"),
     [
         (
-            {"provider": "tensorrt", "cuda_graph": True},
-            "cuda_graph needs the provider 'cuda'; the provider is 'tensorrt'",
+            {"runtime": "ort-trt", "cuda_graph": True},
+            "cuda_graph needs the runtime 'ort-cuda' or 'trt' or 'trt-rtx'; the runtime is 'ort-trt'",
         ),
         (
-            {"provider": "cuda", "profile": PROFILE},
-            "profile needs the provider 'tensorrt' or 'tensorrt-rtx'; the provider is 'cuda'",
+            {"runtime": "ort-cuda", "profile": PROFILE},
+            "profile needs the runtime 'ort-trt' or 'ort-rtx'; the runtime is 'ort-cuda'",
         ),
-        ({"profile": PROFILE}, "profile needs the provider 'tensorrt' or 'tensorrt-rtx'; the provider is 'cpu'"),
-        ({"tf32": True}, "tf32 needs the provider 'cuda' or 'tensorrt' or 'tensorrt-rtx'; the provider is 'cpu'"),
+        ({"profile": PROFILE}, "profile needs the runtime 'ort-trt' or 'ort-rtx'; the runtime is 'ort'"),
     ],
 )
 def test_settings_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        OrtSettings(**fields)
+        RunOptions(**fields)
 
 
-def test_the_settings_know_their_runtime_and_where_tensors_are() -> None:
-    assert settings().runtime == "ort-trt"
-    assert [OrtSettings(provider=name).device for name in ("cpu", "cuda", "tensorrt")] == ["cpu", "cuda", "cuda"]
+def test_the_options_know_where_tensors_are() -> None:
+    assert {name: RunOptions(runtime=name).row.tensors for name in ORT_RUNTIMES} == {
+        "ort": "cpu",
+        "ort-cuda": "cuda",
+        "ort-trt": "cuda",
+        "ort-rtx": "cpu",
+        "ort-openvino": "cpu",
+    }
 
 
 @pytest.mark.requires("torch")
