@@ -52,11 +52,11 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     q[:, :, highest, channel] = k[:, :, highest, channel] = 1000
     keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
     if seq > 4:
-        keep[-1, seq - seq // 3 :] = False
-        keep[-1, 1] = False
+        keep[-1:, seq - seq // 3 :] = False
+        keep[-1:, 1] = False
     keep[:, highest] = True
     if case.kind == "no token":
-        keep[-1] = False
+        keep[-1:] = False
     elif case.kind == "mean":
         q, k = torch.zeros_like(q), torch.zeros_like(k)
     hidden = ~keep[:, None, :, None]
@@ -195,6 +195,7 @@ CONTRACT = Contract(
         for sizes in ((0, 2, 5, 8, 4), (2, 0, 5, 8, 4), (2, 2, 0, 8, 4), (2, 2, 5, 8, 0))
         for causal in (0, 1)
     ),
+    body_refuses=(Case((2, 0, 5, 8, 4, 1, 0), EPS), Case((2, 2, 5, 8, 0, 1, 0), EPS)),
     hidden={"k": (1e30, -1e30), "v": (1e30, -1e30)},
     cuda_roundings=3,
     wrong_attributes=(
