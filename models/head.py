@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from effexport.models.contract import ModelContract
 from effexport.models.head_spec import Head, Pooling
-from effexport.models.layers import SameWeights, at_least_float32
+from effexport.models.layers import at_least_float32
+from effexport.models.same_weights import SameWeights
 
 # The length below which a vector is not scaled to 1: a vector of zeros stays one.
 SHORTEST = 1e-12

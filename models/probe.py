@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from effexport.models.contract import longer_length
 from effexport.models.module_inputs import ModuleInputs
+from effexport.models.same_weights import failing_module
 from effexport.models.size_formula import shape_of, size_of
-from effexport.models.user_model import CalledByPosition, UnexpectedOutputError, failing_module
+from effexport.models.user_model import CalledByPosition, UnexpectedOutputError
 from effexport.models.validation import SpecError, require
 from effexport.models.weight_shapes import Dims
 

@@ -29,7 +29,7 @@ from effexport.models.adapters.folding import (
 from effexport.models.adapters.structure import counterpart
 from effexport.models.adapters.table import replacements
 from effexport.models.probe import ModuleFailedError
-from effexport.models.user_model import failing_module
+from effexport.models.same_weights import failing_module
 
 # Largest difference by stored weights, as a fraction of the RMS of an answer: far above rounding.
 FOLDED_ERROR = 1e-4

@@ -20,8 +20,9 @@ from effexport.models.adapters.adapter import Adapter, DrawsNumbers, NotReplacea
 from effexport.models.adapters.fast_transformers import AllOnes, Keeping
 from effexport.models.adapters.folding import ROUNDING, detached_copy, has_hooks, widths_of, with_plain_projections
 from effexport.models.adapters.linear_function import BATCH, LARGE, LONG, kept_tokens, linear_function
-from effexport.models.layers import AttentionLayer, SameWeights
+from effexport.models.layers import AttentionLayer
 from effexport.models.observers import FloatTypes
+from effexport.models.same_weights import SameWeights
 
 # Parts of ours whose size tells how long a sequence must be to have several of them.
 BLOCKS = ("num_landmarks", "chunk_length", "window")
