@@ -43,12 +43,13 @@ from effexport.errors import EffexportError, RuntimeFailedError, StageError, Una
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
-from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module, trace_of_user
+from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module
 from effexport.export.onnx_graph import STAGE as GRAPH_CHECK
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
 from effexport.export.same_graph import why_other_graph
 from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_sizes, spec_with_sizes
 from effexport.export.traced_graphs import read_traced
+from effexport.export.user_program import trace_of_user
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.processor import Processor

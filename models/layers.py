@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -83,28 +83,6 @@ def rotate_pairs(x: Tensor, sines: Tensor, cosines: Tensor) -> Tensor:
     first, second = x.unflatten(-1, (-1, 2)).unbind(dim=-1)
     sines, cosines = sines.to(x.dtype), cosines.to(x.dtype)
     return torch.stack((first * cosines - second * sines, second * cosines + first * sines), dim=-1).flatten(-2)
-
-
-class SameWeights(nn.Module):
-    """A module around a model, with the model's weights and submodules under the same paths: it shares the model's own
-    dictionaries."""
-
-    _model: Any
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        shared = {name: vars(model)[name] for name in ("_parameters", "_buffers", "_modules")}
-        # not as an attribute, which would make the model a submodule with paths of its own
-        vars(self).update(shared, _model=model)
-        self.training = model.training
-
-    def get_submodule(self, target: str) -> nn.Module:
-        found: nn.Module = self._model.get_submodule(target)
-        return found
-
-    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the model, with the model itself as the first: it may be a layer of ours."""
-        yield from self._model.named_modules(*args, **options)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -174,7 +174,7 @@ def plain_program(module: nn.Module, case: Case) -> torch.export.ExportedProgram
     """The traced module, with our operators replaced by the PyTorch code of their references."""
     import torch
 
-    from effexport.export.onnx_from_module import takes_star_args
+    from effexport.export.user_program import takes_star_args
     from effexport.models.layers import fused_operators
 
     dynamic: Any = tuple(

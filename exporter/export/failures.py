@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from effexport.export.specialised_length import is_of_package
 from effexport.models.validation import LONGEST_REASON
-from effexport.plugins.known_ops import known_ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
 
+STAGE = "export"
 # How torch.onnx ends a message whose reason is in the error that caused it.
 REFERS = "See the stack trace"
 # Of the message of an error → the same in words that say what to do; {0}, {1} are its groups.
@@ -49,7 +49,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 def place_of(error: BaseException, module: nn.Module) -> str:
     """The submodule and the line of the user's code that an error is about, as the end of a sentence; or ""."""
-    from effexport.models.user.model import failing_module
+    from effexport.models.same_weights import failing_module
 
     owner, line = failing_module(error, module), line_of_user(error)
     return f"{f': in {owner}' * bool(owner)}{f' ({line})' * bool(line)}"
@@ -107,14 +107,3 @@ def first_paragraph(text: str) -> str:
     """The lines of a message up to the first empty one, as one line."""
     lines = text.strip().partition("\n\n")[0].splitlines()
     return " ".join(line.strip() for line in lines).strip(" :")
-
-
-def unknown_op(cause: str) -> str:
-    """What to do if torch.onnx does not know an operator of a user's, because nothing declares it; "" otherwise."""
-    called = re.search(r"\beffexport(?:::|\.)(\w+)", cause)
-    if called is None or any(op.torch_name == called[1] for op in known_ops().values()):
-        return ""
-    return (
-        f". No installed package declares effexport::{called[1]}; install the one that does, or compile the operator's "
-        "folder with: effexport plugins build --with FOLDER"
-    )

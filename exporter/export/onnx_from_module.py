@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.errors import StageError, UserError
-from effexport.export.failures import line_of_user, place_of, reason_of, unknown_op
+from effexport.export.failures import STAGE, place_of, reason_of
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
-from effexport.export.other_branches import (
-    Agreement,
-    Side,
-    Whole,
-    drawn,
-    program_of_sides,
-    resized,
-    side_of,
-)
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.promoted import with_casts
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.size_arithmetic import size_translation
-from effexport.export.sizes_of_draws import sizes_of_draws, sizes_of_traced_draws
-from effexport.export.specialised_length import AxisOfTrace, OtherSizesError, Sizes, Trace, axes_of_trace, traced
 from effexport.export.traced_graphs import (
     REMEDY,
     SCOPES_KEY,
@@ -44,11 +32,11 @@ from effexport.export.traced_graphs import (
     read_traced,
     traced_weights,
 )
+from effexport.export.user_program import NotTracedError, free_axes, program_of_user
 from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.encoder.spec import MASKS
 from effexport.models.size_formula import shape_of
-from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 from effexport.plugins.user_operators import loaded
@@ -63,12 +51,8 @@ if TYPE_CHECKING:
 
     from effexport.quantize.record import FloatProduct, Quantization
 
-STAGE = "export"
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
-# In errors of code that calculates with a size as with a number, such as np.sqrt(x.shape[1]).
-OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for tensor subclasses")
-
 # Of a model in memory: the operators that stand for what the code of a module writes out.
 WRITTEN = "written out"
 
@@ -234,7 +218,7 @@ def program_from_module(
     ):
         try:
             program = torch.onnx.export(
-                finished(program_of_user(module, example, signature, spec), spec, written)
+                finished(program_of_user(module, example, signature.inputs, spec), spec, written)
                 if spec.model.is_traced_as_found
                 else module,
                 example,
@@ -247,6 +231,8 @@ def program_from_module(
                 optimize=optimize,
                 verbose=False,
             )
+        except NotTracedError as error:
+            raise failure(error.reason, module) from error.reason
         except torch.onnx.OnnxExporterError as error:
             raise failure(error, module) from error
     if program is None:
@@ -293,121 +279,15 @@ def failure(error: Exception, module: nn.Module) -> StageError:
     return StageError(STAGE, f"{message}; --debug shows the traceback")
 
 
-def free_axes(module: nn.Module, inputs: Sequence[TensorInfo], free: Callable[[str], Any]) -> tuple[Any, ...]:
-    """The free axes of each input as torch.export takes them. free: of the name of an axis, what stands for it."""
-    axes = tuple({i: free(dim) for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in inputs)
-    # torch.export treats *inputs as one nested argument
-    return (axes,) if takes_star_args(module) else axes
-
-
-def program_of_user(
-    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec
-) -> ExportedProgram:
-    """PyTorch's program of a user's own module.
-
-    Raises OtherSizesError if the code ties it to other sizes than those of the spec, of which the proof runs a few
-    only, and StageError if it cannot be traced.
-    """
-    from effexport.models.user.model import drawing_model
-
-    sizes = sizes_of_example(example, signature.inputs)
-    drawing = drawing_model(module)
-    if drawing is not None and (drawn_for := sizes_of_draws(drawing, example, signature.inputs, sizes)):
-        raise OtherSizesError(STAGE, drawn_for)
-    trace = trace_of_user(module, example, signature.inputs, spec)
-    if drawing is not None and (drawn_for := sizes_of_traced_draws(drawing, trace, sizes)):
-        raise OtherSizesError(STAGE, drawn_for)
-    if trace.program is None:
-        assert trace.error is not None
-        # numpy.random refuses free sizes in words of its own
-        may_be_size = OF_SIZES.search(str(trace.error)) or (drawing is not None and drawing.draws_elsewhere)
-        if (place := line_of_user(trace.error)) and may_be_size:
-            for axis, size in sizes.items():
-                if trace_of_user(module, example, signature.inputs, spec, fixed=axis).program is not None:
-                    raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
-        raise failure(trace.error, module) from trace.error
-    axes = axes_of_trace(trace, sizes, signature.inputs, limits_of_spec(spec))
-    tied = {one.axis: found for one in axes if (found := one.sizes(sizes[one.axis], trace)) is not None}
-    if not tied:
-        return trace.program
-    if len(tied) == 1:
-        (branched,) = (one for one in axes if one.axis in tied)
-        whole = program_of_other_branches(module, trace, branched, example, signature.inputs, spec)
-        if whole is not None:
-            found = branched.sizes_between(whole.lowest, whole.highest, whole.reason)
-            if found is None:
-                return whole.program
-            tied[branched.axis] = found
-    raise OtherSizesError(STAGE, list(tied.values()))
-
-
-def sizes_of_example(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo]) -> dict[str, int]:
-    return {
-        axis: size
-        for tensor, values in zip(inputs, example, strict=True)
-        for axis, size in zip(tensor.dims, values.shape, strict=True)
-        if isinstance(axis, str)
-    }
-
-
-def limits_of_spec(spec: BuildSpec) -> dict[str, tuple[int, int]]:
-    limits = {axis: (size, LARGEST_SIZE) for axis, size in spec.model.lowest.items()}
-    return limits | {"seq": (spec.model.shortest, spec.model.max_seq_len or LARGEST_SIZE)}
-
-
-def program_of_other_branches(
-    module: nn.Module,
-    first: Trace,
-    axis: AxisOfTrace,
-    example: tuple[torch.Tensor, ...],
-    inputs: Sequence[TensorInfo],
-    spec: BuildSpec,
-) -> Whole | None:
-    """The program for the most sizes of an axis, if branches that tie it compute the same; see `other_branches`."""
-    traced_sizes = sizes_of_example(example, inputs)
-
-    def side(size: int) -> Side | None:
-        sizes = {**traced_sizes, axis.axis: size}
-        trace = trace_of_user(module, resized(example, inputs, sizes), inputs, spec)
-        if trace.program is None:
-            return None
-        found = {one.axis: one for one in axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))}
-        if any(one.sizes(sizes[name], trace) for name, one in found.items() if name != axis.axis):
-            return None
-        return side_of(trace, found[axis.axis])
-
-    def values(size: int) -> list[list[torch.Tensor]]:
-        there = resized(example, inputs, {**traced_sizes, axis.axis: size})
-        # also large numbers, of which a side may cut off some
-        return [drawn(there, inputs, spec.model, scale) for scale in (1.0, 100.0)]
-
-    agrees = Agreement(module, values)
-    return program_of_sides(side_of(first, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
-
-
-def trace_of_user(
-    module: nn.Module,
-    example: tuple[torch.Tensor, ...],
-    inputs: Sequence[TensorInfo],
-    spec: BuildSpec,
-    fixed: str | None = None,
-) -> Trace:
-    """The trace of a user's own module at any size. fixed: an axis that is not free for once.
-
-    PyTorch needs a limit to see that the first `seq` of so many positions are `seq`.
-    """
-    from torch.export import Dim
-
-    def free(axis: str) -> Any:
-        limited = axis == "seq" and spec.model.max_seq_len is not None
-        return None if axis == fixed else Dim.AUTO(max=spec.model.max_seq_len) if limited else Dim.AUTO
-
-    return traced(module, example, free_axes(module, inputs, free), inputs)
-
-
-def takes_star_args(module: nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+def unknown_op(cause: str) -> str:
+    """What to do if torch.onnx does not know an operator of a user's, because nothing declares it; "" otherwise."""
+    called = re.search(r"\beffexport(?:::|\.)(\w+)", cause)
+    if called is None or any(op.torch_name == called[1] for op in known_ops().values()):
+        return ""
+    return (
+        f". No installed package declares effexport::{called[1]}; install the one that does, or compile the operator's "
+        "folder with: effexport plugins build --with FOLDER"
+    )
 
 
 def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:

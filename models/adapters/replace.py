@@ -40,7 +40,7 @@ from effexport.models.adapters.folding import (
     with_read_weights,
 )
 from effexport.models.adapters.structure import counterpart
-from effexport.models.user.model import failing_module
+from effexport.models.same_weights import failing_module
 from effexport.models.user.probe import ModuleFailedError
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapted
-from effexport.models.layers import SameWeights
+from effexport.models.same_weights import SameWeights
 from effexport.models.user.drawn_numbers import DrawnNumbers, NotFrozenError
 from effexport.models.user.inputs import arguments_of
 from effexport.models.user.modes import OnePrecision, cast, types_of
@@ -358,24 +357,3 @@ def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def failing_module(error: BaseException, model: nn.Module) -> str:
-    """The path and class of the innermost submodule in whose code, or in whose part of a traced graph, an error was
-    raised; "" if there is none."""
-    paths = {id(child): path for path, child in model.named_modules() if path}
-    found = ""
-    cause: BaseException | None = error
-    while cause is not None:
-        for frame, _ in traceback.walk_tb(cause.__traceback__):
-            owner, node = frame.f_locals.get("self"), frame.f_locals.get("node")
-            if id(owner) in paths:
-                found = f"{paths[id(owner)]} ({type(owner).__module__}.{type(owner).__qualname__})"
-            elif isinstance(node, torch.fx.Node) and (stack := node.meta.get("nn_module_stack")):
-                path, kind = list(stack.values())[-1]
-                if isinstance(model, SameWeights):
-                    path = path.removeprefix("_model").removeprefix(".")
-                name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-                found = f"{path} ({name})" if path else ""
-        cause = cause.__cause__ or cause.__context__
-    return found

@@ -17,10 +17,11 @@ from torch.utils._sympy import functions as sizes
 
 from effexport.models.adapters.sdpa import attention_calls_as_operators
 from effexport.models.contract import longer_length
+from effexport.models.same_weights import failing_module
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import axes_of, shape_of, size_of, written
 from effexport.models.user.inputs import ModuleInputs
-from effexport.models.user.model import CalledByPosition, UnexpectedOutputError, failing_module
+from effexport.models.user.model import CalledByPosition, UnexpectedOutputError
 from effexport.models.user.traced_code import code_as_exported
 from effexport.models.validation import SpecError, require
 
