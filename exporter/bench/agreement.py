@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.bench.candidates import Candidate, module_from_case, signature_of_case, tensors_from_arrays
+from effexport.bench.candidates import Candidate
 from effexport.bench.grid import spec_from_case
+from effexport.bench.models import module_from_case, signature_of_case, tensors_from_arrays
 from effexport.bench.results import Case, Parity
 from effexport.models.size_formula import shape_of
 

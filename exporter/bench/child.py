@@ -166,7 +166,8 @@ def print_peak_memory() -> None:
         import torch
 
         torch.set_num_threads(request["threads"])
-    from effexport.bench.candidates import candidate_from_case, inputs_of_case
+    from effexport.bench.candidates import candidate_from_case
+    from effexport.bench.models import inputs_of_case
 
     feeds = inputs_of_case(case)
     candidate = candidate_from_case(

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.bench.candidates import signature_of_case, synchronize
 from effexport.bench.grid import logits_bytes, products_of_case
+from effexport.bench.models import signature_of_case, synchronize
 from effexport.bench.results import Case
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.dtypes import DTYPES

@@ -19,10 +19,7 @@ from effexport.bench.candidates import (
     NotRunnableError,
     candidate_from_case,
     engine_from_case,
-    inputs_of_case,
     is_beyond_runtime,
-    naive_onnx_from_case,
-    onnx_from_case,
     reason_not_here,
     short,
 )
@@ -44,6 +41,7 @@ from effexport.bench.costs import (
 )
 from effexport.bench.grid import Grid, model_of_case, products_of_case
 from effexport.bench.machine import Machine, wait_until_idle
+from effexport.bench.models import inputs_of_case, naive_onnx_from_case, onnx_from_case
 from effexport.bench.results import BenchResults, Case, Floor, Row
 from effexport.bench.timing import (
     Rotation,

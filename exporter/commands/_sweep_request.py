@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from effexport.bench.cell import Cell
     from effexport.bench.children import Executor, Limits
     from effexport.bench.store import Store
-    from effexport.bench.sweep import Plan
+    from effexport.bench.sweep import SweepPlan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SweepRequest:
     def folder(self) -> Path:
         return self.output or Path("sweeps") / self.sweep_file.stem
 
-    def resolve(self) -> tuple[Plan, Store]:
+    def resolve(self) -> tuple[SweepPlan, Store]:
         """Raises UserError and SpecError for a file or options that cannot work; nothing is written."""
         from effexport.bench.store import Store
         from effexport.bench.sweep import plan_of

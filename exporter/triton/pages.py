@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.dtypes import TensorInfo
-from effexport.report.rendering.markdown import escaped
+from effexport.render.markdown import escaped
 from effexport.spec import is_optional
 from effexport.triton.record import ModelRecord
 from effexport.triton.signature import protocol_type, tensors_of

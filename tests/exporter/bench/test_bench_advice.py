@@ -12,9 +12,10 @@ from typing import Any
 import bench_results
 import pytest
 
-from effexport.bench import advice as advise_module
+from effexport.bench import adviser as advise_module
 from effexport.bench import recommendation as advise_rendering
-from effexport.bench.advice import Adviser, Limits, Plan, Speed, least_ms_by_products, misses
+from effexport.bench.advice import Limits, Plan, least_ms_by_products, misses
+from effexport.bench.adviser import Adviser, Speed
 from effexport.bench.grid import Grid, model_of_case, models_from_text
 from effexport.bench.page import html_from_results
 from effexport.bench.recommendation import (

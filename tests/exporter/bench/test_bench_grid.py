@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers, spec_from_case, words
-from effexport.bench.presets import PRESETS, PUBLISHED, TITLES
+from effexport.bench.presets import PRESETS, published_of
 from effexport.errors import UserError
 from effexport.models.attention_spec import attention_spec
 from effexport.models.validation import SpecError
@@ -100,8 +100,8 @@ def test_a_preset_has_a_grid_and_figures_to_compare_with(name: str) -> None:
     preset = PRESETS[name]
     assert preset.name == name
     assert len(list(preset.grid.cases())) >= 10
-    assert name in TITLES
-    assert any(table.preset == name for table in PUBLISHED)
+    assert preset.title
+    assert published_of(name)
 
 
 def test_a_spec_has_the_label_that_its_options_have_in_a_table() -> None:

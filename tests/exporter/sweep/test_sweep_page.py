@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import assert_formats_agree
 from page_browser import (
     HEADINGS,
     OVERFLOW,
@@ -22,14 +23,20 @@ from page_browser import (
 from effexport.artifact import CheckSummary, EngineEntry
 from effexport.bench.sweep import (
     MAX_OPEN_ROWS,
-    Row,
     SweepResults,
+    document_from_results,
     engine_parity,
     engine_text,
-    html_from_results,
     sweep_chart,
     worst_of_summary,
 )
+from effexport.bench.sweep import SweepRow as Row
+from effexport.render.html import html_from_document
+
+
+def html_from_results(found: SweepResults) -> str:
+    return html_from_document(document_from_results(found))
+
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
 
@@ -106,6 +113,11 @@ def test_no_text_of_results_is_taken_for_html(name: str) -> None:
     assert "<script" not in page
     assert "None" not in page
     assert ("&lt;script&gt;" in page) == (name == "hostile")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_markdown_and_terminal_agree(name: str) -> None:
+    assert_formats_agree(document_from_results(PAGES[name]()))
 
 
 def test_the_page_says_what_failed_why_and_how_to_repeat_it() -> None:
