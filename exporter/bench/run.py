@@ -23,15 +23,14 @@ from effexport.bench.candidates import (
     reason_not_here,
     short,
 )
+from effexport.bench.children import MemoryUnknownError, peak_memory
 from effexport.bench.costs import (
     EXPORT_SECONDS,
     START_SECONDS,
-    MemoryUnknownError,
     OnStep,
     Pace,
     arena_fits,
     memory_cost,
-    peak_memory,
     prepare_cost,
     reason_too_large,
     run_pass,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import quote
 
 from effexport.render.document import STATUSES, Document, Part
@@ -10,7 +12,7 @@ from effexport.units import moment
 
 
 def html_from_document(document: Document) -> str:
-    filters = {
+    filters: dict[str, Callable[..., Any]] = {
         "moment": moment,
         "path": quote,
         "css": lambda status: STATUSES.get(status, ("",))[0],
