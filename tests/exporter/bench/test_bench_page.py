@@ -1,104 +1,37 @@
-"""The page of a benchmark: what it says of complete, broken, small and large ones, and how it looks in a browser."""
+"""The document of a benchmark: what it says of complete, broken, small and large ones."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_results import FAILED, LENGTHS, MODELS, case, results, row, without_timing
-from documents import assert_formats_agree, terminal_of
-from page_browser import (
-    HEADINGS,
-    OVERFLOW,
-    RULES,
-    WIDE,
-    Browser,
-    complaints,
-    foreign_text_colours,
-    plots_with_clear_text,
-    weak_colours,
+from bench_results import (
+    FAILED,
+    LENGTHS,
+    MODELS,
+    RESULTS,
+    broken_results,
+    case,
+    ort_only,
+    preset_results,
+    results,
+    row,
+    two_hundred_rows,
+    without_timing,
 )
+from documents import terminal_of
 
 from effexport.bench.beside import measured_table, published_tables
 from effexport.bench.findings import crossovers, curves, headlines, interruption, parity_sentence, problems, verdict
 from effexport.bench.page import bench_chart, conditions_of, document_from_results, html_from_results, rows_table
 from effexport.bench.presets import PRESETS, publications
-from effexport.bench.results import BenchResults, Row
+from effexport.bench.results import BenchResults
 from effexport.render.axes import MAX_TICKS, ticks_between
 from effexport.render.document import Table
 from effexport.render.multiples import Chart
 from effexport.units import duration, duration_with, memory, rate, three_digits
-
-HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
-
-
-def ort_only(**fields: Any) -> BenchResults:
-    return results(tuple(row(label, length) for length in LENGTHS for label in MODELS), **fields)
-
-
-def broken_results() -> BenchResults:
-    """Interrupted, with rows that failed, that were not run, and of which little is known."""
-    rows = [
-        *results().rows[:30],
-        without_timing("failed", "parity failed", FAILED, label="lsh, 4 rounds", seq_len=8192),
-        without_timing("failed", "the runtime ended", label="linear", seq_len=8192),
-        *[without_timing("not run", "there is no GPU", label=label, runtime="trt") for label in MODELS],
-        replace(row("linear", 2048, "trt"), times_softmax=None, times_torch=None, floor=None, peak_bytes=None),
-        replace(row("linear", 4096), parity=None),
-    ]
-    return results(tuple(rows), complete=False)
-
-
-def two_hundred_rows() -> BenchResults:
-    runtimes = ("torch", "ort", "ort-cuda", "ort-trt", "trt")
-    models = itertools.product(range(2), MODELS)
-    rows: list[Row] = []
-    for (n, label), runtime, length in itertools.product(models, runtimes, LENGTHS):
-        one = row(label, length, runtime)
-        variant = one.case.variant if n == 0 else f"other-{one.case.variant}"
-        rows.append(replace(one, case=replace(one.case, label=variant if n else label, variant=variant)))
-    assert len(rows) == 200
-    return results(tuple(rows))
-
-
-def preset_results(preset: str) -> BenchResults:
-    batch = (lambda length: 16384 // length) if preset == "reformer-rounds" else (lambda length: 1)
-    rows = [row(label, length, runtime) for runtime in ("torch", "ort") for label in MODELS for length in LENGTHS]
-    rows = [replace(one, case=replace(one.case, batch=batch(one.case.seq_len))) for one in rows]
-    return results(tuple(rows), preset=preset)
-
-
-def hostile_results() -> BenchResults:
-    one = row("linear", 512)
-    bad = replace(one, case=replace(one.case, label=HOSTILE, runtime=HOSTILE, options={HOSTILE: HOSTILE}))
-    failed = without_timing("failed", HOSTILE, replace(FAILED, detail=HOSTILE, metric=HOSTILE), label=HOSTILE)
-    known = {
-        "command": HOSTILE,
-        "created": "<b>now</b>",
-        "machine": {HOSTILE: HOSTILE},
-        "environment": {HOSTILE: HOSTILE},
-    }
-    operators = replace(bad, case=replace(bad.case, seq_len=1024), implementation={HOSTILE: HOSTILE})
-    return results((bad, operators, failed), preset=HOSTILE, **known)
-
-
-RESULTS = {
-    "whole": results,
-    "one runtime": ort_only,
-    "broken": broken_results,
-    "one row": lambda: results((row("linear", 1024),)),
-    "nothing timed": lambda: results((without_timing("not run", "there is no GPU"),)),
-    "no rows": lambda: results((), complete=False),
-    "200 rows": two_hundred_rows,
-    "hostile": hostile_results,
-    **{preset: (lambda preset=preset: preset_results(preset)) for preset in PRESETS},
-}
-every_page = pytest.mark.parametrize("name", RESULTS)
-
 
 # ---- what it says
 
@@ -342,19 +275,6 @@ def test_published_tables_have_a_cell_for_each_column_and_a_preset_with_a_title(
         assert published.note
 
 
-@every_page
-def test_no_text_of_results_is_taken_for_html(name: str) -> None:
-    page = html_from_results(RESULTS[name]())
-    assert "<script" not in page
-    assert "None" not in page
-    assert ("&lt;script&gt;" in page) == (name == "hostile")
-
-
-@every_page
-def test_page_markdown_and_terminal_agree(name: str) -> None:
-    assert_formats_agree(document_from_results(RESULTS[name]()))
-
-
 @pytest.mark.parametrize("width", [60, 80, 130, 200])
 def test_a_terminal_clips_nothing(width: int) -> None:
     for name in ("whole", "broken", "one runtime"):
@@ -364,60 +284,3 @@ def test_a_terminal_clips_nothing(width: int) -> None:
 def test_a_long_table_is_folded_and_a_short_one_is_not() -> None:
     assert "<details open>" in html_from_results(ort_only())
     assert "<details open>" not in html_from_results(two_hundred_rows())
-
-
-# ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("bench")
-    found = {}
-    for name, made in RESULTS.items():
-        found[name] = folder / f"{name.replace(' ', '-')}.html"
-        found[name].write_text(html_from_results(made()), encoding="utf-8")
-    return found
-
-
-in_browser = pytest.mark.requires("browser")
-
-
-@in_browser
-@every_page
-def test_a_page_is_quiet_asks_nobody_and_keeps_the_rules(browser: Browser, pages: dict[str, Path], name: str) -> None:
-    browser.open(pages[name])
-    assert complaints(browser) == []
-    assert not re.search(r"""(src|href)=["']?(https?:)?//|url\(|@import""", pages[name].read_text(encoding="utf-8"))
-    for rule, broken in RULES.items():
-        assert browser.evaluate(f"({broken}).map(e => e.outerHTML.slice(0, 120))") == [], rule
-    levels = browser.evaluate(HEADINGS)
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert plots_with_clear_text(browser) == pages[name].read_text(encoding="utf-8").count("<svg role")
-
-
-@in_browser
-@every_page
-@pytest.mark.parametrize("width", [360, WIDE])
-def test_a_page_never_scrolls_sideways(browser: Browser, pages: dict[str, Path], name: str, width: int) -> None:
-    browser.open(pages[name], width)
-    browser.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
-    assert browser.evaluate(OVERFLOW) <= 0
-
-
-@in_browser
-@pytest.mark.parametrize(("scheme", "media"), [("light", "screen"), ("dark", "screen"), ("dark", "print")])
-def test_every_colour_stands_out(browser: Browser, pages: dict[str, Path], scheme: str, media: str) -> None:
-    browser.open(pages["broken"], scheme=scheme, media=media)
-    assert weak_colours(browser, is_dark=scheme == "dark" and media == "screen") == {}
-    assert foreign_text_colours(browser) == set()
-
-
-@in_browser
-@pytest.mark.parametrize("name", ["whole", "200 rows", "broken", "nystrom-table1"])
-def test_tables_fit_on_paper(browser: Browser, pages: dict[str, Path], name: str) -> None:
-    # A4 in landscape between its margins: 273 mm
-    browser.open(pages[name], 1032, media="print")
-    assert browser.evaluate("[...document.querySelectorAll('table')].every(e => e.scrollWidth <= innerWidth)")
-    assert browser.evaluate(OVERFLOW) <= 0
