@@ -44,8 +44,8 @@ class MemoryUnknownError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
+class CellLimits:
+    """CellLimits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
 
     seconds: float = 4 * 3600.0
     artifact_bytes: int = 16 * 10**9
@@ -59,7 +59,7 @@ class Attempt:
     """
 
     cell: Cell
-    limits: Limits
+    limits: CellLimits
     environment: Mapping[str, str] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = lambda: False
 
@@ -84,7 +84,7 @@ def run_attempt(attempt: Attempt, folder: Path) -> Outcome:
 def run_request(
     request: Mapping[str, Any],
     folder: Path,
-    limits: Limits,
+    limits: CellLimits,
     environment: Mapping[str, str],
     is_cancelled: Callable[[], bool],
 ) -> Outcome:
@@ -121,7 +121,7 @@ def peak_memory(case: Case, model: Path | None, *, threads: int, memory_arena: b
         "memory_arena": memory_arena,
     }
     with tempfile.TemporaryDirectory(prefix="effexport-bench-") as folder:
-        outcome = run_request(request, Path(folder), Limits(seconds=STUCK_SECONDS), {}, lambda: False)
+        outcome = run_request(request, Path(folder), CellLimits(seconds=STUCK_SECONDS), {}, lambda: False)
     if outcome.peak_bytes is None or outcome.status == "failed":
         raise MemoryUnknownError(outcome.reason.partition(";")[0])
     return outcome.peak_bytes
@@ -147,7 +147,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
                 return
 
 
-def outcome_of_process(folder: Path, code: int | None, limits: Limits) -> Outcome:
+def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Outcome:
     here = platform.node()
     if code is None:
         return Outcome(status="failed", reason=f"took longer than {limits.seconds:g} s; raise --timeout", where=here)
@@ -223,7 +223,7 @@ class ClosedError(Exception):
 class ProcessExecutor:
     """An executor on this machine. jobs: cells at a time. work: runs an attempt. A GPU runs one cell."""
 
-    limits: Limits
+    limits: CellLimits
     jobs: int = 1
     work: Work = run_attempt
     gpus: tuple[Gpu, ...] = field(default_factory=gpus_here)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.bench.cell import Cell
-    from effexport.bench.children import Executor, Limits
+    from effexport.bench.children import CellLimits, Executor
     from effexport.bench.store import Store
     from effexport.bench.sweep import SweepPlan
 
@@ -75,13 +75,13 @@ class SweepRequest:
             )
         self.limits()
 
-    def limits(self) -> Limits:
+    def limits(self) -> CellLimits:
         from dataclasses import replace
 
-        from effexport.bench.children import Limits
+        from effexport.bench.children import CellLimits
         from effexport.units import bytes_from_text
 
-        limits = Limits() if self.timeout is None else Limits(seconds=self.timeout)
+        limits = CellLimits() if self.timeout is None else CellLimits(seconds=self.timeout)
         if self.max_artifact is None:
             return limits
         return replace(limits, artifact_bytes=bytes_from_text(self.max_artifact, "--max-artifact"))

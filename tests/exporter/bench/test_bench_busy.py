@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from effexport.bench.findings import crossovers, curves, disturbance, headlines
-from effexport.bench.machine import Machine
 from effexport.bench.results import BenchResults, results_from_json
+from effexport.bench.timing import Machine
 
 # measures three times, and wants a machine for itself
 pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]

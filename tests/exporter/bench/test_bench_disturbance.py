@@ -15,11 +15,10 @@ from planted_machine import PlantedMachine
 from effexport.bench import run as bench_run
 from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
 from effexport.bench.grid import Grid, Model
-from effexport.bench.machine import CoreUse
 from effexport.bench.page import bench_chart, csv_from_results, document_from_results, html_from_results
 from effexport.bench.results import BenchResults, Disturbance, Floor, Row, results_from_json
 from effexport.bench.run import Settings, bench
-from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN
+from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN, CoreUse
 from effexport.render.terminal import print_document
 
 Cli = Callable[..., Any]
@@ -212,7 +211,7 @@ def test_waiting_for_an_idle_machine_is_bounded_and_said(cli: Cli, tmp_path: Pat
 
 
 def test_waiting_needs_a_system_that_tells_what_others_do(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench import machine as readings
+    from effexport.bench import timing as readings
 
     monkeypatch.setattr(readings, "STAT", Path("/nowhere/stat"))
     message = cli("bench", "--variants", "softmax", "--wait-idle").error()

@@ -17,8 +17,7 @@ from small_builds import what_decides_a_build
 
 from effexport.bench import candidates
 from effexport.bench import run as bench_run
-from effexport.bench.agreement import agreement, reference_of_case
-from effexport.bench.candidates import candidate_from_case
+from effexport.bench.candidates import agreement, candidate_from_case, reference_of_case
 from effexport.bench.grid import Grid, Model, spec_from_case
 from effexport.bench.models import (
     inputs_of_case,
