@@ -29,21 +29,18 @@ class Crossover:
 
     def __str__(self) -> str:
         """The end of a sentence that begins with "linear on ort is …"."""
-        about = [f"{_rounded(length):,}" for length in self.crossings]
+        about = ", ".join(f"{_rounded(length):,}" for length in self.crossings)
         measured = f"{self.shortest:,} to {self.longest:,}" if self.shortest < self.longest else f"{self.shortest:,}"
-        if self.outcome == "always":
-            return f"faster at every measured length ({measured})"
-        if self.outcome == "never":
-            return f"faster at none of the measured lengths ({measured})"
-        if self.outcome == "from":
-            return f"faster from about {about[0]} tokens on"
-        if self.outcome == "up to":
-            return f"faster up to about {about[0]} tokens"
-        if self.outcome == "several":
-            return f"faster on some stretches: the curves cross at about {', '.join(about)} tokens"
-        if self.outcome == "disturbed":
-            return "not compared: other programs disturbed the timings"
-        return "not compared: no length was measured of both"
+        texts: dict[Outcome, str] = {
+            "always": f"faster at every measured length ({measured})",
+            "never": f"faster at none of the measured lengths ({measured})",
+            "from": f"faster from about {about} tokens on",
+            "up to": f"faster up to about {about} tokens",
+            "several": f"faster on some stretches: the curves cross at about {about} tokens",
+            "disturbed": "not compared: other programs disturbed the timings",
+            "not compared": "not compared: no length was measured of both",
+        }
+        return texts[self.outcome]
 
 
 DISTURBED = Crossover("disturbed", (), 0, 0)

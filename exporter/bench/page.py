@@ -251,7 +251,7 @@ def rows_table(results: BenchResults, conditions: dict[str, str]) -> Table:
         if row.is_quotable:
             lines.append(Line(tuple(text(row) for _, text in every)))
         else:
-            lines.append(Line(tuple(text(row) for _, text in own), status_of(row), reason_with_median(row)))
+            lines.append(line_of_problem(row, tuple(text(row) for _, text in own)))
     columns, lines_with_texts = without_empty_columns([column for column, _ in every], lines)
     if len(columns) == len(own):
         columns += (Column("Status"),)
@@ -271,11 +271,13 @@ def timing_note(results: BenchResults) -> str:
     )
 
 
-def reason_with_median(row: Row) -> str:
+def line_of_problem(row: Row, cells: tuple[str, ...]) -> Line:
     """Why a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
-    if row.status != "disturbed" or row.timing is None:
-        return reason_of(row)
-    return f"{reason_of(row)}; its median was {duration(row.timing.median_ms)}"
+    status, reason = status_of(row), reason_of(row)
+    if status != "disturbed" or row.timing is None:
+        return Line(cells, status, reason)
+    median = duration(row.timing.median_ms)
+    return Line(cells, status, f"{reason}; its median was {median}", f"disturbed: {median}")
 
 
 def crossings_table(results: BenchResults) -> Table:

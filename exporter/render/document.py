@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from effexport.render.multiples import Chart
@@ -58,12 +58,13 @@ class Column:
 class Line:
     """A line of a table. With fewer cells than columns, status and reason take the place of the others.
 
-    begins: a group of lines begins here.
+    brief: what formats without room for a reason say, if not the status. begins: a group of lines begins here.
     """
 
     cells: tuple[str | Link, ...]
     status: str = ""
     reason: str = ""
+    brief: str = ""
     begins: bool = False
 
 
@@ -99,9 +100,9 @@ class Table:
         return [(heading, list(lines)) for heading, lines in found]
 
     def texts(self, line: Line) -> list[str]:
-        """All cells of a line as plain text: the status in place of the first missing one."""
+        """All cells of a line as plain text: its status, in short, in place of the first missing one."""
         known = [text_of(cell) for cell in line.cells]
-        return (known + [line.status] + [NOTHING] * len(self.columns))[: len(self.columns)]
+        return (known + [line.brief or line.status] + [NOTHING] * len(self.columns))[: len(self.columns)]
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,5 @@ def without_empty_columns(
         if any(len(line.cells) > n and text_of(line.cells[n]) not in ("", NOTHING) for line in lines)
     ]
     return tuple(columns[n] for n in kept), tuple(
-        Line(tuple(line.cells[n] for n in kept if n < len(line.cells)), line.status, line.reason, line.begins)
-        for line in lines
+        replace(line, cells=tuple(line.cells[n] for n in kept if n < len(line.cells))) for line in lines
     )

@@ -75,8 +75,8 @@ def print_table(console: Console, table: Table) -> None:
     for line, texts in zip(table.lines, every, strict=True):
         row = []
         for n, below in layout:
-            is_coloured = n == len(line.cells) or table.columns[n].is_status
-            text = Text(one_line(texts[n]), style_of(texts[n]) if is_coloured else "")
+            status = line.status if n == len(line.cells) else texts[n] if table.columns[n].is_status else ""
+            text = Text(one_line(texts[n]), style_of(status))
             for m in below:
                 if m < len(line.cells) and texts[m] not in ("", NOTHING):
                     text.append(f"\n{table.columns[m].below.format(one_line(texts[m]))}", "dim")

@@ -186,14 +186,14 @@ def test_a_disturbed_row_keeps_its_timing_for_the_record(tmp_path: Path) -> None
     assert line.endswith("1,14,0.8,0.9,1.2345,0.0")
 
 
-def test_the_terminal_shows_no_figure_of_a_disturbed_row() -> None:
+def test_the_terminal_shows_the_median_of_a_disturbed_row_and_no_ratio() -> None:
     from rich.console import Console
 
     console = Console(width=160, record=True, file=io.StringIO())
     print_document(console, document_from_results(busy_results(longest_linear_on_ort)))
     text = console.export_text()
     assert "disturbed 1 of 60 rows" in text
-    (line,) = (line for line in text.splitlines() if " disturbed  " in line)
+    (line,) = (line for line in text.splitlines() if " disturbed: 12.8 ms  " in line)
     assert line.count("–") >= 4
     assert f"disturbed: {REASON} (linear on ort at 8,192 tokens)" in text
 
