@@ -44,11 +44,7 @@ NYSTROM_TABLE1 = Preset(
     title="Nyströmformer, Table 1",
     # The paper does not say how many heads its instance had; here 8 heads of 64, and its convolution is included.
     grid=Grid(
-        models=(
-            Model("softmax"),
-            Model("nystrom", label="nystrom-64"),
-            Model("nystrom", {"num_landmarks": 32}),
-        ),
+        models=(Model("softmax"), Model("nystrom", label="nystrom-64"), Model("nystrom", {"num_landmarks": 32})),
         seq_lens=LENGTHS,
         scope="attention",
     ),

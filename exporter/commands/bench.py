@@ -113,13 +113,7 @@ DEFAULT_WAIT_SECONDS = 600.0
 @common_options
 @click.pass_context
 def command(
-    context: click.Context,
-    /,
-    advise: bool,
-    output: Path | None,
-    force: bool,
-    as_json: bool,
-    **flags: Any,
+    context: click.Context, /, advise: bool, output: Path | None, force: bool, as_json: bool, **flags: Any
 ) -> None:
     """Time attention variants in several runtimes on this machine.
 

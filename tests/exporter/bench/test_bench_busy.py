@@ -43,10 +43,7 @@ def busy(core: int) -> Iterator[None]:
 
 def measured(cores: set[int], output: Path) -> BenchResults:
     done = subprocess.run(
-        [*python_on(cores, RUN), "bench", *GRID, *QUICK, "-o", str(output)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*python_on(cores, RUN), "bench", *GRID, *QUICK, "-o", str(output)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     results = results_from_json(output / "results.json")

@@ -84,10 +84,7 @@ def test_every_row_has_parity_timing_floor_and_ratios(cli: Cli, tmp_path: Path) 
         (["--spec", "model.toml"], "--spec only works with --advise"),
         (["--advise", "--spec", "model.toml"], "no spec file at model.toml"),
         (["--advise", "--seq-len", "0"], "seq_len is 0; expected a positive integer"),
-        (
-            ["--advise", "--seq-len", "64", "--latency-limit", "200"],
-            "--latency-limit is '200'; expected a time",
-        ),
+        (["--advise", "--seq-len", "64", "--latency-limit", "200"], "--latency-limit is '200'; expected a time"),
         (["--advise", "--seq-len", "64", "--scope", "core"], "--scope core does not work with --advise"),
         (["--advise", "--seq-len", "64", "--batch", "1,8"], "--batch is '1,8'; --advise works with one value"),
         (["--layers", "3"], "--layers only works with --scope encoder or --advise"),

@@ -50,10 +50,7 @@ def test_labels_say_what_is_special(text: str, label: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("softmax,", "without empty parts"),
-        ("lsh:4", "expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4"),
-    ],
+    [("softmax,", "without empty parts"), ("lsh:4", "expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4")],
 )
 def test_variants_that_cannot_be_read_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?").replace("(", r"\(")):

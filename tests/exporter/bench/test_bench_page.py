@@ -110,9 +110,7 @@ def test_what_is_the_same_in_every_row_is_said_once() -> None:
 
 
 def test_columns_that_nobody_measured_are_left_out() -> None:
-    bare = results(
-        tuple(replace(one, floor=None, peak_bytes=None, times_torch=None) for one in ort_only().rows),
-    )
+    bare = results(tuple(replace(one, floor=None, peak_bytes=None, times_torch=None) for one in ort_only().rows))
     titles = titles_of(table_of(bare))
     assert not {"× floor", "Floor", "Peak memory", "× torch"} & set(titles)
     assert "Median ± spread" in titles
@@ -188,29 +186,20 @@ def test_labels_of_an_axis_are_around_all_values_and_few(values: list[float]) ->
     assert 2 <= len(ticks) <= MAX_TICKS
 
 
-def test_figures_have_three_digits_and_the_unit_that_suits_them() -> None:
-    assert [duration(ms) for ms in (0.00123, 0.9996, 12.34, 99999.0, None)] == [
-        "1.23 µs",
-        "1.00 ms",
-        "12.3 ms",
-        "100 s",
-        "–",
-    ]
-    assert [memory(size) for size in (0, 12, 4096, 512e6, 10.233e9, None)] == [
-        "0 bytes",
-        "12 bytes",
-        "4.10 kB",
-        "512 MB",
-        "10.2 GB",
-        "–",
-    ]
-    assert [rate(value) for value in (999.0, 12345.0, 2.5e6)] == ["999", "12.3 k", "2.50 M"]
-    assert [three_digits(value) for value in (0.0, 1e-6, 1234567.0, float("inf"))] == [
-        "0",
-        "1.00e-06",
-        "1,234,567",
-        "inf",
-    ]
+@pytest.mark.parametrize(
+    ("function", "values", "texts"),
+    [
+        (duration, (0.00123, 0.9996, 12.34, 99999.0, None), "1.23 µs|1.00 ms|12.3 ms|100 s|–"),
+        (memory, (0, 12, 4096, 512e6, 10.233e9, None), "0 bytes|12 bytes|4.10 kB|512 MB|10.2 GB|–"),
+        (rate, (999.0, 12345.0, 2.5e6), "999|12.3 k|2.50 M"),
+        (three_digits, (0.0, 1e-6, 1234567.0, float("inf")), "0|1.00e-06|1,234,567|inf"),
+    ],
+)
+def test_figures_have_three_digits_and_the_unit_that_suits_them(function: Any, values: Any, texts: str) -> None:
+    assert [function(value) for value in values] == texts.split("|")
+
+
+def test_a_spread_has_the_unit_of_its_time() -> None:
     assert duration_with(51.2, 1.0) == "51.2 ± 1.0 ms"
     assert duration_with(0.8, 0.0163) == "800 ± 16 µs"
 

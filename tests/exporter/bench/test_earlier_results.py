@@ -69,7 +69,6 @@ def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypa
         write_results(results, store.path)
     assert [cell_name(entry["cell"]) for entry in notes(journal) if entry["event"] == "began"] == ["linear-9"]
     assert [entry["status"] for entry in notes(store.path / ATTEMPTS)] == ["finished"] * 2 + ["failed", "finished"]
-
     after = json.loads((store.path / "results.json").read_text())
     assert after.keys() == before.keys()
     assert after["summary"] == {"finished": 3, "failed": 1, "not run": 0}
