@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from effexport import load_decoder
-from effexport.bench.candidates import inputs_of_case, onnx_from_case
 from effexport.bench.grid import Grid, Model
+from effexport.bench.models import inputs_of_case, onnx_from_case
 from effexport.bench.results import BenchResults, Case, Row
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall

@@ -10,57 +10,20 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Literal
 
-from effexport.bench.findings import (
-    crossovers,
-    curves,
-    disturbance,
-    headlines,
-    interruption,
-    parity_sentence,
-    problems,
-    status_of,
-    verdict,
-)
-from effexport.bench.page import QUANTITIES, bench_chart, parity_text, title_of
-from effexport.bench.results import BenchResults, Row, results_from_json
+from effexport.bench.page import QUANTITIES, bench_chart, document_from_results
+from effexport.bench.results import BenchResults, results_from_json
 from effexport.render.axes import PANEL_WIDTH, text_at
+from effexport.render.markdown import markdown_from_document
 from effexport.render.multiples import Chart
 from effexport.render.svg import SIGN_WIDTH
 from effexport.render.templates import template_environment
-from effexport.report.rendering.markdown import SIGNS, escaped, fenced, folded, table
-from effexport.units import NOTHING, duration_with, memory, moment, three_digits
 
-HEAD = ("model", "tokens", "runtime", "median ± spread", "× softmax", "× torch", "× floor", "peak memory", "parity")
-# A longer table is folded.
-MAX_OPEN_ROWS = 40
 # Pixels around plots and for their titles; plots side by side; lines of the legend.
 MARGIN, HEADING, COLUMNS, LEGEND_ROW = 16, 24, 3, 22
-
-
-def markdown_from_results(results: BenchResults) -> str:
-    """The findings, a table of the rows, what failed, where softmax is overtaken, and how to repeat it."""
-    rows = table(HEAD, [_cells(row) for row in _by_length(results.rows)], right=6)
-    many = len(results.rows) > MAX_OPEN_ROWS
-    pays = [(curve.label, curve.place, str(crossover)) for curve, crossover in crossovers(curves(results))]
-    parts = [
-        f"### {escaped(title_of(results))}",
-        "\n".join(f"* {escaped(sentence)}" for sentence in headlines(results)),
-        interruption(results),
-        disturbance(results),
-        f"{SIGNS[verdict(results)]} {escaped(parity_sentence(results))}",
-        folded(f"All {len(results.rows)} rows", rows) if many else rows if results.rows else "",
-        "\n".join(f"* {escaped(f'{one.status}: {one.reason}. {one.rows}')}" for one in problems(results)),
-        table(("model", "where", "against softmax there, it is"), pays) if pays else "",
-        escaped(_conditions(results)),
-        folded("Repeat it", fenced(results.command)),
-        folded("Machine and versions", table(("part", "value"), [*_known(results.machine | results.environment)])),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def plot_svg_from_results(results: BenchResults, what: Literal["latency", "memory"]) -> str:
@@ -68,37 +31,6 @@ def plot_svg_from_results(results: BenchResults, what: Literal["latency", "memor
     style = template_environment(("render",)).get_template("plot.css.j2").render()
     chart = bench_chart(results, [what])
     return svg_file(QUANTITIES[what][0].title if chart else f"No {what} was measured.", chart, style)
-
-
-def _by_length(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: row.case.seq_len)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    case = row.case
-    place = case.runtime if case.batch == 1 else f"{case.runtime}, batch {case.batch}"
-    name = (case.label, f"{case.seq_len:,}", place)
-    if not row.is_quotable or row.timing is None:
-        return (*name, status_of(row), *[NOTHING] * 4, parity_text(row))
-    ratios = (three_digits(row.times_softmax), three_digits(row.times_torch), three_digits(row.times_floor))
-    median = duration_with(row.timing.median_ms, row.timing.spread_ms)
-    return (*name, median, *ratios, memory(row.peak_bytes), parity_text(row))
-
-
-def _conditions(results: BenchResults) -> str:
-    """One line: what was measured, how often, and when."""
-    cases = [row.case for row in results.rows]
-    parts = [
-        " and ".join(dict.fromkeys(f"{case.scope}, {case.precision}" for case in cases)),
-        f"medians over {results.rounds} rounds in which the candidates take turns",
-        f"{results.threads} threads" if results.threads else "",
-        moment(results.created),
-    ]
-    return "; ".join(part for part in parts if part)
-
-
-def _known(values: dict[str, str]) -> list[tuple[str, str]]:
-    return [(name, value or "not installed") for name, value in values.items()]
 
 
 def svg_file(title: str, chart: Chart | None, style: str) -> str:
@@ -150,7 +82,7 @@ def main() -> None:
     parser.add_argument("--plots", type=Path, help="folder for latency.svg and memory.svg")
     options = parser.parse_args()
     results = results_from_json(options.results)
-    print(markdown_from_results(results), end="")
+    print(markdown_from_document(document_from_results(results)), end="")
     if options.plots is not None:
         for what in ("latency", "memory"):
             (options.plots / f"{what}.svg").write_text(plot_svg_from_results(results, what), encoding="utf-8")

@@ -4,82 +4,46 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
-from effexport.bench.presets import Cell, Published, published_of
+from effexport.bench.presets import FigureCell, Published, published_of
 from effexport.bench.results import BenchResults, Row
 from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.render.document import Column, Line, Table
 from effexport.units import NOTHING, duration_with, three_digits
 
-# (row, softmax at the same length if that was timed) → the cell of measured figures
-EntryOf = Callable[[Row, Row | None], "Entry"]
+# Figures, and below them their ratios to softmax.
+Pair = tuple[str, str]
+# (row, softmax at the same length if that was timed) → its figures
+PairOf = Callable[[Row, Row | None], Pair]
+MEAN_NOTE = "Mean ± standard deviation of all runs; below, the mean of softmax divided by that of the model."
+PAIR_NOTE = (
+    "Memory in MB / time in ms (median); below, how many times less memory and time than softmax in the same setting."
+)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A cell of a table. below: its second line, the ratio to softmax."""
-
-    text: str
-    below: str = ""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a table. begins: whether it starts a new group of lines."""
-
-    name: str
-    source: str
-    entries: tuple[Entry, ...]
-    begins: bool = False
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table. lines: each with its source, if published and measured lines alternate. note: what its cells are."""
-
-    title: str
-    columns: tuple[str, ...]
-    lines: tuple[Line, ...]
-    note: str = ""
-
-    @property
-    def has_sources(self) -> bool:
-        return any(line.source for line in self.lines)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A publication, and its table if it has one."""
-
-    published: Published
-    sheet: Sheet | None
-
-
-def sections(results: BenchResults) -> list[Section]:
-    """The publications that the preset of a benchmark repeats."""
+def published_tables(results: BenchResults) -> list[tuple[Published, Table | None]]:
+    """The publications that the preset of a benchmark repeats, and the table of those that have one."""
     if results.preset == "nystrom-table1":
-        return [Section(published, _alternating(published, results)) for published in published_of(results.preset)]
-    return [
-        Section(published, _as_published(published) if published.rows else None)
-        for published in published_of(results.preset)
-    ]
+        return [(one, alternating(one, results)) for one in published_of(results.preset)]
+    return [(one, as_published(one) if one.rows else None) for one in published_of(results.preset)]
 
 
-def measured_sheet(results: BenchResults) -> Sheet | None:
+def measured_table(results: BenchResults) -> Table | None:
     """All measured rows of a preset, in the layout of papers; None if they are shown among the published ones."""
     if results.preset == "nystrom-table1" or not published_of(results.preset):
         return None
     # means for the blog, which published means
-    entry_of, note = (_mean_entry, _MEAN_NOTE) if results.preset == "linear-blog" else (_pair_entry, _PAIR_NOTE)
-    columns, lines = _columns(results.rows), []
-    found = _lines(curves(results), columns, entry_of)
-    places = list(dict.fromkeys(curve.place for curve, _ in found))
-    for place in places:
-        here = [line for curve, line in found if curve.place == place]
-        source = place if len(places) > 1 else ""
-        lines += [replace(line, source=source, begins=n == 0) for n, line in enumerate(here)]
-    return Sheet("Measured", _heads(columns), tuple(lines), note)
+    pair_of, note = (mean_pair, MEAN_NOTE) if results.preset == "linear-blog" else (median_pair, PAIR_NOTE)
+    places = columns_of(results.rows)
+    found = measured_lines(curves(results), places, pair_of)
+    where = list(dict.fromkeys(curve.place for curve, _ in found))
+    lines = []
+    for place in where:
+        here = [pairs for curve, pairs in found if curve.place == place]
+        names = [curve.label for curve, _ in found if curve.place == place]
+        lines += [line_of(name, place, pairs, n == 0) for n, (name, pairs) in enumerate(zip(names, here, strict=True))]
+    return sheet("Measured", places, lines, note, "Where" if len(where) > 1 else "")
 
 
 def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
@@ -89,45 +53,60 @@ def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
     for curve in every:
         baseline = baseline_of(curve, every)
         if baseline:
-            own, other = curve.values(_mean_ms), baseline.values(_mean_ms)
+            own, other = curve.values(mean_ms), baseline.values(mean_ms)
             ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
     return [(curve, values) for curve, values in ratios if values]
 
 
-def _mean_ms(row: Row) -> float | None:
+def mean_ms(row: Row) -> float | None:
     return None if row.timing is None else row.timing.mean_ms
 
 
-_MEAN_NOTE = "Mean ± standard deviation of all runs; below, the mean of softmax divided by that of the model."
-_PAIR_NOTE = (
-    "Memory in MB / time in ms (median); below, how many times less memory and time than softmax in the same setting."
-)
+def as_published(published: Published) -> Table:
+    columns = (Column("Model"), *(Column(title, True) for title in published.columns[1:]))
+    lines = (Line((str(row[0]), *map(cell_text, row[1:]))) for row in published.rows)
+    return Table("Published", columns, tuple(lines))
 
 
-def _as_published(published: Published) -> Sheet:
-    lines = [Line(str(row[0]), "", tuple(Entry(_cell_text(cell)) for cell in row[1:])) for row in published.rows]
-    return Sheet("Published", published.columns[1:], tuple(lines))
-
-
-def _alternating(published: Published, results: BenchResults) -> Sheet:
+def alternating(published: Published, results: BenchResults) -> Table:
     """Every published row followed by the measured rows that repeat it; then the rows that repeat none."""
+    lengths = [int(length) for length in published.columns[1:]]
     # a measured length replaces the published one, whatever its batch
-    columns = sorted(({int(length): 0 for length in published.columns[1:]} | dict(_columns(results.rows))).items())
-    measured = _lines(curves(results), columns, _pair_entry)
+    places = sorted((dict.fromkeys(lengths, 0) | dict(columns_of(results.rows))).items())
+    measured = measured_lines(curves(results), places, median_pair)
+    softmax = dict(zip(lengths, published.rows[0][1:], strict=True))
     lines: list[Line] = []
     for row in published.rows:
-        by_length = dict(zip(map(int, published.columns[1:]), row[1:], strict=True))
-        baseline = dict(zip(map(int, published.columns[1:]), published.rows[0][1:], strict=True))
-        entries = tuple(_published_entry(by_length.get(length), baseline.get(length)) for length, _ in columns)
-        lines.append(Line(str(row[0]), "published", entries, True))
-        lines += [line for curve, line in measured if _repeats(str(row[0]), curve)]
+        figures = dict(zip(lengths, row[1:], strict=True))
+        pairs = [published_pair(figures.get(length), softmax.get(length)) for length, _ in places]
+        lines.append(line_of(str(row[0]), "published", pairs, True))
+        lines += [measured_line(curve, pairs) for curve, pairs in measured if repeats(str(row[0]), curve)]
     names = [str(row[0]) for row in published.rows]
-    others = [line for curve, line in measured if not any(_repeats(name, curve) for name in names)]
-    lines += [replace(line, begins=n == 0) for n, line in enumerate(others)]
-    return Sheet("Published and measured", _heads(columns), tuple(lines), _PAIR_NOTE)
+    others = [one for one in measured if not any(repeats(name, one[0]) for name in names)]
+    lines += [measured_line(*one, begins=n == 0) for n, one in enumerate(others)]
+    return sheet("Published and measured", places, lines, PAIR_NOTE, "Source")
 
 
-def _repeats(name: str, curve: Curve) -> bool:
+def sheet(title: str, places: Sequence[tuple[int, int]], lines: Sequence[Line], note: str, source: str) -> Table:
+    """A table with two columns for each length. source: the title of the second column, "" to leave it out."""
+    ratios = [Column("× softmax", True, below="{}") for _ in places]
+    pairs = zip((Column(head, True) for head in heads_of(places)), ratios, strict=True)
+    columns = (Column("Model"), Column(source), *(column for pair in pairs for column in pair))
+    if not source:
+        columns = columns[:1] + columns[2:]
+        lines = [Line(line.cells[:1] + line.cells[2:], begins=line.begins) for line in lines]
+    return Table(title, columns, tuple(lines), note)
+
+
+def line_of(name: str, source: str, pairs: Sequence[Pair], begins: bool = False) -> Line:
+    return Line((name, source, *(text for pair in pairs for text in pair)), begins=begins)
+
+
+def measured_line(curve: Curve, pairs: Sequence[Pair], begins: bool = False) -> Line:
+    return line_of(curve.label, f"measured, {curve.place}", pairs, begins)
+
+
+def repeats(name: str, curve: Curve) -> bool:
     """Whether a curve measures the model of a row of the Nyströmformer table: `Nyströmformer-64` has 64 landmarks."""
     if name == "Transformer":
         return curve.is_baseline
@@ -138,71 +117,64 @@ def _repeats(name: str, curve: Curve) -> bool:
     return model == "Nyströmformer" and case.variant == "nystrom" and str(given) == landmarks
 
 
-def _lines(every: Sequence[Curve], columns: Sequence[tuple[int, int]], entry_of: EntryOf) -> list[tuple[Curve, Line]]:
-    lines = []
+def measured_lines(
+    every: Sequence[Curve], places: Sequence[tuple[int, int]], pair_of: PairOf
+) -> list[tuple[Curve, list[Pair]]]:
+    """The figures of each curve at each length."""
+    found = []
     for curve in every:
         baseline = baseline_of(curve, every)
         others = {row.case.seq_len: row for row in baseline.rows if row.is_quotable} if baseline else {}
         rows = {row.case.seq_len: row for row in curve.rows}
-        entries = tuple(
-            entry_of(rows[length], others.get(length)) if length in rows else Entry(NOTHING) for length, _ in columns
-        )
-        lines.append((curve, Line(curve.label, f"measured, {curve.place}", entries)))
-    return lines
+        pairs = [pair_of(rows[n], others.get(n)) if n in rows else (NOTHING, "") for n, _ in places]
+        found.append((curve, pairs))
+    return found
 
 
-def _pair_entry(row: Row, softmax: Row | None) -> Entry:
+def median_pair(row: Row, softmax: Row | None) -> Pair:
     """`450 / 12.3`, and below `22.7 × / 12.6 ×`."""
     if not row.is_quotable or row.timing is None:
-        return Entry(status_of(row))
+        return status_of(row), ""
     size = None if row.peak_bytes is None else row.peak_bytes / 1e6
     less = softmax.peak_bytes / row.peak_bytes if softmax and softmax.peak_bytes and row.peak_bytes else None
     faster = row.times_softmax if softmax or row.case.variant != BASELINE else None
-    return Entry(_pair(size, row.timing.median_ms), _ratios(less, faster))
+    return f"{three_digits(size)} / {three_digits(row.timing.median_ms)}", ratios_text(less, faster)
 
 
-def _mean_entry(row: Row, softmax: Row | None) -> Entry:
+def mean_pair(row: Row, softmax: Row | None) -> Pair:
     if not row.is_quotable or row.timing is None:
-        return Entry(status_of(row))
+        return status_of(row), ""
     ratio = softmax.timing.mean_ms / row.timing.mean_ms if softmax and softmax.timing else None
-    return Entry(
-        duration_with(row.timing.mean_ms, row.timing.deviation_ms), "" if ratio is None else f"{three_digits(ratio)} ×"
-    )
+    below = "" if ratio is None else f"{three_digits(ratio)} ×"
+    return duration_with(row.timing.mean_ms, row.timing.deviation_ms), below
 
 
-def _published_entry(cell: Cell, softmax: Cell) -> Entry:
-    if not isinstance(cell, tuple) or not isinstance(softmax, tuple):
-        return Entry(_cell_text(cell))
-    return Entry(_cell_text(cell), "" if cell == softmax else _ratios(softmax[0] / cell[0], softmax[1] / cell[1]))
+def published_pair(cell: FigureCell, softmax: FigureCell) -> Pair:
+    if not isinstance(cell, tuple) or not isinstance(softmax, tuple) or cell == softmax:
+        return cell_text(cell), ""
+    return cell_text(cell), ratios_text(softmax[0] / cell[0], softmax[1] / cell[1])
 
 
-def _pair(size: float | None, time: float) -> str:
-    return f"{three_digits(size)} / {three_digits(time)}"
-
-
-def _ratios(less: float | None, faster: float | None) -> str:
+def ratios_text(less: float | None, faster: float | None) -> str:
     if less is None and faster is None:
         return ""
     return " / ".join(NOTHING if ratio is None else f"{three_digits(ratio)} ×" for ratio in (less, faster))
 
 
-def _cell_text(cell: Cell) -> str:
+def cell_text(cell: FigureCell) -> str:
     """A published cell with its original digits."""
     if cell is None:
         return NOTHING
-    if isinstance(cell, tuple):
-        return " / ".join(map(str, cell))
-    return str(cell)
+    return " / ".join(map(str, cell)) if isinstance(cell, tuple) else str(cell)
 
 
-def _columns(rows: Sequence[Row]) -> list[tuple[int, int]]:
+def columns_of(rows: Sequence[Row]) -> list[tuple[int, int]]:
     """Length and batch of each column; batch 0 if batches differ at one length and are named by the curves."""
-    if has_several_batches(rows):
-        return sorted({(row.case.seq_len, 0) for row in rows})
-    return sorted({(row.case.seq_len, row.case.batch) for row in rows})
+    several = has_several_batches(rows)
+    return sorted({(row.case.seq_len, 0 if several else row.case.batch) for row in rows})
 
 
-def _heads(columns: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+def heads_of(places: Sequence[tuple[int, int]]) -> list[str]:
     """`1,024`, or `1,024 × 16` with the batch where it changes with the length."""
-    varies = len({batch for _, batch in columns if batch}) > 1
-    return tuple(f"{length:,} × {batch}" if varies and batch else f"{length:,}" for length, batch in columns)
+    varies = len({batch for _, batch in places if batch}) > 1
+    return [f"{length:,} × {batch}" if varies and batch else f"{length:,}" for length, batch in places]

@@ -1,13 +1,16 @@
-"""What is timed: the module of a case, its inputs, its ONNX file, and one object per case that runs it.
+"""What is timed: one object per case, whose inputs are bound beforehand, so that a call computes and copies nothing.
 
-Inputs are bound beforehand, so that a call computes and copies nothing.
+Before it is timed, a candidate must compute what PyTorch computes on these inputs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,205 +18,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.bench.grid import spec_from_case
-from effexport.bench.results import Case
-from effexport.dtypes import TensorInfo, numpy_dtype
-from effexport.errors import EffexportError, RuntimeUnsupportedError, StageError
-from effexport.export.onnx_graph import GraphSignature
+from effexport.bench.models import module_from_case, signature_of_case, synchronize, tensors_from_arrays
+from effexport.bench.results import Case, Parity
+from effexport.dtypes import numpy_dtype
+from effexport.errors import EffexportError, RuntimeUnsupportedError
 from effexport.models.size_formula import shape_of
-from effexport.plugins.ops import DOMAIN, OPS
 from effexport.runners.feeds import FeedLimits
 from effexport.runtimes import CUDA, DEFAULT_RUNTIME, RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from effexport.dtypes import Array
     from effexport.proof.candidate import OpenedCandidate as Bucketed
     from effexport.runners.artifact_runner import OpenModel
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
+    from torch import nn
 
-INPUT_SEED = 20_240_101
-OUTPUT = "context"
-
-
-def module_from_case(case: Case) -> nn.Module:
-    """The module to time: the layer or encoder, or for the scope "core" the attention in it.
-
-    Float32, in evaluation mode, not fused; the weights are drawn from a seed.
-    """
-    from effexport.export.module_source import module_from_seed
-    from effexport.models.layers import AttentionCore, AttentionLayer
-
-    module = module_from_seed(spec_from_case(case))
-    if case.scope != "core":
-        return module
-    assert isinstance(module, AttentionLayer)
-    return AttentionCore(module).eval()
-
-
-def signature_of_case(case: Case) -> GraphSignature:
-    """Inputs and outputs of what is timed, in the order of the module's arguments.
-
-    They are found without the module, so that measuring memory need not load PyTorch.
-    """
-    spec = spec_from_case(case)
-    if case.scope != "core":
-        return GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
-    heads, channels = spec.attention.projected
-
-    def tensor(name: str, width: int) -> TensorInfo:
-        return TensorInfo(name, spec.dtype, ("batch", heads, spec.model.fixed_seq_len or "seq", width))
-
-    inputs, output = tuple(map(tensor, channels, channels.values())), tensor(OUTPUT, channels["v"])
-    return GraphSignature(inputs, (output,), spec.custom_ops)
-
-
-def inputs_of_case(case: Case) -> dict[str, Array]:
-    """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones."""
-    spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
-    sizes = {"batch": case.batch, "seq": case.seq_len}
-    arrays: dict[str, Array] = {}
-    for tensor in signature_of_case(case).inputs:
-        shape = shape_of(tensor.dims, sizes)
-        if tensor.name == "attention_mask":
-            arrays[tensor.name] = np.ones(shape, dtype=np.int64)
-        elif tensor.dtype == "int64":
-            arrays[tensor.name] = rng.integers(0, spec.model.input_limits[tensor.name], shape, dtype=np.int64)
-        else:
-            arrays[tensor.name] = rng.standard_normal(shape, dtype=np.float32).astype(
-                numpy_dtype(tensor.dtype), copy=False
-            )
-    return arrays
-
-
-def tensors_from_arrays(case: Case, arrays: Mapping[str, Array], device: str = "cpu") -> tuple[torch.Tensor, ...]:
-    """The inputs as PyTorch takes them, at the precision of the case."""
-    import torch
-
-    tensors = []
-    for tensor in signature_of_case(case).inputs:
-        array = arrays[tensor.name]
-        # PyTorch does not know numpy's bfloat16; converting through float32 is exact
-        value = torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32, copy=False))
-        tensors.append(value.to(device=device, dtype=getattr(torch, tensor.dtype)))
-    return tuple(tensors)
-
-
-def onnx_from_case(case: Case, path: Path) -> None:
-    """Export the model of a case with our operators and their bodies to `path`; batch and length stay free.
-
-    Raises StageError when the exporter fails or the graph does not have the expected signature.
-    """
-    from effexport.export.onnx_from_module import at_precision, onnx_from_module, write_graph
-
-    spec, module = spec_from_case(case), module_from_case(case)
-    if case.scope != "core":
-        onnx_from_module(module, spec, path)
-        return
-    write_graph(at_precision(module, spec.precision), example_of_case(case), signature_of_case(case), spec, path)
-
-
-def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:
-    """Small inputs for tracing, of the sizes of `example_inputs`.
-
-    One token less than the longest: a length that equals the number of learned positions would become a constant.
-    """
-    import torch
-
-    from effexport.export.onnx_from_module import example_inputs
-
-    spec = spec_from_case(case)
-    batch, seq_len = example_inputs(spec)[0].shape[:2]
-    if spec.model.max_seq_len is not None:
-        seq_len = max(1, min(seq_len, spec.model.max_seq_len - 1))
-    sizes = {"batch": batch, "seq": seq_len}
-    return tuple(
-        torch.zeros(shape_of(tensor.dims, sizes), dtype=getattr(torch, tensor.dtype))
-        for tensor in signature_of_case(case).inputs
-    )
-
-
-STAGE = "plain export"
-
-
-def naive_onnx_from_case(case: Case, path: Path) -> None:
-    """Export the formulas as PyTorch runs them to `path`: only standard operators, with dynamic batch and length.
-
-    Raises StageError when the exporter fails, or one of our operators is left.
-    """
-    import torch
-
-    from effexport.export.onnx_from_module import at_precision
-    from effexport.quiet import quiet
-
-    spec, signature = spec_from_case(case), signature_of_case(case)
-    with quiet(streams=True):
-        try:
-            program = plain_program(at_precision(module_from_case(case), spec.precision), case)
-            exported = torch.onnx.export(
-                program,
-                dynamo=True,
-                opset_version=spec.opset,
-                input_names=[tensor.name for tensor in signature.inputs],
-                output_names=[tensor.name for tensor in signature.outputs],
-                verbose=False,
-            )
-        except Exception as error:  # the exporter has no common base class for its errors
-            cause = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-            raise StageError(STAGE, f"torch.onnx could not export the module: {cause[0]}") from error
-    assert exported is not None
-    left = sorted({node.op_type for node in exported.model.graph.all_nodes() if node.domain == DOMAIN})
-    if left:
-        raise StageError(STAGE, f"our operators are left in the graph: {', '.join(left)}")
-    exported.save(path)
-
-
-def plain_program(module: nn.Module, case: Case) -> torch.export.ExportedProgram:
-    """The traced module, with our operators replaced by the PyTorch code of their references."""
-    import torch
-
-    from effexport.export.user_program import takes_star_args
-    from effexport.models.layers import fused_operators
-
-    dynamic: Any = tuple(
-        {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
-        for tensor in signature_of_case(case).inputs
-    )
-    shapes = (dynamic,) if takes_star_args(module) else dynamic
-    with torch.no_grad(), fused_operators(module, False):
-        program = torch.export.export(module, example_of_case(case), dynamic_shapes=shapes, strict=False)
-        table: dict[Any, Callable[..., Any]] = dict(torch.export.default_decompositions().items())
-        table.update(reference_of_operator())
-        plain: torch.export.ExportedProgram = program.run_decompositions(table)
-        return plain
-
-
-def reference_of_operator() -> dict[Any, Callable[..., Any]]:
-    """Torch operator → its reference, for each of our operators."""
-    import torch
-
-    references: dict[Any, Callable[..., Any]] = {}
-    for op in OPS.values():
-        module = op.load()  # which declares the operator
-        reference = getattr(module, "exportable_reference", module.reference)
-        overload = getattr(torch.ops.effexport, op.torch_name).default
-        # a traced call leaves out arguments that have their default
-        defaults = {argument.name: argument.default_value for argument in overload._schema.arguments}
-        references[overload] = with_defaults(reference, defaults)
-    return references
-
-
-def with_defaults(function: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
-    """The function, with defaults for arguments that are left out at the end."""
-    names = list(defaults)
-
-    def call(*given: Any, **named: Any) -> Any:
-        return function(*given, **{name: defaults[name] for name in names[len(given) :]} | named)
-
-    return call
-
+    from effexport.proof.cases import Case as ReferenceCase
+    from effexport.proof.check import Check
 
 # Messages of compilers and runtimes are long; their beginning names the cause.
 LONGEST_MESSAGE = 300
@@ -426,14 +250,6 @@ def engine_from_case(case: Case, model: Path, output: Path) -> None:
     engine_from_onnx(model, spec, output, current_compute_capability, precision=spec_from_case(case).precision)
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        import torch
-
-        cuda: Any = torch.cuda
-        cuda.synchronize()
-
-
 def array_from_tensor(tensor: torch.Tensor) -> Array:
     """On the host, in the element type that the runners use."""
     value = tensor.detach().cpu()
@@ -451,3 +267,142 @@ def short(error: BaseException) -> str:
     """The beginning of a message, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
+
+
+def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> ReferenceCase:
+    """The answers of the float32 module to the inputs that will be timed, as a case of the proof.
+
+    Raises StageError if the module does not give the same answer twice.
+    """
+    from effexport.export.onnx_from_module import at_precision
+    from effexport.proof.cases import Case as ReferenceCase
+    from effexport.proof.float64 import warm_up
+    from effexport.proof.metrics import rms_change
+    from effexport.proof.module_runs import RepeatedRuns, other_rotations
+
+    spec, module = spec_from_case(case), module_from_case(case)
+    mask = np.ones((case.batch, case.seq_len), dtype=np.int64)
+    golden = ReferenceCase("timed inputs", {**feeds, "attention_mask": mask}, {})
+    runs = RepeatedRuns("PyTorch")
+
+    def noise(other: nn.Module) -> float:
+        repeated = runs.answer(golden.label, lambda: {"outputs": answer(other, case, feeds)})
+        return rms_change(golden, repeated["outputs"])
+
+    warm_up()
+    found = runs.answer(golden.label, lambda: answer_with_hashes(module, case, feeds))
+    golden = replace(golden, outputs=found["outputs"], buckets=found["buckets"], margins=found["margins"])
+    if not spec.attention.is_hashed:
+        return golden
+    with other_rotations(module):
+        seed_noise = noise(module)
+    precision_noise = 0.0 if case.precision == "fp32" else noise(at_precision(module, case.precision))
+    return replace(golden, seed_noise=seed_noise, precision_noise=precision_noise)
+
+
+def answer_with_hashes(module: nn.Module, case: Case, feeds: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """`answer`, and the buckets and margins of its hashes."""
+    from effexport.proof.module_runs import recorded_hashes
+
+    buckets: dict[str, list[Array]] = defaultdict(list)
+    margins: dict[str, list[Array]] = defaultdict(list)
+    with recorded_hashes(module) as recorded:
+
+        def keep_hashes() -> None:
+            for kept, of_sample in zip((buckets, margins), recorded, strict=True):
+                for name, array in of_sample.items():
+                    kept[name].append(array)
+
+        outputs = answer(module, case, feeds, keep_hashes)
+    return {
+        "outputs": outputs,
+        "buckets": {name: np.concatenate(arrays) for name, arrays in buckets.items()},
+        "margins": {name: np.concatenate(arrays) for name, arrays in margins.items()},
+    }
+
+
+def answer(
+    module: nn.Module, case: Case, feeds: Mapping[str, Array], on_sample: Callable[[], None] = lambda: None
+) -> dict[str, Array]:
+    """Float32 outputs of a module by name, tokens first; one sample at a time, to save memory.
+
+    Inputs of lower precision are widened for a float32 module, so that both sides see the same numbers.
+    """
+    import torch
+
+    dtype = next(module.parameters()).dtype
+    given = [x.to(dtype) if x.is_floating_point() else x for x in tensors_from_arrays(case, feeds)]
+    samples = []
+    for i in range(case.batch):
+        with torch.inference_mode():
+            samples.append(module(*(x[i : i + 1] for x in given)).float())
+        on_sample()
+    (output,) = signature_of_case(case).outputs
+    return tokens_first(case, {output.name: torch.cat(samples).numpy()})
+
+
+def tokens_first(case: Case, outputs: Mapping[str, Array]) -> dict[str, Array]:
+    """[batch, heads, seq, channels] → [batch, seq, heads · channels], so that errors are judged token by token."""
+    if case.scope != "core":
+        return dict(outputs)
+    return {name: x.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1) for name, x in outputs.items()}
+
+
+def agreement(candidate: Candidate, case: Case, golden: ReferenceCase) -> Parity:
+    """Compare the outputs of the candidate's last call. Names, types and shapes first, then NaN, then the numbers."""
+    outputs = candidate.outputs()
+    problem = signature_problem(case, outputs)
+    if problem:
+        return Parity(passed=False, metric="names, dtypes, shapes", value=None, limit=None, detail=problem)
+    plain = tokens_first(case, outputs)
+    checks = list(judged_checks(candidate, case, golden, plain))
+    # the first failure, or the check with the most informative number: the first after finiteness
+    shown = next((check for check in checks if check.status != "passed"), checks[1])
+    return Parity(
+        passed=shown.status == "passed",
+        metric=shown.metric,
+        value=shown.value if shown.value is None or math.isfinite(shown.value) else None,
+        limit=shown.limit,
+        detail="; ".join(part for part in (shown.name, shown.reason, shown.detail) if part),
+    )
+
+
+def judged_checks(
+    candidate: Candidate, case: Case, golden: ReferenceCase, outputs: Mapping[str, Array]
+) -> Iterator[Check]:
+    """The checks of `effexport verify` that apply to a single answer.
+
+    A model that hashes runs again with the buckets of the reference, so that small faults show. If its buckets cannot
+    be set, only the free run is judged, with a wider limit: one bucket that rounding flips shifts chunk boundaries, and
+    changes a third of all tokens a little.
+    """
+    from effexport.proof.checks.arithmetic import (
+        check_arithmetic,
+        check_finite,
+        check_free_run,
+        check_given_buckets,
+        check_overall,
+    )
+    from effexport.proof.tolerances import case_limit, overall_limit
+
+    spec = spec_from_case(case)
+    yield check_finite(golden.label, outputs)
+    if spec.attention.is_hashed:
+        given = candidate.with_buckets(
+            {tensor.name: golden.inputs[tensor.name] for tensor in signature_of_case(case).inputs}, golden.buckets
+        )
+        if given is not None:
+            yield from check_given_buckets(golden, tokens_first(case, given[0]), given[1], spec)
+        yield check_free_run(golden, outputs, spec)
+        return
+    check = check_arithmetic(golden, outputs, case_limit(spec, golden.own_error))
+    yield check
+    yield from check_overall(golden, check, overall_limit(spec, golden.own_error))
+
+
+def signature_problem(case: Case, outputs: Mapping[str, Array]) -> str:
+    """What is wrong with names, types or shapes; "" if nothing is."""
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    expected = {tensor.name: (tensor.dtype, shape_of(tensor.dims, sizes)) for tensor in signature_of_case(case).outputs}
+    actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
+    return "" if actual == expected else f"outputs are {actual}; expected {expected}"

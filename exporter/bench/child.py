@@ -1,6 +1,8 @@
-"""The process of one cell: it builds a cell of a sweep, or measures the peak memory of a case of a benchmark.
+"""The process of one request, `python -m effexport.bench.child FOLDER`: it builds a cell of a sweep, or measures the
+peak memory of a case of a benchmark.
 
-It is a separate process, so that a crash or a lack of memory affects only one cell.
+It reads FOLDER/request.json and writes FOLDER/outcome.json, and FOLDER/artifact if it builds one. It is a separate
+process, so that a crash or a lack of memory affects only one cell.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
-    """Build and check the artifact. An error becomes the reason of the outcome; unexpected ones are also in the log."""
+    """Do what is asked for. An error becomes the reason of the outcome; unexpected ones are also in the log."""
     known: dict[str, Any] = {"where": f"{platform.node()}, process {os.getpid()}"}
     try:
+        if "case" in request:
+            return Outcome(status="finished", peak_bytes=peak_bytes_of_case(request), **known)
         cell = Cell.from_dict(request["cell"])
         here = deciding_versions(cell.target)
         known["versions"] = dict(here)
@@ -62,13 +66,13 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
         build(cell, output)
     except (EffexportError, SpecError) as error:
         stage = error.stage if isinstance(error, StageError) else ""
-        return Outcome(status="failed", reason=str(error), stage=stage, peak_bytes=peak_bytes(), **known)
+        return Outcome(status="failed", reason=str(error), stage=stage, peak_bytes=process_peak_bytes(), **known)
     except Exception as error:  # libraries may raise anything, and other cells must go on
         traceback.print_exc()
         reason = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
-        return Outcome(status="failed", reason=reason, peak_bytes=peak_bytes(), **known)
+        return Outcome(status="failed", reason=reason, peak_bytes=process_peak_bytes(), **known)
     files = {str(path.relative_to(output)): path.stat().st_size for path in output.rglob("*") if path.is_file()}
-    return Outcome(status="finished", files=files, peak_bytes=peak_bytes(), **known)
+    return Outcome(status="finished", files=files, peak_bytes=process_peak_bytes(), **known)
 
 
 def build(cell: Cell, output: Path) -> None:
@@ -103,11 +107,7 @@ def check_gpu(cell: Cell) -> None:
         )
 
 
-def peak_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:
-        return None
+def process_peak_bytes() -> int:
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
 
@@ -127,7 +127,7 @@ def peak_bytes_of(work: Callable[[], object]) -> int:
     except OSError:  # some sandboxes have no such file; the peak is then that of the whole process
         was_reset = False
     work()
-    peak = status_bytes("VmHWM") if was_reset else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = status_bytes("VmHWM") if was_reset else process_peak_bytes()
     return max(0, peak - before)
 
 
@@ -159,21 +159,22 @@ def device_bytes_of(work: Callable[[], object]) -> int:
     return max(0, int(before - cuda.mem_get_info()[0]))
 
 
-def print_peak_memory() -> None:
-    request = json.load(sys.stdin)
+def peak_bytes_of_case(request: dict[str, Any]) -> int:
+    """The peak memory of a case. request: case, model (path or null), threads, memory_arena."""
     case, model = Case(**request["case"]), request["model"]
     if not RUNTIMES[case.runtime].graph:
         import torch
 
         torch.set_num_threads(request["threads"])
-    from effexport.bench.candidates import candidate_from_case, inputs_of_case
+    from effexport.bench.candidates import candidate_from_case
+    from effexport.bench.models import inputs_of_case
 
     feeds = inputs_of_case(case)
     candidate = candidate_from_case(
         case, Path(model) if model else None, threads=request["threads"], memory_arena=request["memory_arena"]
     )
-    print(json.dumps({"peak_bytes": peak_of_candidate(candidate, feeds, RUNTIMES[case.runtime].device)}))
+    return peak_of_candidate(candidate, feeds, RUNTIMES[case.runtime].device)
 
 
 if __name__ == "__main__":
-    main() if len(sys.argv) > 1 else print_peak_memory()
+    main()

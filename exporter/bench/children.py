@@ -9,20 +9,22 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from effexport.bench.cell import LOG, OUTCOME, REQUEST, Cell, Outcome
+from effexport.bench.results import Case
 from effexport.environment import memory_info, usable_cores
-from effexport.files import json_text
+from effexport.files import json_text, write_file
 from effexport.plugins.building.toolchain import Gpu, ending, gpus_here
 
 # Part of a log that is kept: enough for a traceback, small enough for a table of a thousand failures.
@@ -32,9 +34,17 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 
 
+# A case that takes this long while its memory is measured is stuck.
+STUCK_SECONDS = 900.0
+
+
+class MemoryUnknownError(Exception):
+    """The process that measures memory failed; the message says why."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
+class CellLimits:
+    """CellLimits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
 
     seconds: float = 4 * 3600.0
     artifact_bytes: int = 16 * 10**9
@@ -48,7 +58,7 @@ class Attempt:
     """
 
     cell: Cell
-    limits: Limits
+    limits: CellLimits
     environment: Mapping[str, str] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = lambda: False
 
@@ -60,39 +70,60 @@ Work = Callable[[Attempt, Path], Outcome]
 
 
 def run_attempt(attempt: Attempt, folder: Path) -> Outcome:
-    """Build the cell in a separate process; afterwards `folder` has its artifact and its log.
+    """Build the cell in a separate process; afterwards `folder` has its artifact and its log."""
+    request = {"cell": attempt.cell.to_dict()}
+    outcome = run_request(request, folder, attempt.limits, attempt.environment, attempt.is_cancelled)
+    size, limit = sum(outcome.files.values()), attempt.limits.artifact_bytes
+    if outcome.status == "finished" and size > limit:
+        reason = f"the artifact has {size:,} bytes; expected at most {limit:,}: raise --max-artifact"
+        return replace(outcome, status="failed", reason=reason)
+    return outcome
+
+
+def run_request(
+    request: Mapping[str, Any],
+    folder: Path,
+    limits: CellLimits,
+    environment: Mapping[str, str],
+    is_cancelled: Callable[[], bool],
+) -> Outcome:
+    """Do what a request asks for in a separate process, see `child.py`; its log is in `folder`.
 
     Whatever happens to that process becomes an Outcome. It ends, too, if this process is interrupted or killed.
     """
-    request = {"cell": attempt.cell.to_dict(), "parent": os.getpid()}
-    (folder / REQUEST).write_text(json_text(request), encoding="utf-8")
+    write_file(folder / REQUEST, json_text({**request, "parent": os.getpid()}))
     started = time.monotonic()
     log = folder / LOG
     with log.open("wb") as stream:
-        process = started_process(folder, attempt, stream)
+        process = subprocess.Popen(
+            [*COMMAND, str(folder.resolve())],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **environment},
+            start_new_session=True,  # so that its child processes can be ended with it
+        )
         try:
-            code = waited(process, started + attempt.limits.seconds, attempt.is_cancelled)
+            code = waited(process, started + limits.seconds, is_cancelled)
         finally:
             end(process)
-    outcome = outcome_of_process(folder, code, attempt.limits)
-    if outcome.status == "finished" and sum(outcome.files.values()) > attempt.limits.artifact_bytes:
-        size, limit = sum(outcome.files.values()), attempt.limits.artifact_bytes
-        reason = f"the artifact has {size:,} bytes; expected at most {limit:,}: raise --max-artifact"
-        outcome = replace(outcome, status="failed", reason=reason)
+    outcome = outcome_of_process(folder, code, limits)
     return replace(outcome, log=tail(log), seconds=round(time.monotonic() - started, 3))
 
 
-def started_process(folder: Path, attempt: Attempt, stream: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [*COMMAND, str(folder.resolve())]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **attempt.environment}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stream,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,  # so that its child processes can be ended with it
-    )
+def peak_memory(case: Case, model: Path | None, *, threads: int, memory_arena: bool) -> int:
+    """Peak bytes of a case of a benchmark. Raises MemoryUnknownError when its process fails."""
+    request = {
+        "case": asdict(case),
+        "model": str(model) if model else None,
+        "threads": threads,
+        "memory_arena": memory_arena,
+    }
+    with tempfile.TemporaryDirectory(prefix="effexport-bench-") as folder:
+        outcome = run_request(request, Path(folder), CellLimits(seconds=STUCK_SECONDS), {}, lambda: False)
+    if outcome.peak_bytes is None or outcome.status == "failed":
+        raise MemoryUnknownError(outcome.reason.partition(";")[0])
+    return outcome.peak_bytes
 
 
 def waited(process: subprocess.Popen[bytes], deadline: float, is_cancelled: Callable[[], bool]) -> int | None:
@@ -115,7 +146,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
                 return
 
 
-def outcome_of_process(folder: Path, code: int | None, limits: Limits) -> Outcome:
+def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Outcome:
     here = platform.node()
     if code is None:
         return Outcome(status="failed", reason=f"took longer than {limits.seconds:g} s; raise --timeout", where=here)
@@ -191,7 +222,7 @@ class ClosedError(Exception):
 class ProcessExecutor:
     """An executor on this machine. jobs: cells at a time. work: runs an attempt. A GPU runs one cell."""
 
-    limits: Limits
+    limits: CellLimits
     jobs: int = 1
     work: Work = run_attempt
     gpus: tuple[Gpu, ...] = field(default_factory=gpus_here)

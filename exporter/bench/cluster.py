@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from effexport.bench.cell import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt, Event, Limits, Work, run_attempt
+from effexport.bench.children import Attempt, CellLimits, Event, Work, run_attempt
 from effexport.errors import EffexportError, MissingExtraError, UserError
 from effexport.files import abandoned
 from effexport.plugins.building.toolchain import gpus_here
@@ -37,7 +37,7 @@ PREFIX = "effexport-sweep-"
 COUNTED = ("CPU", "GPU")
 
 
-def attempt_of_task(cell: dict[str, Any], limits: Limits, work: Work) -> Iterator[Any]:
+def attempt_of_task(cell: dict[str, Any], limits: CellLimits, work: Work) -> Iterator[Any]:
     """Run on a node: yield its name, then the outcome, then the pieces of the artifact."""
     yield platform.node()
     for left in abandoned(Path(tempfile.gettempdir()), PREFIX):
@@ -66,7 +66,7 @@ class RayExecutor:
     """An executor on Ray. wait_seconds: how long a cell waits for a suitable node. cpus: per cell."""
 
     def __init__(
-        self, ray: Any, title: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
+        self, ray: Any, title: str, limits: CellLimits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
     ) -> None:
         self._ray, self._limits, self._cpus, self._wait_seconds = ray, limits, cpus, wait_seconds
         self._work = ray.put(work)
@@ -271,7 +271,7 @@ def import_ray() -> Any:
     return ray
 
 
-def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
+def local_executor(limits: CellLimits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
     """Start Ray on this machine; it ends with this process. Raises MissingExtraError and UserError."""
     ray = import_ray()
     gpus = gpus_here()
@@ -310,7 +310,7 @@ def check_reachable(address: str) -> None:
 
 
 def cluster_executor(
-    address: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
+    address: str, limits: CellLimits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
 ) -> RayExecutor:
     """Connect to the cluster at `address`. Raises MissingExtraError, and UserError if it cannot be used."""
     ray = import_ray()

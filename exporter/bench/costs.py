@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from effexport.bench.candidates import signature_of_case, synchronize
 from effexport.bench.grid import logits_bytes, products_of_case
+from effexport.bench.models import signature_of_case, synchronize
 from effexport.bench.results import Case
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.dtypes import DTYPES
@@ -106,19 +102,12 @@ def pieces(product: Product, largest_bytes: int) -> tuple[Product, ...]:
     return tuple(parts) * product.count
 
 
-CHILD = "effexport.bench.child"
 # Plain formulas hold logits before and after the mask, weights, and a few copies of inputs and outputs.
 COPIES_OF_LOGITS, COPIES_OF_INPUTS = 3, 4
 # The rest is left to other processes.
 USABLE_SHARE = 0.9
 # ONNX Runtime's arena keeps the peak of a model while others run, so it is used only if it leaves most memory free.
 ARENA_SHARE = 0.25
-# A case that takes this long in the child is stuck.
-MOST_CHILD_SECONDS = 900
-
-
-class MemoryUnknownError(Exception):
-    """The child process failed; the message is its last line."""
 
 
 def needed_bytes(case: Case) -> int:
@@ -137,31 +126,6 @@ def reason_too_large(case: Case) -> str | None:
 def arena_fits(case: Case) -> bool:
     free = free_memory_bytes()
     return free is None or needed_bytes(case) <= ARENA_SHARE * free
-
-
-def peak_memory(case: Case, model: Path | None, *, threads: int, memory_arena: bool) -> int:
-    """Peak bytes of a case. Raises MemoryUnknownError when the child fails."""
-    request = {
-        "case": asdict(case),
-        "model": str(model) if model else None,
-        "threads": threads,
-        "memory_arena": memory_arena,
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", CHILD],  # -P: nothing is imported from the current folder
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=MOST_CHILD_SECONDS,
-            check=False,
-        )
-        return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
-    except subprocess.TimeoutExpired as error:
-        raise MemoryUnknownError(f"it ran for more than {MOST_CHILD_SECONDS} s") from error
-    except (IndexError, ValueError, KeyError, TypeError) as error:
-        lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
-        raise MemoryUnknownError(lines[-1]) from error
 
 
 # Roughly a current processor. The run corrects the time left; the time announced before it may be off by half.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from effexport.bench.results import BenchResults, Case, Row, Status
+from effexport.render.document import Item
 from effexport.units import counted, duration, listed, memory, number, three_digits
 
 Outcome = Literal["always", "never", "from", "up to", "several", "not compared", "disturbed"]
@@ -28,21 +29,18 @@ class Crossover:
 
     def __str__(self) -> str:
         """The end of a sentence that begins with "linear on ort is …"."""
-        about = [f"{_rounded(length):,}" for length in self.crossings]
+        about = ", ".join(f"{_rounded(length):,}" for length in self.crossings)
         measured = f"{self.shortest:,} to {self.longest:,}" if self.shortest < self.longest else f"{self.shortest:,}"
-        if self.outcome == "always":
-            return f"faster at every measured length ({measured})"
-        if self.outcome == "never":
-            return f"faster at none of the measured lengths ({measured})"
-        if self.outcome == "from":
-            return f"faster from about {about[0]} tokens on"
-        if self.outcome == "up to":
-            return f"faster up to about {about[0]} tokens"
-        if self.outcome == "several":
-            return f"faster on some stretches: the curves cross at about {', '.join(about)} tokens"
-        if self.outcome == "disturbed":
-            return "not compared: other programs disturbed the timings"
-        return "not compared: no length was measured of both"
+        texts: dict[Outcome, str] = {
+            "always": f"faster at every measured length ({measured})",
+            "never": f"faster at none of the measured lengths ({measured})",
+            "from": f"faster from about {about} tokens on",
+            "up to": f"faster up to about {about} tokens",
+            "several": f"faster on some stretches: the curves cross at about {about} tokens",
+            "disturbed": "not compared: other programs disturbed the timings",
+            "not compared": "not compared: no length was measured of both",
+        }
+        return texts[self.outcome]
 
 
 DISTURBED = Crossover("disturbed", (), 0, 0)
@@ -185,15 +183,11 @@ def _place(setting: Setting, settings: Sequence[Setting]) -> str:
 
 
 Verdict = Literal["passed", "failed", "not run"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Rows without a timing for the same reason. rows: their number and models."""
-
-    status: str
-    reason: str
-    rows: str
+BUSY = "Most timings vary by more than a quarter of their median: other programs are probably using this machine."
+BELOW_FLOOR = (
+    "Some rows are faster than their floor (× floor below 1): the floor uses PyTorch's matrix products, whose results "
+    "go through memory; fused kernels keep them in the cache."
+)
 
 
 def verdict(results: BenchResults) -> Verdict:
@@ -263,16 +257,29 @@ def headlines(results: BenchResults) -> list[str]:
     return [sentence for _, _, sentence in sorted(ranked, key=lambda entry: entry[:2])]
 
 
-def problems(results: BenchResults) -> list[Problem]:
-    """Rows that have no timing, by reason."""
+def problems(results: BenchResults) -> list[Item]:
+    """Rows that have no timing to quote, by reason."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in results.rows:
         if not row.is_quotable:
             groups.setdefault((status_of(row), reason_of(row)), []).append(row)
-    return [
-        Problem(status, reason, f"{counted(len(rows), 'row')} ({_labels(rows)})")
-        for (status, reason), rows in sorted(groups.items(), key=lambda entry: entry[0][0])
-    ]
+    ordered = sorted(groups.items(), key=lambda entry: entry[0][0])
+    return [Item(status, f"{reason} ({_labels(rows)})") for (status, reason), rows in ordered]
+
+
+def notes(results: BenchResults) -> list[Item]:
+    """What a reader should know about how rows were measured, once for all rows that share it."""
+    texts = dict.fromkeys(row.note for row in results.rows if row.note)
+    return [Item("note", f"{text} ({_labels([row for row in results.rows if row.note == text])})") for text in texts]
+
+
+def remarks(results: BenchResults) -> list[str]:
+    """Warnings about all timings: that they vary much, and that some are below their floor."""
+    timings = [row.timing for row in results.rows if row.timing is not None and row.is_quotable]
+    wide = [timing for timing in timings if timing.spread_ms > 0.25 * timing.median_ms]
+    found = [BUSY] if timings and 2 * len(wide) >= len(timings) else []
+    is_below = any(row.times_floor is not None and row.times_floor < 1 for row in results.rows)
+    return [*found, BELOW_FLOOR] if is_below else found
 
 
 def status_of(row: Row) -> Status:

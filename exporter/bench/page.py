@@ -1,13 +1,13 @@
-"""The folder of a benchmark: results.json, results.csv and report.html, a page with tables and charts."""
+"""A benchmark and an advice as documents, and the folder of a benchmark: results.json, results.csv and report.html."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from effexport.bench.beside import Entry, mean_ratios, measured_sheet, sections
+from effexport.bench.beside import mean_ratios, measured_table, published_tables
 from effexport.bench.findings import (
     BASELINE,
     Curve,
@@ -17,69 +17,114 @@ from effexport.bench.findings import (
     headlines,
     interruption,
     median_ms,
+    notes,
     parity_sentence,
     problems,
     reason_of,
+    remarks,
     status_of,
     verdict,
 )
-from effexport.bench.presets import TITLES
-from effexport.bench.recommendation import on_frontier
+from effexport.bench.presets import PRESETS
+from effexport.bench.recommendation import Advice, on_frontier
 from effexport.bench.results import BenchResults, Row
 from effexport.files import FolderKind, csv_text
 from effexport.proof.check import METRIC
 from effexport.render.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
-from effexport.render.multiples import Chart, Line, Quantity, chart_of
+from effexport.render.document import (
+    Code,
+    Column,
+    Document,
+    Facts,
+    Line,
+    Part,
+    Section,
+    Sentence,
+    Table,
+    present,
+    without_empty_columns,
+)
+from effexport.render.html import html_from_document
+from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
 from effexport.render.svg import Figure, Point, Series, legend_of, scatter
-from effexport.render.templates import template_environment
-from effexport.units import NOTHING, duration, duration_with, listed, memory, moment, number, rate, three_digits, times
+from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, number, rate, three_digits, times
 
-if TYPE_CHECKING:
-    from effexport.bench.recommendation import Advice
+JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
+BENCH_FOLDER = FolderKind("a benchmark", JSON, b'{\n  "format_version": 1,\n  "rows": [')
+# A longer table is folded, so that the sections below it are easy to find.
+MAX_OPEN_ROWS = 40
+CASE_FIELDS = ["label", "variant", "options", "scope", "seq_len", "batch", "precision", "heads", "head_dim", "runtime"]
+TIMING_FIELDS = ["runs", "median_ms", "mean_ms", "deviation_ms", "lowest_ms", "highest_ms", "spread_ms"]
+# Column of the CSV file (flat, with units in the names) → attribute of a row, in the order of the file.
+COLUMNS: dict[str, str] = {
+    **{name: f"case.{name}" for name in CASE_FIELDS},
+    **{name: name for name in ("implementation", "status", "reason")},
+    **{f"parity_{name}": f"parity.{name}" for name in ("passed", "metric", "value", "limit")},
+    **{name: f"timing.{name}" for name in TIMING_FIELDS},
+    **{name: name for name in ("tokens_per_second", "times_softmax", "times_torch")},
+    **{f"floor_{name}": f"floor.{name}" for name in ("products_ms", "pass_ms")},
+    "floor_ms": "floor.total_ms",
+    **{name: name for name in ("times_floor", "peak_bytes", "note")},
+    **{f"rounds_{name}": f"disturbance.{name}" for name in ("kept", "dropped")},
+    **{name: f"disturbance.{name}" for name in ("waited_share", "own_cores", "other_cores", "stolen_cores")},
+}
+What = Literal["latency", "memory", "ratio", "floor"]
+RATIO = Quantity("Times as fast as softmax", "times as fast", times)
+# each with its value in a row, in the unit of the axis
+QUANTITIES: dict[What, tuple[Quantity, Callable[[Row], float | None]]] = {
+    "latency": (Quantity("Latency against length", "milliseconds", duration), median_ms),
+    "memory": (
+        Quantity("Peak memory against length", "megabytes", lambda value: memory(value * 1e6)),
+        lambda row: None if row.peak_bytes is None else row.peak_bytes / 1e6,
+    ),
+    "ratio": (RATIO, lambda row: row.times_softmax),
+    "floor": (Quantity("Times the floor", "times the floor", times), lambda row: row.times_floor),
+}
+HOW = (
+    (
+        "Parity first",
+        "Every candidate is compared with the PyTorch reference before it is timed; one that fails has no timing "
+        "here. The column shows the largest error relative to the RMS of the reference, and its limit; a row that is "
+        "judged by another metric names it. “Ran as” says whether custom operators ran as native kernels or as "
+        "function bodies of standard operators.",
+    ),
+    (
+        "Rounds",
+        "The candidates of one length take turns within a round, so that slow changes of the machine, such as of its "
+        "clock rate, affect all of them. A ratio is the median over rounds of the ratio within a round. Ratios are "
+        "what can be quoted; milliseconds belong to this machine.",
+    ),
+    (
+        "Other programs",
+        "A run is disturbed if its threads were ready to run but had no core for more than 5 % of its time. "
+        "Disturbed runs do not count and are repeated, within bounds. A row with fewer than three undisturbed "
+        "rounds, or far below its floor, is marked disturbed, and nothing is derived from it.",
+    ),
+)
+FLOOR = (
+    "Floor",
+    "A lower bound for any implementation of the same formula: its matrix products alone, in PyTorch, and one pass "
+    "over inputs and outputs. It is timed in turn with the candidates.",
+)
+MEMORY = (
+    "Memory",
+    "The most memory in use while the candidate ran, beyond what was in use before its inputs were made. kB, MB and GB "
+    "are powers of ten.",
+)
+# A column, and its text in a row. Those of the case come first; the others are empty for a row without a timing.
+OF_CASE: tuple[tuple[Column, Callable[[Row], str]], ...] = (
+    (Column("Tokens", True, group="{} tokens"), lambda row: f"{row.case.seq_len:,}"),
+    (Column("Model"), lambda row: row.case.label),
+    (Column("Runtime"), lambda row: row.case.runtime),
+    (Column("Scope"), lambda row: row.case.scope),
+    (Column("Batch", True), lambda row: f"{row.case.batch:,}"),
+    (Column("Precision"), lambda row: row.case.precision),
+    (Column("Heads", True), lambda row: f"{row.case.heads} × {row.case.head_dim}"),
+)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the table. numeric: aligned to the right. is_measured: empty for a row without a timing.
-
-    below: the second line of a cell, where there is one.
-    """
-
-    title: str
-    text: Callable[[Row], str]
-    numeric: bool = True
-    is_measured: bool = True
-    below: Callable[[Row], str] = lambda row: ""
-
-
-@dataclass(frozen=True)
-class RowLine:
-    """A row of the table. cells: those that describe the case and, if the row has a timing, the measured ones.
-
-    reason: why it has no timing; "" if it has one.
-    """
-
-    name: str
-    status: str
-    cells: tuple[Entry, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """The table. columns: those after the name, in the order of the cells. groups: the rows of each length, by title.
-
-    shared: values that all rows have, by the title of their column.
-    """
-
-    columns: tuple[Column, ...]
-    groups: dict[str, list[RowLine]]
-    shared: dict[str, str]
-
-    @property
-    def measured(self) -> int:
-        """Number of measured columns, which are the last ones."""
-        return sum(column.is_measured for column in self.columns)
+def median_text(row: Row) -> str:
+    return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
 
 
 def parity_text(row: Row) -> str:
@@ -97,101 +142,160 @@ def implementation_text(row: Row) -> str:
     return ran[0] if len(ran) == 1 else ", ".join(f"{op}: {what}" for op, what in row.implementation.items()) or NOTHING
 
 
-def options_text(row: Row) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.case.options.items()) or NOTHING
-
-
-def _median(row: Row) -> str:
-    return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
-
-
-def _rate(row: Row) -> str:
-    return "" if row.timing is None else f"{rate(row.tokens_per_second)} tokens/s"
-
-
-def _floor(row: Row) -> str:
-    return "" if row.floor is None else f"floor {duration(row.floor.total_ms)}"
-
-
-def _other_metric(row: Row) -> str:
-    return "" if row.parity is None or row.parity.metric == METRIC else row.parity.metric
-
-
-_CASE = (
-    Column("Runtime", lambda row: row.case.runtime, False, False),
-    Column("Scope", lambda row: row.case.scope, False, False),
-    Column("Batch", lambda row: f"{row.case.batch:,}", True, False),
-    Column("Precision", lambda row: row.case.precision, False, False),
-    Column("Heads", lambda row: f"{row.case.heads} × {row.case.head_dim}", True, False),
+MEASURED: tuple[tuple[Column, Callable[[Row], str]], ...] = (
+    (Column("Median ± spread", True), median_text),
+    (Column("Tokens/s", True, below="{} tokens/s"), lambda row: rate(row.tokens_per_second)),
+    (Column("× softmax", True), lambda row: three_digits(row.times_softmax)),
+    (Column("× torch", True), lambda row: three_digits(row.times_torch)),
+    (Column("× floor", True), lambda row: three_digits(row.times_floor)),
+    (Column("Floor", True, below="floor {}"), lambda row: duration(row.floor.total_ms) if row.floor else NOTHING),
+    (Column("Peak memory", True), lambda row: memory(row.peak_bytes)),
+    (Column("Parity", True), parity_text),
+    (Column("Metric", below="{}"), lambda row: row.parity.metric if row.parity and row.parity.metric != METRIC else ""),
+    (Column("Ran as"), implementation_text),
+    (Column("Runs", True), lambda row: NOTHING if row.timing is None else f"{row.timing.runs:,}"),
 )
-_MEASURED = (
-    Column("Median ± spread", _median, below=_rate),
-    Column("× softmax", lambda row: three_digits(row.times_softmax)),
-    Column("× torch", lambda row: three_digits(row.times_torch)),
-    Column("× floor", lambda row: three_digits(row.times_floor), below=_floor),
-    Column("Peak memory", lambda row: memory(row.peak_bytes)),
-    Column("Parity", parity_text, below=_other_metric),
-    Column("Ran as", implementation_text, False),
-    Column("Runs", lambda row: NOTHING if row.timing is None else f"{row.timing.runs:,}"),
-)
-_SHARED_NAMES = ("Runtime", "Scope", "Batch", "Precision", "Heads", "Runs")
-
-
-def table_of(rows: Sequence[Row]) -> Table:
-    """All rows, grouped by length, in the order of the benchmark."""
-    timed = [row for row in rows if row.is_quotable]
-    shared: dict[str, str] = {}
-    columns = []
-    for column in (*_CASE, *_MEASURED):
-        texts = {column.text(row) for row in (timed if column.is_measured else rows)}
-        known = texts - {NOTHING}
-        if len(known) == len(texts) == 1 and column.title in _SHARED_NAMES:
-            shared[column.title] = known.pop()
-        elif known:
-            columns.append(column)
-    lengths = sorted({row.case.seq_len for row in rows})
-    groups = {
-        f"{length:,} tokens": [_row_line(row, columns) for row in rows if row.case.seq_len == length]
-        for length in lengths
-    }
-    return Table(tuple(columns), groups, shared)
-
-
-def differing_options(rows: Iterable[Row]) -> dict[str, str]:
-    """Options by model label, for models that have any."""
-    return {row.case.label: options_text(row) for row in rows if row.case.options}
-
-
-def _row_line(row: Row, columns: Sequence[Column]) -> RowLine:
-    measured = row.is_quotable
-    cells = tuple(
-        Entry(column.text(row), column.below(row)) for column in columns if measured or not column.is_measured
-    )
-    return RowLine(row.case.label, status_of(row), cells, "" if measured else _reason(row))
-
-
-def _reason(row: Row) -> str:
-    """Why a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
-    if row.status != "disturbed" or row.timing is None:
-        return reason_of(row)
-    return f"{reason_of(row)}; its median was {duration(row.timing.median_ms)}"
-
-
-What = Literal["latency", "memory", "ratio", "floor"]
-RATIO = Quantity("Times as fast as softmax", "times as fast", times)
-
-
-def _megabytes(row: Row) -> float | None:
-    return None if row.peak_bytes is None else row.peak_bytes / 1e6
-
-
-# each with its value in a row, in the unit of the axis
-QUANTITIES: dict[What, tuple[Quantity, Callable[[Row], float | None]]] = {
-    "latency": (Quantity("Latency against length", "milliseconds", duration), median_ms),
-    "memory": (Quantity("Peak memory against length", "megabytes", lambda value: memory(value * 1e6)), _megabytes),
-    "ratio": (RATIO, lambda row: row.times_softmax),
-    "floor": (Quantity("Times the floor", "times the floor", times), lambda row: row.times_floor),
+# Columns that are left out if all rows have the same text, which is a condition then.
+CONDITIONS = {
+    "Runtime": "{}",
+    "Scope": "{}",
+    "Precision": "{}",
+    "Batch": "batch {}",
+    "Heads": "heads {}",
+    "Runs": "{} runs",
 }
+
+
+def document_from_results(results: BenchResults, advice: Advice | None = None) -> Document:
+    """A benchmark, which may be incomplete; that of an advice begins with it."""
+    conditions = conditions_of(results.rows)
+    found = headlines(results)
+    warnings = ((interruption(results), "not run"), (disturbance(results), "disturbed"))
+    verdicts = [Sentence(text, status) for text, status in warnings if text]
+    verdicts.append(Sentence(advice.sentences[0] if advice else found[0]))
+    sentences = [Sentence(text) for text in (advice.sentences if advice else found)[1:]]
+    sentences += [Sentence(text, "not run") for text in remarks(results)]
+    is_advice = advice is not None  # whose table says what those of a benchmark do
+    has_floors = any(row.floor for row in results.rows)
+    has_memory = any(row.peak_bytes is not None for row in results.rows)
+    how = HOW + (FLOOR,) * has_floors + (MEMORY,) * has_memory
+    versions = {name: text for name, text in results.environment.items() if name not in results.machine}
+    options = {row.case.label: options_text(row) for row in results.rows if row.case.options}
+    sections = (
+        Section("Failed, disturbed and not run", (*problems(results), *notes(results)), is_background=is_advice),
+        Section("Next to the published figures", beside_published(results), is_background=True),
+        Section("Speed and memory", present(bench_chart(results))),
+        Section(
+            "Where it pays: lengths at which softmax is overtaken",
+            present(crossings_table(results)),
+            is_background=is_advice,
+        ),
+        Section("Every row", present(rows_table(results, conditions)), is_background=is_advice),
+        Section("What is special about each model", present(facts("Options", options)), is_background=True),
+        Section("How it was measured", (Facts("How it was measured", how, is_prose=True),), is_background=True),
+        Section(
+            "Machine and versions",
+            present(facts("Machine", results.machine), facts("Versions", versions)),
+            is_background=True,
+        ),
+        Section("Repeat it", (Code(results.command),), is_background=True),
+    )
+    return Document(
+        program="effexport bench",
+        title=title_of(results),
+        lead=", ".join(CONDITIONS[name].format(text) for name, text in conditions.items()),
+        created=results.created,
+        verdicts=tuple(verdicts),
+        sentences=(*sentences, Sentence(parity_sentence(results), verdict(results))),
+        parts=parts_of_advice(advice, timing_note(results)) if advice else (),
+        sections=sections,
+    )
+
+
+def html_from_results(results: BenchResults, advice: Advice | None = None) -> str:
+    return html_from_document(document_from_results(results, advice))
+
+
+def title_of(results: BenchResults) -> str:
+    """The published experiment that is repeated, else the models that are compared."""
+    if results.preset:
+        return f"Repeated: {PRESETS[results.preset].title if results.preset in PRESETS else results.preset}"
+    labels = list(dict.fromkeys(row.case.label for row in results.rows))
+    if not labels or len(labels) > 6:
+        return f"Attention benchmark of {len(labels)} models" if labels else "Attention benchmark"
+    return f"Attention benchmark: {listed(labels)}"
+
+
+def facts(title: str, values: dict[str, str]) -> Facts:
+    return Facts(title, tuple(values.items()))
+
+
+def options_text(row: Row) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.case.options.items())
+
+
+def conditions_of(rows: Sequence[Row]) -> dict[str, str]:
+    """The texts that all rows have in common, by the title of their column, in the order of CONDITIONS."""
+    timed = [row for row in rows if row.is_quotable]
+    texts = {column.title: {text(row) for row in rows} for column, text in OF_CASE}
+    texts |= {column.title: {text(row) for row in timed} for column, text in MEASURED}
+    return {name: min(texts[name]) for name in CONDITIONS if len(texts[name]) == 1 and texts[name] != {NOTHING}}
+
+
+def rows_table(results: BenchResults, conditions: dict[str, str]) -> Table:
+    """All rows by length. Columns that are the same in all rows, or empty, are left out."""
+    own = [one for one in OF_CASE if one[0].title not in conditions]
+    every = [*own, *(one for one in MEASURED if one[0].title not in conditions)]
+    lines = []
+    for row in sorted(results.rows, key=lambda row: row.case.seq_len):
+        if row.is_quotable:
+            lines.append(Line(tuple(text(row) for _, text in every)))
+        else:
+            lines.append(line_of_problem(row, tuple(text(row) for _, text in own)))
+    columns, lines_with_texts = without_empty_columns([column for column, _ in every], lines)
+    if len(columns) == len(own):
+        columns += (Column("Status"),)
+    count = counted(len(lines), "row")
+    note = (
+        f"{timing_note(results)} × softmax and × torch: how many times faster than softmax on the same runtime, and "
+        "than eager PyTorch on the same model; × floor: the median as a multiple of its lower bound."
+    )
+    is_open = len(lines) <= MAX_OPEN_ROWS
+    return Table("Every row", columns, lines_with_texts, note, f"{count} by length", is_open)
+
+
+def timing_note(results: BenchResults) -> str:
+    threads = f", {counted(results.threads, 'thread')}" if results.threads else ""
+    return (
+        f"Median of {counted(results.rounds, 'round')}{threads}; the spread is half the distance between the quartiles."
+    )
+
+
+def line_of_problem(row: Row, cells: tuple[str, ...]) -> Line:
+    """Why a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
+    status, reason = status_of(row), reason_of(row)
+    if status != "disturbed" or row.timing is None:
+        return Line(cells, status, reason)
+    median = duration(row.timing.median_ms)
+    return Line(cells, status, f"{reason}; its median was {median}", f"disturbed: {median}")
+
+
+def crossings_table(results: BenchResults) -> Table:
+    columns = (Column("Model"), Column("Where"), Column("Against softmax there, it is"))
+    lines = tuple(Line((curve.label, curve.place, str(found))) for curve, found in crossovers(curves(results)))
+    note = "Medians, interpolated between measured lengths on logarithmic axes; other lengths are not predicted."
+    return Table("Where softmax is overtaken", columns, lines, note)
+
+
+def beside_published(results: BenchResults) -> tuple[Part, ...]:
+    parts: list[Part | None] = []
+    for published, table in published_tables(results):
+        parts += [Sentence(published.title), f"{published.source}. {published.note}", table]
+    measured = measured_table(results)
+    parts += [Sentence("Measured here") if measured else None, measured]
+    if results.preset == "linear-blog":
+        parts += [mean_ratio_chart(results), "Means, as in the blog; the other ratios on this page are medians."]
+    return present(*parts)
 
 
 def bench_chart(results: BenchResults, wanted: Sequence[What] = tuple(QUANTITIES)) -> Chart | None:
@@ -199,19 +303,58 @@ def bench_chart(results: BenchResults, wanted: Sequence[What] = tuple(QUANTITIES
     if len(results.rows) < 2:
         return None
     every = curves(results)
-    lines: dict[Quantity, list[Line]] = {}
+    lines: dict[Quantity, list[PlotLine]] = {}
     for what in wanted:
         quantity, read = QUANTITIES[what]
         # a logarithmic axis has no 0, such as memory too small to be measured
         values = [(curve, {n: value for n, value in curve.values(read).items() if value > 0}) for curve in every]
-        lines[quantity] = _with_even_line(values) if what == "ratio" else [_line(*entry) for entry in values]
+        lines[quantity] = with_even_line(values) if what == "ratio" else [plot_line(*entry) for entry in values]
     return chart_of("-".join(wanted), lines)
 
 
 def mean_ratio_chart(results: BenchResults) -> Chart | None:
     """The chart of the blog: mean time of softmax divided by that of each model."""
     quantity = Quantity("Mean time of softmax over that of the model", RATIO.axis, RATIO.text)
-    return chart_of("mean-ratio", {quantity: _with_even_line(mean_ratios(results))})
+    return chart_of("mean-ratio", {quantity: with_even_line(mean_ratios(results))})
+
+
+def plot_line(curve: Curve, values: dict[int, float]) -> PlotLine:
+    return PlotLine(curve.label, curve.place, values, is_baseline=curve.is_baseline)
+
+
+def with_even_line(found: Sequence[tuple[Curve, dict[int, float]]]) -> list[PlotLine]:
+    """Ratios to softmax, and in each place the line for models exactly as fast as softmax."""
+    ratios = [plot_line(curve, values) for curve, values in found if values and not curve.is_baseline]
+    places: dict[str, set[int]] = {}
+    for line in ratios:
+        places.setdefault(line.place, set()).update(line.values)
+    even = [PlotLine(BASELINE, at, {min(n): 1.0, max(n): 1.0}, is_baseline=True) for at, n in places.items()]
+    return [*even, *ratios]
+
+
+def parts_of_advice(advice: Advice, note: str) -> tuple[Part, ...]:
+    """Its limits, how to get the recommended model, and all candidates."""
+    limits = f"Limits: {advice.limits.text}" if advice.limits.text else "No limits were given"
+    build = advice.build
+    return present(
+        f"{limits}. Measured: {advice.model}, without padding.",
+        build.before if build else None,
+        Code(build.text) if build else None,
+        candidates_table(advice, note),
+        frontier_chart(advice),
+    )
+
+
+def candidates_table(advice: Advice, note: str) -> Table:
+    figures = [Column("Latency", True), Column("Memory", True)]
+    figures += [Column(advice.figure.capitalize(), True)] if advice.figure else []
+    columns = (Column("Model"), Column("Runtime"), *figures, Column("Standing"), Column("Why"))
+    lines = []
+    for entry in advice.entries:
+        loss = [entry.loss] if advice.figure else []
+        cells = (entry.label, entry.runtime, entry.latency, memory(entry.peak_bytes), *loss, entry.standing, entry.why)
+        lines.append(Line(cells))
+    return Table("Candidates", columns, tuple(lines), note)
 
 
 def frontier_chart(advice: Advice) -> Chart | None:
@@ -239,82 +382,29 @@ def frontier_chart(advice: Advice) -> Chart | None:
     return Chart(legend_of(series), {"": [Figure(title, caption, svg)]})
 
 
-def _line(curve: Curve, values: dict[int, float]) -> Line:
-    return Line(curve.label, curve.place, values, is_baseline=curve.is_baseline)
-
-
-def _with_even_line(found: Sequence[tuple[Curve, dict[int, float]]]) -> list[Line]:
-    """Ratios to softmax, and in each place the line for models exactly as fast as softmax."""
-    ratios = [_line(curve, values) for curve, values in found if values and not curve.is_baseline]
-    places: dict[str, set[int]] = {}
-    for line in ratios:
-        places.setdefault(line.place, set()).update(line.values)
-    even = [Line(BASELINE, at, {min(n): 1.0, max(n): 1.0}, is_baseline=True) for at, n in places.items()]
-    return [*even, *ratios]
-
-
-# A longer table is folded, so that the sections below it are easy to find.
-MAX_OPEN_ROWS = 40
-
-
-def html_from_results(results: BenchResults, advice: Advice | None = None) -> str:
-    """The page of a benchmark, which may be incomplete; one of `bench --advise` begins with its advice."""
-    environment = template_environment(
-        ("render", "bench"),
-        {"moment": moment, "memory": memory, "css": lambda text: text.replace(" ", "-")},
-    )
-    return environment.get_template("page.html.j2").render(
-        results=results,
-        advice=advice,
-        frontier=None if advice is None else frontier_chart(advice),
-        title=title_of(results),
-        headlines=headlines(results),
-        verdict=verdict(results),
-        parity=parity_sentence(results),
-        interruption=interruption(results),
-        disturbance=disturbance(results),
-        problems=problems(results),
-        sections=sections(results),
-        measured=measured_sheet(results),
-        by_mean=mean_ratio_chart(results) if results.preset == "linear-blog" else None,
-        speed=bench_chart(results),
-        crossovers=crossovers(curves(results)),
-        table=table_of(results.rows),
-        is_open=len(results.rows) <= MAX_OPEN_ROWS,
-        options=differing_options(results.rows),
-        versions={name: text for name, text in results.environment.items() if name not in results.machine},
-        has_floors=any(row.floor for row in results.rows),
-        has_memory=any(row.peak_bytes is not None for row in results.rows),
-    )
-
-
-def title_of(results: BenchResults) -> str:
-    """The published experiment that is repeated, else the models that are compared."""
-    if results.preset:
-        return f"Repeated: {TITLES.get(results.preset, results.preset)}"
-    labels = list(dict.fromkeys(row.case.label for row in results.rows))
-    if not labels or len(labels) > 6:
-        return f"Attention benchmark of {len(labels)} models" if labels else "Attention benchmark"
-    return f"Attention benchmark: {listed(labels)}"
-
-
-JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
-BENCH_FOLDER = FolderKind("a benchmark", JSON, b'{\n  "format_version": 1,\n  "rows": [')
-_CASE_FIELDS = ["label", "variant", "options", "scope", "seq_len", "batch", "precision", "heads", "head_dim", "runtime"]
-_TIMING = ["runs", "median_ms", "mean_ms", "deviation_ms", "lowest_ms", "highest_ms", "spread_ms"]
-# Column of the CSV file (flat, with units in the names) → attribute of a row, in the order of the file.
-COLUMNS: dict[str, str] = {
-    **{name: f"case.{name}" for name in _CASE_FIELDS},
-    **{name: name for name in ("implementation", "status", "reason")},
-    **{f"parity_{name}": f"parity.{name}" for name in ("passed", "metric", "value", "limit")},
-    **{name: f"timing.{name}" for name in _TIMING},
-    **{name: name for name in ("tokens_per_second", "times_softmax", "times_torch")},
-    **{f"floor_{name}": f"floor.{name}" for name in ("products_ms", "pass_ms")},
-    "floor_ms": "floor.total_ms",
-    **{name: name for name in ("times_floor", "peak_bytes", "note")},
-    **{f"rounds_{name}": f"disturbance.{name}" for name in ("kept", "dropped")},
-    **{name: f"disturbance.{name}" for name in ("waited_share", "own_cores", "other_cores", "stolen_cores")},
-}
+def json_of_advice(advice: Advice) -> dict[str, Any]:
+    """The advice as it stands in the object of --json."""
+    frontier = on_frontier(advice.entries)
+    return {
+        "limits": asdict(advice.limits),
+        "sentences": list(advice.sentences),
+        "build": None if advice.build is None else advice.build.text,
+        "before_build": "" if advice.build is None else advice.build.before,
+        "candidates": [
+            {
+                "label": entry.label,
+                "runtime": entry.runtime,
+                "standing": entry.standing,
+                "why": entry.why,
+                "median_ms": entry.latency_ms,
+                "peak_bytes": entry.peak_bytes,
+                "loss": None if entry.quality is None else asdict(entry.quality.loss),
+                "judged": None if entry.quality is None else entry.quality.model,
+                "on_frontier": entry in frontier,
+            }
+            for entry in advice.entries
+        ],
+    }
 
 
 def write_results(
@@ -330,10 +420,10 @@ def write_results(
 
 def csv_from_results(results: BenchResults) -> str:
     """The rows as CSV; the cell of a value that was not measured is empty."""
-    return csv_text(COLUMNS, ([cell(row, path) for path in COLUMNS.values()] for row in results.rows))
+    return csv_text(COLUMNS, ([field_of(row, path) for path in COLUMNS.values()] for row in results.rows))
 
 
-def cell(row: Row, path: str) -> Any:
+def field_of(row: Row, path: str) -> Any:
     value: Any = row
     for name in path.split("."):
         value = None if value is None else getattr(value, name)

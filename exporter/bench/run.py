@@ -13,28 +13,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.bench.agreement import agreement, reference_of_case
 from effexport.bench.candidates import (
     Candidate,
     NotRunnableError,
+    agreement,
     candidate_from_case,
     engine_from_case,
-    inputs_of_case,
     is_beyond_runtime,
-    naive_onnx_from_case,
-    onnx_from_case,
     reason_not_here,
+    reference_of_case,
     short,
 )
+from effexport.bench.children import MemoryUnknownError, peak_memory
 from effexport.bench.costs import (
     EXPORT_SECONDS,
     START_SECONDS,
-    MemoryUnknownError,
     OnStep,
     Pace,
     arena_fits,
     memory_cost,
-    peak_memory,
     prepare_cost,
     reason_too_large,
     run_pass,
@@ -43,9 +40,10 @@ from effexport.bench.costs import (
     traffic_bytes,
 )
 from effexport.bench.grid import Grid, model_of_case, products_of_case
-from effexport.bench.machine import Machine, wait_until_idle
+from effexport.bench.models import inputs_of_case, naive_onnx_from_case, onnx_from_case
 from effexport.bench.results import BenchResults, Case, Floor, Row
 from effexport.bench.timing import (
+    Machine,
     Rotation,
     TimedCall,
     disturbance_of,
@@ -53,6 +51,7 @@ from effexport.bench.timing import (
     reason_disturbed,
     times_faster,
     timing_from_samples,
+    wait_until_idle,
 )
 from effexport.disk import ANOTHER_TEMPORARY, disk_problem, write_error
 from effexport.environment import describe_machine, usable_cores, versions

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 from effexport.artifact import CheckSummary, EngineEntry
 from effexport.bench.cell import ARTIFACT, LOG, Cell, Outcome
@@ -21,16 +20,40 @@ from effexport.environment import versions
 from effexport.errors import EffexportError
 from effexport.files import csv_text, json_text, write_file
 from effexport.proof.check import METRIC
-from effexport.render.multiples import Chart, Line, Quantity, chart_of
-from effexport.render.templates import template_environment
-from effexport.units import counted, duration, listed, megabytes, memory, moment, number, rough_duration, seconds
+from effexport.render.document import (
+    Code,
+    Column,
+    Document,
+    Facts,
+    Item,
+    Line,
+    Link,
+    Section,
+    Sentence,
+    Table,
+    present,
+    without_empty_columns,
+)
+from effexport.render.html import html_from_document
+from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
+from effexport.units import (
+    NOTHING,
+    counted,
+    duration,
+    listed,
+    megabytes,
+    memory,
+    number,
+    rough_duration,
+    seconds,
+)
 
 FORMAT_VERSION = 1
 Status = Literal["finished", "failed", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SweepRow:
     """A cell and its result.
 
     parity: the verdict of its report: passed, or "not run" if no runtime there could run the model. worst_error: the
@@ -76,7 +99,7 @@ class Row:
 class SweepResults:
     """The results of a sweep. complete: False after an interrupt. where: the executor. seconds: of this run only."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SweepRow, ...]
     name: str
     created: str
     command: str
@@ -111,12 +134,12 @@ class SweepResults:
         return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows})
 
 
-def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
+def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> SweepRow:
     known |= {name: getattr(cell, name) for name in ("id", "label", "target", "gpu")}
     spec, model = cell.spec, cell.spec.model
     known |= {"variant": spec.attention.variant, "scope": model.scope, "seq_len": model.seq_len}
     known |= {"batch": spec.batch, "precision": spec.precision}
-    return Row(status=status, command=command, **known)
+    return SweepRow(status=status, command=command, **known)
 
 
 def fields_of_record(record: CellRecord) -> dict[str, Any]:
@@ -170,7 +193,7 @@ State = Literal["finished", "failed", "to run"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """All cells of the file with their states, and the cells to run now."""
 
     cells: Sequence[Cell]
@@ -178,7 +201,9 @@ class Plan:
     states: dict[str, State]
 
 
-def plan_of(store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Sequence[Cell] | None = None) -> Plan:
+def plan_of(
+    store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Sequence[Cell] | None = None
+) -> SweepPlan:
     """Decide which cells run: no finished ones, failed ones only with `retry_failed`. only: the requested cells."""
     states: dict[str, State] = {}
     for cell in cells:
@@ -188,7 +213,7 @@ def plan_of(store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Se
             states[cell.id] = "failed" if store.failed(cell) is not None else "to run"
     again = ("failed", "to run") if retry_failed else ("to run",)
     chosen = cells if only is None else only
-    return Plan(cells, [cell for cell in chosen if states[cell.id] in again], states)
+    return SweepPlan(cells, [cell for cell in chosen if states[cell.id] in again], states)
 
 
 @dataclass(frozen=True)
@@ -304,48 +329,111 @@ def first_line(text: str) -> str:
 
 # A longer table is folded, so that the sections below it are easy to find.
 MAX_OPEN_ROWS = 60
+HOW = (
+    "Parity is the verdict of the cell's own report: the exported model was compared with PyTorch, and what fails is "
+    "not written. “not run” means that no runtime there could run the model. The worst error is the largest max "
+    "|error| / RMS of all its checks. The time is that of the process that built the cell, with its peak memory. An "
+    "engine gives its version of TensorRT, the GPUs it is for, size, layers and how long it took to build; “run: not "
+    "run” means that there was no GPU to run it on. Reports and logs are files in this folder."
+)
+# A column, and its text in a row; those of a cell that is not finished end with its state.
+OF_CELL: tuple[tuple[Column, Callable[[SweepRow], str]], ...] = (
+    (Column("Model", group="{}"), lambda row: row.label),
+    (Column("Tokens", True), lambda row: f"{row.seq_len:,}"),
+    (Column("Precision"), lambda row: row.precision),
+    (Column("Target"), lambda row: row.target),
+    (Column("GPU", below="{}"), lambda row: row.gpu),
+)
+OF_BUILD: tuple[tuple[Column, Callable[[SweepRow], str | Link]], ...] = (
+    (Column("State", is_status=True), lambda row: row.status),
+    (Column("Parity", is_status=True, below="parity: {}"), lambda row: row.parity),
+    (Column("Worst error", True), lambda row: number(row.worst_error)),
+    (Column("Limit", True, below="of {}"), lambda row: number(row.error_limit)),
+    (Column("Time", True), lambda row: NOTHING if row.seconds is None else duration(row.seconds * 1000)),
+    (Column("Memory", True, below="{}"), lambda row: memory(row.peak_bytes)),
+    (Column("Size", True), lambda row: memory(row.model_bytes)),
+    (Column("Engine"), lambda row: row.engine),
+    (Column("Run", is_status=True, below="run: {}"), lambda row: row.engine and row.engine_parity),
+    (Column("Report"), lambda row: Link("report", f"{row.artifact}/report.html")),
+    (Column("Log", below="{}"), lambda row: Link("log", row.log)),
+)
 
 
-def html_from_results(results: SweepResults) -> str:
-    """The page of a sweep."""
-    filters: dict[str, Callable[..., Any]] = {
-        "moment": moment,
-        "css": css_of,
-        "number": number,
-        "seconds": lambda value: duration(None if value is None else value * 1000),
-        "memory": memory,
-        "path": quote,
-    }
-    environment = template_environment(("render", "bench"), filters)
-    return environment.get_template("sweep.html.j2").render(
-        results=results,
-        groups=groups_of(results.rows),
-        chart=sweep_chart(results.rows),
-        problems=[row for row in results.rows if row.status != "finished"],
-        is_open=len(results.rows) <= MAX_OPEN_ROWS,
-        shared=shared_fields(results.rows),
+def document_from_results(results: SweepResults) -> Document:
+    scopes, batches = {row.scope for row in results.rows}, {row.batch for row in results.rows}
+    lead = [f"scope {scope}" for scope in scopes if len(scopes) == 1]
+    lead += [f"batch {batch}" for batch in batches if len(batches) == 1]
+    verdicts = [Sentence(results.sentence, results.verdict)]
+    if not results.complete:
+        verdicts.insert(0, Sentence("Interrupted: run the same command again to resume.", "not run"))
+    place = Facts("Run", (("place", results.where or "nothing had to run"), ("this run", seconds(results.seconds))))
+    chart = sweep_chart(results.rows)
+    note = "Short bars are the limits of the errors in their colour. The time is that of the whole build."
+    repeated = "What is finished is not built again, and what failed only with --retry-failed."
+    versions = Facts("Versions", tuple(results.environment.items()))
+    return Document(
+        program="effexport sweep",
+        title=f"Sweep: {results.name}",
+        lead=", ".join(lead),
+        created=results.created,
+        verdicts=tuple(verdicts),
+        sentences=(),
+        parts=(),
+        sections=(
+            Section("Failed and not run", tuple(map(problem_of, filter(is_open, results.rows)))),
+            Section("Error, size and time against length", (chart, note) if chart else (), is_background=True),
+            Section("Every cell", (cells_table(results.rows),)),
+            Section("What the columns say", (HOW,), is_background=True),
+            Section("Where it ran", present(place, versions), is_background=True),
+            Section("Repeat it", (repeated, Code(results.command)), is_background=True),
+        ),
     )
 
 
-def sweep_chart(rows: Sequence[Row]) -> Chart | None:
+def is_open(row: SweepRow) -> bool:
+    return row.status != "finished"
+
+
+def problem_of(row: SweepRow) -> Item:
+    return Item(row.status, row.title, row.reason, row.log_tail, row.command)
+
+
+def cells_table(rows: Sequence[SweepRow]) -> Table:
+    """All cells, by variant with its options; columns that are empty in all rows are left out."""
+    labels = list(dict.fromkeys(row.label for row in rows))
+    lines = []
+    for row in sorted(rows, key=lambda row: labels.index(row.label)):
+        cells = tuple(text(row) for _, text in OF_CELL)
+        if row.status == "finished":
+            lines.append(Line(cells + tuple(text(row) for _, text in OF_BUILD)))
+        else:
+            lines.append(Line(cells, row.status, row.reason.partition("\n")[0]))
+    columns, lines_with_texts = without_empty_columns([column for column, _ in OF_CELL + OF_BUILD], lines)
+    if all(map(is_open, rows)):
+        columns += (Column("State"),)
+    folded = f"{counted(len(rows), 'cell')} by variant"
+    return Table("Every cell", columns, lines_with_texts, "", folded, len(rows) <= MAX_OPEN_ROWS)
+
+
+def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
     """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
     finished = [row for row in rows if row.status == "finished"]
     parts = [(row.precision, row.target, row.gpu) for row in finished]
     varying = [n for n in range(3) if len({part[n] for part in parts}) > 1]
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[SweepRow]] = {}
     for row, part in zip(finished, parts, strict=True):
         place = ", ".join(part[n] for n in varying if part[n])
         groups.setdefault((row.label, place), []).append(row)
     if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
         return None
 
-    def lines(field: str, unit: float = 1.0, limit: str = "") -> list[Line]:
+    def lines(field: str, unit: float = 1.0, limit: str = "") -> list[PlotLine]:
         """The values of a field in some unit; a logarithmic axis has no 0."""
 
-        def values(rows: Sequence[Row], name: str) -> dict[int, float]:
+        def values(rows: Sequence[SweepRow], name: str) -> dict[int, float]:
             return {row.seq_len: getattr(row, name) / unit for row in rows if name and getattr(row, name)}
 
-        return [Line(*key, values(rows, field), values(rows, limit)) for key, rows in groups.items()]
+        return [PlotLine(*key, values(rows, field), values(rows, limit)) for key, rows in groups.items()]
 
     return chart_of(
         "sweep",
@@ -359,29 +447,13 @@ def sweep_chart(rows: Sequence[Row]) -> Chart | None:
     )
 
 
-def css_of(status: str) -> str:
-    """The CSS class of a state or a verdict."""
-    return {"finished": "passed"}.get(status, status).replace(" ", "-")
-
-
-def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each variant with its options, by label."""
-    return {label: [row for row in rows if row.label == label] for label in dict.fromkeys(row.label for row in rows)}
-
-
-def shared_fields(rows: Sequence[Row]) -> dict[str, Any]:
-    """Fields that are the same in all rows."""
-    named: dict[str, list[Any]] = {"scope": [row.scope for row in rows], "batch": [row.batch for row in rows]}
-    return {name: values[0] for name, values in named.items() if len(set(values)) == 1}
-
-
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
 # Columns of the CSV file: every field of a row but the log, which has many lines.
-COLUMNS = tuple(field.name for field in fields(Row) if field.name != "log_tail")
+COLUMNS = tuple(field.name for field in fields(SweepRow) if field.name != "log_tail")
 
 
 def results_of_sweep(
-    plan: Plan, store: Store, sweep: Sweep | None, *, command_of_cell: Callable[[str], str], **known: Any
+    plan: SweepPlan, store: Store, sweep: Sweep | None, *, command_of_cell: Callable[[str], str], **known: Any
 ) -> SweepResults:
     """The results, with one row for every cell of the file, also for cells that an earlier run finished.
 
@@ -393,7 +465,7 @@ def results_of_sweep(
     return SweepResults(rows=rows, created=created, environment=environment, **known)
 
 
-def row_of(cell: Cell, plan: Plan, store: Store, sweep: Sweep | None, command: str) -> Row:
+def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep | None, command: str) -> SweepRow:
     record = store.finished(cell)
     if record is not None:
         folder = f"{CELLS}/{cell.id}"
@@ -417,7 +489,7 @@ def write_results(results: SweepResults, folder: Path) -> None:
     texts = {
         JSON: results.to_json(),
         CSV: csv_text(COLUMNS, map(attrgetter(*COLUMNS), results.rows)),
-        PAGE: html_from_results(results),
+        PAGE: html_from_document(document_from_results(results)),
     }
     try:
         for name, text in texts.items():

@@ -349,10 +349,7 @@ def cells_from_file(file: SweepFile) -> list[Cell]:
         )
     cells = [cell_of(point, {**file.build, **file.options.get(point.model.variant, {})}, file) for point in kept]
     cells += [included(entry, file) for entry in file.include]
-    require(
-        bool(cells),
-        f"the sweep is empty: [[exclude]] removes all {len(points)} cells; exclude fewer",
-    )
+    require(bool(cells), f"the sweep is empty: [[exclude]] removes all {len(points)} cells; exclude fewer")
     # an [[include]] may repeat a cell of the product
     return list({cell.digest: cell for cell in cells}.values())
 

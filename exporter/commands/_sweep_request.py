@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.bench.cell import Cell
-    from effexport.bench.children import Executor, Limits
+    from effexport.bench.children import CellLimits, Executor
     from effexport.bench.store import Store
-    from effexport.bench.sweep import Plan
+    from effexport.bench.sweep import SweepPlan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SweepRequest:
     def folder(self) -> Path:
         return self.output or Path("sweeps") / self.sweep_file.stem
 
-    def resolve(self) -> tuple[Plan, Store]:
+    def resolve(self) -> tuple[SweepPlan, Store]:
         """Raises UserError and SpecError for a file or options that cannot work; nothing is written."""
         from effexport.bench.store import Store
         from effexport.bench.sweep import plan_of
@@ -75,13 +75,13 @@ class SweepRequest:
             )
         self.limits()
 
-    def limits(self) -> Limits:
+    def limits(self) -> CellLimits:
         from dataclasses import replace
 
-        from effexport.bench.children import Limits
+        from effexport.bench.children import CellLimits
         from effexport.units import bytes_from_text
 
-        limits = Limits() if self.timeout is None else Limits(seconds=self.timeout)
+        limits = CellLimits() if self.timeout is None else CellLimits(seconds=self.timeout)
         if self.max_artifact is None:
             return limits
         return replace(limits, artifact_bytes=bytes_from_text(self.max_artifact, "--max-artifact"))

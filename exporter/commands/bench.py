@@ -113,13 +113,7 @@ DEFAULT_WAIT_SECONDS = 600.0
 @common_options
 @click.pass_context
 def command(
-    context: click.Context,
-    /,
-    advise: bool,
-    output: Path | None,
-    force: bool,
-    as_json: bool,
-    **flags: Any,
+    context: click.Context, /, advise: bool, output: Path | None, force: bool, as_json: bool, **flags: Any
 ) -> None:
     """Time attention variants in several runtimes on this machine.
 
@@ -144,18 +138,11 @@ def command(
         raise InterruptError("Interrupted before anything was measured; nothing was written.")
     advice = None if isinstance(what, Grid) else advice_from_results(results, what)
     console = result_console(as_json=as_json)
-
-    def show() -> None:
-        if advice is None:
-            show_results(console, results, as_json=as_json)
-        else:
-            show_advice(console, results, advice, as_json=as_json)
-
     if not as_json:
-        show()  # first: a full disk must not cost the measurements
+        show_results(console, results, advice, as_json=as_json)  # first: a full disk must not cost the measurements
     written = write_results(results, target, advice, force=force) if target is not None else ()
     if as_json:
-        show()  # last: one object on stdout, this or the error
+        show_results(console, results, advice, as_json=as_json)  # last: one object on stdout, this or the error
     if written:
         say(console, f"written: {', '.join(map(str, written))}")
     code = exit_code(results)
@@ -180,32 +167,31 @@ def measured_grid(grid: Grid, settings: Settings) -> BenchResults:
 
 def measured_plan(plan: Plan, settings: Settings) -> BenchResults:
     """Announce the plan of an advice and carry it out."""
-    from effexport.bench.advice import advise
-    from effexport.commands._advice_text import print_plan
+    from effexport.bench.adviser import advise
+    from effexport.bench.recommendation import model_text
+    from effexport.units import listed, rough_duration
 
     console = stderr_console()
-    print_plan(console, plan, settings)
+    seconds = rough_duration(plan.seconds(settings.rounds, settings.max_seconds))
+    say(console, f"plan: {model_text(plan)}; about {seconds}, and Ctrl-C gives the advice so far")
+    order = "; ".join(cases[0].label for cases in plan.models)
+    say(console, f"      on {listed(plan.grid.runtimes)}, the cheapest first: {order}")
+    if plan.probed_length is not None:
+        probed = f"{plan.probed_length:,} tokens"
+        say(console, f"      each is first timed with {probed}, and left out if it would clearly miss a limit")
     with bench_progress(console) as on_step:
         return advise(plan, settings, on_step)
 
 
-def show_results(console: Console, results: BenchResults, *, as_json: bool) -> None:
+def show_results(console: Console, results: BenchResults, advice: Advice | None, *, as_json: bool) -> None:
+    """Print the benchmark or the advice; with --json also the contents of results.json, with the advice beside them."""
+    from effexport.bench.page import document_from_results, json_of_advice
     from effexport.cli import print_json
-    from effexport.commands._bench_table import print_rows
+    from effexport.render.terminal import print_document
 
     if as_json:
-        print_json(json.loads(results.to_json()))
-    print_rows(console, results)
-
-
-def show_advice(console: Console, results: BenchResults, advice: Advice, *, as_json: bool) -> None:
-    """Print the advice; with --json as a part of the one object, next to the contents of results.json."""
-    from effexport.cli import print_json
-    from effexport.commands._advice_text import json_of_advice, print_advice
-
-    if as_json:
-        print_json(json.loads(results.to_json()) | {"advice": json_of_advice(advice)})
-    print_advice(console, advice, results)
+        print_json(json.loads(results.to_json()) | ({"advice": json_of_advice(advice)} if advice else {}))
+    print_document(console, document_from_results(results, advice))
 
 
 def exit_code(results: BenchResults) -> int:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import common_options, repeated, result_console, say, stderr_console
+from effexport.commands._options import common_options, repeated, result_console, say, stderr_console, time_left
+from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.commands._sweep_request import SweepRequest
 from effexport.shell import Word, command_line
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.bench.store import Store
-    from effexport.bench.sweep import Plan, SweepResults
+    from effexport.bench.sweep import Progress, SweepPlan, SweepResults
 
 INTERRUPTED = 130
 MESSAGES = "ray.log"
@@ -74,12 +75,11 @@ def command(context: click.Context, /, as_json: bool, **flags: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tuple[SweepResults, bool]:
+def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) -> tuple[SweepResults, bool]:
     """Run the cells of the plan and write the result files, also after an interrupt."""
     import time
 
     from effexport.bench.sweep import Sweep, results_of_sweep, write_results
-    from effexport.commands._sweep_text import sweep_progress
     from effexport.disk import write_error
 
     started, complete, where = time.monotonic(), True, ""
@@ -128,7 +128,7 @@ def messages_of_ray(store: Store) -> Iterator[None]:
         path.unlink()
 
 
-def say_plan(console: Console, plan: Plan, store: Store, request: SweepRequest) -> None:
+def say_plan(console: Console, plan: SweepPlan, store: Store, request: SweepRequest) -> None:
     from effexport.units import counted
 
     states = [plan.states[cell.id] for cell in plan.cells]
@@ -151,9 +151,11 @@ def command_of_cell(request: SweepRequest) -> Callable[[str], str]:
     return lambda name: command_line(*words, ("--only", name))
 
 
-def show_plan(plan: Plan, store: Store, *, as_json: bool) -> None:
+def show_plan(plan: SweepPlan, store: Store, *, as_json: bool) -> None:
+    """Print every cell with its hash, and whether it would run."""
     from effexport.cli import print_json
-    from effexport.commands._sweep_text import print_plan
+    from effexport.render.document import Column, Line, Table
+    from effexport.render.terminal import print_part
 
     to_run = {cell.id for cell in plan.to_run}
     if as_json:
@@ -169,15 +171,54 @@ def show_plan(plan: Plan, store: Store, *, as_json: bool) -> None:
             for cell in plan.cells
         ]
         print_json({"output": str(store.path), "would_run": len(to_run), "cells": cells})
-    print_plan(result_console(as_json=as_json), plan)
+    columns = (Column("name (ends with the hash)"), Column("cell"), Column("state", is_status=True))
+    lines = []
+    for cell in plan.cells:
+        state = plan.states[cell.id]
+        again = state == "failed" and cell.id in to_run
+        lines.append(Line((cell.id, cell.title, "would run again" if again else state)))
+    console = result_console(as_json=as_json)
+    print_part(console, Table("Cells", columns, tuple(lines)))
+    finished = sum(state == "finished" for state in plan.states.values())
+    say(console, f"{len(plan.cells)} cells, {finished} finished, {len(to_run)} would run")
 
 
 def show_results(store: Store, results: SweepResults, *, as_json: bool) -> None:
     import json
 
+    from effexport.bench.sweep import CSV, JSON, PAGE, document_from_results
     from effexport.cli import print_json
-    from effexport.commands._sweep_text import print_rows
+    from effexport.render.terminal import print_document
 
     if as_json:
         print_json({"output": str(store.path)} | json.loads(results.to_json()))
-    print_rows(result_console(as_json=as_json), results, store.path)
+    console = result_console(as_json=as_json)
+    print_document(console, document_from_results(results))
+    say(console, f"Written: {', '.join(str(store.path / name) for name in (JSON, CSV, PAGE))}")
+
+
+@contextmanager
+def sweep_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """Yield a function that prints a line per event; on a terminal also a bar with the time left."""
+    if not console.is_terminal:
+
+        def print_progress(progress: Progress) -> None:
+            left = time_left(progress.seconds_left)
+            say(console, f"[{progress.done}/{progress.total}{left and f', {left}'}] {progress.text}")
+
+        yield print_progress
+        return
+    from rich.progress import MofNCompleteColumn
+    from rich.table import Column
+
+    count = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    columns = (bar_column(), count, clock_column(), text_column("{task.description}"))
+    with bars_of(console, *columns, redirect_stdout=False) as bars:
+        task = bars.add_task("", total=None)
+
+        def show(progress: Progress) -> None:
+            running = f"{progress.running} running {time_left(progress.seconds_left)}"
+            bars.update(task, total=progress.total, completed=progress.done, description=running)
+            say(bars.console, progress.text)
+
+        yield show

@@ -22,7 +22,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """The values of one model in one place, such as a runtime, by length; and their limits, if there are any."""
 
     label: str
@@ -40,7 +40,7 @@ class Chart:
     rows: dict[str, list[Figure]]
 
 
-def chart_of(key: str, lines: Mapping[Quantity, Sequence[Line]]) -> Chart | None:
+def chart_of(key: str, lines: Mapping[Quantity, Sequence[PlotLine]]) -> Chart | None:
     """A row for each quantity and a panel for each place; a single row if there is one place. None without values.
 
     A model has the same colour and mark everywhere, and all panels of a row have the same axes.
@@ -66,7 +66,12 @@ def chart_of(key: str, lines: Mapping[Quantity, Sequence[Line]]) -> Chart | None
 
 
 def _panel(
-    key: str, heading: str, quantity: Quantity, here: Sequence[Line], row: Sequence[Line], looks: Mapping[str, Look]
+    key: str,
+    heading: str,
+    quantity: Quantity,
+    here: Sequence[PlotLine],
+    row: Sequence[PlotLine],
+    looks: Mapping[str, Look],
 ) -> Figure:
     lengths = sorted({length for line in row for length in line.values})
     y = Axis(
@@ -79,7 +84,7 @@ def _panel(
     return Figure(heading, caption, svg)
 
 
-def _series(line: Line, looks: Mapping[str, Look], text: Callable[[float], str] = str) -> Series:
+def _series(line: PlotLine, looks: Mapping[str, Look], text: Callable[[float], str] = str) -> Series:
     points = [
         Point(n, value, f"{line.label}, {line.place}, {n:,} tokens: {text(value)}") for n, value in line.values.items()
     ]
@@ -89,7 +94,7 @@ def _series(line: Line, looks: Mapping[str, Look], text: Callable[[float], str] 
     return Series(line.label, points, "line", limits, looks[line.label])
 
 
-def _ends(quantity: Quantity, lines: Sequence[Line]) -> str:
+def _ends(quantity: Quantity, lines: Sequence[PlotLine]) -> str:
     """The values at the longest length, smallest first; only the first and last if there are many."""
     longest = max(length for line in lines for length in line.values)
     known = sorted((line.values[longest], line.label) for line in lines if longest in line.values)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
+from effexport.bench.presets import PRESETS
 from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -81,3 +84,69 @@ def results(rows: tuple[Row, ...] | None = None, **fields: Any) -> BenchResults:
 
 def without_timing(status: Any, reason: str, parity: Parity | None = None, **fields: Any) -> Row:
     return Row(case=case(**fields), status=status, reason=reason, parity=parity)
+
+
+HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
+
+
+def ort_only(**fields: Any) -> BenchResults:
+    return results(tuple(row(label, length) for length in LENGTHS for label in MODELS), **fields)
+
+
+def broken_results() -> BenchResults:
+    """Interrupted, with rows that failed, that were not run, and of which little is known."""
+    rows = [
+        *results().rows[:30],
+        without_timing("failed", "parity failed", FAILED, label="lsh, 4 rounds", seq_len=8192),
+        without_timing("failed", "the runtime ended", label="linear", seq_len=8192),
+        *[without_timing("not run", "there is no GPU", label=label, runtime="trt") for label in MODELS],
+        replace(row("linear", 2048, "trt"), times_softmax=None, times_torch=None, floor=None, peak_bytes=None),
+        replace(row("linear", 4096), parity=None),
+    ]
+    return results(tuple(rows), complete=False)
+
+
+def two_hundred_rows() -> BenchResults:
+    runtimes = ("torch", "ort", "ort-cuda", "ort-trt", "trt")
+    models = itertools.product(range(2), MODELS)
+    rows: list[Row] = []
+    for (n, label), runtime, length in itertools.product(models, runtimes, LENGTHS):
+        one = row(label, length, runtime)
+        variant = one.case.variant if n == 0 else f"other-{one.case.variant}"
+        rows.append(replace(one, case=replace(one.case, label=variant if n else label, variant=variant)))
+    assert len(rows) == 200
+    return results(tuple(rows))
+
+
+def preset_results(preset: str) -> BenchResults:
+    batch = (lambda length: 16384 // length) if preset == "reformer-rounds" else (lambda length: 1)
+    rows = [row(label, length, runtime) for runtime in ("torch", "ort") for label in MODELS for length in LENGTHS]
+    rows = [replace(one, case=replace(one.case, batch=batch(one.case.seq_len))) for one in rows]
+    return results(tuple(rows), preset=preset)
+
+
+def hostile_results() -> BenchResults:
+    one = row("linear", 512)
+    bad = replace(one, case=replace(one.case, label=HOSTILE, runtime=HOSTILE, options={HOSTILE: HOSTILE}))
+    failed = without_timing("failed", HOSTILE, replace(FAILED, detail=HOSTILE, metric=HOSTILE), label=HOSTILE)
+    known = {
+        "command": HOSTILE,
+        "created": "<b>now</b>",
+        "machine": {HOSTILE: HOSTILE},
+        "environment": {HOSTILE: HOSTILE},
+    }
+    operators = replace(bad, case=replace(bad.case, seq_len=1024), implementation={HOSTILE: HOSTILE})
+    return results((bad, operators, failed), preset=HOSTILE, **known)
+
+
+RESULTS = {
+    "whole": results,
+    "one runtime": ort_only,
+    "broken": broken_results,
+    "one row": lambda: results((row("linear", 1024),)),
+    "nothing timed": lambda: results((without_timing("not run", "there is no GPU"),)),
+    "no rows": lambda: results((), complete=False),
+    "200 rows": two_hundred_rows,
+    "hostile": hostile_results,
+    **{preset: (lambda preset=preset: preset_results(preset)) for preset in PRESETS},
+}

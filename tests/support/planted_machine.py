@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from effexport.bench.machine import CoreTimes, Machine
+from effexport.bench.timing import CoreTimes, Machine
 
 
 class FakeClock:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from effexport.evaluation.figures import Quality
-from effexport.one_line import one_line
 from effexport.proof.check import Check, by_name, outcome_of, summary
 from effexport.quantize.record import Quantization
+from effexport.render.markdown import SIGNS, escaped, fenced, folded, indented, table
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import Report
 from effexport.report.problems import Problem, problems_of
@@ -16,8 +16,6 @@ from effexport.report.rendering.text import cases_text, figure_rows, limit_text,
 from effexport.report.reproduce import REBUILT, build_command, repeat_command, verify_command
 from effexport.runtimes import RUNTIMES
 from effexport.units import moment, number
-
-SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️", "not applicable": "➖"}
 
 
 def markdown_from_report(report: Report, artifact: str) -> str:
@@ -113,42 +111,8 @@ def _quantization(record: Quantization) -> str:
 def _problem(problem: Problem, report: Report, artifact: str) -> str:
     head = f"{SIGNS[problem.outcome]} **{problem.outcome}**: {escaped(problem.subject)}"
     text = f"* {head}: {escaped('; '.join(part for part in (problem.finding, limit_text(problem.worst)) if part))}"
-    return f"{text}\n{_indented(fenced(verify_command(problem.worst, report, artifact)))}"
+    return f"{text}\n{indented(fenced(verify_command(problem.worst, report, artifact)))}"
 
 
 def _pairs(title: str, names: tuple[str, ...], rows: Iterable[Row]) -> str:
     return table((title, *names), [(row.name, row.first or "–", row.second or "–") for row in rows])
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """right: how many of the last columns hold figures."""
-    marks = ["---"] * (len(head) - right) + ["---:"] * right
-    lines = [head, *rows]
-    text = [f"| {' | '.join(escaped(cell) for cell in line)} |" for line in lines]
-    return "\n".join([text[0], f"|{'|'.join(marks)}|", *text[1:]])
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown, its tables and a terminal leave as it is: on one line, without HTML, links, emphasis or
-    mentions."""
-    text = one_line(" ".join(text.split()))
-    for sign in "\\`*_[]|~":
-        text = text.replace(sign, f"\\{sign}")
-    # an invisible joiner keeps @name from calling somebody
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "@\u2060")
-
-
-def fenced(text: str) -> str:
-    """A block of code, in a fence longer than any inside."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}\n{text}\n{fence}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def folded(title: str, body: str) -> str:
-    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.dtypes import TensorInfo
-from effexport.report.rendering.markdown import escaped
+from effexport.render.markdown import escaped
 from effexport.serving.engine.signature import protocol_type, tensors_of
 from effexport.serving.triton.repository import ModelRecord
 from effexport.serving.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG, IMAGE_TAG

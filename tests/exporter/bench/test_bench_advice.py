@@ -12,9 +12,10 @@ from typing import Any
 import bench_results
 import pytest
 
-from effexport.bench import advice as advise_module
+from effexport.bench import adviser as advise_module
 from effexport.bench import recommendation as advise_rendering
-from effexport.bench.advice import Adviser, Limits, Plan, Speed, least_ms_by_products, misses
+from effexport.bench.advice import Limits, Plan, least_ms_by_products, misses
+from effexport.bench.adviser import Adviser, Speed
 from effexport.bench.grid import Grid, model_of_case, models_from_text
 from effexport.bench.page import html_from_results
 from effexport.bench.recommendation import (
@@ -28,7 +29,7 @@ from effexport.bench.recommendation import (
 from effexport.bench.results import Case, Row, Status
 from effexport.bench.run import Settings
 from effexport.cli import cli as program
-from effexport.commands._advice_request import AdviceRequest
+from effexport.commands._bench_request import AdviceRequest
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
 
@@ -281,7 +282,7 @@ def test_disturbed_times_leave_a_model_out_only_if_a_quarter_of_them_does(monkey
 
 
 def test_the_speed_of_products_is_measured_or_a_bound_of_it() -> None:
-    from effexport.bench.machine import Machine
+    from effexport.bench.timing import Machine
 
     class Bench:
         threads, machine = 1, Machine()

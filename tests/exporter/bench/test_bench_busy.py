@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from effexport.bench.findings import crossovers, curves, disturbance, headlines
-from effexport.bench.machine import Machine
 from effexport.bench.results import BenchResults, results_from_json
+from effexport.bench.timing import Machine
 
 # measures three times, and wants a machine for itself
 pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]
@@ -43,10 +43,7 @@ def busy(core: int) -> Iterator[None]:
 
 def measured(cores: set[int], output: Path) -> BenchResults:
     done = subprocess.run(
-        [*python_on(cores, RUN), "bench", *GRID, *QUICK, "-o", str(output)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*python_on(cores, RUN), "bench", *GRID, *QUICK, "-o", str(output)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     results = results_from_json(output / "results.json")

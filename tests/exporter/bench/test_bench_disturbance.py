@@ -15,11 +15,11 @@ from planted_machine import PlantedMachine
 from effexport.bench import run as bench_run
 from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
 from effexport.bench.grid import Grid, Model
-from effexport.bench.machine import CoreUse
-from effexport.bench.page import bench_chart, csv_from_results, html_from_results
+from effexport.bench.page import bench_chart, csv_from_results, document_from_results, html_from_results
 from effexport.bench.results import BenchResults, Disturbance, Floor, Row, results_from_json
 from effexport.bench.run import Settings, bench
-from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN
+from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN, CoreUse
+from effexport.render.terminal import print_document
 
 Cli = Callable[..., Any]
 REASON = "its threads had to wait for a core in too many rounds; other programs used 1.2 of 2 cores"
@@ -186,18 +186,16 @@ def test_a_disturbed_row_keeps_its_timing_for_the_record(tmp_path: Path) -> None
     assert line.endswith("1,14,0.8,0.9,1.2345,0.0")
 
 
-def test_the_terminal_shows_a_disturbed_median_in_brackets_and_no_ratio() -> None:
+def test_the_terminal_shows_the_median_of_a_disturbed_row_and_no_ratio() -> None:
     from rich.console import Console
 
-    from effexport.commands._bench_table import print_rows
-
     console = Console(width=160, record=True, file=io.StringIO())
-    print_rows(console, busy_results(longest_linear_on_ort))
+    print_document(console, document_from_results(busy_results(longest_linear_on_ort)))
     text = console.export_text()
     assert "disturbed 1 of 60 rows" in text
-    (line,) = (line for line in text.splitlines() if "(12.8)" in line)
+    (line,) = (line for line in text.splitlines() if " disturbed: 12.8 ms  " in line)
     assert line.count("–") >= 4
-    assert f"disturbed: {REASON} (linear on ort, 1 × 8192)" in text
+    assert f"disturbed: {REASON} (linear on ort at 8,192 tokens)" in text
 
 
 @needs_torch
@@ -213,7 +211,7 @@ def test_waiting_for_an_idle_machine_is_bounded_and_said(cli: Cli, tmp_path: Pat
 
 
 def test_waiting_needs_a_system_that_tells_what_others_do(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench import machine as readings
+    from effexport.bench import timing as readings
 
     monkeypatch.setattr(readings, "STAT", Path("/nowhere/stat"))
     message = cli("bench", "--variants", "softmax", "--wait-idle").error()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers, spec_from_case, words
-from effexport.bench.presets import PRESETS, PUBLISHED, TITLES
+from effexport.bench.presets import PRESETS, published_of
 from effexport.errors import UserError
 from effexport.models.attention_spec import attention_spec
-from effexport.models.validation import SpecError
 from effexport.models.variants.lsh.spec import LSHSpec
 
 
@@ -51,11 +50,7 @@ def test_labels_say_what_is_special(text: str, label: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("lhs", "unknown variant 'lhs' in --variants; did you mean 'lsh'?"),
-        ("softmax,", "without empty parts"),
-        ("lsh:4", "expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4"),
-    ],
+    [("softmax,", "without empty parts"), ("lsh:4", "expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4")],
 )
 def test_variants_that_cannot_be_read_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?").replace("(", r"\(")):
@@ -65,11 +60,9 @@ def test_variants_that_cannot_be_read_are_refused(text: str, message: str) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"runtimes": ("trch",)}, "unknown name 'trch' in --runtimes; did you mean 'torch'"),
         ({"runtimes": ("ort", "ort")}, "--runtimes has ort twice"),
         ({"precisions": ("fp8",)}, "unknown name 'fp8' in --precision"),
         ({"scope": "layer"}, "unknown name 'layer' in --scope"),
-        ({"seq_lens": (64, 0)}, "--seq-lens has 0; expected positive integers"),
         ({"batches": ()}, "--batch is empty"),
         ({"heads": -1}, "--heads has -1"),
         ({"models": (Model("lsh"), Model("lsh"))}, "--variants has lsh twice"),
@@ -80,19 +73,12 @@ def test_a_grid_that_cannot_be_is_refused(fields: dict[str, object], message: st
         Grid(**fields)  # type: ignore[arg-type]
 
 
-def test_a_field_that_a_variant_does_not_have_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SpecError, match=r"lsh attention has no field 'num_hash'; did you mean 'num_hashes'\?"):
-        Grid(models=models_from_text("lsh:num_hash=4"))
-
-
 def test_lists_of_numbers_are_read_or_refused() -> None:
     assert numbers("1, 8", "--batch") == (1, 8)
     assert lengths("512, 2048,32k", "--seq-lens") == (512, 2048, 32_768)
     assert words("torch,ort", "--runtimes") == ("torch", "ort")
     with pytest.raises(UserError, match="--batch has 'many'; expected integers"):
         numbers("1,many", "--batch")
-    with pytest.raises(UserError, match="--seq-lens has 'many'; expected a length in tokens, such as 512 or 32k"):
-        lengths("512,many", "--seq-lens")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -100,8 +86,8 @@ def test_a_preset_has_a_grid_and_figures_to_compare_with(name: str) -> None:
     preset = PRESETS[name]
     assert preset.name == name
     assert len(list(preset.grid.cases())) >= 10
-    assert name in TITLES
-    assert any(table.preset == name for table in PUBLISHED)
+    assert preset.title
+    assert published_of(name)
 
 
 def test_a_spec_has_the_label_that_its_options_have_in_a_table() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from effexport.bench import costs as memory
+from effexport.bench.children import MemoryUnknownError, peak_memory
 from effexport.bench.grid import Grid, models_from_text
 from effexport.bench.results import Case
 
@@ -42,7 +43,7 @@ def test_a_planted_allocation_is_measured() -> None:
 def test_a_child_measures_the_logits_of_softmax() -> None:
     case = case_of("softmax", 2048)
     logits = 4 * 2 * 2048**2
-    peak = memory.peak_memory(case, None, threads=1, memory_arena=True)
+    peak = peak_memory(case, None, threads=1, memory_arena=True)
     assert 2 * logits < peak < 5 * logits
     assert peak < 1.5 * memory.needed_bytes(case)
 
@@ -50,8 +51,8 @@ def test_a_child_measures_the_logits_of_softmax() -> None:
 @pytest.mark.requires("torch")
 def test_a_child_that_fails_says_why() -> None:
     case = Case(**{**vars(case_of("lsh")), "options": {"num_hashes": 0}})
-    with pytest.raises(memory.MemoryUnknownError, match="num_hashes is 0"):
-        memory.peak_memory(case, None, threads=1, memory_arena=True)
+    with pytest.raises(MemoryUnknownError, match="num_hashes is 0"):
+        peak_memory(case, None, threads=1, memory_arena=True)
 
 
 def test_what_does_not_fit_is_said_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ import pytest
 from effexport.artifact import Artifact
 from effexport.bench.advice import Limits, Plan
 from effexport.bench.grid import Grid, models_from_text, spec_from_case
-from effexport.bench.page import html_from_results
+from effexport.bench.page import html_from_results, json_of_advice
 from effexport.bench.quality import judged_from_files, quality_of_cases
 from effexport.bench.recommendation import Advice, advice_from_results
 from effexport.bench.results import Row
-from effexport.commands._advice_text import json_of_advice
 from effexport.errors import UserError
 from effexport.evaluation.figures import Estimate, Evaluation, Objective
 from effexport.files import json_text

@@ -117,37 +117,42 @@ def test_a_ratio_needs_as_many_shared_rounds_as_a_median_needs_rounds(clock: Fak
 # ---- beside other programs
 
 
-def test_a_round_in_which_threads_waited_is_dropped_and_repeated(clock: FakeClock) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "waits", "others", "kept", "disturbed"),
+    [
+        # one run to warm up, then the second and third of four rounds wait for more than 5 % of their time
+        pytest.param(2.0, 4, [9.0, 0.0, 0.2, 0.3, 0.09], 0.0, [0, 3, 4, 5], [1, 2], id="dropped and repeated"),
+        pytest.param(2.0, 6, [0.0, 1.0, 1.0] * 9, 1.0, [2, 5, 8, 11], 8, id="repeated at most as often as planned"),
+        pytest.param(2.0, 6, [1.0] * 99, 1.0, [], 6, id="always disturbed, so not repeated"),
+        pytest.param(2.0, 4, [1.0] * 99, 0.0, [0, 1, 2, 3], 0, id="waits for itself on an idle machine"),
+        pytest.param(0.0002, 3, [0.00004] * 99, 0.0, [0, 1, 2], 0, id="waking a thread is no disturbance"),
+        # two to warm up and one to wake up come first; the undisturbed ones come last
+        pytest.param(0.01, 1, [0.4] * (4 + MOST_SHORT_RUNS - SHORT_RUNS), 1.0, [], 1, id="too few short runs"),
+        pytest.param(0.01, 1, [0.4] * (3 + MOST_SHORT_RUNS - SHORT_RUNS), 1.0, [0], 0, id="just enough short runs"),
+    ],
+)
+def test_rounds_in_which_threads_waited_do_not_count(
+    clock: FakeClock,
+    seconds: float,
+    rounds: int,
+    waits: list[float],
+    others: float,
+    kept: list[int],
+    disturbed: list[int] | int,
+) -> None:
     machine = PlantedMachine(clock)
-    # one run to warm up, then the second and third of four rounds wait for more than 5 % of their time
-    waits = iter([9.0, 0.0, 0.2, 0.3, 0.09])
-    calls = [TimedCall("a", waiting(machine, clock.worker("a", 2.0), waits), "a")]
-    rotation = in_turns(clock, calls, 4, machine=machine)
+    machine.others = others
+    work = waiting(machine, clock.worker("a", seconds), iter(waits))
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], rounds, machine=machine)
     rotation.run()
-    assert list(rotation.samples["a"]) == [0, 3, 4, 5]
-    assert list(rotation.disturbed["a"]) == [1, 2]
-    assert rotation.timed["a"] == pytest.approx(6 * 2.0)
-    # of the undisturbed rounds: 0.09 of 2 seconds in one of four
-    assert disturbance_of(rotation, "a").waited_share == pytest.approx(0.09 / 2 / 4)
-
-
-def test_disturbed_rounds_are_repeated_at_most_as_often_as_planned(clock: FakeClock) -> None:
-    machine = PlantedMachine(clock)
-    # undisturbed in every third round
-    work = waiting(machine, clock.worker("a", 2.0), itertools.cycle([0.0, 1.0, 1.0]))
-    rotation = in_turns(clock, [TimedCall("a", work, "a")], 6, machine=machine)
-    rotation.run()
-    assert (len(rotation.samples["a"]), len(rotation.disturbed["a"])) == (4, 8)
-
-
-def test_what_is_always_disturbed_is_not_repeated_and_has_no_median(clock: FakeClock) -> None:
-    machine = PlantedMachine(clock)
-    machine.others = 1.0
-    work = waiting(machine, clock.worker("a", 2.0), itertools.repeat(1.0))
-    rotation = in_turns(clock, [TimedCall("a", work, "a")], 6, machine=machine)
-    rotation.run()
-    assert (rotation.samples["a"], len(rotation.disturbed["a"])) == ({}, 6)
-    assert rotation.median_ms("a") is None
+    assert list(rotation.samples["a"]) == kept
+    found = list(rotation.disturbed["a"])
+    assert (found if isinstance(disturbed, list) else len(found)) == disturbed
+    assert (rotation.median_ms("a") is None) == (len(kept) < rotation.fewest)
+    if disturbed == [1, 2]:
+        assert rotation.timed["a"] == pytest.approx(6 * 2.0)
+        # of the undisturbed rounds: 0.09 of 2 seconds in one of four
+        assert disturbance_of(rotation, "a").waited_share == pytest.approx(0.09 / 2 / 4)
 
 
 def test_a_short_call_is_repeated_at_once_and_disturbed_runs_do_not_count(clock: FakeClock) -> None:
@@ -170,18 +175,6 @@ def test_a_short_call_is_repeated_at_once_and_disturbed_runs_do_not_count(clock:
     rotation.run()
     assert len(rotation.runs["b"][0]) == MOST_SHORT_RUNS
     assert rotation.samples["b"] == {}
-
-
-@pytest.mark.parametrize(("good", "is_kept"), [(SHORT_RUNS - 1, False), (SHORT_RUNS, True)])
-def test_a_short_turn_with_too_few_undisturbed_runs_is_disturbed(clock: FakeClock, good: int, is_kept: bool) -> None:
-    machine = PlantedMachine(clock)
-    machine.others = 1.0
-    # two to warm up and one to wake up come first; the good ones come last
-    waits = iter([0.4] * (3 + MOST_SHORT_RUNS - good))
-    work = waiting(machine, clock.worker("a", 0.01), waits)
-    rotation = in_turns(clock, [TimedCall("a", work, "a")], 1, machine=machine)
-    rotation.run()
-    assert (len(rotation.samples["a"]), len(rotation.disturbed["a"])) == (is_kept, not is_kept)
 
 
 class SlowMachine(PlantedMachine):
@@ -215,14 +208,6 @@ def test_what_happens_during_the_readings_is_not_ascribed_to_a_call_of_microseco
     assert statistics.median(rotation.samples["a"].values()) == pytest.approx(3e-5)
 
 
-def test_waking_a_thread_is_not_a_disturbance(clock: FakeClock) -> None:
-    machine = PlantedMachine(clock)
-    work = waiting(machine, clock.worker("a", 0.0002), itertools.repeat(0.00004))
-    rotation = in_turns(clock, [TimedCall("a", work, "a")], 3, machine=machine)
-    rotation.run()
-    assert rotation.disturbed["a"] == {}
-
-
 def test_a_thread_that_never_got_a_core_disturbs_although_its_wait_is_not_counted_yet(clock: FakeClock) -> None:
     machine = PlantedMachine(clock)
     machine.others = 1.0
@@ -232,14 +217,10 @@ def test_a_thread_that_never_got_a_core_disturbs_although_its_wait_is_not_counte
     assert rotation.samples["a"] == {}
 
 
-def test_a_call_whose_threads_always_wait_on_an_idle_machine_waits_for_itself(clock: FakeClock) -> None:
+def test_the_host_of_a_virtual_machine_is_somebody_else_too(clock: FakeClock) -> None:
     machine = PlantedMachine(clock)
-    work = waiting(machine, clock.worker("a", 2.0), itertools.repeat(1.0))
-    rotation = in_turns(clock, [TimedCall("a", work, "a")], 4, machine=machine)
-    rotation.run()
-    assert (list(rotation.samples["a"]), rotation.disturbed["a"]) == ([0, 1, 2, 3], {})
-    # the host of a virtual machine is somebody else, too
     machine.stolen = 0.2
+    work = waiting(machine, clock.worker("a", 2.0), itertools.repeat(1.0))
     rotation = in_turns(clock, [TimedCall("a", work, "a")], 4, machine=machine)
     rotation.run()
     assert rotation.samples["a"] == {}

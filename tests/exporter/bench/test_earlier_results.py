@@ -18,7 +18,7 @@ from golden_runs import CORPUS
 from sweep_cells import notes, pretend
 
 from effexport.bench import sweep_file as cells_module
-from effexport.bench.children import Limits, ProcessExecutor
+from effexport.bench.children import CellLimits, ProcessExecutor
 from effexport.bench.page import csv_from_results
 from effexport.bench.results import results_from_json
 from effexport.bench.store import ATTEMPTS, Store
@@ -59,7 +59,7 @@ def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypa
         return pretend(attempt, where, journal=str(journal))
 
     with store.opened():
-        executor = ProcessExecutor(Limits(), 1, work, ())
+        executor = ProcessExecutor(CellLimits(), 1, work, ())
         sweep = Sweep(store, executor)
         sweep.run(plan.to_run)
         executor.close()
@@ -69,7 +69,6 @@ def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypa
         write_results(results, store.path)
     assert [cell_name(entry["cell"]) for entry in notes(journal) if entry["event"] == "began"] == ["linear-9"]
     assert [entry["status"] for entry in notes(store.path / ATTEMPTS)] == ["finished"] * 2 + ["failed", "finished"]
-
     after = json.loads((store.path / "results.json").read_text())
     assert after.keys() == before.keys()
     assert after["summary"] == {"finished": 3, "failed": 1, "not run": 0}

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from effexport.commands import bench
 from effexport.commands._options import result_console, say, stage_progress, stderr_console
-from effexport.commands._sweep_text import sweep_progress
+from effexport.commands.sweep import sweep_progress
 
 # rich takes the first for styles, the others for an end tag, an emoji and a link
 NAMES = ("artifacts/[bold]lsh", "effexport[openvino]", "[/]", "a:warning:b", ":x:", "[link=x]y[/link]", "\\[red]")

@@ -12,7 +12,7 @@ import pytest
 from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
 
 from effexport.bench.cell import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt, Event, Limits, ProcessExecutor
+from effexport.bench.children import Attempt, CellLimits, Event, ProcessExecutor
 from effexport.bench.cluster import Piece, Unpacking, pieces_of_folder
 from effexport.bench.store import ATTEMPTS, RECORD, STAGING, Store
 from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep, SweepResults, plan_of, results_of_sweep, write_results
@@ -38,7 +38,7 @@ class Machine:
     def run(self, cells: list[Cell], *, retry_failed: bool = False, gpus: tuple[Gpu, ...] = ()) -> SweepResults:
         plan = plan_of(self.store, cells, retry_failed=retry_failed)
         with self.store.opened():
-            executor = ProcessExecutor(Limits(), 2, self.work, gpus)
+            executor = ProcessExecutor(CellLimits(), 2, self.work, gpus)
             sweep = Sweep(self.store, executor, self.news.append)
             try:
                 sweep.run(plan.to_run)
@@ -335,7 +335,7 @@ def test_a_closed_executor_ends_what_runs(tmp_path: Path) -> None:
             time.sleep(0.01)
         return Outcome(status="failed", reason="cancelled")
 
-    executor = ProcessExecutor(Limits(), 1, work, ())
+    executor = ProcessExecutor(CellLimits(), 1, work, ())
     for cell in tiny_cells(16, 17):
         executor.submit(cell, tmp_path)
     assert started.wait(10)

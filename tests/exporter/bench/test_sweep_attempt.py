@@ -16,16 +16,16 @@ from sweep_cells import tiny_cells
 from effexport.bench import children as module
 from effexport.bench.cell import LOG, Outcome
 from effexport.bench.child import check_versions, outcome_of_request
-from effexport.bench.children import LOG_BYTES, LOG_LINES, Attempt, Limits, run_attempt
+from effexport.bench.children import LOG_BYTES, LOG_LINES, Attempt, CellLimits, run_attempt
 from effexport.errors import UserError
 
 (CELL,) = tiny_cells(16)
 
 
-def outcome_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits | None = None) -> Outcome:
+def outcome_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, limits: CellLimits | None = None) -> Outcome:
     """Of a process that runs `code` in place of a build; `folder` is its argument."""
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", f"import os, sys, time\n{code}"))
-    return run_attempt(Attempt(CELL, limits or Limits()), folder)
+    return run_attempt(Attempt(CELL, limits or CellLimits()), folder)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path, m
     code = (
         "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\ntime.sleep(600)"
     )
-    outcome = outcome_of(code, tmp_path, monkeypatch, Limits(seconds=1.0))
+    outcome = outcome_of(code, tmp_path, monkeypatch, CellLimits(seconds=1.0))
     assert outcome.reason == "took longer than 1 s; raise --timeout"
     assert is_gone(int(outcome.log))
 
@@ -69,7 +69,7 @@ def test_only_the_end_of_a_long_log_is_kept(tmp_path: Path, monkeypatch: pytest.
 def test_an_artifact_beyond_the_limit_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = Outcome(status="finished", files={"model.onnx": 1001})
     code = f"open(sys.argv[1] + '/outcome.json', 'w').write({json.dumps(asdict(finished))!r})"
-    outcome = outcome_of(code, tmp_path, monkeypatch, Limits(artifact_bytes=1000))
+    outcome = outcome_of(code, tmp_path, monkeypatch, CellLimits(artifact_bytes=1000))
     assert outcome.status == "failed"
     assert outcome.reason == "the artifact has 1,001 bytes; expected at most 1,000: raise --max-artifact"
 

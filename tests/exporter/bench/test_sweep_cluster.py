@@ -20,7 +20,7 @@ from sweep_cells import notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
 from effexport.bench.cell import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt, Limits
+from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.cluster import PIECE_BYTES, RayExecutor, cluster_executor, import_ray, local_executor
 from effexport.bench.store import ATTEMPTS, CELLS, STAGING, Store
 from effexport.bench.sweep import MAX_LOSSES, Sweep
@@ -63,7 +63,7 @@ def executor(cluster: Any) -> Iterator[Callable[..., RayExecutor]]:
     made: list[RayExecutor] = []
 
     def make(work: Any, wait_seconds: float = 60.0) -> RayExecutor:
-        made.append(cluster_executor(cluster.address, Limits(), cpus=1, wait_seconds=wait_seconds, work=work))
+        made.append(cluster_executor(cluster.address, CellLimits(), cpus=1, wait_seconds=wait_seconds, work=work))
         return made[-1]
 
     yield make
@@ -218,7 +218,7 @@ def test_without_a_cluster_a_sweep_has_a_ray_of_its_own(store: Store, tmp_path: 
     import_ray().cloudpickle.register_pickle_by_value(sweep_cells)
     journal = tmp_path / "journal"
     cells = tiny_cells(16, 17, targets=["onnx", "trt"])
-    executor = local_executor(Limits(), jobs=2, work=functools.partial(pretend, journal=str(journal)))
+    executor = local_executor(CellLimits(), jobs=2, work=functools.partial(pretend, journal=str(journal)))
     try:
         sweep = Sweep(store, executor)
         sweep.run(cells)
@@ -242,14 +242,14 @@ def test_without_a_cluster_a_sweep_has_a_ray_of_its_own(store: Store, tmp_path: 
 def test_a_cluster_that_is_not_there_is_one_message_at_once(address: str, message: str) -> None:
     started = time.monotonic()
     with pytest.raises(UserError, match=message):
-        cluster_executor(address, Limits(), cpus=1, wait_seconds=0)
+        cluster_executor(address, CellLimits(), cpus=1, wait_seconds=0)
     assert time.monotonic() - started < FOUND_DEAD_SECONDS
 
 
 def test_without_ray_an_address_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'effexport\[sweep\]'"):
-        cluster_executor("auto", Limits(), cpus=1, wait_seconds=0)
+        cluster_executor("auto", CellLimits(), cpus=1, wait_seconds=0)
 
 
 @pytest.mark.soak

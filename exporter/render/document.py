@@ -1,0 +1,197 @@
+"""A result as a document: its verdict, sentences, tables and charts, from which every format is made.
+
+`html.py`, `markdown.py` and `terminal.py` render it, so what they say of one result agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from effexport.render.multiples import Chart
+from effexport.units import NOTHING
+
+# Status of a sentence, a line or a cell → CSS class, style on a terminal, sign in Markdown. Other statuses are plain.
+STATUSES: dict[str, tuple[str, str, str]] = {
+    "passed": ("passed", "green", "✅"),
+    "finished": ("passed", "green", "✅"),
+    "failed": ("failed", "bold red", "❌"),
+    "not run": ("not-run", "yellow", "⚠️"),
+    "disturbed": ("disturbed", "yellow", "⚠️"),
+    "not applicable": ("not-applicable", "dim", "➖"),
+}
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence, coloured by its status."""
+
+    text: str
+    status: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The text of a cell that leads to a file beside the page."""
+
+    text: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. right: aligned to the right, like figures. is_status: coloured by its texts.
+
+    below: on a page, its texts are below those of the column before it, in this form, such as `of {}`.
+    group: on a page, its texts head groups of lines, in this form. Other formats show all columns side by side.
+    """
+
+    title: str
+    right: bool = False
+    is_status: bool = False
+    below: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table. With fewer cells than columns, status and reason take the place of the others.
+
+    brief: what formats without room for a reason say, if not the status. begins: a group of lines begins here.
+    """
+
+    cells: tuple[str | Link, ...]
+    status: str = ""
+    reason: str = ""
+    brief: str = ""
+    begins: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. note: what its cells are. folded: the title under which a page folds it; is_open: unfolded at first."""
+
+    title: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    note: str = ""
+    folded: str = ""
+    is_open: bool = True
+
+    @property
+    def shown(self) -> list[tuple[int, list[int]]]:
+        """The numbers of the columns that a page shows side by side, each with those below it."""
+        found: list[tuple[int, list[int]]] = []
+        for n, column in enumerate(self.columns):
+            if column.below:
+                found[-1][1].append(n)
+            elif not column.group:
+                found.append((n, []))
+        return found
+
+    @property
+    def groups(self) -> list[tuple[str, list[Line]]]:
+        """The lines by the headings of their groups; one group without a heading if no column heads groups."""
+        at = next((n for n, column in enumerate(self.columns) if column.group), None)
+        if at is None:
+            return [("", list(self.lines))]
+        found = groupby(self.lines, key=lambda line: self.columns[at].group.format(text_of(line.cells[at])))
+        return [(heading, list(lines)) for heading, lines in found]
+
+    def texts(self, line: Line) -> list[str]:
+        """All cells of a line as plain text: its status, in short, in place of the first missing one."""
+        known = [text_of(cell) for cell in line.cells]
+        return (known + [line.brief or line.status] + [NOTHING] * len(self.columns))[: len(self.columns)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and values. is_prose: the values are paragraphs."""
+
+    title: str
+    rows: tuple[tuple[str, str], ...]
+    is_prose: bool = False
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that needs attention: what, why, and how to repeat it. log: the end of its log."""
+
+    status: str
+    text: str
+    reason: str = ""
+    log: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A command, to be copied."""
+
+    text: str
+
+
+Part = str | Sentence | Table | Facts | Item | Code | Chart
+
+
+@dataclass(frozen=True)
+class Section:
+    """Parts under a heading. is_background: a terminal leaves it out, and Markdown folds it."""
+
+    title: str
+    parts: tuple[Part, ...]
+    is_background: bool = False
+
+    @property
+    def key(self) -> str:
+        return "-".join("".join(letter if letter.isalnum() else " " for letter in self.title.lower()).split())
+
+
+@dataclass(frozen=True)
+class Document:
+    """A result. program: the command that made it. lead: its conditions. created: when, in ISO format.
+
+    verdicts: the conclusion, after warnings that limit it. parts: what belongs to the conclusion. sections without
+    parts are left out.
+    """
+
+    program: str
+    title: str
+    lead: str
+    created: str
+    verdicts: tuple[Sentence, ...]
+    sentences: tuple[Sentence, ...]
+    parts: tuple[Part, ...]
+    sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sections", tuple(section for section in self.sections if section.parts))
+
+    @property
+    def tables(self) -> Iterator[Table]:
+        for parts in (self.parts, *(section.parts for section in self.sections)):
+            yield from (part for part in parts if isinstance(part, Table))
+
+
+def text_of(cell: str | Link) -> str:
+    return cell.target if isinstance(cell, Link) else cell
+
+
+def present(*parts: Part | None) -> tuple[Part, ...]:
+    """The parts that there are: no empty text, table or facts."""
+    return tuple(part for part in parts if part and getattr(part, "lines", True) and getattr(part, "rows", True))
+
+
+def without_empty_columns(
+    columns: Sequence[Column], lines: Sequence[Line]
+) -> tuple[tuple[Column, ...], tuple[Line, ...]]:
+    """Leave out columns in which no line has a text."""
+    kept = [
+        n
+        for n in range(len(columns))
+        if any(len(line.cells) > n and text_of(line.cells[n]) not in ("", NOTHING) for line in lines)
+    ]
+    return tuple(columns[n] for n in kept), tuple(
+        replace(line, cells=tuple(line.cells[n] for n in kept if n < len(line.cells))) for line in lines
+    )
