@@ -58,7 +58,8 @@ class QuantizationData:
     def check(self, spec: BuildSpec, targets: Sequence[str], capabilities: Sequence[int] = ()) -> None:
         """Refuse, before any work, what cannot be quantised as asked. Raises UserError.
 
-        targets: of the engines. capabilities: compute capabilities of GPUs that they are for.
+        targets: of the engines.
+        capabilities: compute capabilities of GPUs that they are for.
         """
         if not spec.is_quantized:
             given = ["--calibration"] * (self.calibration is not None) + ["--evaluate"] * (self.task is not None)
@@ -93,8 +94,11 @@ def with_scales_for_engines(flags: Mapping[str, object], targets: Sequence[objec
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A module whose quantisation is decided. original: float32, what losses are measured against; module: with
-    smoothing folded in, what is exported."""
+    """A module whose quantisation is decided.
+
+    original: float32; losses are measured against it.
+    module: with smoothing folded in; this one is exported.
+    """
 
     original: nn.Module
     module: nn.Module

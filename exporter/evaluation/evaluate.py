@@ -298,8 +298,8 @@ def widest_gap(logits: Array, labels: Array, best: Array, chosen: Array) -> floa
     """The widest gap between PyTorch's logits of its own answers and of the others, relative to the RMS of all logits,
     or of the place's own if that is larger, as in `metrics.relative_error`; 0 if no answer changed.
 
-    logits: PyTorch's, [rows, classes] or [rows, tokens, classes]. best, chosen: PyTorch's answers where a label is, and
-    the other ones, [asked].
+    logits: PyTorch's, [rows, classes] or [rows, tokens, classes].
+    best, chosen: PyTorch's answers where a label is, and the other ones, [asked].
     """
     places = np.flatnonzero(best != chosen)
     if not len(places):

@@ -16,8 +16,10 @@ _TEXT = re.compile(r"(?P<name>.*): (?P<shape>\d+(?: × \d+)*)(?P<padded>, padded
 class CaseLabel:
     """The inputs that a check compared.
 
-    name: "export", "padded batch" and so on. shape: of the attention mask, (batch, seq), or (batch, choices, seq) for
-    multiple choice; empty if the check is not about one input. padded: whether the mask hides some tokens.
+    name: "export", "padded batch" and so on.
+    shape: of the attention mask, (batch, seq), or (batch, choices, seq) for multiple choice; empty if the check is not
+    about one input.
+    padded: whether the mask hides some tokens.
     """
 
     name: str
@@ -225,10 +227,12 @@ class Check:
 
     kind: a `Kind`, or `function_body_of` an operator; a report of another release may hold others. value and limit are
     None if the metric is not a number; limit also where every value may pass.
-    reason: explains the limit, or why the check was not run. detail: what helps to find a failure.
+    reason: explains the limit, or why the check was not run.
+    detail: what helps to find a failure.
     measures: other figures of the same comparison, by name: max_abs, rms_error (relative), cosine.
-    seq_len: tokens of the case, if a value was measured on it. histogram: how many elements have a relative error in
-    each decade of HISTOGRAM_EDGES, including those below the first edge and beyond the last.
+    seq_len: tokens of the case, if a value was measured on it.
+    histogram: how many elements have a relative error in each decade of HISTOGRAM_EDGES, including those below the
+    first edge and beyond the last.
     target: the engine that ran, as in --target; "" for a model file.
     """
 
@@ -376,9 +380,11 @@ class Suspect:
 class Trace:
     """The paired values of a model in the order of its graph.
 
-    case: the input it ran on. pairable: how many values a file of this export has in common with PyTorch.
+    case: the input it ran on.
+    pairable: how many values a file of this export has in common with PyTorch.
     not_paired: values of the file without a counterpart: steps inside one operation of PyTorch, and what a tool has
-    renamed. suspects: if a value diverges, its node, and those between it and the last values that agree.
+    renamed.
+    suspects: if a value diverges, its node, and those between it and the last values that agree.
     """
 
     model: str

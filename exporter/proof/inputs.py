@@ -132,7 +132,8 @@ def random_inputs(
 ) -> dict[str, Array]:
     """Random values of every input: indices within their ranges, and floats of unit variance.
 
-    lengths: counts the kept tokens of each sample. sizes: of other axes, if not those of the example.
+    lengths: counts the kept tokens of each sample.
+    sizes: of other axes, if not those of the example.
     """
     model = spec.model
     sizes = {"batch": batch, "choices": CHOICES, "seq": seq_len, **model.axis_sizes, **sizes}

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class NamedModule:
     """A module, or `package.module:factory`, or `file.py:factory`.
 
-    weights: a file with a state_dict for it. examples: what it is called with; None for those of the factory or of the
-    golden file.
+    weights: a file with a state_dict for it.
+    examples: what it is called with; None for those of the factory or of the golden file.
     """
 
     module: nn.Module | str

@@ -206,8 +206,10 @@ def with_answers_of_transformers(
 ) -> tuple[list[Case], list[Check]]:
     """The cases with the outputs of transformers in float32, and checks: repeated runs, and cases without an answer.
 
-    build: its head is applied to what transformers returns. cases: of our own module, whose buckets and noise are kept:
-    with equal rotations transformers chooses the same buckets. folder: the checkpoint.
+    build: its head is applied to what transformers returns.
+    cases: of our own module, whose buckets and noise are kept: with equal rotations transformers chooses the same
+    buckets.
+    folder: the checkpoint.
     """
     from effexport.proof.float64 import warm_up
 

@@ -44,7 +44,11 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReferenceChoice:
-    """A parsed --reference. kind: one of NAMED, "file" or "runtime"; path and runtime: of the last two."""
+    """A parsed --reference.
+
+    kind: one of NAMED, "file" or "runtime".
+    path and runtime: of the last two.
+    """
 
     kind: str
     path: Path = Path()

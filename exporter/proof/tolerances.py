@@ -93,8 +93,11 @@ def reference_limit(spec: BuildSpec) -> Limit:
 
 
 def case_limit(spec: BuildSpec, own_error: float, spread: float = 1.0) -> Limit:
-    """The limit of the arithmetic in one case. own_error: how far rounding takes PyTorch itself there; spread: of the
-    logits that a softmax has made scores of; see Case."""
+    """The limit of the arithmetic in one case.
+
+    own_error: how far rounding takes PyTorch itself there.
+    spread: of the logits that a softmax has made scores of; see Case.
+    """
     limit = arithmetic_limit(spec)
     if spread > 1:
         limit = Limit(limit.value * spread, f"{limit.reason}; × {spread:.2g}, the spread of the logits")

@@ -190,10 +190,12 @@ def trace_from_model(
 ) -> Trace:
     """Compare the intermediate values of a model file in ONNX Runtime with those of PyTorch on the inputs of `case`.
 
-    exported: the model file as effexport exported it. model: the same file, or one that a tool has made from it.
+    exported: the model file as effexport exported it.
+    model: the same file, or one that a tool has made from it.
+
     The graph runs as it is written, without the optimisations that would fuse values away; the settings say how custom
-    operators run. Where the model hashes, both sides go on with PyTorch's buckets. The values of one run take
-    BATCH_BYTES at most, or one value if that is larger.
+    operators run. If the model hashes, both sides go on with PyTorch's buckets. The values of one run take BATCH_BYTES
+    at most, or one value if that is larger.
     Raises RuntimeUnsupportedError and RuntimeFailedError if the model does not run.
     """
     spec = traced.spec

@@ -49,7 +49,8 @@ class TracedModule:
 
     It is exported as `onnx_from_module` does: the operations of PyTorch's program have the names of the graph values
     that they became. Steps that the exporter put inside one operation have no counterpart.
-    origins: per graph value that PyTorch computes, what makes it. hashes: graph values that hold buckets.
+    origins: per graph value that PyTorch computes, what makes it.
+    hashes: graph values that hold buckets.
     may_flip: integers and booleans that come from comparing float numbers, which rounding may decide either way.
     Raises StageError where the exporter fails, or if PyTorch has no kernel for a step.
     """
@@ -86,8 +87,8 @@ class TracedModule:
         """Give every value to `visit` as soon as it is there, by its name in the graph, and keep none.
 
         inputs: as of the graph. Values are in the types of PyTorch, bfloat16 as float32.
-        buckets: per value of `hashes`, what the rest of the module goes on with. exact: in a wider type: float32 for
-        lower precisions, float64 for float32.
+        buckets: per value of `hashes`, what the rest of the module goes on with.
+        exact: in a wider type: float32 for lower precisions, float64 for float32.
         """
         import torch
 

@@ -250,7 +250,8 @@ def verify_bodies(
     """Check what a model computes without the kernel library, as on any other machine: each function body by itself
     and, if kernels ran so far, the whole model with its bodies on a short padded case.
 
-    ran: the implementation that the other checks ran, per operator. open_with_bodies: opens models to run their bodies.
+    ran: the implementation that the other checks ran, per operator.
+    open_with_bodies: opens models to run their bodies.
     """
     checks = check_function_bodies(model, spec)
     if "kernel" in ran.values() and cases:

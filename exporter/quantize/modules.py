@@ -58,7 +58,8 @@ class RoundedLinear(nn.Linear):
     """A linear layer with quantised weights and inputs.
 
     input_scale: of all inputs; None gives each row of the last axis one of its own, so that a token's result depends
-    neither on the rest of its batch nor on padding. active: otherwise it computes what the float layer does.
+    neither on the rest of its batch nor on padding.
+    active: otherwise it computes what the float layer does.
     """
 
     def __init__(self, linear: nn.Linear, input_scale: float | None, precision: str) -> None:

@@ -51,8 +51,9 @@ def prepared(
 ) -> tuple[nn.Module, Quantization]:
     """The float module, with smoothing folded in if that is asked for, and the record of what is quantised in it.
 
-    samples: inputs, at least one; origin: what the record says of them. task_loss: what `spec.max_loss` limits, by
-    default the RMS error on the samples.
+    samples: inputs, at least one.
+    origin: their description in the record.
+    task_loss: what `spec.max_loss` limits, by default the RMS error on the samples.
     Raises SpecError for a layer in `spec.keep_float` that does not exist, and StageError if nothing can be quantised,
     or nothing within `spec.max_loss`.
     """

@@ -82,11 +82,16 @@ class TaskFigure(msgspec.Struct, frozen=True, kw_only=True):
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     """All decisions of a quantised build, from which PyTorch's model with the same roundings can be made again.
 
-    layers: what is quantised. embeddings: tables that are, by path. products: every product that stays float, and why.
+    layers: what is quantised.
+    embeddings: tables that are, by path.
+    products: every product that stays float, and why.
     unrounded: graph values that are rounded before a product, in the order of the graph.
-    smooth: α of SmoothQuant, None without it; smoothing: what it changed. max_loss: the limit that was asked for;
+    smooth: α of SmoothQuant, None without it.
+    smoothing: what it changed.
+    max_loss: the limit that was asked for.
     search_put_back: layers that a search made float again to hold it.
-    task: figures on the data of --evaluate; task_data: the name of that file.
+    task: figures on the data of --evaluate.
+    task_data: the name of that file.
     """
 
     precision: Literal["int8", "fp8"]
