@@ -243,7 +243,7 @@ def package_artifact(
     if repository.resolve().name == "triton":
         remarks += (
             f"Python programs started in {repository.resolve().parent} take its folder triton for the package of that "
-            "name, and PyTorch then fails to compile; use another name, such as -o triton-models"
+            "name, and PyTorch then fails to compile; use another name, such as -o triton-models",
         )
     remarks += tuple(f"{repository / name} was not written by effexport and was not changed" for name in kept)
     remarks += tuple(
@@ -254,7 +254,7 @@ def package_artifact(
         if change.version < newest:
             remarks += (
                 f"{change.name}: Triton serves the newest version, {newest}; to serve this artifact, give it a higher "
-                f"number with --version {newest + 1}"
+                f"number with --version {newest + 1}",
             )
     return Package(repository, tuple(changes), serve_arguments(records), remarks)
 
