@@ -1,4 +1,4 @@
-"""How a text is generated: its length, and how each token is chosen. No numpy, so that `--help` shows the defaults."""
+"""Options of generated texts: length, and choice of tokens. No numpy, so that `--help` shows the defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIASES = {"max_tokens": "max_new_tokens"}
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How one text is generated. Raises UserError for values that cannot work.
+    """Options of one generated text. Raises UserError for values that cannot work.
 
     max_new_tokens: the text ends after so many tokens.
     temperature: divides the logits before the softmax; 0 takes the most probable token (greedy).

@@ -93,7 +93,7 @@ class StreamDecoder:
         return self._write(self._tokenizer.decode([*self._context, *self._waiting[:count]]), count)
 
     def end(self) -> str:
-        """What is left; a character that never became complete is replaced by U+FFFD."""
+        """The rest of the text; a character that never became complete is replaced by U+FFFD."""
         return self._write(self._tokenizer.decode([*self._context, *self._waiting]), len(self._waiting))
 
     def _write(self, text: str, count: int) -> str:
@@ -202,7 +202,7 @@ class Stepper(Closeable):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step would do anything, if only drop sessions that have ended."""
+        """True if a step would do anything, if only drop sessions that have ended."""
         return bool(self._rows or self._joining)
 
     @property
@@ -428,7 +428,7 @@ def generator_from_artifact(artifact: Artifact, open_decoder: Callable[[Artifact
 
 
 def max_tokens_of(artifact: Artifact) -> int:
-    """How many tokens a prompt and its new tokens may have together."""
+    """The most tokens that a prompt and its new tokens may have together."""
     longest = artifact.spec.model.max_seq_len
     assert longest is not None, "an encoder has learned positions"
     return longest

@@ -1,4 +1,4 @@
-"""How a build takes a tokenizer into its artifact."""
+"""The tokenizer that a build takes into its artifact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from effexport.text.fast_tokenizer import (
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Where the tokenizer of an artifact comes from.
+    """The source of an artifact's tokenizer.
 
     folder: with the tokenizer's files; None for no tokenizer. wanted: whether a folder without a tokenizer is an error.
     config: the config.json that goes with it, None for none.
@@ -38,7 +38,7 @@ NO_TOKENIZER = TokenizerSource()
 
 
 def tokenizer_of_build(tokenizer: str | Path | None, checkpoint: Path | None) -> TokenizerSource:
-    """What `build --tokenizer` means. tokenizer: a folder, "none", or None for that of the checkpoint if it has one."""
+    """The source that `build --tokenizer` names: a folder, "none", or None for the checkpoint's if it has one."""
     config = None if checkpoint is None else checkpoint / CONFIG
     if tokenizer is None:
         return TokenizerSource(checkpoint, config=config)

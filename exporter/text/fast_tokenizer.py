@@ -244,7 +244,7 @@ class AddedTokenJson(msgspec.Struct):
 
 
 class TokenizerJson(msgspec.Struct):
-    """What is read of tokenizer.json beside what the library reads."""
+    """The part of tokenizer.json that is checked before the library reads the file."""
 
     added_tokens: list[AddedTokenJson] = []
 

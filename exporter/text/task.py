@@ -1,4 +1,4 @@
-"""What every task does: a text becomes inputs of the model, and its outputs become an answer."""
+"""Tasks: a text becomes inputs of a model, and its outputs become an answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS, SEGMENTS = "input_ids", "token_type_ids"
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tasks answer. None stands for what transformers' pipeline of the task does.
+    """Options of tasks. None stands for what transformers' pipeline of the task does.
 
     top: how many answers: tokens for a mask (5), labels (all), spans (1). stride: tokens that neighbouring windows of a
     long text share (question-answering and token-classification: half a window, at most 128; others: none).
@@ -64,8 +64,7 @@ class Prepared:
 
     @property
     def runs(self) -> list[Mapping[str, Array]]:
-        """What to run, one after the other or each as a request: every row by itself and without padding, if that could
-        change an answer, and otherwise all rows together."""
+        """Batches to run: one unpadded row each if batching could change an answer, otherwise all rows."""
         if not self.alone:
             return [self.feeds]
         lengths = [None if self.fixed else len(window) for window in self.windows]

@@ -219,7 +219,7 @@ class FillMask:
         return dataclasses.replace(prepared, feeds={**prepared.feeds, POSITIONS: masks[None].astype(np.int64)})
 
     def masks(self, prepared: Prepared) -> Array:
-        """Where the masks stand in the only row."""
+        """The places of the masks in the only row."""
         places: Array = np.flatnonzero(prepared.feeds[TOKENS][0] == self.reader.tokenizer.mask_token_id)
         return places
 

@@ -1,4 +1,4 @@
-"""What reads the texts of an artifact: its own tokenizer files, or the bytes of a byte-level encoder."""
+"""Tokenizers of artifacts: their own tokenizer files, or the bytes of a byte-level encoder."""
 
 from __future__ import annotations
 

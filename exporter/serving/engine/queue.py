@@ -168,7 +168,7 @@ class Batcher:
                     self._changed.wait()
 
     def _is_worth_waiting(self, batch: Sequence[Job]) -> bool:
-        """Whether more jobs may still join a batch; if so, wait for the next job or the end of the delay."""
+        """True if more jobs may still join a batch, after a wait for the next job or the end of the delay."""
         delay_s = self.settings.batch_delay_ms / 1e3
         if not (delay_s and self._joins) or self._closing:
             return False
@@ -193,7 +193,7 @@ class Batcher:
         return batch
 
     def _has_room(self, rows: int, length: int) -> bool:
-        """Whether requests may share a run of this size."""
+        """True if requests may share a run of this size."""
         tokens = self.settings.max_run_tokens
         return rows <= self.settings.max_batch and (tokens is None or rows * length <= tokens)
 
@@ -203,7 +203,7 @@ class Batcher:
         late = [job for job in self._waiting if job.deadline < now]
         for job in late:
             self._waiting.remove(job)
-        deliver(late, [waited_too_long()] * len(late))
+        deliver(late, [waited_too_long() for _ in late])
 
     def _outcomes(self, batch: Sequence[Job]) -> list[Outputs | Exception]:
         """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
@@ -324,7 +324,7 @@ class TextMemory:
 
 @dataclass(frozen=True)
 class Waiting:
-    """How the texts of one request wait: for memory, for runs, and no longer than their client does."""
+    """Limits for the texts of one request, which wait for memory and runs, and no longer than their client does."""
 
     timeout_s: float
     gone: Gone

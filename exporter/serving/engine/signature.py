@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # The protocol has no JSON for these: they travel as binary data only.
 BINARY_ONLY = ("FP16", "BF16")
-
-
 # The element type of texts, bytes in UTF-8; no tensor of an artifact has it.
 STRING = "string"
 TEXT, CONTEXT, ANSWER = "text", "context", "answer"

@@ -77,7 +77,7 @@ class Texts:
         self.outputs = {ANSWER: "BYTES", **({EMBEDDING: "FP32"} if self.is_embedding else {})}
 
     def metadata(self) -> dict[str, Any]:
-        """What a client may send instead of tensors, and what it gets: `parameters` of the V2 model metadata."""
+        """The texts that a client may send instead of tensors, and its answers: `parameters` of the V2 metadata."""
         inputs = [TEXT, *([CONTEXT] if self.name == "question-answering" else [])]
         return {
             "task": self.name,

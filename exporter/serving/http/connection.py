@@ -137,7 +137,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        """Whether every request with a complete head has its answer."""
+        """True if every request with a complete head has its answer."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_head_timer(self) -> None:

@@ -465,7 +465,7 @@ def repository_from_targets(
 def made_or_why(
     make: Callable[[Artifact], Made], artifact: Artifact, name: str, error: type[EffexportError] = UserError
 ) -> Made | str:
-    """What `make` makes of an artifact that is called `name`, or the error that says why it cannot."""
+    """The result of `make` for an artifact that is called `name`, or the error that says why there is none."""
     try:
         return make(artifact)
     except error as reason:

@@ -49,7 +49,7 @@ def fields_from_body(body: bytes, header: str | None) -> Fields:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the client wants. id: to be returned.
+    """The answer that a client wants. id: to be returned.
 
     outputs: for each that the client wants, whether as bytes after the JSON instead of as numbers in it.
     timeout_s: how long the client wants to wait for the runner, or None.
@@ -334,7 +334,7 @@ class TextRequest(Wanted):
 
 
 def has_texts(parsed: Fields, signature: Signature) -> bool:
-    """Whether a request has an input `text` or `context` that is not a tensor of the model."""
+    """True if a request has an input `text` or `context` that is not a tensor of the model."""
     inputs = parsed.fields.get("inputs")
     names = [value.get("name") for value in inputs if isinstance(value, dict)] if isinstance(inputs, list) else []
     tensors = [tensor.name for tensor in signature.inputs]

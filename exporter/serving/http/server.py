@@ -70,7 +70,7 @@ def create_app(models: ModelRepository) -> Starlette:
 
 
 class Guard:
-    """What every request passes first, also those for which there is no endpoint."""
+    """A check that every request passes first, also those for which there is no endpoint."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app

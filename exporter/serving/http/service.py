@@ -1,4 +1,4 @@
-"""What all endpoints of a server share: its models, the memory for request bodies, tokens, and the count of answers."""
+"""The state that all endpoints share: models, the memory for request bodies, the token, and the count of answers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Service:
             yield await read_body(request.receive, request.headers, *limits, take)
 
     async def parsed(self, size: int, read: Callable[[], Result]) -> Result:
-        """What `read` makes of JSON of `size` bytes. Raises what it raises.
+        """The result of `read`, which reads JSON of `size` bytes. Raises as `read`.
 
         Much JSON is read in another thread, so that other requests are answered meanwhile; and one request at a time,
         because JSON takes many times its size while it is read.

@@ -83,7 +83,7 @@ def comment(text: str, width: int = 116) -> str:
 
 @dataclass(frozen=True)
 class Batching:
-    """How Triton batches requests. max_batch: 0 if every request runs on its own, whatever its first dimension.
+    """Dynamic batching of Triton. max_batch: 0 if every request runs on its own, whatever its first dimension.
 
     preferred: batch sizes that run without further waiting. reason: why requests are not batched.
     """
@@ -182,7 +182,7 @@ def golden_inputs(artifact: Artifact) -> Mapping[str, Array]:
 
 
 def accepts(profile: Mapping[str, Sequence[Sequence[int]]], inputs: dict[str, Array]) -> bool:
-    """Whether every input is between the smallest and the largest shape of a profile."""
+    """True if every input is between the smallest and the largest shape of a profile."""
     return all(
         low <= size <= high
         for name, value in inputs.items()

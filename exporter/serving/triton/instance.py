@@ -392,7 +392,7 @@ class Reply:
         self._send(self._backend.InferenceResponse(error=cancelled), last=True)
 
     def is_cancelled(self) -> bool:
-        """Whether the client has gone."""
+        """True if the client has gone."""
         return bool(self._sender.is_cancelled())
 
     def _send(self, response: Any, *, last: bool) -> None:

@@ -29,7 +29,7 @@ REPACKAGE = "remove the model's folder and package it again"
 
 
 class Origin(TypedDict):
-    """What a version of a model was packaged from. example: the texts of an example request; {} without texts."""
+    """The origin of a packaged version. example: the texts of an example request; {} without texts."""
 
     artifact: str
     weights_sha256: str
