@@ -112,7 +112,7 @@ def command(
     from effexport.commands._checks import print_checks
     from effexport.evaluation.changed_answers import answer_checks
     from effexport.proof.checks.result import passed, summary
-    from effexport.proof.references.named_module import NamedModule
+    from effexport.proof.references.named_module import NamedModule, source_of_verify
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.model import dict_of_check
     from effexport.report.reading import side_of_artifact
@@ -121,7 +121,8 @@ def command(
     from effexport.report.verified import report_from_verification
 
     candidate = Candidate(open_artifact(artifact), runtime, options, model)
-    source = weights if factory is None else NamedModule(factory, weights).source_for(candidate.artifact)
+    named = None if factory is None else NamedModule(factory, weights)
+    source = source_of_verify(candidate.artifact, weights, named)
     request = Request(choice, source, cases, trace, data)
     start = time.perf_counter()
     with stage_progress(stderr_console()) as on_stage:

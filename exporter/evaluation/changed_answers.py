@@ -46,7 +46,7 @@ def answer_checks(
     artifact, spec, data = candidate.artifact, candidate.artifact.spec, request.data
     rows = rows_of_data(data, artifact, Windows())
     on_stage(f"comparing the answers to {data}")
-    run_torch = run_of_module(artifact, request.weights, "--data compares with PyTorch")
+    run_torch = run_of_module(artifact, request.source, "--data compares with PyTorch")
     label = CaseLabel(data.name, (sum(len(some.labels) for some in rows), max(some.tokens for some in rows)))
     parts, torch_parts, widest = [], [], 0.0
     with opened(candidate) as run:

@@ -17,7 +17,9 @@ from effexport.evaluation.labelled import LabelledRows, Windows, objective_of, s
 from effexport.evaluation.results import LANGUAGE, Comparison, Evaluation
 from effexport.evaluation.scores import Run, run_of_module, scores_of
 from effexport.files import file_digest
+from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean
+from effexport.proof.references.rebuilt_module import source_of_weights
 from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
 from effexport.runners.runner import ModelOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES
@@ -40,7 +42,7 @@ class Subject:
     artifact: Artifact
     runtime: str
     options: ModelOptions = field(default_factory=ModelOptions)
-    weights: Path | None = None
+    source: ModelSource | None = None
 
     @property
     def title(self) -> str:
@@ -53,13 +55,13 @@ class Subject:
             with runner_from_artifact(self.artifact, self.runtime, self.options) as runner:
                 yield runner.run
             return
-        yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
+        yield run_of_module(self.artifact, self.source, f"--compare {TORCH}")
 
 
 def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
     """A parsed --compare: `torch`, PATH, @RUNTIME or PATH@RUNTIME. Raises UserError."""
     if text == TORCH:
-        return Subject(subject.artifact, TORCH, weights=weights)
+        return Subject(subject.artifact, TORCH, source=source_of_weights(subject.artifact, weights))
     path, at, runtime = text.rpartition("@") if "@" in text else (text, "", subject.runtime)
     if at and runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)

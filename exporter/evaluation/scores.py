@@ -11,8 +11,9 @@ from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.evaluation.estimates import Scores
 from effexport.evaluation.labelled import IGNORED, LabelledRows
 from effexport.models.encoder.spec import LOGITS
+from effexport.models.sources import ModelSource
 from effexport.proof.module_runs import run_module
-from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.references.rebuilt_module import model_of_artifact
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 
-def run_of_module(artifact: Artifact, weights: Weights | None, option: str) -> Run:
+def run_of_module(artifact: Artifact, source: ModelSource | None, option: str) -> Run:
     """What runs the PyTorch module of an artifact. Raises UserError, which names the option, if it is not available."""
-    module = module_of_artifact(artifact, weights)
-    if isinstance(module, Unavailable):
-        raise UserError(f"{option}: {module}")
+    model = model_of_artifact(artifact, source)
+    if isinstance(model, Unavailable):
+        raise UserError(f"{option}: {model}")
     spec, limits = artifact.spec, limits_from_spec(artifact.spec)
-    return lambda feeds: run_module(module, spec, checked_feeds(feeds, spec.inputs, limits))
+    return lambda feeds: run_module(model.module, spec, checked_feeds(feeds, spec.inputs, limits))
 
 
 def scores_of(run: Run, data: Sequence[LabelledRows]) -> Scores:

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from effexport.artifact import DECODE_STEP, Artifact
-from effexport.environment import require_torch
 from effexport.errors import Unavailable, UserError
-from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import custom_ops_of_model
+from effexport.models.sources import ModelSource
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case
 from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import Check, Kind, is_about_the_model, not_run
 from effexport.proof.lost_parts import check_nothing_lost, check_same_inputs
 from effexport.proof.references.choice import ReferenceChoice, references_from_choice
-from effexport.proof.references.rebuilt_module import Weights, check_weights, why_not_rebuilt
+from effexport.proof.references.rebuilt_module import check_weights, why_not_rebuilt
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_possible
 from effexport.proof.verify import (
@@ -125,23 +124,23 @@ class Candidate:
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
 
-    def trace(self, weights: Weights | None, case: Case) -> Trace | Unavailable:
+    def trace(self, source: ModelSource | None, case: Case) -> Trace | Unavailable:
         """The first values that differ from the module's on the inputs of one case."""
         if self.why_not_traced:
             return Unavailable(self.why_not_traced)
-        return trace_if_possible(self.path, self.artifact, weights, case, self.settings)
+        return trace_if_possible(self.path, self.artifact, source, case, self.settings)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
+    """What a model is to be compared with. source: what the artifact was built from, if the user names it.
 
     cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
     differs, even if no check fails. data: whose answers are compared as well; see evaluation/changed_answers.py.
     """
 
     choice: ReferenceChoice
-    weights: Weights | None = None
+    source: ModelSource | None = None
     cases: tuple[str, ...] = ()
     trace: bool = False
     data: Path | None = None
@@ -149,14 +148,7 @@ class Request:
     def check(self, candidate: Candidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
         artifact = candidate.artifact
-        if isinstance(self.weights, Path):
-            if artifact.spec.model.recipe == "code":
-                raise UserError(
-                    f"--weights {self.weights} does not apply to {artifact.path} alone: its weights came from "
-                    f"{artifact.manifest.weights_from}, code that an artifact does not hold; name it with --module"
-                )
-            require_torch("--weights")
-        reason = why_not_rebuilt(artifact, self.weights)
+        reason = why_not_rebuilt(artifact, self.source)
         if not artifact.has_golden:
             none = f"{artifact.path} keeps no golden values (--golden none)"
             if self.choice.kind in ("golden", "runtime"):
@@ -180,15 +172,15 @@ def verify_artifact(
     request.check(candidate)
     artifact, spec, choice = candidate.artifact, candidate.artifact.spec, request.choice
     result, cases = Verification(candidate.check_products()), []
-    if request.weights is not None:
+    if request.source is not None:
         on_stage("comparing the weights")
-        weights = check_weights(artifact, request.weights)
+        weights = check_weights(artifact, request.source)
         result.checks.append(weights)
-        own = isinstance(request.weights, ModuleSource)
-        if weights.status == "failed" and not own and choice.kind in ("auto", "torch", "transformers"):
+        judged = choice.kind in ("auto", "torch", "transformers") and not request.source.is_original
+        if weights.status == "failed" and judged:
             # a module of other weights cannot judge the model; the trace will show where it differs
             choice = ReferenceChoice("golden")
-    for reference in references_from_choice(choice, artifact, request.weights, request.cases, on_stage):
+    for reference in references_from_choice(choice, artifact, request.source, request.cases, on_stage):
         if reference.cases:
             result += candidate.verify(reference.cases)
             cases += reference.cases
@@ -205,7 +197,7 @@ def verify_artifact(
     if case is None:
         return result, None
     on_stage("tracing the values of the graph")
-    found = candidate.trace(request.weights, case)
+    found = candidate.trace(request.source, case)
     if request.trace and (isinstance(found, Unavailable) or not found.values):
         result.checks.append(failed_trace(found))
     return result, found

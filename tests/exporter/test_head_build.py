@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 from safetensors.numpy import save_file
+from small_builds import module_from_path
 from torch import Tensor, nn
 from transformers_models import inputs, saved
 
@@ -20,7 +21,6 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.engines.limits import limit_problems
 from effexport.engines.profile import profiles_from_texts
 from effexport.errors import UserError
-from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import PooledModel
 from effexport.proof.cases import Case, load_reference

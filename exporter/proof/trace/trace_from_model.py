@@ -11,9 +11,10 @@ import numpy as np
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
 from effexport.export.quantized_products import module_of_node
+from effexport.models.sources import ModelSource
 from effexport.plugins.known_ops import known_ops
 from effexport.proof.given_values import GIVEN_SUFFIX, given_values
-from effexport.proof.references.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.references.rebuilt_module import model_of_artifact
 from effexport.proof.trace.trace import Suspect, Trace, TracedValue
 from effexport.proof.trace.traced_file import TracedFile
 from effexport.proof.trace.traced_module import Origin, TracedModule
@@ -35,15 +36,15 @@ BATCH_BYTES = 256 * 2**20
 
 
 def trace_if_possible(
-    model: Path, artifact: Artifact, weights: Weights | None, case: Case, settings: OrtSettings
+    model: Path, artifact: Artifact, source: ModelSource | None, case: Case, settings: OrtSettings
 ) -> Trace | Unavailable:
-    """As `trace_if_it_runs`, with the module made again from the seed or from `weights`, if it can be."""
+    """As `trace_if_it_runs`, with the module made again from the seed or from `source`, if it can be."""
     if settings.provider == "tensorrt":
         return Unavailable("TensorRT keeps no intermediate values; trace the file with --runtime ort")
-    module = module_of_artifact(artifact, weights)
-    if isinstance(module, Unavailable):
-        return module
-    return trace_if_it_runs(model, artifact.model_path, module, artifact.spec, case, settings)
+    again = model_of_artifact(artifact, source)
+    if isinstance(again, Unavailable):
+        return again
+    return trace_if_it_runs(model, artifact.model_path, again.module, artifact.spec, case, settings)
 
 
 def trace_if_it_runs(

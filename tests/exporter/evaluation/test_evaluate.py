@@ -22,7 +22,8 @@ from effexport.errors import UserError
 from effexport.evaluation.files import class_names, examples_of_lines
 from effexport.evaluation.labelled import IGNORED, MASKED_SHARE, LabelledRows, rows_of_texts, same_labels
 from effexport.evaluation.scores import scores_of
-from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.models.user.model import UserModel
+from effexport.proof.references.rebuilt_module import model_of_artifact
 from effexport.report.reading import report_from_values
 from effexport.text.classification import Labels, TextClassification
 
@@ -47,8 +48,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def torch_nats(artifact: Artifact, ids: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> tuple[float, int]:
     """The sum of the cross-entropy, and how many answers are right. ids, labels: [rows, tokens]."""
-    module = module_of_artifact(artifact, None)
-    assert isinstance(module, torch.nn.Module)
+    model = model_of_artifact(artifact, None)
+    assert isinstance(model, UserModel)
+    module = model.module
     with torch.inference_mode():
         logits = module.double()(torch.from_numpy(ids), torch.ones(ids.shape, dtype=torch.int64)).flatten(0, 1)
     wanted = torch.from_numpy(labels).flatten()

@@ -284,12 +284,13 @@ def test_thirty_fresh_builds_of_long_lsh_attention_pass_with_the_same_golden_fil
 ANSWERS = """
 import sys, torch
 from small_specs import spec_of
-from effexport.export.module_source import source_from_seed
+from effexport.export.module_source import model_from_source
+from effexport.models.sources import source_from_seed
 from effexport.proof.answers import reference_from_model
 
 for variant in ("lsh", "nystrom"):
-    spec, source = spec_of(variant, "attention"), source_from_seed()
-    answers = reference_from_model(source.model(source.make(spec)), spec, 7)
+    spec = spec_of(variant, "attention")
+    answers = reference_from_model(model_from_source(source_from_seed(spec.model), spec), spec, 7)
     assert all(check.status == "passed" for check in answers.checks)
 print("torch._dynamo" in sys.modules)
 """
