@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from effexport.proof.named_module import source_of_verify
 from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
@@ -191,10 +192,10 @@ def build(
     with user_errors():
         for target in targets:
             check_target(target)
-        resolved, source, notes, name = request.resolve(lambda stage: progress(stage, None))
+        resolved, source = request.resolve(lambda stage: progress(stage, None))
         profiles = profiles_from_texts((), resolved) if targets else ()
         wanted_engines = [*engines, *(EngineSpec(target=target, profiles=profiles) for target in targets)]
-        folder = optional_path("output", output) or Path("artifacts") / name
+        folder = optional_path("output", output) or Path("artifacts") / source.name
         ARTIFACT_FOLDER.check(folder, force=force)
         labelled = optional_path("evaluate", evaluate)
         task = None if labelled is None else TaskData(labelled)
@@ -204,7 +205,6 @@ def build(
             source=source,
             engines=wanted_engines,
             tokenizer=request.tokenizer_source,
-            notes=notes,
             settings=settings,
             reference=optional_path("reference", reference),
             quantization=QuantizationData(optional_path("calibration", calibration), task),
@@ -359,7 +359,7 @@ def verify(
             open_artifact(path_of("artifact", artifact)), options, optional_path("model", model)
         )
         named = named_module(module, examples, optional_path("weights", weights), "effexport.verify(module=…)")
-        source = optional_path("weights", weights) if named is None else named.source_for(candidate.artifact)
+        source = source_of_verify(candidate.artifact, optional_path("weights", weights), named)
         request = VerifyRequest(choice, source, tuple(names), trace, optional_path("data", data))
         answers, quality = answer_checks(candidate, request, lambda stage: progress(stage, None))
         verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))

@@ -42,7 +42,7 @@ from effexport.environment import free_memory_bytes, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, UserError, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
-from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
+from effexport.export.module_source import model_from_source, weights_digest
 from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module
 from effexport.export.onnx_graph import STAGE as GRAPH_CHECK
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
@@ -52,6 +52,7 @@ from effexport.export.traced_graphs import read_traced
 from effexport.export.user_program import trace_of_user
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.checkpoints.spec import CONFIG
+from effexport.models.sources import ModelSource, source_from_seed
 from effexport.processor import Processor
 from effexport.proof.candidate import open_in_ort
 from effexport.proof.cases import Answers, Case, golden_cases, save_reference, stored_cases, why_not_of_spec
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from effexport.models.user.model import UserModel
     from effexport.quantize.record import Quantization
 
 P = ParamSpec("P")
@@ -169,7 +171,7 @@ def with_sizes_of_code(
                 return build(spec, *args, **kwargs)
             except OtherSizesError as error:
                 source, previous = kwargs.get("source"), kwargs.get("previous")
-                assert isinstance(source, ModuleSource)
+                assert isinstance(source, ModelSource)
                 if isinstance(previous, Artifact):
                     raise UserError(other_architecture(source, previous, str(error))) from error
                 assert source.user is not None
@@ -179,7 +181,7 @@ def with_sizes_of_code(
             except StageError as error:
                 source = kwargs.get("source")
                 sizes = sizes_of_one_graph(error, spec) if refused is None else []
-                user = source.user if isinstance(source, ModuleSource) and not kwargs.get("previous") else None
+                user = source.user if isinstance(source, ModelSource) and not kwargs.get("previous") else None
                 if user is None or not sizes or any(one.axis in user.declared for one in sizes):
                     raise (refused or error) from error.__cause__
                 refused, spec = error, spec_with_sizes(spec, sizes, batch_of_example(user.examples, spec))
@@ -217,10 +219,9 @@ def artifact_from_spec(
     spec: BuildSpec,
     output: Path,
     *,
-    source: ModuleSource | None = None,
+    source: ModelSource | None = None,
     engines: Sequence[EngineSpec] = (),
     tokenizer: TokenizerSource = NO_TOKENIZER,
-    notes: Sequence[str] = (),
     settings: RunOptions | None = None,
     reference: Path | None = None,
     quantization: QuantizationData | None = None,
@@ -235,7 +236,6 @@ def artifact_from_spec(
     source: where the module comes from; None draws its weights from the seed.
     engines: TensorRT engines to build as well. Without a GPU they are not checked, and the report says so.
     tokenizer: where the files come from that turn texts into tokens.
-    notes: sentences on the model that the report repeats.
     reference: a file with answers of the original model, see `original_cases`: the model is compared with them, too.
     trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
     fails is always traced.
@@ -249,7 +249,7 @@ def artifact_from_spec(
     """
     watch = Stopwatch(on_stage)
     settings = settings or RunOptions()
-    source = source or source_from_seed()
+    source = source or source_from_seed(spec.model)
     engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in engines]
     originals = original_cases(reference, spec) if reference is not None else []
     data = quantization or QuantizationData()
@@ -262,7 +262,8 @@ def artifact_from_spec(
                 import_api(engine.target)
             require_build()
         with watch.stage(f"making the {spec.model.title} module"):
-            module = source.make(spec)
+            model = model_from_source(source, spec)
+            module = model.module
             hashes, digest = list(hash_modules(module)), weights_digest(module)
             build = Build(spec, module, hashes, folder, folder / MODEL, settings, watch, previous)
         if spec.is_quantized:
@@ -278,7 +279,7 @@ def artifact_from_spec(
             spec = with_operators_of_graph(spec, build.model)
             build = replace(build, spec=spec)
         with watch.stage("running the PyTorch reference"), quiet():
-            answers = answers_from_source(source, module, spec)
+            answers = answers_from_model(model, spec)
             check_reference(answers.checks)
             check_axes(answers.cases, spec)
             if build.quantized is not None:
@@ -314,7 +315,7 @@ def artifact_from_spec(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             runtime=settings.runtime,
             notes=[
-                *notes,
+                *source.notes,
                 *spec.model.notes,
                 *text_notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
@@ -354,15 +355,14 @@ def artifact_from_refit(
 
     Arguments, results and errors as for `artifact_from_spec`; also raises as `RefitRequest.resolve`.
     """
-    source, engines, notes = request.resolve()
+    source, engines = request.resolve()
     tokenizer, text_notes = tokenizer_of_refit(request.artifact, request.checkpoint)
     return artifact_from_spec(
         request.artifact.spec,
         request.place,
-        source=source,
+        source=replace(source, notes=(*source.notes, *text_notes)),
         engines=engines,
         tokenizer=tokenizer,
-        notes=[*notes, *text_notes],
         settings=settings,
         force=request.replaces,
         previous=request.artifact,
@@ -371,9 +371,9 @@ def artifact_from_refit(
     )
 
 
-def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec) -> Answers:
+def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
     """The reference: PyTorch's answers, of the user's own model if the module is a copy of one."""
-    answers = reference_from_model(source.model(module), spec, spec.seed + REFERENCE_SEED_OFFSET)
+    answers = reference_from_model(model, spec, spec.seed + REFERENCE_SEED_OFFSET)
     if spec.model.independent_samples and not any(check.kind == Kind.INDEPENDENT for check in answers.checks):
         title = spec.model.title
         raise StageError("reference", f"{title} answers no batch, so nothing shows that its samples are independent")
@@ -400,7 +400,7 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
 
 
 @contextmanager
-def held_to_previous(build: Build, source: ModuleSource) -> Iterator[None]:
+def held_to_previous(build: Build, source: ModelSource) -> Iterator[None]:
     """Raise UserError if the graph that is written in the block is of another architecture than that of the artifact
     whose user's own module gets other weights."""
     try:
@@ -411,7 +411,7 @@ def held_to_previous(build: Build, source: ModuleSource) -> Iterator[None]:
     check_same_graph(build, source)
 
 
-def check_same_graph(build: Build, source: ModuleSource) -> None:
+def check_same_graph(build: Build, source: ModelSource) -> None:
     """The error of `held_to_previous`, as far as something was written."""
     previous = build.previous
     if previous is None or build.spec.model.has_whole_state:
@@ -428,7 +428,7 @@ def check_same_graph(build: Build, source: ModuleSource) -> None:
         raise UserError(other_architecture(source, previous, problem))
 
 
-def other_architecture(source: ModuleSource, previous: Artifact, problem: str) -> str:
+def other_architecture(source: ModelSource, previous: Artifact, problem: str) -> str:
     build = "export it with effexport build --module"
     return f"{source.origin} is of another architecture than {previous.path}: {problem}; {build}"
 

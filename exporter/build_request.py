@@ -7,17 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.export.module_source import (
-    OF_OPTIONS,
-    ModuleSource,
-    check_memory,
-    module_from_factory,
-    origin_of_module,
-    source_from_path,
-    source_from_user,
-)
+from effexport.export.module_source import check_memory
 from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import check_weights_file
+from effexport.models.sources import OF_OPTIONS, ModelSource, loaded_module, source_from_path, source_from_user
 from effexport.models.validation import require
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.quiet import quiet
@@ -60,10 +53,8 @@ class BuildRequest:
         """Where the tokenizer comes from. Raises UserError for a path that is not a folder."""
         return tokenizer_of_build(self.tokenizer, self.checkpoint)
 
-    def resolve(
-        self, on_stage: Callable[[str], None] = lambda name: None
-    ) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
-        """The spec, where its module comes from, notes for the report, and a name for the folder.
+    def resolve(self, on_stage: Callable[[str], None] = lambda name: None) -> tuple[BuildSpec, ModelSource]:
+        """The spec, and where its module comes from.
 
         on_stage: called before a module is run to learn its spec.
         Raises SpecError and UserError for requests that contradict themselves or cannot work, and for models that this
@@ -73,9 +64,7 @@ class BuildRequest:
         check_memory(resolved[0])
         return resolved
 
-    def resolve_sizes(
-        self, on_stage: Callable[[str], None] = lambda name: None
-    ) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+    def resolve_sizes(self, on_stage: Callable[[str], None] = lambda name: None) -> tuple[BuildSpec, ModelSource]:
         """As `resolve`, for models of any size."""
         given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]
         given += ["--module"] * (self.module is not None) + ["--spec"] * (self.spec is not None)
@@ -85,7 +74,7 @@ class BuildRequest:
                 f"{' and '.join(given)} cannot be combined; a checkpoint includes its spec and weights",
             )
             spec, notes = build_spec_from_checkpoint(self.flags, self.checkpoint)
-            return spec, source_from_path(self.checkpoint), notes, self.checkpoint.resolve().name
+            return spec, source_from_path(spec.model, self.checkpoint, notes=notes)
         if self.module is not None:
             require(
                 given == ["--module"],
@@ -96,7 +85,7 @@ class BuildRequest:
         if isinstance(self.spec, BuildSpec):
             flags = [name for name, value in self.flags.items() if value is not None]
             require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")
-            return self.spec, source_from_path(self.weights, OF_OPTIONS), (), self.spec.attention.variant
+            return self.spec, source_from_path(self.spec.model, self.weights, OF_OPTIONS)
         require(self.flags.get("task") is None, "--task only works with --checkpoint")
         require(self.flags.get(INDEPENDENT) is None, "--independent-samples only works with --module")
         if self.weights is not None:
@@ -106,18 +95,15 @@ class BuildRequest:
             applies = attention is None or name in field_names(attention) or self.flags.get(name) is None
             require(applies, f"--{name.replace('_', '-')} does not apply to {self.flags.get('variant')}")
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec)
-        return spec, source_from_path(self.weights, OF_OPTIONS), (), spec.attention.variant
+        return spec, source_from_path(spec.model, self.weights, OF_OPTIONS)
 
-    def resolve_module(
-        self, module: nn.Module | str, on_stage: Callable[[str], None]
-    ) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+    def resolve_module(self, module: nn.Module | str, on_stage: Callable[[str], None]) -> tuple[BuildSpec, ModelSource]:
         """As `resolve`, for a module. The caller's own module stays as it is."""
         from effexport.models.user.spec_from_module import Calling, model_and_spec
 
-        origin = origin_of_module(module)
-        examples, dynamic = self.examples, self.dynamic
-        if isinstance(module, str):
-            module, examples, dynamic = module_from_factory(module)
+        found, origin, examples, dynamic = loaded_module(module)
+        if not isinstance(module, str):
+            examples, dynamic = self.examples, self.dynamic
         table = None
         if self.inputs is not None:
             table = read_toml(self.inputs, "inputs", "expected a TOML file with a table for each input: [inputs.x]")
@@ -127,6 +113,6 @@ class BuildRequest:
         calling = Calling(examples=examples, dynamic=dynamic, table=table)
         on_stage("running the module, to see what it takes and which of its sizes are free")
         with quiet(streams=True):
-            user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
+            user, model = model_and_spec(found, origin, self.flags.get("seq_len"), calling)
         spec = build_spec_from_module(self.flags, model)
-        return spec, source_from_user(user, origin, spec), (), origin.rpartition(":")[2]
+        return spec, source_from_user(user, spec.model, origin)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from effexport.artifact import ARTIFACT_FOLDER, MANIFEST, Artifact, files_of_folder
 from effexport.errors import EngineWarning, UserError
-from effexport.export.module_source import ModuleSource, source_from_path, weights_digest
-from effexport.models.checkpoints.spec import check_weights_file, spec_from_checkpoint
+from effexport.export.module_source import weights_digest
+from effexport.models.contract import ModelContract
+from effexport.models.sources import ModelSource, source_of_new_weights
 from effexport.runtimes import engine_name
 from effexport.shell import command_line
-from effexport.spec import BuildSpec
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_engine import spec_of_engine, why_not_renewed
 from effexport.tensorrt.sidecar import read_sidecar
@@ -55,8 +55,8 @@ class RefitRequest:
         """Whether a folder that is there may be replaced."""
         return self.force or self.output is None
 
-    def resolve(self) -> tuple[ModuleSource, list[EngineSpec], list[str]]:
-        """Where the module comes from, the engines that are made again, and notes for the report.
+    def resolve(self) -> tuple[ModelSource, list[EngineSpec]]:
+        """Where the module comes from, with notes for the report, and the engines that are made again.
 
         An engine that cannot be made again on this machine is left out: a note says so, and an EngineWarning.
         Raises UserError and SpecError for weights that cannot fit and folders that may not be written.
@@ -69,10 +69,9 @@ class RefitRequest:
         engines, left_out = engines_of_artifact(self.artifact)
         for note in left_out:
             warnings.warn(note, EngineWarning, stacklevel=2)
-        if self.named is not None:  # whose notes are in its spec, or are found again
-            return source, engines, left_out
-        kept = [note for note in self.artifact.manifest.notes if not note.startswith(OF_ONE_BUILD)]
-        return source, engines, [*kept, *left_out]
+        # those of a module are in its spec, or are found again
+        notes = [] if self.named else [n for n in self.artifact.manifest.notes if not n.startswith(OF_ONE_BUILD)]
+        return replace(source, notes=(*notes, *left_out)), engines
 
     def check_output(self) -> None:
         """Refuse, before any work, a folder that may not be written or that lies in the artifact. Raises UserError."""
@@ -96,15 +95,12 @@ def refit_note(previous: Artifact, origin: str, weights_sha256: str) -> str:
 
 def source_for_artifact(
     artifact: Artifact, weights: Path | None, checkpoint: Path | None, named: NamedModule | None
-) -> ModuleSource:
+) -> ModelSource:
     """Where the module with the new weights comes from. Raises UserError and SpecError for what cannot fit."""
     model = artifact.spec.model
-    if model.recipe == "code" and (named is None or checkpoint is not None):
-        raise UserError(
-            f"{artifact.path} came from {artifact.manifest.weights_from}, code that an artifact does not hold; name "
-            "the module that has the new weights with --module, or one and a file of weights with --module and "
-            "--weights"
-        )
+    wanted = model.new_weights.format(origin=artifact.manifest.weights_from, variant=model.attention.variant)
+    if model.why_not_alone and (named is None or checkpoint is not None):
+        raise UserError(f"{artifact.path} {wanted}")
     record = artifact.manifest.quantization
     if record is not None and (record.scales == "static" or record.smooth is not None or record.max_loss is not None):
         raise UserError(
@@ -115,49 +111,37 @@ def source_for_artifact(
         return other_than_before(artifact, named.source_for(artifact))
     if (weights is None) == (checkpoint is None):
         raise UserError("expected new weights as either --weights FILE or --checkpoint DIR")
-    if model.recipe == "checkpoint":
-        if checkpoint is None:
-            raise UserError(
-                f"{artifact.path} was built from the checkpoint {artifact.manifest.weights_from}, whose config.json "
-                "belongs to its weights; give the folder of another one with --checkpoint"
-            )
-        check_architecture(artifact, checkpoint)
-        return other_than_before(artifact, source_from_path(checkpoint), str(checkpoint))
-    if weights is None:
-        raise UserError(
-            f"{artifact.path} was built from a variant, {artifact.spec.attention.variant}, not from a checkpoint; give "
-            "a file with weights for it with --weights"
-        )
-    check_weights_file(weights)
-    return other_than_before(artifact, source_from_path(weights), str(weights))
+    path = {"--weights": weights, "--checkpoint": checkpoint}[model.weights_option]
+    if path is None:
+        raise UserError(f"{artifact.path} {wanted}")
+    source = source_of_new_weights(path, model)
+    check_architecture(artifact, source.contract, path)
+    return other_than_before(artifact, source)
 
 
-def check_architecture(artifact: Artifact, checkpoint: Path) -> None:
+def check_architecture(artifact: Artifact, found: ModelContract, path: Path) -> None:
     """Raise UserError unless config.json of a checkpoint, with the options of the build, describes the artifact."""
     model = artifact.spec.model
-    found, _ = spec_from_checkpoint(checkpoint, model.build_options)
     if found == model:
         return
     if found.family != model.family:
-        raise UserError(f"{checkpoint} is a {found.family}; {artifact.path} was built from a {model.family}")
+        raise UserError(f"{path} is a {found.family}; {artifact.path} was built from a {model.family}")
     old, new = model.to_dict(), found.to_dict()
-    names = [name for name in old if old[name] != new[name]]
-    differ = ", ".join(f"{name} is {new[name]!r}, not {old[name]!r}" for name in names)
+    differ = ", ".join(f"{name} is {new[name]!r}, not {old[name]!r}" for name in old if old[name] != new[name])
     raise UserError(
-        f"{checkpoint} is of another architecture than {artifact.path}: {differ}; export it with: "
-        f"{command_line('effexport', 'build', '--checkpoint', checkpoint)}"
+        f"{path} is of another architecture than {artifact.path}: {differ}; export it with: "
+        f"{command_line('effexport', 'build', '--checkpoint', path)}"
     )
 
 
-def other_than_before(artifact: Artifact, source: ModuleSource, name: str = "") -> ModuleSource:
-    """A source of weights that refuses those that the artifact has already. name: for the error; that of the source."""
+def other_than_before(artifact: Artifact, source: ModelSource) -> ModelSource:
+    """A source of weights that refuses those that the artifact has already."""
 
-    def make(spec: BuildSpec) -> nn.Module:
-        module = source.make(spec)
+    def make(contract: ModelContract, seed: int) -> nn.Module:
+        module = source.make(contract, seed)
         if weights_digest(module) == artifact.manifest.weights_sha256:
-            raise UserError(
-                f"{name or source.origin} holds the weights that {artifact.path} has already; expected other ones"
-            )
+            named = source.path or source.origin
+            raise UserError(f"{named} holds the weights that {artifact.path} has already; expected other ones")
         return module
 
     return replace(source, make=make)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
 from effexport.models.attention_spec import (
     AttentionSpec,
-    attention_from_dict,
     attention_spec,
     field_names,
     known_fields,
 )
-from effexport.models.checkpoints.spec import checkpoint_from_dict, spec_from_checkpoint
-from effexport.models.contract import ModelContract
-from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling, encoder_from_dict
+from effexport.models.checkpoints.spec import spec_from_checkpoint
+from effexport.models.contract import ModelContract, contract_from_recipe
+from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling
 from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import (
@@ -236,20 +235,16 @@ class BuildSpec(ShortRepr):
         plain = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("model", *left_out)
         }
-        return {"scope": self.model.scope, **plain, "model": self.model.to_dict()}
+        recipe = self.model.recipe
+        return {"scope": recipe.pop("scope"), **plain, **recipe}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
         """The inverse of `to_dict`. Raises SpecError for values that cannot work."""
         options = dict(values)
-        read: dict[str, Callable[[Mapping[str, Any]], ModelContract]] = {
-            "encoder": encoder_from_dict,
-            "checkpoint": checkpoint_from_dict,
-        }
         scope, model = options.pop("scope", None), options.pop("model", None)
         require(isinstance(model, Mapping), f"the spec has {shown(model)} as its model; expected a table of fields")
-        options = known_fields(cls, options, "a build")
-        return cls(model=read.get(scope if isinstance(scope, str) else "", attention_from_dict)(model), **options)
+        return cls(model=contract_from_recipe(scope, model), **known_fields(cls, options, "a build"))
 
 
 BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]

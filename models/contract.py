@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from effexport.models.shapes import Dims, Shapes
 
 Scope = Literal["encoder", "attention", "checkpoint"]
-Recipe = Literal["spec", "checkpoint", "code"]
 MASK_NAME = "attention_mask"
+# The functions that read descriptions back, by scope.
+READERS: Mapping[str, str] = {
+    "attention": "attention_spec.attention_from_dict",
+    "checkpoint": "checkpoints.spec.checkpoint_from_dict",
+    "encoder": "encoder.spec.encoder_from_dict",
+}
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -37,9 +42,10 @@ class ModelContract(ABC):
     """A frozen description of something that can be exported, and every fact by which the exporter treats it otherwise
     than others. Names that begin with `why` give a reason as half a sentence, "" if there is none.
 
-    layer: module and class of its `nn.Module`, within effexport.models. recipe: what makes the module again: this
-    description, with a seed or a file of weights; a checkpoint, whose config.json belongs to its weights; or code of
-    the user's, which no artifact holds.
+    layer: module and class of its `nn.Module`, within effexport.models. why_not_alone: why a description and weights
+    do not make the module again. weights_option, new_weights: of `effexport refit`, the option that names other
+    weights, and what an error says of an artifact that was given none: the end of a sentence, in which {origin} is
+    where its weights came from, and {variant} its attention.
     family, task: of a checkpoint, "" for other models. remedy_for_size: what makes a model smaller that is too large.
     pad_token_id: what stands in padded places of `input_ids`. reads_bytes: whether tokens are bytes.
     counts_positions: whether a decode step is told its position.
@@ -67,7 +73,11 @@ class ModelContract(ABC):
 
     scope: ClassVar[Scope]
     layer: ClassVar[str]
-    recipe: ClassVar[Recipe] = "spec"
+    why_not_alone: ClassVar[str] = ""
+    weights_option: ClassVar[str] = "--weights"
+    new_weights: ClassVar[str] = (
+        "was built from a variant, {variant}, not from a checkpoint; give a file with weights for it with --weights"
+    )
     family: ClassVar[str] = ""
     remedy_for_size: ClassVar[str] = "use smaller sizes, or build on a larger machine"
     reads_bytes: ClassVar[bool] = False
@@ -298,6 +308,11 @@ class ModelContract(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON or TOML."""
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The model in a manifest; `contract_from_recipe` reads it."""
+        return {"scope": self.scope, "model": self.to_dict()}
+
 
 class CountsOperators(Protocol):
     """An attention layer, as `counted` needs it."""
@@ -315,7 +330,14 @@ def counted(layers: Iterable[CountsOperators], fused: bool) -> dict[str, int]:
     return dict(Counter(op for spec in layers for op in spec.operators(fused)))
 
 
+def contract_from_recipe(scope: object, model: Mapping[str, Any]) -> ModelContract:
+    """The inverse of `ModelContract.recipe`. Raises SpecError for values that cannot work."""
+    reader = READERS.get(scope if isinstance(scope, str) else "", READERS["attention"])
+    contract: ModelContract = load(reader)(model)
+    return contract
+
+
 def load(path: str) -> Any:
-    """The class that a table names, as `module.Class` within effexport.models."""
+    """The class or function that a table names, as `module.Class` within effexport.models."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"effexport.models.{module}"), name)

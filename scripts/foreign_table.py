@@ -14,7 +14,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.build import artifact_from_spec
-from effexport.export.module_source import source_from_user
+from effexport.models.sources import source_from_user
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.user.spec_from_module import Calling, model_and_spec
 from effexport.proof.cases import Case, kept_tokens
@@ -278,9 +278,8 @@ def measured(row: Row) -> Measured:
         cases.append(original.answer(empty).case)
     errors = {}
     with tempfile.TemporaryDirectory() as folder:
-        artifact, report = artifact_from_spec(
-            spec, Path(folder) / "model", source=source_from_user(user, row.layer, spec), notes=described.remarks
-        )
+        source = replace(source_from_user(user, spec.model, row.layer), notes=described.remarks)
+        artifact, report = artifact_from_spec(spec, Path(folder) / "model", source=source)
         hashes = list(hash_modules(user.module))
         for implementation in ("kernel", "body"):
             if implementation == "kernel" and not spec.custom_ops:

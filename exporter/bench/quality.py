@@ -17,7 +17,7 @@ from effexport.models.contract import ModelContract
 from effexport.models.validation import SpecError
 from effexport.records import read_record
 from effexport.report.rendering.text import interval_text
-from effexport.spec import BuildSpec
+from effexport.spec import SCOPES, BuildSpec
 from effexport.units import listed
 
 EXPECTED = "expected what `effexport evaluate ARTIFACT --data FILE -o FILE.json` writes"
@@ -81,7 +81,7 @@ def judged_from_json(path: Path) -> Judged:
             raise ValueError("a loss and finite figures are missing")
     except (ValueError, OverflowError, SpecError, KeyError, TypeError) as error:
         raise UserError(f"cannot read --quality {path}; {EXPECTED}: {error}") from error
-    if spec.model.recipe != "spec":
+    if spec.model.scope not in SCOPES:
         raise UserError(
             f"--quality {path} judged {spec.model.title}, a checkpoint or a module; --advise times models that "
             "`effexport build --variant` describes: leave this result out"

@@ -269,12 +269,12 @@ def command(
     request = BuildRequest(flags, spec_file, checkpoint, weights, factory, inputs, tokenizer=tokenizer)
     settings = settings_from_options(runtime, implementation, device)
     with stage_progress(stderr_console()) as progress:
-        spec, source, notes, name = request.resolve(progress)
+        spec, source = request.resolve(progress)
     if implementation == "kernel" and not spec.custom_ops:
         what = f"{spec.model.title} with --inline" if spec.inline else spec.model.title
         raise UserError(f"--implementation kernel: {what} has no custom operators; leave it out")
     engines = engines_from_flags(engine_flags, spec)
-    output = output or Path("artifacts") / name
+    output = output or Path("artifacts") / source.name
     ARTIFACT_FOLDER.check(output, force=force)
     quantization = QuantizationData(calibration, None if evaluate is None else TaskData(evaluate))
     from effexport.build import artifact_from_spec, capabilities_of
@@ -288,7 +288,6 @@ def command(
             source=source,
             engines=engines,
             tokenizer=request.tokenizer_source,
-            notes=notes,
             settings=settings,
             reference=reference,
             quantization=quantization,

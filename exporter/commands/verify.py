@@ -24,6 +24,7 @@ from effexport.commands._options import (
 from effexport.commands._types import Named
 from effexport.environment import require_torch
 from effexport.errors import Unavailable
+from effexport.proof.named_module import source_of_verify
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ def command(
     from effexport.report.verified import report_from_verification
 
     candidate = ArtifactCandidate(open_artifact(artifact), options, model)
-    source = weights if factory is None else NamedModule(factory, weights).source_for(candidate.artifact)
+    named = None if factory is None else NamedModule(factory, weights)
+    source = source_of_verify(candidate.artifact, weights, named)
     request = VerifyRequest(choice, source, cases, trace, data)
     start = time.perf_counter()
     with stage_progress(stderr_console()) as on_stage:

@@ -29,10 +29,11 @@ from effexport.evaluation.figures import (
 )
 from effexport.files import file_digest
 from effexport.models.encoder.spec import LOGITS
+from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean
 from effexport.proof.check import CaseLabel, Check, Kind, Limit, judged
 from effexport.proof.module_runs import run_module
-from effexport.proof.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.rebuilt_module import model_of_artifact, source_of_weights
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.quantize.record import TaskFigure
 from effexport.runners.artifact_runner import model_opener, runner_from_artifact
@@ -49,17 +50,17 @@ if TYPE_CHECKING:
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 
-def run_of_module(artifact: Artifact, weights: Weights | None, option: str) -> Run:
+def run_of_module(artifact: Artifact, source: ModelSource | None, option: str) -> Run:
     """A function that runs the PyTorch module of an artifact.
 
     option: its name in the error.
     Raises UserError if the module is not available.
     """
-    module = module_of_artifact(artifact, weights)
-    if isinstance(module, Unavailable):
-        raise UserError(f"{option}: {module}")
+    model = model_of_artifact(artifact, source)
+    if isinstance(model, Unavailable):
+        raise UserError(f"{option}: {model}")
     spec, limits = artifact.spec, limits_from_spec(artifact.spec)
-    return lambda feeds: run_module(module, spec, checked_feeds(feeds, spec.inputs, limits))
+    return lambda feeds: run_module(model.module, spec, checked_feeds(feeds, spec.inputs, limits))
 
 
 def scores_of(run: Run, data: Sequence[LabelledRows]) -> Scores:
@@ -131,7 +132,7 @@ class EvaluatedModel:
 
     artifact: Artifact
     options: RunOptions
-    weights: Path | None = None
+    source: ModelSource | None = None
 
     @property
     def runtime(self) -> str:
@@ -148,13 +149,15 @@ class EvaluatedModel:
             with runner_from_artifact(self.artifact, self.options) as runner:
                 yield runner.run
             return
-        yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
+        yield run_of_module(self.artifact, self.source, f"--compare {TORCH}")
 
 
 def other_subject(text: str, subject: EvaluatedModel, weights: Path | None) -> EvaluatedModel:
     """A parsed --compare: `torch`, PATH, @RUNTIME or PATH@RUNTIME. Raises UserError."""
     if text == TORCH:
-        return EvaluatedModel(subject.artifact, RunOptions(runtime=TORCH), weights=weights)
+        return EvaluatedModel(
+            subject.artifact, RunOptions(runtime=TORCH), source=source_of_weights(subject.artifact, weights)
+        )
     path, at, runtime = text.rpartition("@") if "@" in text else (text, "", subject.runtime)
     if at and runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)
@@ -241,7 +244,7 @@ def answer_checks(
     artifact, spec, data = candidate.artifact, candidate.artifact.spec, request.data
     rows = rows_of_data(data, artifact, Windows())
     on_stage(f"comparing the answers to {data}")
-    run_torch = run_of_module(artifact, request.weights, "--data compares with PyTorch")
+    run_torch = run_of_module(artifact, request.source, "--data compares with PyTorch")
     label = CaseLabel(data.name, (sum(len(some.labels) for some in rows), max(some.tokens for some in rows)))
     parts, torch_parts, widest = [], [], 0.0
     with opened_candidate(candidate) as run:

@@ -8,17 +8,12 @@ from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.export.module_source import (
-    ModuleSource,
-    module_from_factory,
-    module_with_weights,
-    origin_of_module,
-    source_from_user,
-)
 from effexport.models.contract import ModelContract
+from effexport.models.sources import ModelSource, loaded_module, module_with_weights, source_from_user
 from effexport.models.user.inputs import inputs_from_spec
 from effexport.models.validation import SpecError, require
 from effexport.proof.cases import stored_cases
+from effexport.proof.rebuilt_module import source_of_weights
 from effexport.quiet import quiet
 
 if TYPE_CHECKING:
@@ -39,31 +34,34 @@ class NamedModule:
     weights: Path | None = None
     examples: object = None
 
-    def source_for(self, artifact: Artifact) -> ModuleSource:
+    def source_for(self, artifact: Artifact) -> ModelSource:
         """The module as the source of an artifact: with its inputs, axes, constants and replaced layers.
 
         The caller's own module stays as it is. Raises UserError for an artifact that did not come from a module, and
         for a module with other inputs, outputs or layers.
         """
-        spec, origin = artifact.spec, origin_of_module(self.module)
-        if spec.model.recipe != "code":
+        model = artifact.spec.model
+        if not model.why_not_alone:
             raise UserError(
-                f"{artifact.path} did not come from a module of your own, but from {spec.model.title}, weights: "
+                f"{artifact.path} did not come from a module of your own, but from {model.title}, weights: "
                 f"{artifact.manifest.weights_from}; leave --module out"
             )
-        module, examples = self.module, self.examples
-        if isinstance(module, str):
-            module, of_factory, _ = module_from_factory(module)
-            examples = of_factory if examples is None else examples
+        module, origin, of_factory, _ = loaded_module(self.module)
+        examples = of_factory if self.examples is None else self.examples
         try:
             if self.weights is not None:
                 module = module_with_weights(module, origin, self.weights)
             examples = stored_example(artifact) if examples is None else examples
             with quiet():
-                user = module_again(module, origin, spec.model, examples)
+                user = module_again(module, origin, model, examples)
         except SpecError as error:
             raise UserError(f"{origin} does not fit {artifact.path}: {error}") from error
-        return source_from_user(user, origin, spec)
+        return source_from_user(user, model, origin)
+
+
+def source_of_verify(artifact: Artifact, weights: Path | None, named: NamedModule | None) -> ModelSource | None:
+    """The weights or the module that an artifact was built from, as the user names them; None without either."""
+    return source_of_weights(artifact, weights) if named is None else named.source_for(artifact)
 
 
 def module_again(module: nn.Module, name: str, spec: ModelContract, examples: object = None) -> UserModel:

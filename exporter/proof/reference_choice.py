@@ -14,15 +14,16 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.environment import require_torch
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
-from effexport.export.module_source import ModuleSource
+from effexport.export.module_source import model_from_source
 from effexport.export.onnx_graph import graph_inputs, graph_outline
+from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean, near_path
 from effexport.proof.candidate import ModelUnderTest
 from effexport.proof.cases import has_tokens
 from effexport.proof.check import GOLDEN_SUFFIX, NAMED, Check, Kind, not_run
 from effexport.proof.checks.arithmetic import check_buckets
 from effexport.proof.inputs import REFERENCE_SEED_OFFSET
-from effexport.proof.rebuilt_module import Weights, module_of_artifact, source_of
+from effexport.proof.rebuilt_module import model_of_artifact
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
@@ -119,7 +120,7 @@ def check_runtime_reference(choice: ReferenceChoice) -> ReferenceChoice:
 
 
 def references_from_choice(
-    choice: ReferenceChoice, artifact: Artifact, weights: Weights | None, names: Sequence[str], on_stage: OnStage
+    choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
     """The cases that an artifact is compared with. names: of the wanted cases; none: all.
 
@@ -127,7 +128,7 @@ def references_from_choice(
     a runtime or transformers that is not installed.
     """
     missing = dict.fromkeys(names if artifact.spec.golden != "full" and choice.kind != "file" else ())
-    for reference in all_references(choice, artifact, weights, names, on_stage):
+    for reference in all_references(choice, artifact, source, names, on_stage):
         check_cases(reference, artifact, choice)
         for name in (*(case.name for case in reference.cases), *(check.case.name for check in reference.checks)):
             missing.pop(name, None)
@@ -140,7 +141,7 @@ def references_from_choice(
 
 
 def all_references(
-    choice: ReferenceChoice, artifact: Artifact, weights: Weights | None, names: Sequence[str], on_stage: OnStage
+    choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
     from effexport.proof.cases import stored_cases
     from effexport.proof.other_answers import load_answers
@@ -163,14 +164,14 @@ def all_references(
         on_stage(f"comparing with {choice.title}")
         yield runtime_reference(choice, artifact, cases)
     if choice.kind in ("auto", "torch"):
-        if cases and isinstance(weights, ModuleSource):
+        if cases and source is not None and source.is_original:
             on_stage("comparing with PyTorch on the stored inputs")
-            answers = answers_to_stored(artifact, weights.model(weights.make(artifact.spec)), cases)
+            answers = answers_to_stored(artifact, model_from_source(source, artifact.spec), cases)
             yield Reference("torch", answers.cases, answers.checks)
         on_stage("comparing with PyTorch on new inputs")
-        yield torch_reference(choice, artifact, weights, names)
+        yield torch_reference(choice, artifact, source, names)
     elif choice.kind == "transformers":
-        yield from transformers_references(artifact, weights, cases, names, on_stage)
+        yield from transformers_references(artifact, source, cases, names, on_stage)
 
 
 def check_known(cases: Sequence[Case], names: Sequence[str]) -> None:
@@ -202,18 +203,18 @@ def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoic
 
 
 def torch_reference(
-    choice: ReferenceChoice, artifact: Artifact, weights: Weights | None, names: Sequence[str]
+    choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str]
 ) -> Reference:
     """The PyTorch module itself, made again, on inputs of a new seed.
 
     Raises UserError if it was asked for and cannot be made again.
     """
-    module = module_of_artifact(artifact, weights)
-    if isinstance(module, Unavailable):
+    model = model_of_artifact(artifact, source)
+    if isinstance(model, Unavailable):
         if choice.needs_module:
-            raise UserError(f"--reference {choice.option}: {module}")
-        return Reference("torch", checks=[not_run(Kind.PYTORCH_MODULE, module.reason)])
-    answers = new_answers(artifact, source_of(weights).model(module), names)
+            raise UserError(f"--reference {choice.option}: {model}")
+        return Reference("torch", checks=[not_run(Kind.PYTORCH_MODULE, model.reason)])
+    answers = new_answers(artifact, model, names)
     return Reference("torch", answers.cases, answers.checks)
 
 
@@ -243,7 +244,7 @@ def with_roundings(answers: Answers, model: UserModel, artifact: Artifact) -> An
 
 
 def transformers_references(
-    artifact: Artifact, weights: Weights | None, golden: Sequence[Case], names: Sequence[str], on_stage: OnStage
+    artifact: Artifact, source: ModelSource | None, golden: Sequence[Case], names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
     """transformers' answers to the golden inputs, then to new ones.
 
@@ -252,25 +253,26 @@ def transformers_references(
     """
     from effexport.proof.other_answers import import_transformers, with_answers_of_transformers
 
-    model = artifact.spec.model
-    if not model.transformers_class:
+    contract = artifact.spec.model
+    if not contract.transformers_class:
         raise UserError(
             f"--reference transformers: {artifact.path} was not built from a checkpoint; expected an artifact of "
             "effexport build --checkpoint; for this one use --reference torch"
         )
-    if reason := model.why_not_as_published:
+    if reason := contract.why_not_as_published:
         raise UserError(f"--reference transformers: {reason}; use --reference torch")
     import_transformers()
-    module = module_of_artifact(artifact, weights)
-    if isinstance(module, Unavailable):
-        raise UserError(f"--reference transformers: {module}")
-    assert isinstance(weights, Path)
+    model = model_of_artifact(artifact, source)
+    if isinstance(model, Unavailable):
+        raise UserError(f"--reference transformers: {model}")
+    assert source is not None
+    assert source.path is not None
     if artifact.has_golden:
         on_stage("comparing with transformers on the golden inputs")
-        yield Reference("transformers", *with_answers_of_transformers(golden, artifact.spec, weights))
+        yield Reference("transformers", *with_answers_of_transformers(golden, artifact.spec, source.path))
     on_stage("comparing with transformers on new inputs")
-    cases = new_answers(artifact, source_of(weights).model(module), names).cases
-    yield Reference("transformers", *with_answers_of_transformers(cases, artifact.spec, weights))
+    cases = new_answers(artifact, model, names).cases
+    yield Reference("transformers", *with_answers_of_transformers(cases, artifact.spec, source.path))
 
 
 def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:

@@ -12,11 +12,12 @@ import numpy as np
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
 from effexport.export.quantized_products import module_of_node
+from effexport.models.sources import ModelSource
 from effexport.plugins.known_ops import known_ops
 from effexport.proof.candidate import GIVEN_SUFFIX, given_values, with_given_values
 from effexport.proof.check import Suspect, Trace, TracedValue
 from effexport.proof.metrics import magnitude, value_error
-from effexport.proof.rebuilt_module import Weights, module_of_artifact
+from effexport.proof.rebuilt_module import model_of_artifact
 from effexport.proof.tolerances import bucket_flip_limit, case_limit
 from effexport.proof.traced_module import NodeOrigin, TracedModule
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
@@ -162,15 +163,15 @@ BATCH_BYTES = 256 * 2**20
 
 
 def trace_if_possible(
-    model: Path, artifact: Artifact, weights: Weights | None, case: Case, settings: RunOptions
+    model: Path, artifact: Artifact, source: ModelSource | None, case: Case, settings: RunOptions
 ) -> Trace | Unavailable:
-    """As `trace_if_it_runs`, with the module made again from the seed or from `weights`, if it can be."""
+    """As `trace_if_it_runs`, with the module made again from the seed or from `source`, if it can be."""
     if settings.row.provider == TENSORRT:
         return Unavailable("TensorRT keeps no intermediate values; trace the file with --runtime ort")
-    module = module_of_artifact(artifact, weights)
-    if isinstance(module, Unavailable):
-        return module
-    return trace_if_it_runs(model, artifact.model_path, module, artifact.spec, case, settings)
+    again = model_of_artifact(artifact, source)
+    if isinstance(again, Unavailable):
+        return again
+    return trace_if_it_runs(model, artifact.model_path, again.module, artifact.spec, case, settings)
 
 
 def trace_if_it_runs(

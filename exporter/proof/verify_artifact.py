@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 from effexport.artifact import DECODE_STEP, Artifact
 from effexport.dtypes import TensorInfo
-from effexport.environment import require_torch
 from effexport.errors import Unavailable, UserError
-from effexport.export.module_source import ModuleSource
 from effexport.export.onnx_graph import (
     custom_ops_of_model,
     graph_inputs,
@@ -19,11 +17,12 @@ from effexport.export.onnx_graph import (
     graph_tensors,
     ops_without_body,
 )
+from effexport.models.sources import ModelSource
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Case
 from effexport.proof.check import ALL_CASES, Check, Kind, Trace, is_about_the_model, not_run
 from effexport.proof.quantized import check_products
-from effexport.proof.rebuilt_module import Weights, check_weights, why_not_rebuilt
+from effexport.proof.rebuilt_module import check_weights, why_not_rebuilt
 from effexport.proof.reference_choice import ReferenceChoice, references_from_choice
 from effexport.proof.trace import trace_if_possible
 from effexport.proof.verify import (
@@ -234,11 +233,11 @@ class ArtifactCandidate:
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
 
-    def trace(self, weights: Weights | None, case: Case) -> Trace | Unavailable:
+    def trace(self, source: ModelSource | None, case: Case) -> Trace | Unavailable:
         """The first values that differ from the module's on the inputs of one case."""
         if self.why_not_traced:
             return Unavailable(self.why_not_traced)
-        return trace_if_possible(self.path, self.artifact, weights, case, self.options)
+        return trace_if_possible(self.path, self.artifact, source, case, self.options)
 
 
 @dataclass(frozen=True)
@@ -246,14 +245,14 @@ class VerifyRequest:
     """A comparison that the user asks for.
 
     choice: the reference.
-    weights: the source that the artifact was built from, if the user names it.
+    source: what the artifact was built from, if the user names it.
     cases: the names of those to check; none for all.
     trace: look for the first value inside the graph that differs, even if no check fails.
     data: a file whose answers are compared as well; see `answer_checks`.
     """
 
     choice: ReferenceChoice
-    weights: Weights | None = None
+    source: ModelSource | None = None
     cases: tuple[str, ...] = ()
     trace: bool = False
     data: Path | None = None
@@ -261,14 +260,7 @@ class VerifyRequest:
     def check(self, candidate: ArtifactCandidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
         artifact = candidate.artifact
-        if isinstance(self.weights, Path):
-            if artifact.spec.model.recipe == "code":
-                raise UserError(
-                    f"--weights {self.weights} does not apply to {artifact.path} alone: its weights came from "
-                    f"{artifact.manifest.weights_from}, code that an artifact does not hold; name it with --module"
-                )
-            require_torch("--weights")
-        reason = why_not_rebuilt(artifact, self.weights)
+        reason = why_not_rebuilt(artifact, self.source)
         if not artifact.has_golden:
             none = f"{artifact.path} keeps no golden values (--golden none)"
             if self.choice.kind in ("golden", "runtime"):
@@ -292,15 +284,15 @@ def verify_artifact(
     request.check(candidate)
     artifact, spec, choice = candidate.artifact, candidate.artifact.spec, request.choice
     result, cases = Verification(candidate.check_products()), []
-    if request.weights is not None:
+    if request.source is not None:
         on_stage("comparing the weights")
-        weights = check_weights(artifact, request.weights)
+        weights = check_weights(artifact, request.source)
         result.checks.append(weights)
-        own = isinstance(request.weights, ModuleSource)
-        if weights.status == "failed" and not own and choice.kind in ("auto", "torch", "transformers"):
+        judged = choice.kind in ("auto", "torch", "transformers") and not request.source.is_original
+        if weights.status == "failed" and judged:
             # a module of other weights cannot judge the model; the trace will show where it differs
             choice = ReferenceChoice("golden")
-    for reference in references_from_choice(choice, artifact, request.weights, request.cases, on_stage):
+    for reference in references_from_choice(choice, artifact, request.source, request.cases, on_stage):
         if reference.cases:
             result += candidate.verify(reference.cases)
             cases += reference.cases
@@ -317,7 +309,7 @@ def verify_artifact(
     if case is None:
         return result, None
     on_stage("tracing the values of the graph")
-    found = candidate.trace(request.weights, case)
+    found = candidate.trace(request.source, case)
     if request.trace and (isinstance(found, Unavailable) or not found.values):
         result.checks.append(failed_trace(found))
     return result, found

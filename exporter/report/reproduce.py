@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from effexport.export.module_source import SEED
 from effexport.models.attention_spec import attention_spec
 from effexport.models.encoder.spec import EncoderSpec
+from effexport.models.sources import SEED
 from effexport.proof.check import ALL_CASES, OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
 from effexport.report.options import REFERENCE, WEIGHTS

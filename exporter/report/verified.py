@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.environment import versions
-from effexport.export.module_source import ModuleSource
 from effexport.proof.check import Check, Kind, Trace, is_about_bodies, only_weights_failed
 from effexport.report.model import PYTORCH, LayerError, Report
 from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
@@ -59,7 +57,7 @@ def divergence_text(trace: Trace, request: VerifyRequest, checks: Sequence[Check
 
     checks: of the verification. Where all pass, the reference does not differ either.
     """
-    own = isinstance(request.weights, ModuleSource)  # whose answers were compared all the same
+    own = request.source is not None and request.source.is_original  # whose answers were compared all the same
     other_weights = any(check.kind == Kind.WEIGHTS and check.status == "failed" for check in checks)
     text = trace_text(trace, other_weights=(other_weights and own) or only_weights_failed(checks))
     failed = any(check.status == "failed" and not is_about_bodies(check) for check in checks)
@@ -73,7 +71,7 @@ def options_of(candidate: ArtifactCandidate, request: VerifyRequest) -> list[str
     given = {
         MODEL: candidate.model,
         # without --module, which names code, and so is not repeated as a report says
-        WEIGHTS: request.weights if isinstance(request.weights, Path) else None,
+        WEIGHTS: request.source and request.source.path,
         DATA: request.data,
         REFERENCE: None if request.choice.kind == "auto" else request.choice.option,
         IMPLEMENTATION: None if candidate.options.implementation == "auto" else candidate.options.implementation,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from effexport.models.attention_spec import known_fields
-from effexport.models.contract import ModelContract, Recipe, Scope, counted, load
+from effexport.models.contract import ModelContract, Scope, counted, load
 from effexport.models.shapes import Dims
 from effexport.models.validation import (
     MOST_BYTES_OF_CONFIG,
@@ -99,7 +99,11 @@ class PublishedSpec(CheckpointSpec):
     (None: an error).
     """
 
-    recipe: ClassVar[Recipe] = "checkpoint"
+    weights_option: ClassVar[str] = "--checkpoint"
+    new_weights: ClassVar[str] = (
+        "was built from the checkpoint {origin}, whose config.json belongs to its weights; give the folder of another "
+        "one with --checkpoint"
+    )
     remedy_for_size: ClassVar[str] = (
         "check the sizes in its config.json, use a smaller --seq-len or --batch, or build on a larger machine"
     )

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from effexport.models.attention_spec import AttentionSpec, attention_from_dict
 from effexport.models.checkpoints.spec import CheckpointSpec
-from effexport.models.contract import Recipe
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import axes_of, with_fixed_axis
 from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
@@ -81,7 +80,12 @@ class ModuleSpec(CheckpointSpec):
     remarks: sentences for the report. constants: as far as a manifest can hold them. For others, see the contract.
     """
 
-    recipe: ClassVar[Recipe] = "code"
+    why_not_alone: ClassVar[str] = "code that an artifact does not hold"
+    weights_option: ClassVar[str] = "--module"
+    new_weights: ClassVar[str] = (
+        "came from {origin}, code that an artifact does not hold; name the module that has the new weights with "
+        "--module, or one and a file of weights with --module and --weights"
+    )
     family: ClassVar[str] = "module"
     is_traced_as_found: ClassVar[bool] = True
     has_whole_state: ClassVar[bool] = False

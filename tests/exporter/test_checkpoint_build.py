@@ -153,13 +153,13 @@ REFORMER_CASES = [
 def test_a_reformer_checkpoint_computes_what_transformers_computes_with_its_rotations(
     cli: Callable[..., Any], tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:
-    from effexport.export.module_source import source_from_path
+    from small_builds import module_from_path
 
     model = saved(tmp_path / "checkpoint", kind, REFORMER | fields)
     result = cli("build", "--checkpoint", tmp_path / "checkpoint", "--seed", "5", "-o", tmp_path / "out", "--json")
     assert result.code == 0, result.err
     artifact = open_artifact(tmp_path / "out")
-    module = source_from_path(tmp_path / "checkpoint").make(artifact.spec)
+    module = module_from_path(artifact.spec, tmp_path / "checkpoint")
     with effexport.load(tmp_path / "out") as runner:
         for batch, seq_len, padded in ((1, 64, False), (4, 64, True), (4, 41, True)):
             ids, mask = inputs(batch, seq_len, 0, padded=padded)

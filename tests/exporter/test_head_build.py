@@ -12,13 +12,13 @@ import onnx
 import pytest
 import torch
 from safetensors.numpy import save_file
+from small_builds import module_from_path
 from torch import Tensor, nn
 from transformers_models import inputs, saved
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import UserError
-from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import PooledModel
 from effexport.proof.cases import Case, load_reference

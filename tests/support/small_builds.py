@@ -6,10 +6,12 @@ import functools
 from pathlib import Path
 
 from kept import code_of, digest_of, kept
+from torch import nn
 
 from effexport.environment import versions
-from effexport.export.module_source import module_from_seed
+from effexport.export.module_source import model_from_source, module_from_seed
 from effexport.export.onnx_from_module import onnx_from_module
+from effexport.models.sources import source_from_path
 from effexport.plugins.building.library import find_library
 from effexport.spec import BuildSpec
 
@@ -41,3 +43,8 @@ def what_decides_a_build() -> tuple[str | Path, ...]:
     library = find_library()
     code = code_of("exporter", "models", "plugins", without=ABOVE_BUILD)
     return (*code, repr(versions()), "no library" if library is None else library.path)
+
+
+def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
+    """The module of a spec with the weights of a folder or a file."""
+    return model_from_source(source_from_path(spec.model, path), spec).module

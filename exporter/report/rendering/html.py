@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from effexport.export.module_source import SEED
+from effexport.models.sources import SEED
 from effexport.proof.check import Check, Kind, meaning_of, outcome_of, outcomes_text, summary
 from effexport.render.templates import template_environment
 from effexport.report.compare import Comparison, Side, case_text, result_text

@@ -29,7 +29,8 @@ from effexport.evaluation.data import (
     same_labels,
 )
 from effexport.evaluation.evaluate import scores_of
-from effexport.proof.rebuilt_module import module_of_artifact
+from effexport.models.user.model import UserModel
+from effexport.proof.rebuilt_module import model_of_artifact
 from effexport.report.reading import report_from_values
 from effexport.text.tasks import Labels, TextClassification
 
@@ -54,8 +55,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def torch_nats(artifact: Artifact, ids: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> tuple[float, int]:
     """The sum of the cross-entropy, and how many answers are right. ids, labels: [rows, tokens]."""
-    module = module_of_artifact(artifact, None)
-    assert isinstance(module, torch.nn.Module)
+    model = model_of_artifact(artifact, None)
+    assert isinstance(model, UserModel)
+    module = model.module
     with torch.inference_mode():
         logits = module.double()(torch.from_numpy(ids), torch.ones(ids.shape, dtype=torch.int64)).flatten(0, 1)
     wanted = torch.from_numpy(labels).flatten()

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_builds import module_from_path
 
 from effexport.environment import address_space_bytes, memory_info, total_memory_bytes
 from effexport.errors import StageError, UserError
 from effexport.export import module_source
-from effexport.export.module_source import check_memory, module_from_path, module_from_seed
+from effexport.export.module_source import check_memory, module_from_seed
 from effexport.models.attention_spec import attention_spec
 from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_options
 

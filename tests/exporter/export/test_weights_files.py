@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from small_builds import module_from_path
 
-from effexport.export.module_source import module_from_path, module_from_seed
+from effexport.export.module_source import module_from_seed
 from effexport.models.validation import SpecError
 from effexport.spec import build_spec_from_options
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from slow_cases import slow_after
+from small_builds import module_from_path
 from torch import nn
 from transformers_models import inputs, same_rotations, saved, worst_error
 
-from effexport.export.module_source import source_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
@@ -106,7 +106,7 @@ TESTERS = [
 
 def exported(folder: Path, seq_len: int | None = None) -> tuple[BuildSpec, nn.Module, Path]:
     spec, _ = build_spec_from_checkpoint({"seq_len": seq_len}, folder)
-    module = source_from_path(folder).make(spec)
+    module = module_from_path(spec, folder)
     onnx_from_module(module, spec, folder / "model.onnx")
     return spec, module, folder / "model.onnx"
 

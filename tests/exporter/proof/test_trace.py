@@ -17,7 +17,7 @@ from small_specs import spec_of
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import Unavailable
-from effexport.export.module_source import source_from_path
+from effexport.export.module_source import module_from_seed
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof import trace as tracing
 from effexport.proof.cases import Case, load_reference
@@ -43,7 +43,7 @@ def traced(built: Built) -> Callable[..., TracedModule]:
 
     def of(artifact: Artifact) -> TracedModule:
         if artifact.path not in known:
-            known[artifact.path] = TracedModule(source_from_path(None).make(artifact.spec), artifact.spec)
+            known[artifact.path] = TracedModule(module_from_seed(artifact.spec), artifact.spec)
         return known[artifact.path]
 
     return of
@@ -397,7 +397,7 @@ from effexport.proof.traced_module import TracedModule
 torch.set_num_threads(1)
 tracing.BATCH_BYTES = 16 * 2**20
 artifact = open_artifact(Path(sys.argv[1]))
-module = TracedModule(source_from_path(None).make(artifact.spec), artifact.spec)
+module = TracedModule(module_from_seed(artifact.spec), artifact.spec)
 hidden = np.random.default_rng(0).standard_normal((2, 8192, 128), dtype=np.float32)
 case = Case("long", {"hidden_states": hidden, "attention_mask": np.ones((2, 8192), np.int64)}, {})
 sizes = []

@@ -12,13 +12,12 @@ import onnx.parser
 import pytest
 from onnx import numpy_helper
 from slow_cases import variants_fast_for
-from small_builds import exported
+from small_builds import exported, module_from_path
 from transformers_models import saved
 
 from effexport.artifact import Artifact
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import UserError
-from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import FORBIDDEN_OPS
 from effexport.models.variants import ATTENTION_SPECS

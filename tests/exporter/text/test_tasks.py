@@ -250,7 +250,7 @@ def test_options_that_make_no_sense_are_refused(field: str) -> None:
 )
 def test_exported_checkpoints_fill_masks_as_transformers_does(tmp_path: Path, name: str, number: int) -> None:
     """Twenty checkpoints from the folder to the answer, every second one a Reformer with LSH layers."""
-    from effexport.export.module_source import source_from_path
+    from small_builds import module_from_path
 
     kind = ("NystromformerForMaskedLM", "ReformerForMaskedLM")[number % 2]
     if name == "reformer":
@@ -258,7 +258,7 @@ def test_exported_checkpoints_fill_masks_as_transformers_does(tmp_path: Path, na
     model = checkpoint(tmp_path / "checkpoint", kind, name, seed=number)
     effexport.build(checkpoint=tmp_path / "checkpoint", output=tmp_path / "out")
     fill = pipeline("fill-mask", tmp_path / "checkpoint", model)
-    module = source_from_path(tmp_path / "checkpoint").make(open_artifact(tmp_path / "out").spec)
+    module = module_from_path(open_artifact(tmp_path / "out").spec, tmp_path / "checkpoint")
     with effexport.load_text(tmp_path / "out") as answer:
         for text in texts_for(fill.tokenizer):
             with same_rotations(module):
@@ -291,12 +291,12 @@ def test_exported_checkpoints_fill_masks_as_transformers_does(tmp_path: Path, na
 def test_exported_checkpoints_answer_as_transformers_does(
     tmp_path: Path, task: str, kind: str, arguments: tuple[str, ...]
 ) -> None:
-    from effexport.export.module_source import source_from_path
+    from small_builds import module_from_path
 
     model = checkpoint(tmp_path / "checkpoint", kind, "bert-with-words")
     effexport.build(checkpoint=tmp_path / "checkpoint", output=tmp_path / "out")
     pipe = pipeline(task, tmp_path / "checkpoint", model)
-    module = source_from_path(tmp_path / "checkpoint").make(open_artifact(tmp_path / "out").spec)
+    module = module_from_path(open_artifact(tmp_path / "out").spec, tmp_path / "checkpoint")
     with effexport.load_text(tmp_path / "out") as answer, same_rotations(module):
         assert answer.task.name == task
         names = ("question", "context") if len(arguments) == 2 else ()
