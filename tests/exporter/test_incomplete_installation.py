@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from effexport.environment import why_not_importable
-from effexport.runners.options import import_onnxruntime
+from effexport.runners.ort import import_onnxruntime
 
 
 def run(folder: Path, hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
