@@ -55,12 +55,12 @@ class Runtime:
     platform: its name in the V2 inference protocol.
     takes: the fields of RunOptions that it follows, beside those that all of ONNX Runtime follow.
     provider: the execution provider of ONNX Runtime. tensors: the place of its tensors, and of our kernels.
-    engine: whether it runs an engine built for it, and not the ONNX file; it is then also a --target of `build`.
-    engine_options: the options of EngineSpec that only this target has. built_where_it_runs: whether its engines are
-    built on the GPU that they are for, and for no other. engine_plugins: whether engines may have plugins.
-    missing: what to know before installing it.
+    engine: true if it runs an engine built for it, and not the ONNX file; it is then also a --target of `build`.
+    engine_options: the options of EngineSpec that only this target has. built_where_it_runs: true if
+    its engines are built on the GPU that they are for, and for no other. engine_plugins: true if they may have plugins.
+    missing: a remark for those who have not installed it.
     tensorrt: the product of NVIDIA that makes its engines; "" for none. engine_maker: the package that has it.
-    bench: whether `bench` offers it. The last three fields are for `bench`, too.
+    bench: true if `bench` offers it. The last three fields are for `bench`, too.
     precision_hints: the values of --precision-hint, which has it compute in another precision than the model's.
     graph: the ONNX file it reads: "ours" with our operators, "naive" with none of them, or "" for PyTorch itself.
     implementation: of our operators in ONNX Runtime, as in RunOptions. compiled: run by torch.compile.
@@ -91,12 +91,12 @@ class Runtime:
 
     @property
     def in_ort(self) -> bool:
-        """Whether it is a provider of ONNX Runtime."""
+        """True for a provider of ONNX Runtime."""
         return bool(self.provider)
 
     @property
     def decodes(self) -> bool:
-        """Whether it runs the decode steps of causal models."""
+        """True if it runs the decode steps of causal models."""
         return self.engine or self.in_ort
 
 
@@ -265,7 +265,7 @@ ENGINE_SUFFIX = ".engine"
 
 
 def engine_name(runtime: str, model: str = "model.onnx") -> str:
-    """Where an artifact keeps an engine for a runtime, from its root. model: the ONNX file that it is built from."""
+    """The place of an engine for a runtime, from an artifact's root. model: the ONNX file that it is built from."""
     graph = model.removesuffix(".onnx")
     return f"engine/{runtime}{'' if graph == 'model' else f'.{graph}'}{ENGINE_SUFFIX}"
 

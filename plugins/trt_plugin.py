@@ -1,4 +1,4 @@
-"""What a TensorRT plugin is, as data: one launch of a CUDA kernel, one row in the `trt.py` of its operator.
+"""A TensorRT plugin as data: one launch of a CUDA kernel, one row in the `trt.py` of its operator.
 
 A row says what the node takes and returns, and how its kernel is launched, in arithmetic that works for integers and
 for TensorRT's symbolic dimensions alike: with a dimension on the left of +, − and ·, and `cdiv`, `fdiv`, `minimum` and
@@ -26,7 +26,7 @@ LARGEST_DIM = 2**31 - 2**16
 
 
 def cdiv(whole: Size, part: Size) -> Size:
-    """How many parts make up the whole, the last one perhaps smaller."""
+    """The number of parts that make up the whole, the last one perhaps smaller."""
     if isinstance(whole, int) and isinstance(part, int):
         return -(-whole // part)
     import tensorrt.plugin as trtp
@@ -35,7 +35,7 @@ def cdiv(whole: Size, part: Size) -> Size:
 
 
 def fdiv(whole: Size, part: Size) -> Size:
-    """How many whole parts fit."""
+    """The number of whole parts that fit."""
     if isinstance(whole, int) and not isinstance(part, int):
         import tensorrt.plugin as trtp
 
@@ -77,7 +77,7 @@ def tensor_from_text(text: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched. scalars: its arguments between inputs and outputs, each an int32 or a float32."""
+    """The launch of a kernel. scalars: its arguments between inputs and outputs, each an int32 or a float32."""
 
     blocks: Size
     threads: int
@@ -97,7 +97,7 @@ def int32_bits(scalar: Size) -> Size:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Node:
-    """What a node takes, and which nodes are supported.
+    """The inputs and attributes of a node, and the limits of its support.
 
     inputs: such as "q: T [batch heads n d]". attributes: their names in the order of TensorRT's fields, with int,
     float, or tuple for ints. A node must carry all of them but `later`, which nodes of earlier versions lack, with the
@@ -124,7 +124,7 @@ class Node:
     def why_not(
         self, dtypes: Sequence[str], dims: Sequence[Sequence[int | str | None]], attributes: Mapping[str, Any]
     ) -> str | None:
-        """Why a node is not supported, as a sentence for the user; None if it is. The arguments are as `choose`'s."""
+        """The reason why a node is not supported, as a sentence for users; None if it is. Arguments: as `choose`'s."""
         return (
             self._why_not_ranks(dims)
             or self.why_not_types(dtypes)
@@ -227,7 +227,7 @@ class Plugin(Node):
         return tuple(dict.fromkeys(self.entry.format(T=dtype) for dtype in self.types))
 
     def sizes_of(self, dtypes: Sequence[str], dims: Sequence[Sequence[Size]], attributes: Mapping[str, Any]) -> Sizes:
-        """What `launch` takes: dimensions, attributes, T and its `itemsize`, and what `sizes` adds, as attributes."""
+        """The argument of `launch`: dimensions, attributes, T, its `itemsize`, and what `sizes` adds, as attributes."""
         dtype = self.type_of_t(dtypes)
         known: dict[str, Size] = {"T": dtype, "itemsize": 4 if dtype == "float32" else 2}
         for tensor, given in zip(self.tensors, dims, strict=True):

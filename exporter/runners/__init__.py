@@ -1,1 +1,1 @@
-"""What runs a model: one folder per runtime, and what all of them share."""
+"""Runners of models: one folder per runtime, and the parts that all of them share."""

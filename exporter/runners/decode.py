@@ -51,7 +51,7 @@ class GraphsWithState(Closeable, Protocol):
     def outputs(self, graph: Graph) -> tuple[TensorInfo, ...]: ...
 
     def accepts(self, graph: Graph, sizes: Mapping[str, int]) -> bool:
-        """Whether a graph takes inputs of these sizes, by the names of the dimensions."""
+        """True if a graph takes inputs of these sizes, by the names of the dimensions."""
 
     def batch_of_state(self) -> int | None:
         """The batch size of the state; None before the first token. Raises UserError for a damaged state."""
@@ -94,7 +94,7 @@ class DecodeRunner(Closeable):
 
     @property
     def settings(self) -> RunOptions:
-        """How the graphs run."""
+        """The options that the graphs run with."""
         return self._graphs.settings
 
     @property
@@ -136,7 +136,7 @@ class DecodeRunner(Closeable):
         return array.astype(np.int64, copy=False)
 
     def accepts(self, graph: Graph, batch: int, seq_len: int) -> bool:
-        """Whether a graph takes a batch of this size and, for a prefill, prompts of this length; engines have limits,
+        """True if a graph takes a batch of this size and, for a prefill, prompts of this length; engines have limits,
         see their profiles."""
         return self._graphs.accepts(graph, {"batch": batch, "seq": seq_len})
 

@@ -61,7 +61,7 @@ def limits_of_runner(spec: BuildSpec) -> FeedLimits:
 
 
 def longest_text(limits: FeedLimits) -> str:
-    """How many tokens a model takes, and what to do for more."""
+    """The most tokens that a model takes, and the way to more."""
     if limits.is_of_code:
         return (
             f"this file takes at most {limits.max_seq_len}, as its report explains: build another one from a longer "

@@ -15,7 +15,7 @@ Key = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Padding:
-    """How requests of different lengths are padded to one length.
+    """Padding of requests of different lengths to one length.
 
     inputs, outputs: the axis of tokens of each input and output that has one. values: what stands in the padded places
     of an input, if not 0.

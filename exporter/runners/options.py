@@ -1,4 +1,4 @@
-"""How to run a model: one record for every runtime."""
+"""Options of a run: one record for every runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def option(default: Any, section: str, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How to run a model; the help of each field is in its metadata, and `Runtime.takes` says who follows which.
+    """Options of a run. Each field has its help as metadata; `Runtime.takes` names the fields that a runtime follows.
 
     profile: the smallest, optimal and largest shape of every input.
     Raises UserError for a value out of range, and for a field that the runtime does not follow.
@@ -91,7 +91,7 @@ class RunOptions:
         return RUNTIMES[self.runtime]
 
     def implementation_of(self, op: str) -> str:
-        """What is wanted for a custom operator: "auto", "kernel" or "body"."""
+        """The choice for a custom operator: "auto", "kernel" or "body"."""
         chosen = implementation_per_op(self.implementation)
         return chosen.get(op, chosen[OTHERS])
 

@@ -1,4 +1,4 @@
-"""What every runtime offers: a runner, which maps named arrays to named arrays."""
+"""The interface of every runtime: a runner, which maps named arrays to named arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tensors_text(tensors: Iterable[TensorInfo]) -> str:
 
 
 class Closeable(Protocol):
-    """What a `with` block closes at its end."""
+    """A resource that a `with` block closes at its end."""
 
     def close(self) -> None: ...
 

@@ -26,7 +26,7 @@ class EngineRefusalError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """What a run depends on besides values: the profile, the shapes of inputs, the addresses of inputs and outputs."""
+    """Everything but values that a run depends on: profile, shapes of inputs, addresses of inputs and outputs."""
 
     profile: int
     shapes: Shapes

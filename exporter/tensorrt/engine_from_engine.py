@@ -116,7 +116,7 @@ def spec_of_engine(info: EngineInfo) -> EngineSpec:
 
 
 def why_not_renewed(spec: EngineSpec, find_gpu: FindGpu) -> str:
-    """Why the engine of a spec can be neither refitted nor built on this machine; "" if it can."""
+    """The reason why this machine can neither refit nor build the engine of a spec; "" if it can."""
     try:
         import_api(spec.target)
         if spec.row.built_where_it_runs:

@@ -158,12 +158,12 @@ def described_dtype(tensor: Mapping[str, Any]) -> str:
 
 
 def count_dtypes(layers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """How many tensors of each element type the layers write, most frequent first."""
+    """Tensors that the layers write, counted by element type, most frequent first."""
     return dict(Counter(tensor["dtype"] for layer in layers for tensor in layer["outputs"]).most_common())
 
 
 def count_types(layers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """How many layers there are of each type, most frequent first."""
+    """Layers counted by type, most frequent first."""
     return dict(Counter(layer["type"] for layer in layers).most_common())
 
 
@@ -223,5 +223,5 @@ def attentions(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, onnx.No
 
 
 def parser_name(node: onnx.NodeProto) -> str:
-    """What TensorRT calls a node; those of function bodies have no names of their own."""
+    """TensorRT's name of a node; those of function bodies have none of their own."""
     return node.name or f"node_of_{node.output[0]}"

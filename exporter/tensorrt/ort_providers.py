@@ -131,7 +131,7 @@ def engine_folder(runtime: str, model: Path | bytes, external: Collection[Path],
 
 
 def tf32_allowed() -> bool:
-    """Whether TensorRT may use TF32 in this process."""
+    """True if TensorRT may use TF32 in this process."""
     return os.environ.get(TF32_VARIABLE) != "0"
 
 

@@ -98,7 +98,7 @@ RTX_REASON = (
 def attention_form(
     model: onnx.ModelProto, spec: EngineSpec, tensorrt_version: str, refusal: str = ""
 ) -> AttentionForm | None:
-    """What is to compute the MaskedAttention nodes of a model, all of them in one form; None if it has none.
+    """The form in which all MaskedAttention nodes of a model are to be computed; None if it has none.
 
     refusal: what TensorRT said when it was asked to build them as Attention; "" before that.
     """
@@ -119,7 +119,7 @@ def attention_form(
 
 
 def _problems(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> Iterator[str]:
-    """Why nodes cannot be Attention."""
+    """Reasons why nodes cannot be Attention."""
     if not any((function.domain, function.name) == (DOMAIN, OPERATOR) for function in model.functions):
         yield "the model has no function body of it to replace"
     tensors = value_types(model)
@@ -201,7 +201,7 @@ def _name_of(chosen: tuple[Plugin | Rewrite, ...] | None) -> str:
 def choose_implementations(
     model: onnx.ModelProto, spec: EngineSpec, targets: tuple[int, ...], use_attention: bool
 ) -> tuple[Choices, tuple[str, ...], PtxTarget | None]:
-    """What runs each custom operator, the reasons for bodies instead of plugins, and what the plugins' PTX needs.
+    """The plugins that run each custom operator, the reasons for bodies instead, and the needs of the plugins' PTX.
 
     All nodes of an operator run as plugins, or none.
     """

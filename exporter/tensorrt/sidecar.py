@@ -104,7 +104,7 @@ def sidecar_path(engine: Path) -> Path:
 
 
 def is_engine(path: Path) -> bool:
-    """Whether a path has the suffix of an engine."""
+    """True for a path with the suffix of an engine."""
     return path.suffix == ENGINE_SUFFIX
 
 
@@ -189,7 +189,7 @@ def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compu
 
 
 def covers(info: EngineInfo, compute_capability: int) -> bool:
-    """Whether an engine may run on a GPU. TensorRT-RTX finishes compiling on the GPU: Ampere and later by default."""
+    """True if an engine may run on a GPU. TensorRT-RTX finishes compiling on the GPU: Ampere and later by default."""
     if not info.compute_capabilities:
         return not ENGINE_RUNTIMES[info.target].built_where_it_runs and compute_capability >= 80
     if info.hardware_compatibility == "ampere+":

@@ -78,7 +78,7 @@ class BuildFailedError(LibraryError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides the contents of the library. nvcc is None for the CPU alone. operators: those of the user's."""
+    """All that decides the contents of the library. nvcc is None for the CPU alone. operators: those of the user's."""
 
     operators: tuple[Op, ...]
     source_hash: str

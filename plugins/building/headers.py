@@ -1,4 +1,4 @@
-"""Where the C and C++ headers of ONNX Runtime are, which its wheels lack: on the system, or in Debian's package."""
+"""The C and C++ headers of ONNX Runtime, which its wheels lack: those of the system, or of Debian's package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernel library for ONNX Runtime is. Reads the cache that build.py fills; runs no program.
+"""The kernel library for ONNX Runtime: finds it in the cache that build.py fills; runs no program.
 
 <cache>/kernels/<key>/libeffexport_ort.so, build.json      one build; the key covers everything it was made from
 <cache>/kernels/selected/<installation>-<key>.json         this installation asked for this build, and when
@@ -135,7 +135,7 @@ class Library:
             )
 
     def cuda_problem(self) -> str | None:
-        """Why its CUDA kernels cannot run with the driver of this machine, and what to do; None if they can, or if
+        """The reason why its CUDA kernels cannot run with this machine's driver, and a remedy; None if they can, or if
         there is no driver. Loads the library. Raises LibraryError as `check_contents` does."""
         self.check_contents()
         try:
@@ -303,7 +303,7 @@ def _sha256_of_state(path: Path, mtime_ns: int, size: int) -> str:
 
 
 def _selections(folder: Path) -> list[Selection]:
-    """What this installation has selected, the last one first."""
+    """The selections of this installation, the last one first."""
     selections = []
     for name in _names(folder / "selected"):
         try:

@@ -20,7 +20,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class PtxTarget:
-    """What the PTX in an engine needs: a GPU of this architecture or later, such as 80, and a driver of this CUDA
+    """The needs of the PTX in an engine: a GPU of this architecture or later, such as 80, and a driver of this CUDA
     release or later, such as "13.0", because it is in this version of the instruction set."""
 
     architecture: int

@@ -18,7 +18,7 @@ from effexport.plugins.errors import LibraryError
 
 @dataclass(frozen=True)
 class Run:
-    """What a program did. problem: why it failed, in one line; None if it succeeded."""
+    """The result of a program. problem: the reason of a failure, in one line; None if it succeeded."""
 
     output: str
     errors: str
@@ -45,7 +45,7 @@ def run_program(*command: str, timeout_s: float, cwd: Path | None = None) -> Run
 
 
 def ending(code: int) -> str:
-    """How a process ended: with an exit status, or by a signal."""
+    """The end of a process: its exit status, or the signal."""
     if code >= 0:
         return f"exit status {code}"
     try:
@@ -342,7 +342,7 @@ def require_generator() -> str:
 
 
 def _ask(*command: str) -> str:
-    """What the program prints. Raises LibraryError where it fails."""
+    """The output of a program. Raises LibraryError if it fails."""
     run = run_program(*command, timeout_s=TIMEOUT_S)
     if run.problem:
         message = first_line(run.errors + run.output, "")

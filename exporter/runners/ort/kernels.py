@@ -89,7 +89,7 @@ def check_operators(implementation: str, option: str = "implementation") -> None
 
 
 def has_kernel(library: Library, op: str, settings: RunOptions) -> bool:
-    """Whether a library has a kernel of an operator for the device: it has all of ours, and what it records of others.
+    """True if a library has a kernel of an operator for the device: it has all of ours, and records others.
 
     Warns if it was built without the operator, and raises UserError if that kernel was requested.
     """
@@ -192,7 +192,7 @@ def warn(message: str) -> None:
 
 
 def implementation_of(inference: Any, kernels: Kernels, settings: RunOptions) -> dict[str, Literal["kernel", "body"]]:
-    """What runs each custom operator: as the session reports, or, before 1.24, by the rule that a kernel wins."""
+    """The implementation of each custom operator: as the session reports it, or, before 1.24, because a kernel wins."""
     custom_ops = sorted((*kernels.ops, *kernels.bodies))
     if not custom_ops:
         return {}
@@ -243,7 +243,7 @@ TOLERANCE = 2**-6
 
 
 def problem_of_library(library: Library) -> str | None:
-    """What running models with a library would meet, in one line; None if each operator gives the right answer."""
+    """The problems of a library with models, in one line; None if each operator gives the right answer."""
     problems: list[str] = []
     waiting = list(OPS)
     while waiting:

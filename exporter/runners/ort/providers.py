@@ -153,7 +153,7 @@ def check_provider(inference: Any, settings: RunOptions) -> None:
 
 
 def is_cuda_plugin(ort: Any) -> bool:
-    """Whether CUDA is a plugin of this onnxruntime: of one that was not built with it, if a package has the plugin."""
+    """True if CUDA is a plugin of this onnxruntime: it was not built with CUDA, and a package has the plugin."""
     if package_folder(CUDA_PLUGIN) is None:
         return False
     # a plugin that is registered is among the available providers, too
@@ -185,7 +185,7 @@ def add_rtx(ort: Any, options: Any, model: Path | bytes, external: Collection[Pa
 
 
 def listed_devices(ort: Any) -> list[Any]:
-    """What plugin providers can run on, as ONNX Runtime lists it; nothing before it had plugins."""
+    """Devices of plugin providers, as ONNX Runtime lists them; none before it had plugins."""
     return list(ort.get_ep_devices()) if hasattr(ort, "get_ep_devices") else []
 
 

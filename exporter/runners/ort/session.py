@@ -290,7 +290,7 @@ def remove_weights(model: onnx.ModelProto) -> None:
 
 
 def off_the_gpu(graph: onnx.GraphProto, on_cpu: Collection[str]) -> list[str]:
-    """What a final graph of ONNX Runtime does outside the GPU, apart from arithmetic on shapes: one phrase for each
+    """Work of a final graph of ONNX Runtime outside the GPU, apart from arithmetic on shapes: one phrase for each
     node on the CPU and for each copy between the CPU and the GPU.
 
     on_cpu: names of the nodes that were assigned to the CPU.
