@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from effexport.plugins.body_text import with_constants
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 if TYPE_CHECKING:
@@ -15,27 +15,6 @@ if TYPE_CHECKING:
 # Every place and count below this is exact in float32, in which some tools compute with integers.
 LARGEST_FILL = 2**24
 _INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
-
-_LITERAL = re.compile(r"^([ \t]*\w+) = (-?[\d.][-+.\de]*|\[[-\d, ]*\])[ \t]*$", re.MULTILINE)
-
-
-def with_constants(nodes: str) -> str:
-    """Nodes in the syntax of onnx.parser, with every line such as `eps = 1e-06`, `zero = 0` or `axes = [1, 3]` written
-    out as a Constant: a float32 scalar, an int64 scalar, or an int64 vector. Unused constants are left out."""
-
-    def constant(match: re.Match[str]) -> str:
-        name, literal = match.groups()
-        if len(re.findall(rf"\b{name.strip()}\b", nodes)) == 1:
-            return ""
-        if literal.startswith("["):
-            values = literal[1:-1]
-            tensor_type = f"int64[{len(values.split(','))}]"
-        else:
-            values = literal
-            tensor_type = "int64" if re.fullmatch(r"-?\d+", literal) else "float"
-        return f"{name} = Constant <value = {tensor_type} {{{values}}}> ()"
-
-    return _LITERAL.sub(constant, nodes)
 
 
 def with_nodes(function: onnx.FunctionProto, name: str, nodes: str) -> onnx.FunctionProto:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.plugins.function_body import with_constants
+from effexport.plugins.body_text import with_constants
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Signature:
         return translate
 
     def function_body(self, opset: int, nodes: str) -> onnx.FunctionProto:
-        """The operator as a function of standard operators. nodes: one per line, see `function_body.with_constants`."""
+        """The operator as a function of standard operators. nodes: one per line, see `body_text.with_constants`."""
         import onnx.parser
 
         inputs, outputs = (", ".join(item.name for item in items) for items in (self.inputs, self.outputs))
