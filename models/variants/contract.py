@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,8 @@ class VariantContract:
 
     exact: what `attend` of the layer should return, from the formula and the weights, slow and obvious. limit: the
     largest error in float32 as a fraction of the RMS of a result, by rounding; reason says why.
-    small: options with which every part of the variant counts within 63 tokens of width 32. changed: a spec whose
-    values are not the defaults.
+    small: options with which every part of the variant counts within 63 tokens of width 32. forms: options beside these
+    with which `exact` is the formula, too, by name. changed: a spec whose values are not the defaults.
     """
 
     exact: Exact
@@ -30,6 +30,7 @@ class VariantContract:
     reason: str
     changed: AttentionSpec
     small: Mapping[str, Any]
+    forms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def variant_contract(variant: str) -> VariantContract:

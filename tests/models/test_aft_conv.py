@@ -21,20 +21,6 @@ def _seed():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seq_len", [1, 63, 100])
-@pytest.mark.parametrize("kernel_size", [1, 3, 145])
-def test_kernel_sizes_other_than_the_shared_11_agree_with_the_formula(
-    kernel_size, seq_len, causal, aft_conv, aft_reference
-):
-    layer = aft_conv.build(causal=causal, kernel_size=kernel_size)
-    x, keep = torch.randn(2, seq_len, DIM), torch.rand(2, seq_len) > 0.3
-    with torch.no_grad():
-        out = layer(x, keep.long())
-    w = aft_conv.bias(layer, seq_len)
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, w), **FLOAT32)
-
-
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("gap", [20.0, 40.0, 60.0])
 def test_a_bias_of_minus_30_on_the_dominant_key_does_not_cancel(gap, causal, aft_conv, aft_reference, aft_key_gap):
     layer = aft_conv.build(causal=causal)

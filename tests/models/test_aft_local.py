@@ -24,21 +24,6 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seq_len", [1, 63, 100])
-@pytest.mark.parametrize("window", [1, 2, 90])
-@pytest.mark.parametrize("bias", ["factored", "full"])
-def test_windows_other_than_the_shared_12_agree_with_the_formula(
-    bias, window, seq_len, causal, aft_local, aft_reference
-):
-    layer = aft_local.build(causal=causal, window=window, position_bias=bias)
-    x, keep = torch.randn(2, seq_len, DIM), torch.rand(2, seq_len) > 0.3
-    with torch.no_grad():
-        out = layer(x, keep.long())
-    w = aft_local.bias(layer, seq_len)
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, w), **FLOAT32)
-
-
 def test_a_sequence_longer_than_the_learned_positions_is_refused(aft_local):
     with pytest.raises(SpecError, match="has 65 tokens, but aft-local has learned position biases for 64"):
         aft_local.build(causal=False, seq_len=64)(torch.randn(1, 65, DIM))

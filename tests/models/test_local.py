@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from effexport.models.variants.local.contract import visible_keys
 from effexport.models.variants.local.layer import LocalAttention
 from effexport.models.variants.local.spec import LocalSpec
 
@@ -46,58 +46,8 @@ def all_kept(x: Tensor) -> Tensor:
     return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
-def visible_keys(spec: LocalSpec, t: int, keep: list[bool]) -> list[int]:
-    """Positions that query t sees; circular chunks need a length that is a multiple of the chunk."""
-    seq_len, chunk = len(keep), spec.chunk_length
-    chunks = math.ceil(seq_len / chunk)
-    seen = []
-    for j in range(t // chunk - spec.num_chunks_before, t // chunk + spec.num_chunks_after + 1):
-        if spec.circular or 0 <= j < chunks:
-            seen += [s for s in range(j % chunks * chunk, (j % chunks + 1) * chunk) if s < seq_len]
-    return [s for s in seen if keep[s] and not (spec.causal and s > t)]
-
-
-@torch.no_grad()
-def slow_reference(layer: LocalAttention, x: Tensor, keep: Tensor) -> Tensor:
-    """float64, one query at a time; zero for a query that sees nothing."""
-    spec, size = layer.spec, layer.spec.head_size
-    q, k, v = (x.double() @ p.weight.double().T for p in (layer.query, layer.key, layer.value))
-    out = torch.zeros(*x.shape[:2], spec.inner_dim, dtype=torch.float64)
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            keys = visible_keys(spec, t, keep[b].tolist())
-            for h in range(spec.heads):
-                lanes = slice(h * size, (h + 1) * size)
-                logits = k[b, keys, lanes] @ q[b, t, lanes] / math.sqrt(size)
-                out[b, t, lanes] = torch.softmax(logits, dim=0) @ v[b, keys, lanes]
-    return out
-
-
 def rows_with_a_key(spec: LocalSpec, keep: Tensor) -> Tensor:
     return torch.tensor([[bool(visible_keys(spec, t, row)) for t in range(len(row))] for row in keep.tolist()])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 0), (1, 1), (2, 0), (0, 2)])
-@pytest.mark.parametrize("seq_len", [1, 5, 8, 9, 63, 100])
-@torch.no_grad()
-def test_the_module_computes_the_loop(seq_len: int, before: int, after: int, causal: bool) -> None:
-    layer = local(causal=causal, num_chunks_before=before, num_chunks_after=after)
-    x = tokens(2, seq_len, 32)
-    keep = all_kept(x)
-    keep[1, max(1, seq_len - 5) :] = False
-    keep[1, 2:4] = False
-    rows = rows_with_a_key(layer.spec, keep)
-    actual, expected = layer.attend(x, keep), slow_reference(layer, x, keep)
-    assert torch.isfinite(actual).all()
-    assert relative_error(actual[rows], expected[rows]) <= AGAINST_FLOAT64
-
-
-@torch.no_grad()
-def test_forward_is_attend_followed_by_the_output_projection() -> None:
-    layer, x = local(), tokens(2, 20, 32)
-    assert torch.equal(layer(x), layer.out(layer.attend(x, all_kept(x))))
-    assert torch.equal(layer(x), layer(x, torch.ones(2, 20, dtype=torch.int64)))
 
 
 def random_transformers_case(seed: int) -> tuple[LocalAttention, Tensor, Tensor | None]:
@@ -192,15 +142,6 @@ def test_left_padding_and_a_fully_masked_sample_stay_finite() -> None:
     assert torch.isfinite(actual).all()
     disturbed = layer.attend(torch.where(keep.unsqueeze(-1), x, 50 * tokens(2, 63, 32, seed=4)), keep)
     assert relative_error(disturbed[keep], actual[keep]) <= BLOCKING
-
-
-@torch.no_grad()
-def test_a_causal_layer_does_not_see_later_tokens() -> None:
-    for circular in (False, True):
-        layer, x = local(causal=True, num_chunks_after=1, circular=circular), tokens(1, 64, 32)
-        changed = x.clone()
-        changed[:, 30:] += 1
-        assert torch.equal(layer(changed)[:, :30], layer(x)[:, :30])
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.validation import SpecError
-from effexport.models.variants.lsh.contract import exact
 from effexport.models.variants.lsh.layer import LSHAttention, LSHHash
 from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
 from effexport.plugins.lsh_sort.op import lsh_sort
@@ -67,20 +66,6 @@ def injected_buckets(layer: LSHAttention, buckets: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 0), (1, 1), (2, 0)])
-@pytest.mark.parametrize("seq_len", [1, 5, 8, 9, 63])
-@torch.no_grad()
-def test_the_module_computes_the_loops(seq_len: int, before: int, after: int, causal: bool) -> None:
-    layer = lsh(causal=causal, num_chunks_before=before, num_chunks_after=after, num_buckets=(2, 4))
-    x = tokens(2, seq_len, 32)
-    keep = all_kept(x)
-    keep[1, max(1, seq_len - 5) :] = False
-    keep[1, 2:4] = False
-    actual, expected = layer.attend(x, keep), exact(layer, x, keep)
-    assert relative_error(actual[keep], expected[keep]) <= AGAINST_FLOAT64
 
 
 def slow_ring(layer: LSHAttention, head: int, qk: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -224,13 +209,6 @@ def test_only_specs_without_those_options_become_the_fused_operators() -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=re.escape(message)):
         LSHSpec(**options)
-
-
-@torch.no_grad()
-def test_forward_is_attend_followed_by_the_output_projection() -> None:
-    layer, x = lsh(), tokens(2, 20, 32)
-    assert torch.equal(layer(x), layer.out(layer.attend(x, all_kept(x))))
-    assert torch.equal(layer(x), layer(x, torch.ones(2, 20, dtype=torch.int64)))
 
 
 def random_transformers_case(seed: int) -> tuple[LSHAttention, Tensor, Tensor | None]:

@@ -1,4 +1,5 @@
-"""Every variant keeps its contract: one table, variants × lengths × masks × the causal form."""
+"""Every variant keeps its contract: one table, variants × their forms × lengths × masks × the causal
+form."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from effexport.models.attention_spec import SPECS
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import AttentionLayer
 from effexport.models.variants import ATTENTION_SPECS
@@ -17,14 +19,14 @@ DIM = 32
 # Other lengths cut products into other blocks, and batches into other rows; Nyström's pseudo-inverse multiplies last
 # bits.
 BLOCKING = 1e-5
-CONTRACTS = {variant: variant_contract(variant) for variant in ATTENTION_SPECS}
+CONTRACTS = {variant: variant_contract(variant) for variant in (*ATTENTION_SPECS, "local")}
 
 
 def rows() -> Iterator[tuple[str, bool]]:
     """Each variant, and its causal form if it has one."""
-    for variant, spec in ATTENTION_SPECS.items():
+    for variant in CONTRACTS:
         yield variant, False
-        if not spec.why_not_causal:
+        if not SPECS[variant].why_not_causal:
             yield variant, True
 
 
@@ -33,11 +35,21 @@ variants = pytest.mark.parametrize(
 )
 
 
-def layer_of(variant: str, causal: bool) -> AttentionLayer:
+def formulas() -> Iterator[tuple[str, str, bool, int]]:
+    """Each variant in each of its forms, causal or not, and the lengths at which it is held to its formula."""
+    for variant, contract in CONTRACTS.items():
+        for form, options in {"": {}, **contract.forms}.items():
+            can_be_causal = not SPECS[variant].why_not_causal and "conv_kernel_size" not in options
+            for causal in {False, can_be_causal} & {options.get("causal", False), options.get("causal", True)}:
+                yield from ((variant, form, causal, n) for n in ((5, 63) if form else (1, 5, 8, 63, 100)))
+
+
+def layer_of(variant: str, causal: bool, form: str = "") -> AttentionLayer:
     """A layer of random weights, those of positions too. What a causal form does not have is left out."""
-    contract, cls = CONTRACTS[variant], ATTENTION_SPECS[variant]
-    small = {name: value for name, value in contract.small.items() if not (causal and name == "conv_kernel_size")}
-    layer = module_from_spec(cls(dim=DIM, heads=4, seq_len=128, causal=causal, **small), 0)
+    contract = CONTRACTS[variant]
+    options = {**contract.small, **contract.forms.get(form, {}), "causal": causal}
+    options = {name: value for name, value in options.items() if not (causal and name == "conv_kernel_size")}
+    layer = module_from_spec(SPECS[variant](**{"dim": DIM, "heads": 4, "seq_len": 128, **options}), 0)
     assert isinstance(layer, AttentionLayer)
     return layer.eval()
 
@@ -57,11 +69,10 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float) -> None:
     assert (actual - expected).abs().max() <= limit * expected.square().mean().sqrt()
 
 
-@variants
-@pytest.mark.parametrize("seq_len", [1, 5, 8, 63, 100])
+@pytest.mark.parametrize(("variant", "form", "causal", "seq_len"), formulas())
 @torch.no_grad()
-def test_the_layer_computes_the_formula(variant: str, causal: bool, seq_len: int) -> None:
-    layer, (x, keep) = layer_of(variant, causal), batch(seq_len)
+def test_the_layer_computes_the_formula(variant: str, form: str, causal: bool, seq_len: int) -> None:
+    layer, (x, keep) = layer_of(variant, causal, form), batch(seq_len)
     contract = CONTRACTS[variant]
     assert_close(layer.attend(x, keep)[keep], contract.exact(layer, x, keep)[keep], contract.limit)
 
@@ -91,7 +102,7 @@ def test_half_precision_stays_finite_for_large_inputs(variant: str, causal: bool
 @pytest.mark.parametrize(
     # a later token moves the borders of chunks in a sort
     "variant",
-    [variant for variant, causal in rows() if causal and not ATTENTION_SPECS[variant].is_hashed],
+    [variant for variant, causal in rows() if causal and not SPECS[variant].is_hashed],
 )
 @torch.no_grad()
 def test_later_tokens_change_nothing_in_a_causal_form(variant: str) -> None:
@@ -100,3 +111,23 @@ def test_later_tokens_change_nothing_in_a_causal_form(variant: str) -> None:
     other[:, 40:] = 5.0
     before, after = layer.attend(x, keep)[:, :40], layer.attend(other, keep)[:, :40]
     assert_close(before[keep[:, :40]], after[keep[:, :40]], BLOCKING)
+
+
+@variants
+@torch.no_grad()
+def test_forward_is_attend_and_a_projection_and_no_mask_hides_nothing(variant: str, causal: bool) -> None:
+    layer, (x, keep) = layer_of(variant, causal), batch(20)
+    assert torch.equal(layer(x, keep.long()), layer.out(layer.attend(x, keep)))
+    assert_close(layer(x), layer(x, torch.ones_like(keep)), BLOCKING)
+
+
+@variants
+def test_all_parameters_get_finite_gradients(variant: str, causal: bool) -> None:
+    layer, (x, keep) = layer_of(variant, causal), batch(63)
+    keep[1] = False
+    layer(x, keep).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        # a bias of keys shifts every logit of a row alike, which a softmax ignores
+        assert parameter.grad.any() or name == "key.bias", name

@@ -35,4 +35,5 @@ CONTRACT = VariantContract(
     reason="float32 rounding of sums of at most 100 terms with outputs near 1",
     changed=AFTConvSpec(kernel_size=5, std_eps=1e-3),
     small={"kernel_size": 5},
+    forms={"one tap": {"kernel_size": 1}, "a long filter": {"kernel_size": 145}, "wide heads": {"head_dim": 16}},
 )

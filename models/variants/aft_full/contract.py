@@ -20,4 +20,5 @@ CONTRACT = VariantContract(
     reason="float32 rounding of sums of at most 100 terms with outputs near 1",
     changed=AFTFullSpec(seq_len=100, position_bias="full", position_dim=8),
     small={"position_dim": 8},
+    forms={"full biases": {"position_bias": "full"}, "wide heads": {"head_dim": 16}},
 )

@@ -30,4 +30,11 @@ CONTRACT = VariantContract(
     reason="float32 rounding of sums of at most 100 terms with outputs near 1",
     changed=AFTLocalSpec(position_dim=8, window=0),
     small={"position_dim": 8, "window": 8},
+    forms={
+        "full biases": {"position_bias": "full"},
+        "no window": {"window": 0},
+        "own position": {"window": 1},
+        "a long window": {"window": 90},
+        "wide heads": {"head_dim": 16},
+    },
 )

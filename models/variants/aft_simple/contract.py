@@ -26,4 +26,5 @@ CONTRACT = VariantContract(
     reason="float32 rounding of sums of at most 100 terms with outputs near 1",
     changed=AFTSimpleSpec(dim=30, heads=4, causal=True),
     small={},
+    forms={"wide heads": {"head_dim": 16}},
 )

@@ -56,4 +56,16 @@ CONTRACT = VariantContract(
     reason="sums of positive terms lose nothing by cancellation: some roundings of 6e-8; 9e-7 was measured",
     changed=LinearSpec(dim=96, heads=3, seq_len=63, causal=True, eps=1e-5, chunk_length=16),
     small={"chunk_length": 16},
+    forms={
+        "relu": {"feature_map": "relu"},
+        "exp": {"feature_map": "exp"},
+        "softmax": {"feature_map": "softmax"},
+        "no denominator": {"normalizer": False},
+        "large denominator": {"min_denominator": 20.0},
+        "softmax without a denominator": {"feature_map": "softmax", "normalizer": False, "causal": False},
+        "softmax and a small denominator": {"feature_map": "softmax", "eps": 0.0, "min_denominator": 1e-3},
+        "blindspot": {"feature_map": "softmax", "min_denominator": 1e-3, "blindspot": 4, "causal": True},
+        "long chunks": {"chunk_length": 200},
+        "chunks of one": {"chunk_length": 1},
+    },
 )

@@ -84,4 +84,9 @@ CONTRACT = VariantContract(
         mask_constants="hf",
     ),
     small={"chunk_length": 8},
+    forms={
+        "own chunk": {"num_chunks_before": 0},
+        "both sides": {"num_chunks_after": 1, "num_buckets": (2, 4)},
+        "two before": {"num_chunks_before": 2, "num_hashes": 3},
+    },
 )

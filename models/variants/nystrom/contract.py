@@ -70,4 +70,5 @@ CONTRACT = VariantContract(
         conv_kernel_size=None,
     ),
     small={"num_landmarks": 8, "conv_kernel_size": 5},
+    forms={"no convolution": {"conv_kernel_size": None}, "wide heads": {"head_dim": 16}},
 )

@@ -44,4 +44,5 @@ CONTRACT = VariantContract(
     reason="logits err by 4e-7 of the sums of absolute products that they are, and values have ten times their RMS",
     changed=SoftmaxSpec(dim=96, heads=3, head_dim=16, seq_len=100, bias=False, conv_kernel_size=3),
     small={"conv_kernel_size": 5},
+    forms={"no convolution": {"conv_kernel_size": None}, "wide heads": {"head_dim": 16}},
 )
