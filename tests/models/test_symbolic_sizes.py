@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effexport.models.module_probe import output_formulas
 from effexport.models.size_formula import shape_of
-from effexport.models.symbolic_sizes import output_formulas
 from effexport.models.user_model import called_by_position
 
 pytestmark = pytest.mark.requires("torch")
