@@ -42,6 +42,7 @@ from effexport.environment import free_memory_bytes, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, UserError, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
+from effexport.export.failures import EXPORT
 from effexport.export.module_source import model_from_source, weights_digest
 from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module
 from effexport.export.onnx_graph import STAGE as GRAPH_CHECK
@@ -276,7 +277,7 @@ def artifact_from_spec(
             export = "exporting to ONNX"
         with watch.stage(export), held_to_previous(build, source):
             replaced, build = write_graphs(build)
-            spec = with_operators_of_graph(spec, build.model)
+            spec = with_operators_of_graph(build.spec, build.model)
             build = replace(build, spec=spec)
         with watch.stage("running the PyTorch reference"), quiet():
             answers = answers_from_model(model, spec)
@@ -388,6 +389,9 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
     if quantized is not None:
         module, record = quantized.module, quantized.record
     written = onnx_from_module(module, spec, build.model, build.traced, record)
+    if written.changes.sizes and build.previous is not None:
+        raise OtherSizesError(EXPORT, written.changes.sizes)
+    build = replace(build, spec=written.changes.applied(spec))
     if spec.has_decode_step:
         onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced, record)
         onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced, record)

@@ -295,6 +295,10 @@ class ModelContract(ABC):
         """The model with the sizes of a free axis for which its code computes the same."""
         raise NotImplementedError
 
+    def with_outputs(self, axes: Mapping[str, Dims]) -> ModelContract:
+        """The model with other axes of some outputs, which only a trace tells."""
+        raise NotImplementedError
+
     def weights(self) -> Shapes:
         """Shapes of all parameters and buffers of the module, of which the models of users tell nothing."""
         return {}

@@ -32,7 +32,7 @@ from effexport.export.traced_graphs import (
     read_traced,
     traced_weights,
 )
-from effexport.export.user_program import NotTracedError, free_axes, program_of_user
+from effexport.export.user_program import NO_CHANGES, NotTracedError, SpecChanges, free_axes, program_of_user
 from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.encoder.spec import MASKS
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
-# Of a model in memory: the operators that stand for what the code of a module writes out.
-WRITTEN = "written out"
+# Of a model in memory: the operators that stand for what the code of a module writes out, and `SpecChanges`.
+WRITTEN, CHANGES = "written out", "changes of the spec"
 
 
 def onnx_from_module(
@@ -82,12 +82,14 @@ class Written:
     """What a written graph differs in from the traced one.
 
     replaced: see `attach_function_bodies`. unrounded: values that are rounded before a quantised product, in the order
-    of the graph. products: every product that stays float beside quantised ones, and why.
+    of the graph. products: every product that stays float beside quantised ones, and why. changes: what the trace of a
+    user's own module says, and its spec does not.
     """
 
     replaced: Counter[str]
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
+    changes: SpecChanges = NO_CHANGES
 
 
 def write_graph(
@@ -104,6 +106,7 @@ def write_graph(
     traced, quantization: as in `onnx_from_module`.
     A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
     """
+    changes = NO_CHANGES
     graph = None if traced is None else read_traced(traced, path.name)
     is_read = graph is not None
     if graph is not None:
@@ -112,13 +115,16 @@ def write_graph(
             raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
     else:
         program = program_from_module(module, example, signature, spec, optimize=False)
+        changes = program.model.meta[CHANGES]
         signature = replace(signature, custom_ops=Counter(signature.custom_ops) + program.model.meta[WRITTEN])
+        if changes.outputs:
+            signature = replace(signature, outputs=changes.applied(spec).outputs)
         graph = graph_without_weights(program.model, module)
         if traced is not None:
             # without its whole state, a module is always traced anew
             add_traced(traced, path.name, graph if spec.model.has_whole_state else graph_without_numbers(graph))
     with blaming_traced(is_read):
-        return finish_graph(graph, module, signature, spec, path, quantization)
+        return replace(finish_graph(graph, module, signature, spec, path, quantization), changes=changes)
 
 
 def finish_graph(
@@ -209,7 +215,7 @@ def program_from_module(
     }
     if spec.model.is_traced_as_found:
         table |= recurrent_translation(spec.opset) | size_translation(spec.opset)
-    written = Counter[str]()
+    written, changes = Counter[str](), NO_CHANGES
     with (
         quiet(streams=True),
         without_shape_cache(),
@@ -217,10 +223,12 @@ def program_from_module(
         modes_of_users_code(module, spec),
     ):
         try:
+            traced: Any = module
+            if spec.model.is_traced_as_found:
+                traced, changes = program_of_user(module, example, signature.inputs, spec)
+                traced = finished(traced, spec, written)
             program = torch.onnx.export(
-                finished(program_of_user(module, example, signature.inputs, spec), spec, written)
-                if spec.model.is_traced_as_found
-                else module,
+                traced,
                 example,
                 dynamo=True,
                 opset_version=spec.opset,
@@ -240,7 +248,7 @@ def program_from_module(
     for value in [value for node in program.model.graph for value in node.outputs]:
         if not value.is_graph_output():
             value.name = inner_name(value.name, signature.outputs)
-    program.model.meta[WRITTEN] = written
+    program.model.meta[WRITTEN], program.model.meta[CHANGES] = written, changes
     return program
 
 

@@ -78,9 +78,25 @@ def program_of_sides(
 
     if not agrees_on(first, first):  # it is tied to a size by more than branches
         return None
-    sides = [first]
     lowest, tried = max(limits[0], 2), min(limits[1], TRIED)
+
+    def around(base: Side) -> tuple[int, int]:
+        """The sizes beside those around the example for which the program of a side is known to hold."""
+        sizes = frozenset[int]().union(*(one.sizes for one in sides if agrees_on(one, base)))
+        below, above = example, example
+        while below in sizes:
+            below -= 1
+        while above in sizes:
+            above += 1
+        return below, above
+
+    def is_decided(size: int) -> bool:
+        return not lowest <= size <= tried or any(size in side.sizes for side in sides)
+
+    sides = [first]
     while missing := set(range(lowest, tried + 1)).difference(*(side.sizes for side in sides)):
+        if all(is_decided(size) for base in sides if agrees_on(first, base) for size in around(base)):
+            break
         is_loop = len(sides) > 1 and all(len(side.sizes) == 1 for side in sides)
         found = None if is_loop or len(sides) == MOST_SIDES else other(nearest(missing, example))
         if found is None or not found.sizes & missing:

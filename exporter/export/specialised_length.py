@@ -99,6 +99,11 @@ class Sizes:
     def is_one(self) -> bool:
         return self.lowest == self.highest
 
+    @property
+    def is_limit(self) -> bool:
+        """Whether the axis stays free, within limits; only that of tokens can have a highest size."""
+        return not self.is_one and (self.axis == "seq" or self.highest is None)
+
 
 class OtherSizesError(StageError):
     """The code of a user's module ties the graph to other sizes than the spec has."""

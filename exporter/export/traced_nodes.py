@@ -73,6 +73,26 @@ def number_of(size: Any) -> float:
     return float(expression.subs({symbol: Random(str(symbol)).uniform(2, 99) for symbol in expression.free_symbols}))
 
 
+def changed_in_place(graph: Graph) -> set[Node]:
+    """The tensors that an operator changes later, or another one in the same memory: their numbers depend on when they
+    are read."""
+    import torch
+
+    memories: dict[Node, list[Node]] = {}
+    changed: set[Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for parameter, argument in zip(schema.arguments if schema else (), node.args, strict=False):
+            if parameter.is_write and is_tensor(argument):
+                changed.update(memories[argument])
+        returned = schema.returns[0] if schema and schema.returns else None
+        is_view = name_of(node) == "getitem" or (returned is not None and returned.alias_info is not None)
+        source = node.args[0] if is_view and node.args else None
+        memories[node] = memories[source] if isinstance(source, torch.fx.Node) else []
+        memories[node].append(node)
+    return changed
+
+
 @contextlib.contextmanager
 def inserting(graph: Graph, place: Node) -> Iterator[Callable[..., Node]]:
     """A function that calls an operator with arguments, in the graph before a place in whose name it is exported."""

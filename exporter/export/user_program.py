@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
 from effexport.export.failures import STAGE, line_of_user, reason_of
 from effexport.export.other_branches import Agreement, Side, Whole, drawn, program_of_sides, resized, side_of
 from effexport.export.sizes_of_draws import sizes_of_draws, sizes_of_traced_draws
-from effexport.export.specialised_length import AxisOfTrace, OtherSizesError, Sizes, Trace, axes_of_trace, traced
+from effexport.export.specialised_length import (
+    SIZES,
+    AxisOfTrace,
+    OtherSizesError,
+    Sizes,
+    Trace,
+    axes_of_trace,
+    spec_with_sizes,
+    traced,
+)
+from effexport.models.shapes import Dims
+from effexport.models.size_formula import axes_of, size_of
 from effexport.models.validation import LARGEST_SIZE
 from effexport.spec import BuildSpec
 
@@ -24,6 +37,26 @@ if TYPE_CHECKING:
 OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for tensor subclasses")
 
 
+@dataclass(frozen=True)
+class SpecChanges:
+    """What the program of a user's own module says, and its spec does not.
+
+    sizes: limits of free axes, outside of which the program would be wrong. outputs: axes by name, where those of the
+    spec hold near the example only, such as "seq" of x[:, :100].
+    """
+
+    sizes: tuple[Sizes, ...] = ()
+    outputs: Mapping[str, Dims] = field(default_factory=dict)
+
+    def applied(self, spec: BuildSpec) -> BuildSpec:
+        if self.sizes:
+            spec = spec_with_sizes(spec, self.sizes, spec.batch)
+        return replace(spec, model=spec.model.with_outputs(self.outputs)) if self.outputs else spec
+
+
+NO_CHANGES = SpecChanges()
+
+
 class NotTracedError(Exception):
     """PyTorch cannot trace a user's module. reason: the error of torch.export, or of the user's code."""
 
@@ -34,11 +67,11 @@ class NotTracedError(Exception):
 
 def program_of_user(
     module: nn.Module, example: tuple[torch.Tensor, ...], inputs: Sequence[TensorInfo], spec: BuildSpec
-) -> ExportedProgram:
-    """PyTorch's program of a user's own module.
+) -> tuple[ExportedProgram, SpecChanges]:
+    """PyTorch's program of a user's own module, and for which spec it is.
 
-    Raises OtherSizesError if the code ties it to other sizes than those of the spec, of which the proof runs a few
-    only, and NotTracedError if PyTorch cannot trace it.
+    Raises OtherSizesError if another program is needed, because the code ties an axis to one size, of which the proof
+    runs a few only, and NotTracedError if PyTorch cannot trace it.
     """
     from effexport.models.user.model import drawing_model
 
@@ -61,16 +94,66 @@ def program_of_user(
     axes = axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))
     tied = {one.axis: found for one in axes if (found := one.sizes(sizes[one.axis], trace)) is not None}
     if not tied:
-        return trace.program
+        return changed_program(trace.program, inputs, spec)
     if len(tied) == 1:
         (branched,) = (one for one in axes if one.axis in tied)
         whole = program_of_other_branches(module, trace, branched, example, inputs, spec)
         if whole is not None:
             found = branched.sizes_between(whole.lowest, whole.highest, whole.reason)
-            if found is None:
-                return whole.program
+            if found is None or found.is_limit:
+                return changed_program(whole.program, inputs, spec, () if found is None else (found,))
             tied[branched.axis] = found
     raise OtherSizesError(STAGE, list(tied.values()))
+
+
+def changed_program(
+    program: ExportedProgram, inputs: Sequence[TensorInfo], spec: BuildSpec, sizes: tuple[Sizes, ...] = ()
+) -> tuple[ExportedProgram, SpecChanges]:
+    """A program that holds for the sizes of the spec, within limits, and what changes in the spec."""
+    limited = SpecChanges(sizes).applied(spec)
+    return program, SpecChanges(sizes, other_outputs(program, inputs, limited))
+
+
+def other_outputs(program: ExportedProgram, inputs: Sequence[TensorInfo], spec: BuildSpec) -> dict[str, Dims]:
+    """Axes of the outputs that are other sizes in a program than in the spec, where the program knows them; by name,
+    those of the head excluded."""
+    import torch
+
+    from effexport.models.user.probe import formula_of
+
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    names: dict[Any, str] = {}
+    for tensor, given in zip(inputs, program.graph_signature.user_inputs, strict=True):
+        for axis, size in zip(tensor.dims, values[given].shape, strict=True):
+            if isinstance(axis, str) and isinstance(size, torch.SymInt):
+                names.setdefault(size.node.expr, axis)
+    limits, found = limits_of_spec(spec), {}
+    for tensor, given in zip(spec.outputs, program.graph_signature.user_outputs, strict=True):
+        declared, value = spec.model.outputs.get(tensor.name), values.get(given)
+        if declared != tensor.dims or not isinstance(value, torch.Tensor) or value.dim() != len(declared):
+            continue
+        known = [formula_of(size, names) for size in value.shape]
+        dims = tuple(
+            old if new is None or is_same_size(old, new, limits) else new
+            for old, new in zip(declared, known, strict=True)
+        )
+        if dims != declared:
+            found[tensor.name] = dims
+    return found
+
+
+def is_same_size(dim: int | str, other: int | str, limits: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether two formulas give the same at all sizes that are tried: some, and those near the numbers in them."""
+    texts = [one for one in (dim, other) if isinstance(one, str)]
+    if dim == other or not texts:
+        return True  # the proof compares constants
+    numbers = {int(number) + i for text in texts for number in re.findall(r"\d+", text) for i in (-1, 0, 1)}
+    axes = sorted(frozenset[str]().union(*map(axes_of, texts)))
+    ranges = []
+    for low, high in (limits.get(axis, (1, LARGEST_SIZE)) for axis in axes):
+        ranges.append([size for size in {*SIZES, *numbers} if max(low, 2) <= size <= high])
+    combinations = (dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*ranges))
+    return all(size_of(dim, sizes) == size_of(other, sizes) for sizes in combinations)
 
 
 def sizes_of_example(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo]) -> dict[str, int]:

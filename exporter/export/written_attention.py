@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.export.traced_nodes import dtype, inserting, rank
+from effexport.export.traced_nodes import changed_in_place, dtype, inserting, rank
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -56,7 +56,8 @@ def turn_attentions(program: ExportedProgram, tokens: int) -> Counter[str]:
 
     if tokens < LEAST_TOKENS:
         return Counter()
-    found = [written for node in program.graph.nodes if (written := written_at(node)) is not None]
+    changed = changed_in_place(program.graph)
+    found = [written for node in program.graph.nodes if (written := written_at(node, changed)) is not None]
     for written in found:
         turn(program.graph, written)
     if found:
@@ -65,8 +66,11 @@ def turn_attentions(program: ExportedProgram, tokens: int) -> Counter[str]:
     return Counter({SIGNATURE.onnx_name: len(found)})
 
 
-def written_at(softmax: Any) -> Written | None:
-    """The attention around a softmax over keys, None if it is another one, or if its weights are used elsewhere."""
+def written_at(softmax: Any, changed: Collection[Node] = ()) -> Written | None:
+    """The attention around a softmax over keys, None if it is another one, or if its weights are used elsewhere.
+
+    changed: tensors that are not to be read at another time, as the operator would.
+    """
     import torch
 
     from effexport.plugins.masked_attention.op import HIDES
@@ -87,6 +91,8 @@ def written_at(softmax: Any) -> Written | None:
     if out is None or logits.target is not aten.matmul.default or len(logits.users) > 1:
         return None
     written = Written(logits.args[0], logits.args[1], out.args[1], scale, hidden, math.isinf(low), out)
+    if any(node in changed for node in (written.q, written.k_transposed, written.v, hidden)):
+        return None
     return written if has_known_shapes(written) and scale > 0 and math.isfinite(scale) else None
 
 

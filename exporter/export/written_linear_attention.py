@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from effexport.export.traced_nodes import (
+    changed_in_place,
     dtype,
     inserting,
     is_of_example,
@@ -130,26 +131,6 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
     return Counter({SIGNATURE.onnx_name: len(found)})
-
-
-def changed_in_place(graph: Graph) -> set[Node]:
-    """The tensors that an operator changes later, or another one in the same memory: their numbers depend on when they
-    are read."""
-    import torch
-
-    memories: dict[Node, list[Node]] = {}
-    changed: set[Node] = set()
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        for parameter, argument in zip(schema.arguments if schema else (), node.args, strict=False):
-            if parameter.is_write and is_tensor(argument):
-                changed.update(memories[argument])
-        returned = schema.returns[0] if schema and schema.returns else None
-        is_view = name_of(node) == "getitem" or (returned is not None and returned.alias_info is not None)
-        source = node.args[0] if is_view and node.args else None
-        memories[node] = memories[source] if isinstance(source, torch.fx.Node) else []
-        memories[node].append(node)
-    return changed
 
 
 def linear_at(out: Node, masks: Collection[str], changed: Collection[Node] = ()) -> WrittenLinear | None:

@@ -24,14 +24,16 @@ class FeedLimits:
     """Limits that are not in a graph: the longest and the shortest sequence, and per input of indices, how many values
     there are.
 
-    has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out. lowest: the
-    smallest sizes of other axes than that of tokens. outputs: what every answer is held to; empty if something else
-    judges it. is_of_code: whether branches of the user's code, and no positions, limit the longest sequence.
+    mask: the input that is made of 0 and 1, "" if none is; mask_ignores: whether 1 stands for padding. defaults: values
+    of inputs that may be left out. lowest: the smallest sizes of other axes than that of tokens. outputs: what every
+    answer is held to; empty if something else judges it. is_of_code: whether branches of the user's code, and no
+    positions, limit the longest sequence.
     """
 
     max_seq_len: int | None = None
     indices: Mapping[str, int] = field(default_factory=dict)
-    has_mask: bool = True
+    mask: str = MASK_NAME
+    mask_ignores: bool = False
     defaults: Mapping[str, int] = field(default_factory=lambda: INPUT_DEFAULTS)
     min_seq_len: int = 1
     lowest: Mapping[str, int] = field(default_factory=dict)
@@ -45,11 +47,12 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     if MASK_NAME in defaults and model.mask == MASK_NAME and model.mask_ignores:
         defaults[MASK_NAME] = 0
     return FeedLimits(
-        spec.model.max_seq_len,
+        model.max_seq_len,
         model.input_limits,
-        model.mask == MASK_NAME,
+        model.mask,
+        model.mask_ignores,
         defaults,
-        spec.model.shortest,
+        model.shortest,
         model.lowest,
         is_of_code="seq" in model.size_notes,
     )
@@ -171,6 +174,20 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
+def check_mask(mask: Array | None, limits: FeedLimits) -> None:
+    """Raise UserError for a mask with other values than the model was proven for; it may compute with them, as with -1
+    in the place of padding."""
+    if mask is None or mask.dtype.kind == "b":
+        return
+    known = (mask == 0) | (mask == 1)  # np.isin takes ten times as long
+    if not known.all():
+        kept, hidden = (0, 1) if limits.mask_ignores else (1, 0)
+        raise UserError(
+            f"{limits.mask} has values other than 0 and 1; expected {kept} for tokens to keep, {hidden} for padding: "
+            f"replace {mask[~known][0]:g} by one of them"
+        )
+
+
 def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:
     import numpy as np
 
@@ -186,10 +203,7 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
             f"the sequence has {seq_len} tokens; this model takes at least {limits.min_seq_len}: pad the input; its "
             "report says why"
         )
-    mask = feeds.get(MASK_NAME) if limits.has_mask else None
-    # np.isin takes ten times as long
-    if mask is not None and not ((mask == 0) | (mask == 1)).all():
-        raise UserError(f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding")
+    check_mask(feeds.get(limits.mask), limits)
     for tensor in inputs:
         if tensor.dims == ("batch", MASKS):
             check_positions(tensor.name, feeds[tensor.name], seq_len, limits.max_seq_len or seq_len)

@@ -181,11 +181,16 @@ class Probe:
         return tuned
 
     def check_examples(self) -> None:
-        """Raise ModuleFailedError if the model does not take its own examples."""
+        """Raise ModuleFailedError if the model does not take its own examples, and SpecError if an answer is empty."""
         examples = [self.inputs.examples.get(one.name) for one in self.inputs.inputs]
         given = [example for example in examples if example is not None]
         if len(given) == len(examples):
-            self.outputs_of(given, "its example inputs")
+            for name, value in self.outputs_of(given, "its example inputs").items():
+                require(
+                    value.numel() > 0,
+                    f"{name} of {self.name} is {list(value.shape)} for its example inputs, without elements; expected "
+                    "some, which can be compared: give a longer example, or return less",
+                )
 
     def outputs_of(self, tensors: Sequence[Tensor], what: str) -> dict[str, Tensor]:
         """What the module returns, by name. what: the tensors, for errors.

@@ -203,6 +203,9 @@ class ModuleSpec(CheckpointSpec):
             return replace(noted, shortest=lowest, longest=highest)
         return replace(noted, lowest={**self.lowest, axis: lowest})
 
+    def with_outputs(self, axes: Mapping[str, Dims]) -> ModuleSpec:
+        return replace(self, output_dims={**self.output_dims, **axes})
+
     @property
     def trace_sizes(self) -> dict[str, int]:
         """Those of the example, whose branches the code then takes, each other than all before it: PyTorch takes equal

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
 from effexport.models.adapters.folding import detached_copy
@@ -18,6 +20,7 @@ from effexport.models.adapters.replace import (
     remarks_on,
     with_our_layers,
 )
+from effexport.models.adapters.sdpa import attention_calls_as_operators
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import with_fixed_axis
 from effexport.models.user.calls import (
@@ -46,19 +49,27 @@ from effexport.models.user.model import (
     unwrapped,
 )
 from effexport.models.user.modes import FloatTypes
-from effexport.models.user.probe import ModuleFailedError, Probe, UnknownAxesError, output_formulas, probe_length
+from effexport.models.user.probe import (
+    ModuleFailedError,
+    Probe,
+    UnknownAxesError,
+    formula_of,
+    output_formulas,
+    probe_length,
+)
 from effexport.models.user.spec import ModuleSpec, is_constant
+from effexport.models.user.traced_code import code_as_exported
 from effexport.models.validation import SpecError, require
 from effexport.models.variants.pytorch.spec import PyTorchSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from effexport.models.attention_spec import AttentionSpec
 
 # The length to export for if neither the user nor a layer says one.
 DEFAULT_SEQ_LEN = 1024
 SHORTER_LENGTHS = (DEFAULT_SEQ_LEN, 512, 256, 128, 64)
+# Shapes of inputs, and of outputs by name, with free sizes as symbols.
+Shapes = tuple[list[torch.Size], dict[str, torch.Size]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +259,46 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         ),
     )
     return UserModel(original, adapted, inputs.examples, inputs.declared), spec
+
+
+def output_formulas(
+    module: CalledByPosition, tensors: Sequence[Tensor], dims: Sequence[Dims]
+) -> dict[str, tuple[int | str | None, ...]]:
+    """The axes of the outputs of a module by name: sizes, names of free axes and formulas; None where there is none.
+
+    tensors, dims: of each input; free axes of other names have other sizes. Empty if the module cannot be traced.
+    """
+    notes: list[Shapes] = []
+    free = torch.export.Dim.AUTO
+    axes = [{i: free for i, dim in enumerate(one) if isinstance(dim, str)} for one in dims]
+    patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    # the user's code may raise anything, and keep symbols in its attributes; weights stay the same tensors
+    with contextlib.suppress(Exception), attention_calls_as_operators(), code_as_exported(module), patch:
+        weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        recorder = Recorder(copy.deepcopy(module, weights), notes.append)
+        torch.export.export(recorder, tuple(tensors), dynamic_shapes=(tuple(axes),), strict=False)
+    if not notes:
+        return {}
+    shapes, outputs = notes[0]
+    pairs: list[tuple[Any, int | str]] = [
+        pair for shape, one in zip(shapes, dims, strict=True) for pair in zip(shape, one, strict=True)
+    ]
+    names = {size.node.expr: axis for size, axis in pairs if isinstance(size, torch.SymInt)}
+    return {name: tuple(formula_of(size, names) for size in shape) for name, shape in outputs.items()}
+
+
+class Recorder(nn.Module):
+    """A module that reports the shapes of its inputs and outputs. report: attributes are reset after a trace."""
+
+    def __init__(self, module: CalledByPosition, report: Callable[[Shapes], None]) -> None:
+        super().__init__()
+        self.module, self.report = module, report
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        shapes = [tensor.shape for tensor in tensors]
+        outputs = self.module.by_name(*tensors)
+        self.report((shapes, {name: value.shape for name, value in outputs.items()}))
+        return tuple(outputs.values())
 
 
 def batch_of(inputs: ModuleInputs) -> int:

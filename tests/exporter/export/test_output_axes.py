@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 DIM = 8
 # Rounding in sums of this length; a token in the wrong place is off by 1.
 LIMITS = {"fp32": 1e-5, "fp16": 1e-2}
+
+
+class Changed(nn.Module):
+    """What a function makes of the result of a layer."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(DIM, DIM), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.linear(x))
 
 
 class Several(nn.Module):
@@ -268,3 +280,29 @@ def test_efficient_loftr_has_two_images_for_each_sample(tmp_path: Path) -> None:
         for found, wanted in zip(runner.run({"pixel_values": pixels.numpy()}).values(), expected, strict=True):
             scale = wanted.square().mean().sqrt()
             assert (torch.from_numpy(found) - wanted).abs().max() <= LIMITS["fp32"] * 10 * scale
+
+
+CUT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a softmax of the last tokens": (lambda x: x[:, -100:].softmax(1), "seq-max(0,seq-100)"),
+    "sums of the first tokens": (lambda x: x[:, :100].cumsum(1), "min(100,seq)"),
+    "a narrow part": (lambda x: x.narrow(1, 0, min(100, x.shape[1])) + 1, "min(100,seq)"),
+    "the largest": (lambda x: x.topk(min(100, x.shape[1]), dim=1).values, "min(100,seq)"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_part_that_is_the_whole_in_the_example_has_its_own_size(name: str, tmp_path: Path) -> None:
+    change, size = CUT[name]
+    model = Changed(change).eval()
+    result = effexport.export(model, torch.randn(2, 12, DIM), tmp_path / "out")
+    assert [tensor.dims for tensor in result.artifact.spec.outputs] == [("batch", size, DIM)]
+    with effexport.load(result.path) as runner, torch.no_grad():
+        for length in (1, 7, 100, 101, 300):
+            x = torch.randn(2, length, DIM)
+            (found,) = runner.run({"x": x.numpy()}).values()
+            np.testing.assert_allclose(found, model(x).numpy(), rtol=0, atol=1e-4)
+
+
+def test_an_answer_without_elements_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is \[2, 0, 8\] for its example inputs, without elements; .*longer example"):
+        effexport.export(Changed(lambda x: x[:, 100:]).eval(), torch.randn(2, 12, DIM), tmp_path / "out")

@@ -337,6 +337,31 @@ def test_other_sides_are_not_looked_for_where_the_first_is_wrong_on_its_own() ->
     assert program_of_sides(first, 100, (1, 5000), other, lambda program, size: size == 100) is None
 
 
+def test_no_side_is_looked_for_beyond_those_that_end_the_range() -> None:
+    ranges = {"short": range(2, 65), "middle": range(65, 129), "long": range(129, 4097)}
+    asked: list[int] = []
+
+    def side(size: int) -> Any:
+        asked.append(size)
+        name = next(name for name, sizes in ranges.items() if size in sizes)
+        return Side(name, frozenset(range(size - 10, size + 11)).intersection(ranges[name]), 9000, name)  # type: ignore[arg-type]
+
+    def agrees(program: Any, size: int) -> bool:
+        return size in ranges[program]
+
+    first: Any = Side("middle", frozenset(ranges["middle"]), 9000, "middle")  # type: ignore[arg-type]
+    whole = program_of_sides(first, 100, (1, 9000), side, agrees)
+    assert whole is not None
+    assert (whole.program, whole.lowest, whole.highest) == ("middle", 65, 128)
+    assert asked == [129, 64]
+
+
+def test_a_limit_takes_no_second_trace(tmp_path: Path) -> None:
+    stages: list[str] = []
+    effexport.export(Written(other_above_256), vectors(2, 100), tmp_path / "out", on_stage=stages.append)
+    assert stages.count("exporting to ONNX") == 1
+
+
 def test_nothing_is_compared_once_a_program_holds_for_every_size() -> None:
     many: Any = Side("many", frozenset(range(10, 4097)), 9000, "many")  # type: ignore[arg-type]
     few: Any = Side("few", frozenset(range(2, 10)), 9, "few")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from slow_cases import slow_after
 from torch import Tensor, nn
 
 import effexport
+from effexport.errors import UserError
 from effexport.export import written_attention
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -90,6 +91,11 @@ KEPT = {
     "logits with a minus": Form(logits=lambda q, k: -(q @ k)),
 }
 
+CHANGED = {
+    "queries that are changed later": Form(logits=lambda q, k: (q @ k, q.mul_(2))[0]),
+    "values that are changed before": Form(mixed=lambda weights, v: weights @ v.mul_(2)),
+}
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +140,20 @@ def test_an_attention_becomes_the_operator(tmp_path: Path, name: str) -> None:
 def test_what_the_operator_does_not_compute_stays(tmp_path: Path, name: str) -> None:
     result = check(KEPT[name], tmp_path)
     assert result.artifact.spec.custom_ops == {}
+
+
+def test_a_tensor_that_is_changed_in_place_is_read_when_the_code_reads_it(tmp_path: Path) -> None:
+    for name in ("queries that are changed later", "values that are changed before"):
+        assert check(CHANGED[name], tmp_path / name).artifact.spec.custom_ops == {}
+
+
+def test_a_mask_of_other_values_than_the_proven_ones_is_refused(tmp_path: Path) -> None:
+    result = check(TURNED["masked"], tmp_path)
+    assert result.artifact.spec.model.mask == "mask"
+    inputs = {"x": np.ones((1, 3, DIM), np.float32), "mask": np.array([[1, 0, -1]])}
+    message = "mask has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding: replace -1 by one"
+    with effexport.load(result.path) as runner, pytest.raises(UserError, match=message):
+        runner.run(inputs)
 
 
 @pytest.mark.slow
