@@ -42,7 +42,6 @@ from effexport.environment import free_memory_bytes, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, UserError, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
-from effexport.export.failures import EXPORT
 from effexport.export.module_source import model_from_source, weights_digest
 from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module
 from effexport.export.onnx_graph import STAGE as GRAPH_CHECK
@@ -58,7 +57,7 @@ from effexport.processor import Processor
 from effexport.proof.candidate import open_in_ort
 from effexport.proof.cases import Answers, Case, golden_cases, save_reference, stored_cases, why_not_of_spec
 from effexport.proof.check import OTHER_LAYER, Check, Kind, Trace
-from effexport.proof.inputs import REFERENCE_SEED_OFFSET
+from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.other_answers import is_original, original_cases, with_hashes
 from effexport.proof.quantized import check_products, quantized_answers

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._sympy import functions as sizes
 
-from effexport.models.adapters.sdpa import attention_calls_as_operators
 from effexport.models.contract import longer_length
 from effexport.models.same_weights import failing_module
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import axes_of, shape_of, size_of, written
 from effexport.models.user.inputs import ModuleInputs
 from effexport.models.user.model import CalledByPosition, UnexpectedOutputError
-from effexport.models.user.traced_code import code_as_exported
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
@@ -322,52 +319,10 @@ def parameter_sizes(module: nn.Module) -> set[int]:
 TRIED = sorted({*range(1, 130), *(min(2**k + i, 2**31 - 1) for k in range(7, 32) for i in (-1, 0, 1))})
 # Of what a float is multiplied with and then rounded, such as 0.5 * n: a larger one is not exactly the fraction meant.
 LARGEST_DENOMINATOR = 1024
-# Shapes of inputs, and of outputs by name, with free sizes as symbols.
-Shapes = tuple[list[torch.Size], dict[str, torch.Size]]
 
 
 class UnknownSizeError(Exception):
     """A size that is not a formula of free axes: it depends on values, or on functions that a formula does not have."""
-
-
-def output_formulas(
-    module: CalledByPosition, tensors: Sequence[Tensor], dims: Sequence[Dims]
-) -> dict[str, tuple[int | str | None, ...]]:
-    """The axes of the outputs of a module by name: sizes, names of free axes and formulas; None where there is none.
-
-    tensors, dims: of each input; free axes of other names have other sizes. Empty if the module cannot be traced.
-    """
-    notes: list[Shapes] = []
-    free = torch.export.Dim.AUTO
-    axes = [{i: free for i, dim in enumerate(one) if isinstance(dim, str)} for one in dims]
-    patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    # the user's code may raise anything, and keep symbols in its attributes; weights stay the same tensors
-    with contextlib.suppress(Exception), attention_calls_as_operators(), code_as_exported(module), patch:
-        weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        recorder = Recorder(copy.deepcopy(module, weights), notes.append)
-        torch.export.export(recorder, tuple(tensors), dynamic_shapes=(tuple(axes),), strict=False)
-    if not notes:
-        return {}
-    shapes, outputs = notes[0]
-    pairs: list[tuple[Any, int | str]] = [
-        pair for shape, one in zip(shapes, dims, strict=True) for pair in zip(shape, one, strict=True)
-    ]
-    names = {size.node.expr: axis for size, axis in pairs if isinstance(size, torch.SymInt)}
-    return {name: tuple(formula_of(size, names) for size in shape) for name, shape in outputs.items()}
-
-
-class Recorder(nn.Module):
-    """A module that reports the shapes of its inputs and outputs. report: attributes are reset after a trace."""
-
-    def __init__(self, module: CalledByPosition, report: Callable[[Shapes], None]) -> None:
-        super().__init__()
-        self.module, self.report = module, report
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        shapes = [tensor.shape for tensor in tensors]
-        outputs = self.module.by_name(*tensors)
-        self.report((shapes, {name: value.shape for name, value in outputs.items()}))
-        return tuple(outputs.values())
 
 
 def formula_of(size: Any, names: Mapping[Any, Any]) -> int | str | None:

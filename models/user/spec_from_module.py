@@ -54,7 +54,6 @@ from effexport.models.user.probe import (
     Probe,
     UnknownAxesError,
     formula_of,
-    output_formulas,
     probe_length,
 )
 from effexport.models.user.spec import ModuleSpec, is_constant

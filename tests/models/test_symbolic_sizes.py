@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from effexport.models.size_formula import shape_of
 from effexport.models.user.model import called_by_position
-from effexport.models.user.probe import output_formulas
+from effexport.models.user.spec_from_module import output_formulas
 
 pytestmark = pytest.mark.requires("torch")
 
