@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from effexport.bench.candidates import RunnerCandidate as Bucketed
     from effexport.dtypes import Array
-
-    OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
 
 INPUT_SEED = 20_240_101
 OUTPUT = "context"
