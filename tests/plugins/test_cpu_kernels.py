@@ -46,5 +46,37 @@ def test_the_kernels_are_right_and_clean_with_every_instruction_set(instructions
     assert "skipped" not in output
 
 
+# Their pages promise the bits of AVX2 on a machine with AVX-512, too.
+SAME_BITS = ("AFTSimpleAttention", "AFTWindowAttention", "IterativePinv")
+DIGESTS = """
+import hashlib, sys
+from implementations import implementation
+from effexport.plugins.contract import load_contract
+from effexport.plugins.ops import OPS
+for name in sys.argv[1:]:
+    contract = load_contract(OPS[name])
+    for case in (*contract.cases, *contract.small):
+        answers = implementation(name, "kernel").answers(case, contract.inputs(case, "cpu"))
+        print(name, case.name, *(hashlib.sha256(x.tobytes()).hexdigest() for x in answers))
+"""
+
+
+def test_vectors_of_every_width_give_the_same_bits() -> None:
+    """On a machine without AVX-512 this only says that a limit leaves AVX2 as it is."""
+    wide = [name for name in AVAILABLE if name != "baseline"]
+    printed = {}
+    for instructions in (*wide, ""):
+        environment = os.environ | {
+            "EFFEXPORT_TEST_INSTRUCTIONS": instructions,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        command = [sys.executable, "-c", DIGESTS, *SAME_BITS]
+        printed[instructions] = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+    assert len(set(printed.values())) == 1
+    assert all(name in printed[""] for name in SAME_BITS)
+
+
 def test_every_number_of_a_half_type_is_rounded_to_nearest_even() -> None:
     subprocess.run([build("element_types", *SANITIZERS)], check=True)
