@@ -358,7 +358,9 @@ def test_no_side_is_looked_for_beyond_those_that_end_the_range() -> None:
 
 def test_a_limit_takes_no_second_trace(tmp_path: Path) -> None:
     stages: list[str] = []
-    effexport.export(Written(other_above_256), vectors(2, 100), tmp_path / "out", on_stage=stages.append)
+    effexport.export(
+        Written(other_above_256), vectors(2, 100), tmp_path / "out", progress=lambda stage, _: stages.append(stage)
+    )
     assert stages.count("exporting to ONNX") == 1
 
 
