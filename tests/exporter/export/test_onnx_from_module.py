@@ -78,7 +78,7 @@ def test_the_file_has_the_signature_of_the_spec(built: Built, variant: str, scop
 
 
 def test_every_custom_call_is_one_marked_node_with_a_body(built: Built, variant: str, scope: str) -> None:
-    expected = Counter(FUSED.get(variant, {})).elements()
+    expected = list(Counter(FUSED.get(variant, {})).elements())
     model = onnx.load(str(built(variant, scope).model_path))
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     assert sorted(node.op_type for node in nodes) == sorted(expected)
