@@ -283,7 +283,8 @@ def test_thirty_fresh_builds_of_long_lsh_attention_pass_with_the_same_golden_fil
 ANSWERS = """
 import sys, torch
 from small_specs import spec_of
-from effexport.export.module_source import source_from_seed
+from effexport.export.module_source import model_from_source
+from effexport.models.sources import source_from_seed
 from effexport.proof.reference import reference_from_model
 
 for variant in ("lsh", "nystrom"):

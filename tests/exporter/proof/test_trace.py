@@ -390,7 +390,7 @@ import numpy as np, torch
 from effexport.artifact import open_artifact
 from effexport.proof import trace as tracing
 from effexport.proof.trace import trace_from_model
-from effexport.export.module_source import source_from_path
+from effexport.export.module_source import module_from_seed
 from effexport.proof.cases import Case
 from effexport.proof.traced_module import TracedModule
 
