@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from effexport.proof.named_module import source_of_verify
 from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
@@ -338,6 +337,7 @@ def verify(
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
     from effexport.evaluation.evaluate import answer_checks
+    from effexport.proof.named_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
     from effexport.report.verified import report_from_verification

@@ -24,7 +24,6 @@ from effexport.commands._options import (
 from effexport.commands._types import Named
 from effexport.environment import require_torch
 from effexport.errors import Unavailable
-from effexport.proof.named_module import source_of_verify
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def command(
     from effexport.commands._checks import print_checks
     from effexport.evaluation.evaluate import answer_checks
     from effexport.proof.check import passed, summary
-    from effexport.proof.named_module import NamedModule
+    from effexport.proof.named_module import NamedModule, source_of_verify
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
     from effexport.report.model import dict_of_check
     from effexport.report.reading import side_of_artifact
