@@ -57,9 +57,14 @@ class ModelSource:
 
 
 def source_from_seed(contract: ModelContract) -> ModelSource:
+    return ModelSource(contract, drawn_module, name=contract.attention.variant)
+
+
+def drawn_module(contract: ModelContract, seed: int) -> nn.Module:
+    """A model with weights that are drawn from a seed."""
     from effexport.models.encoder.module import module_from_spec
 
-    return ModelSource(contract, module_from_spec, name=contract.attention.variant)
+    return module_from_spec(contract, seed)
 
 
 def source_from_path(
