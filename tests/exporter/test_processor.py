@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from effexport import runtimes
 from effexport.bench import recommendation as advise
 from effexport.build import quantization_notes
 from effexport.commands.doctor import examine_bfloat16, int8_products
 from effexport.processor import CPU_INFO, Processor, processor_from_file
-from effexport.runtimes import RUNTIMES
 
 ROOT = Path(__file__).parents[2]
 # What `doctor` says of int8, and whether there are tiles of bfloat16.
@@ -131,11 +131,11 @@ def test_doctor_names_the_instructions_for_int8_and_bfloat16(
 ) -> None:
     int8, tiles = EXPECTED[each_processor]
     assert int8_products() == int8
-    monkeypatch.setitem(RUNTIMES, "openvino", SimpleNamespace(package=SimpleNamespace(version="2026.4")))
+    installed = SimpleNamespace(name="openvino", package=SimpleNamespace(version="2026.4"))
+    monkeypatch.setattr(runtimes, "BFLOAT16_RUNTIME", installed)
     found = "amx_bf16; use it with --runtime openvino --precision-hint bf16"
     assert examine_bfloat16() == (found if tiles else None, "")
-    lacking = SimpleNamespace(version=None, remedy="pip install openvino")
-    monkeypatch.setitem(RUNTIMES, "openvino", SimpleNamespace(package=lacking))
+    installed.package = SimpleNamespace(version=None, remedy="pip install openvino")
     found = "amx_bf16; to use it: pip install openvino, and --runtime openvino"
     assert examine_bfloat16() == (found if tiles else None, "")
 
@@ -153,7 +153,7 @@ def test_advice_names_bfloat16_where_the_processor_has_tiles_for_it(
 ) -> None:
     entries: Any = [SimpleNamespace(label=label) for label in ("lsh, 4 rounds", "aft-simple", "softmax", "softmax")]
     openvino = SimpleNamespace(package=SimpleNamespace(version="2026.4"))
-    monkeypatch.setitem(RUNTIMES, "openvino", openvino)
+    monkeypatch.setattr(advise, "BFLOAT16_RUNTIME", openvino)
     sentences = list(advise.bfloat16_here(entries))
     assert len(sentences) == EXPECTED[each_processor][1]
     for sentence in sentences:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ import pytest
 from campaign import operators
 from cuda_kernels import SANITIZERS, build
 
+from effexport.processor import CPU_INFO, processor_from_file
+
 ROOT = Path(__file__).parents[2]
-FLAGS = Path("/proc/cpuinfo")
+FLAGS = processor_from_file(CPU_INFO, platform.machine()).flags
 # What a set needs, as the kernel of Linux names it.
 INSTRUCTIONS = {"avx512": {"avx512f"}, "avx2": {"avx2", "fma"}, "baseline": set()}
-AVAILABLE = [name for name, needed in INSTRUCTIONS.items() if needed <= {*FLAGS.read_text().split()}]
+AVAILABLE = [name for name, needed in INSTRUCTIONS.items() if needed <= FLAGS]
 
 pytestmark = [pytest.mark.slow, pytest.mark.requires("native", "onnx", "ort", "torch"), pytest.mark.xdist_group("asan")]
 
