@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 DOMAIN = "effexport"
+PACKAGE = "effexport.plugins"
 OPSET_VERSION = 1
 
 # TensorRT takes a plugin rather than the function body for a node that carries this attribute.
@@ -73,10 +75,12 @@ class Op:
 
 
 def _found() -> dict[str, Op]:
-    """The operators by ONNX name: OP in the `__init__.py` of each folder beside this file that has an op.py."""
-    folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py"))
-    rows = [importlib.import_module(f"effexport.plugins.{folder}").OP for folder in folders]
-    assert [row.torch_name for row in rows] == folders, "an operator is not named as its folder"
+    """The operators by ONNX name: OP in `__init__.py` of the folders beside this file, which may be in an archive."""
+    folders = [found.name for found in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__) if found.ispkg]
+    packages = {folder: importlib.import_module(f"{PACKAGE}.{folder}") for folder in sorted(folders)}
+    named = {folder: package.OP for folder, package in packages.items() if hasattr(package, "OP")}
+    assert all(row.torch_name == folder for folder, row in named.items()), "an operator is not named as its folder"
+    rows = list(named.values())
     found = {row.onnx_name: row for row in sorted(rows, key=lambda row: row.place)}
     assert len(found) == len(rows), "a name occurs twice"
     return found

@@ -133,7 +133,8 @@ def implementation(kernels: Kernels, name: str) -> Callable[..., Tensor | tuple[
     """The torch operator's computation by our kernels."""
     check = load_contract(OPERATORS[name])
     names = [x.name for x in (*check.signature.inputs, *check.signature.attributes)]
-    defaults = {x.name: x.default for x in check.signature.attributes}
+    arguments = getattr(torch.ops.effexport, name).default._schema.arguments
+    defaults = {x.name: x.default_value for x in arguments if x.has_default_value()}
 
     def run(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
         given = defaults | dict(zip(names, arguments, strict=False)) | options
