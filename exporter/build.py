@@ -31,6 +31,7 @@ from effexport.artifact import (
 )
 from effexport.build_quantization import (
     DRAWN_NOTE,
+    NO_DATA,
     SLOW_INT8_NOTE,
     QuantizationData,
     QuantizedModel,
@@ -39,7 +40,6 @@ from effexport.build_quantization import (
     quantization_of_build,
 )
 from effexport.engines.api import import_api
-from effexport.engines.builder_log import OnProgress
 from effexport.engines.engine_from_engine import engine_from_engine
 from effexport.engines.profile import profile_remarks, within
 from effexport.engines.sidecar import summary_of_engine
@@ -57,6 +57,8 @@ from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_
 from effexport.export.traced_graphs import read_traced
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.families import CONFIG
+from effexport.option_fields import optional_path
+from effexport.options import NOTHING_GIVEN, BuildOptions, Progress
 from effexport.processor import Processor
 from effexport.proof.answers import Answers, reference_from_model
 from effexport.proof.candidates import open_in_ort
@@ -213,45 +215,36 @@ def batch_of_example(examples: Mapping[str, torch.Tensor], spec: BuildSpec) -> i
 def artifact_from_spec(
     spec: BuildSpec,
     output: Path,
+    options: BuildOptions = NOTHING_GIVEN,
     *,
     source: ModuleSource | None = None,
-    engines: Sequence[EngineSpec] = (),
     tokenizer: TokenizerSource = NO_TOKENIZER,
+    quantization: QuantizationData = NO_DATA,
     notes: Sequence[str] = (),
-    settings: OrtSettings | None = None,
-    reference: Path | None = None,
-    quantization: QuantizationData | None = None,
-    trace: bool = False,
-    force: bool = False,
     previous: Artifact | None = None,
-    on_stage: Callable[[str], None] = lambda name: None,
-    on_progress: OnProgress = lambda phase, share: None,
 ) -> tuple[Artifact, Report]:
     """Build, check and write an artifact; `output` appears only when everything has succeeded.
 
+    options: `engines` to build as well, `reference`, how the check runs, `trace`, `force` and `progress`; the other
+    arguments say the rest. Without a GPU, engines are not checked, and the report says so. A build that fails is always
+    traced.
     source: where the module comes from; None draws its weights from the seed.
-    engines: TensorRT engines to build as well. Without a GPU they are not checked, and the report says so.
     tokenizer: where the files come from that turn texts into tokens.
-    notes: sentences on the model that the report repeats.
-    reference: a file with answers of the original model, see `original_cases`: the model is compared with them, too.
-    trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
-    fails is always traced.
     quantization: the files that an int8 or fp8 build reads.
-    settings: how ONNX Runtime runs the model for the parity check; the artifact does not depend on them.
+    notes: sentences on the model that the report repeats.
     previous: an artifact of the same spec. Its traced graphs are finished with the weights of `source`, which gives the
     files that an export of these would, and its refittable engines are refitted.
-    on_stage, on_progress: called when a stage begins, and while an engine is being built.
     Raises UserError when `output` cannot be written or TensorRT is not installed, and StageError when a stage or the
     parity check fails: then nothing is written, and the message contains the failed checks.
     """
-    watch = Stopwatch(on_stage)
-    settings = settings or OrtSettings()
+    watch = Stopwatch(lambda stage: options.progress(stage, None))
+    settings = options.ort_settings()
+    reference = optional_path("reference", options.reference)
     source = source or source_from_seed()
-    engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in engines]
+    engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in options.engines]
     originals = original_cases(reference, spec) if reference is not None else []
-    data = quantization or QuantizationData()
-    data.check(spec, [engine.target for engine in engines], capabilities_of(engines))
-    with ARTIFACT_FOLDER.new(output, force=force) as folder:
+    quantization.check(spec, [engine.target for engine in engines], capabilities_of(engines))
+    with ARTIFACT_FOLDER.new(output, force=options.force) as folder:
         text_notes = copy_tokenizer(tokenizer, folder, spec.model.input_limits.get("input_ids"))
         with watch.stage("loading PyTorch and the ONNX exporter"):
             check_settings(settings)
@@ -264,7 +257,7 @@ def artifact_from_spec(
             build = Build(spec, module, hashes, folder, folder / MODEL, settings, watch, previous)
         if spec.is_quantized:
             with watch.stage("choosing what to quantise"):
-                build = replace(build, quantized=quantization_of_build(module, spec, folder, data))
+                build = replace(build, quantized=quantization_of_build(module, spec, folder, quantization))
         if previous is not None and TRACED in previous.manifest.files and spec.model.has_whole_state:
             shutil.copy(previous.traced_path, folder / TRACED)
             export = "putting the weights into the traced graphs"
@@ -294,14 +287,14 @@ def artifact_from_spec(
                 ) from error
             raise
         entries = [
-            entry for engine in engines for entry in prove_engine(build, engine, cases, verification, on_progress)
+            entry for engine in engines for entry in prove_engine(build, engine, cases, verification, options.progress)
         ]
         record = None
         if build.quantized is not None:
             with watch.stage("measuring what quantisation costs"):
-                record, cost = cost_of_quantization(build, build.quantized, data)
+                record, cost = cost_of_quantization(build, build.quantized, quantization)
                 verification.checks += cost
-        found = trace_model(build, verification, cases, wanted=trace)
+        found = trace_model(build, verification, cases, wanted=options.trace)
         report = Report(
             title=spec.model.title,
             spec=spec.to_dict(),
@@ -318,7 +311,7 @@ def artifact_from_spec(
                 *undefined_notes(cases, spec),
                 *not_for_tensorrt(build.model),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
-                *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else []),
+                *([f"--trace: {found.reason}"] if options.trace and isinstance(found, Unavailable) else []),
                 *quantization_notes(record),
             ],
             quantization=record,
@@ -340,31 +333,21 @@ def artifact_from_spec(
     return open_artifact(output), report
 
 
-def artifact_from_refit(
-    request: RefitRequest,
-    *,
-    settings: OrtSettings | None = None,
-    on_stage: Callable[[str], None] = lambda name: None,
-    on_progress: OnProgress = lambda phase, share: None,
-) -> tuple[Artifact, Report]:
+def artifact_from_refit(request: RefitRequest, options: BuildOptions = NOTHING_GIVEN) -> tuple[Artifact, Report]:
     """Put other weights into an artifact, with the checks of a build; its folder changes only if all have passed.
 
-    Arguments, results and errors as for `artifact_from_spec`; also raises as `RefitRequest.resolve`.
+    Results and errors as for `artifact_from_spec`; also raises as `RefitRequest.resolve`.
     """
     source, engines, notes = request.resolve()
     tokenizer, text_notes = tokenizer_of_refit(request.artifact, request.checkpoint)
     return artifact_from_spec(
         request.artifact.spec,
         request.place,
+        replace(options, engines=engines, force=request.replaces),
         source=source,
-        engines=engines,
         tokenizer=tokenizer,
         notes=[*notes, *text_notes],
-        settings=settings,
-        force=request.replaces,
         previous=request.artifact,
-        on_stage=on_stage,
-        on_progress=on_progress,
     )
 
 
@@ -589,7 +572,7 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
 
 
 def prove_engine(
-    build: Build, engine: EngineSpec, cases: Sequence[Case], result: Verification, on_progress: OnProgress
+    build: Build, engine: EngineSpec, cases: Sequence[Case], result: Verification, on_progress: Progress
 ) -> list[EngineEntry]:
     """Build the engine of the model and, if it has them, of its decode step and its prefill into the artifact; check
     them if this machine can run them, and add their checks to `result`."""
@@ -606,7 +589,7 @@ def prove_engine(
 
 
 def build_engine(
-    build: Build, engine: EngineSpec, model: str, on_progress: OnProgress, remarks: tuple[str, ...] = ()
+    build: Build, engine: EngineSpec, model: str, on_progress: Progress, remarks: tuple[str, ...] = ()
 ) -> EngineEntry:
     """Build the engine of one of the artifact's ONNX files into the artifact, or refit that of the previous one."""
     what, name = "" if model == MODEL else f" of {model}", engine_name(engine.target, model)

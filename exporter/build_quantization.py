@@ -74,7 +74,7 @@ class QuantizationData:
             )
         if spec.precision == "fp8" and (older := [number for number in capabilities if number < 89]):
             raise UserError(
-                f"fp8 needs a GPU of compute capability 8.9 or newer, and --compute-capability names {older[0]}; use "
+                f"fp8 needs a GPU of compute capability 8.9 or newer, and compute_capabilities has {older[0]}; use "
                 "--precision int8"
             )
         if self.calibration is not None and not self.calibration.is_file():
@@ -83,10 +83,7 @@ class QuantizationData:
             )
 
 
-def with_scales_for_engines(flags: Mapping[str, object], targets: Sequence[object]) -> dict[str, object]:
-    """The fields of a spec, with static scales for int8 engines if none were chosen: engines read no others."""
-    is_open = flags.get("precision") == "int8" and flags.get("quantization") is None
-    return {**flags, "quantization": "static"} if targets and is_open else dict(flags)
+NO_DATA = QuantizationData()
 
 
 @dataclass(frozen=True)

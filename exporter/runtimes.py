@@ -182,6 +182,7 @@ RUNTIMES: dict[str, Runtime] = {
 ARTIFACT_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.folder}
 # Those of `build --runtime`, before there is an engine.
 ORT_RUNTIMES = {name: runtime for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.folder == "ort"}
+DEFAULT_RUNTIME = "ort"
 # Those of --target.
 ENGINE_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.engine}
 # Those of `bench --runtimes`.

@@ -70,6 +70,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("refit_request",),
     ("report",),
+    ("options",),
     ("generation", "evaluation"),
     ("text",),
     ("proof",),
@@ -78,7 +79,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("export",),
     ("quantize",),
-    ("spec", "runtimes", "dtypes", "environment"),
+    ("spec", "runtimes", "dtypes", "environment", "option_fields"),
     (
         "plots",
         "errors",

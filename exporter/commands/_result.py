@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from effexport.commands._options import implementation_text, say
+from effexport.commands._options import cell, implementation_text, say
 from effexport.errors import UserError
+from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, by_name, only_weights_failed, outcome_of, summary
+from effexport.report.problems import problems_of
+from effexport.report.rendering.text import cases_text
 from effexport.shell import command_line
-from effexport.units import megabytes, rough_duration, seconds
+from effexport.units import NOTHING, megabytes, number, rough_duration, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from effexport.api import BuildResult
     from effexport.artifact import Artifact, EngineEntry
     from effexport.report.model import Report
 
@@ -20,10 +25,20 @@ if TYPE_CHECKING:
 MANY_BYTES = 10_000_000
 
 
+def json_of_result(result: BuildResult) -> None:
+    """Print what --json says about an artifact that was written."""
+    import msgspec
+
+    from effexport.cli import print_json
+
+    report = result.report
+    answer = {"artifact": str(result.path), "verdict": report.verdict, "implementation": report.implementation}
+    print_json(answer | msgspec.to_builtins(result.artifact.manifest))
+
+
 def print_result(console: Console, artifact: Artifact, report: Report, verb: str = "built") -> None:
     """Print the checks, the notes, the engines, and one line about the artifact. verb: what was done to it."""
     from effexport.artifact import MODEL
-    from effexport.commands._checks import print_checks
 
     print_checks(console, report.checks)
     if report.quantization is not None:
@@ -106,3 +121,50 @@ def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> N
         f"{megabytes(engine.bytes)}, built in {seconds(engine.build_seconds)}, {sizes(engine.profiles)}"
         f"{implementation_text(engine.implementation, 'is a')}",
     )
+
+
+_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "not applicable": "dim"}
+
+
+def print_checks(console: Console, checks: Sequence[Check], divergence: str = "") -> None:
+    """Print one row per kind of check. Failures come first, because a reader begins at the top, and before them the
+    first divergence inside the graph, unless it is known to follow from other weights; below the table comes what did
+    not run, and whether the reference disagreed with itself."""
+    problems = problems_of(checks)
+    weights_first = only_weights_failed(checks)
+    if divergence and not weights_first:
+        say(console, divergence, style="bold")
+    for problem in problems:
+        if problem.outcome == "failed":
+            say(console, problem.text, style=_STYLES["failed"])
+    if divergence and weights_first:
+        say(console, divergence, style="bold")
+    print_table(console, checks)
+    for problem in problems:
+        if problem.outcome != "failed":
+            say(console, problem.text, style=_STYLES[problem.outcome])
+    for check in checks:
+        if check.kind == Kind.REFERENCE_REPEATABLE and check.detail:
+            say(console, f"note: {check.detail}", style="yellow")
+
+
+def print_table(console: Console, checks: Sequence[Check]) -> None:
+    from rich.table import Table
+
+    table = Table("check", "result", "metric", box=None, pad_edge=False)
+    for title in ("worst", "limit", "cases"):
+        table.add_column(title, justify="right")
+    groups = by_name(checks)
+    for name, entry in summary(checks).items():
+        group = groups[name]
+        outcome = outcome_of(group)
+        measured = outcome in ("passed", "failed") and entry["metric"] != NOT_MEASURED
+        table.add_row(
+            cell(name),
+            cell(outcome, _STYLES[outcome]),
+            cell(entry["metric"] if measured else NOTHING),
+            number(entry["worst"]),
+            number(entry["limit"]),
+            cases_text(group),
+        )
+    console.print(table)

@@ -19,6 +19,8 @@ OWN_OPTIONS: dict[str, tuple[str, ...]] = {
     "trt": ("timing_cache", "version_compatible", "hardware_compatibility", "refittable", "plugins"),
     "trt-rtx": ("compute_capabilities",),
 }
+# Those of them that are on the command line; spec files have the others.
+WITH_FLAG = ("timing_cache", "refittable", "plugins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class EngineSpec:
             require(
                 not self.compute_capabilities,
                 "an engine of target trt is built for the GPU of this machine; for other GPUs use --target trt-rtx, "
-                "or --hardware-compatibility ampere+ for Ampere and later",
+                "or hardware_compatibility = 'ampere+' for Ampere and later",
             )
             return
         for name, given in self._trt_only().items():
@@ -88,9 +90,12 @@ class EngineSpec:
             )
 
     def _trt_only(self) -> dict[str, bool]:
-        """The options that only target trt has, and whether each was given."""
+        """The options that only target trt has, as users name them, and whether each was given."""
         defaults = {field.name: field.default for field in fields(self)}
-        return {f"--{name.replace('_', '-')}": getattr(self, name) != defaults[name] for name in OWN_OPTIONS["trt"]}
+        return {
+            f"--{name.replace('_', '-')}" if name in WITH_FLAG else name: getattr(self, name) != defaults[name]
+            for name in OWN_OPTIONS["trt"]
+        }
 
     def options(self) -> dict[str, Any]:
         """All options except target and profiles, ready for JSON."""

@@ -33,6 +33,7 @@ from effexport.export.onnx_from_module import Written, onnx_from_module
 from effexport.export.onnx_graph import model_digest
 from effexport.export.traced_graphs import SCOPES_KEY, add_traced, read_traced
 from effexport.models.module_probe import spec_from_module
+from effexport.options import BuildOptions
 from effexport.proof.cases import load_reference
 from effexport.refit_request import RefitRequest
 from effexport.spec import BuildSpec
@@ -398,7 +399,7 @@ def test_an_engine_is_built_again_or_left_out(
     spec = built("softmax", "attention").spec
     profiles = profiles_from_texts(("batch=1:2:3,seq=8:32:64", "batch=8"), spec)
     wanted = EngineSpec(target="trt-rtx", profiles=profiles, optimization_level=1, compute_capabilities=(86, 89))
-    old, _ = artifact_from_spec(spec, tmp_path / "old", engines=[wanted])
+    old, _ = artifact_from_spec(spec, tmp_path / "old", BuildOptions(engines=[wanted]))
     file = weights_file(tmp_path, spec)
     new = effexport.refit(old.path, weights=file, output=tmp_path / "new").artifact
     first, second = (read_sidecar(artifact.engine_path("trt-rtx")) for artifact in (old, new))

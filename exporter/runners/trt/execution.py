@@ -31,7 +31,7 @@ class TrtSettings:
     max_graphs: the most shapes that have a graph at a time; the least recently used one is dropped. Ignored by
     TensorRT-RTX, which manages graphs itself.
     weight_streaming_budget_bytes: how much of the streamable weights stays on the GPU; None leaves it to TensorRT.
-    Only for engines built with --weight-streaming.
+    Only for engines built with weight_streaming.
     """
 
     cuda_graph: bool = False
@@ -174,7 +174,7 @@ class Execution:
         if not streamable:
             raise UserError(
                 f"{self._source.path} was built without weight streaming, so a budget does not apply; leave it out, or "
-                "build the engine again with --weight-streaming"
+                "build the engine again with weight_streaming in [engine] of a spec file"
             )
         # a budget for all weights means that nothing is streamed
         engine.weight_streaming_budget_v2 = min(budget, streamable)
