@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 
@@ -30,13 +29,11 @@ from effexport.artifact import (
     write_manifest,
 )
 from effexport.build_quantization import (
-    DRAWN_NOTE,
     NO_DATA,
-    SLOW_INT8_NOTE,
     QuantizationData,
     QuantizedModel,
-    check_loss_on_samples,
-    check_task,
+    cost_of_quantization,
+    quantization_notes,
     quantization_of_build,
 )
 from effexport.engines.api import import_api
@@ -50,20 +47,16 @@ from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefil
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module, trace_of_user
-from effexport.export.onnx_graph import STAGE as GRAPH_CHECK
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
-from effexport.export.same_graph import why_other_graph
-from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_sizes, spec_with_sizes
-from effexport.export.traced_graphs import read_traced
+from effexport.export.sizes_of_code import with_sizes_of_code
+from effexport.export.specialised_length import OtherSizesError, assumed_sizes
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.families import CONFIG
 from effexport.option_fields import optional_path
 from effexport.options import NOTHING_GIVEN, BuildOptions, Progress
-from effexport.processor import Processor
 from effexport.proof.answers import Answers, reference_from_model
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, golden_cases, save_reference
-from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import OTHER_LAYER, Check, Kind
 from effexport.proof.inputs.random import REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
@@ -74,7 +67,7 @@ from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
 from effexport.proof.verify_engine import verify_decode_engines_if_possible, verify_engine_if_possible
 from effexport.quiet import quiet
-from effexport.refit_request import RefitRequest, refit_note
+from effexport.refit_request import RefitRequest, held_to_previous, other_architecture, refit_note
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
@@ -82,7 +75,6 @@ from effexport.report.rendering.text import failure_lines
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.decode import decoder_in_ort
-from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import check_settings
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
@@ -91,10 +83,8 @@ from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokeniz
 from effexport.units import memory
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from effexport.quantize.record import Quantization
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -154,63 +144,6 @@ class Build:
         return self.folder / TRACED
 
 
-def with_sizes_of_code(
-    build: Callable[Concatenate[BuildSpec, P], R],
-) -> Callable[Concatenate[BuildSpec, P], R]:
-    """Build again with the sizes that the code of a user's own module is tied to, or with those of the example if
-    torch.onnx has no right graph for others, unless the user has declared the axis free: then that is an error."""
-
-    @functools.wraps(build)
-    def build_again(spec: BuildSpec, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        refused: StageError | None = None
-        while True:
-            try:
-                return build(spec, *args, **kwargs)
-            except OtherSizesError as error:
-                source, previous = kwargs.get("source"), kwargs.get("previous")
-                assert isinstance(source, ModuleSource)
-                if isinstance(previous, Artifact):
-                    raise UserError(other_architecture(source, previous, str(error))) from error
-                assert source.user is not None
-                if any(one.is_one and one.axis in source.user.declared for one in error.sizes):
-                    raise
-                spec = spec_with_sizes(spec, error.sizes, batch_of_example(source.user.examples, spec))
-            except StageError as error:
-                source = kwargs.get("source")
-                sizes = sizes_of_one_graph(error, spec) if refused is None else []
-                user = source.user if isinstance(source, ModuleSource) and not kwargs.get("previous") else None
-                if user is None or not sizes or any(one.axis in user.declared for one in sizes):
-                    raise (refused or error) from error.__cause__
-                refused, spec = error, spec_with_sizes(spec, sizes, batch_of_example(user.examples, spec))
-
-    return build_again
-
-
-def sizes_of_one_graph(error: StageError, spec: BuildSpec) -> list[Sizes]:
-    """The free axes of a user's module, but for the batch, where torch.onnx has translated its program wrongly or not
-    at all; none for other errors, which fixed sizes do not mend."""
-    import torch
-
-    if error.stage != GRAPH_CHECK and not isinstance(error.__cause__, torch.onnx.OnnxExporterError):
-        return []
-    reason = f"with a free size, {str(error).partition(': ')[2].partition('; --debug')[0]}"
-    free = dict.fromkeys(axis for tensor in spec.inputs for axis in tensor.dims if isinstance(axis, str))
-    # their one size is that of the example
-    return [Sizes(axis, 0, 0, reason) for axis in free if axis != "batch"]
-
-
-def batch_of_example(examples: Mapping[str, torch.Tensor], spec: BuildSpec) -> int:
-    """The batch of the examples; that of the build without them."""
-    sizes = (
-        size
-        for tensor in spec.inputs
-        if tensor.name in examples
-        for axis, size in zip(tensor.dims, examples[tensor.name].shape, strict=True)
-        if axis == "batch"
-    )
-    return next(sizes, spec.batch)
-
-
 @with_sizes_of_code
 def artifact_from_spec(
     spec: BuildSpec,
@@ -263,7 +196,7 @@ def artifact_from_spec(
             export = "putting the weights into the traced graphs"
         else:
             export = "exporting to ONNX"
-        with watch.stage(export), held_to_previous(build, source):
+        with watch.stage(export), held_to_previous(previous, source, build.model, build.traced):
             replaced, build = write_graphs(build)
             spec = with_operators_of_graph(spec, build.model)
             build = replace(build, spec=spec)
@@ -292,7 +225,7 @@ def artifact_from_spec(
         record = None
         if build.quantized is not None:
             with watch.stage("measuring what quantisation costs"):
-                record, cost = cost_of_quantization(build, build.quantized, quantization)
+                record, cost = cost_of_quantization(build.model, settings, spec, build.quantized, quantization)
                 verification.checks += cost
         found = trace_model(build, verification, cases, wanted=options.trace)
         report = Report(
@@ -340,15 +273,18 @@ def artifact_from_refit(request: RefitRequest, options: BuildOptions = NOTHING_G
     """
     source, engines, notes = request.resolve()
     tokenizer, text_notes = tokenizer_of_refit(request.artifact, request.checkpoint)
-    return artifact_from_spec(
-        request.artifact.spec,
-        request.place,
-        replace(options, engines=engines, force=request.replaces),
-        source=source,
-        tokenizer=tokenizer,
-        notes=[*notes, *text_notes],
-        previous=request.artifact,
-    )
+    try:
+        return artifact_from_spec(
+            request.artifact.spec,
+            request.place,
+            replace(options, engines=engines, force=request.replaces),
+            source=source,
+            tokenizer=tokenizer,
+            notes=[*notes, *text_notes],
+            previous=request.artifact,
+        )
+    except OtherSizesError as error:
+        raise UserError(other_architecture(source, request.artifact, str(error))) from error
 
 
 def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec) -> Answers:
@@ -385,64 +321,6 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
         record = msgspec.structs.replace(record, unrounded=written.unrounded, products=products)
         build = replace(build, quantized=replace(quantized, record=record))
     return written.replaced, build
-
-
-@contextmanager
-def held_to_previous(build: Build, source: ModuleSource) -> Iterator[None]:
-    """Raise UserError if the graph that is written in the block is of another architecture than that of the artifact
-    whose user's own module gets other weights."""
-    try:
-        yield
-    except StageError:
-        check_same_graph(build, source)
-        raise
-    check_same_graph(build, source)
-
-
-def check_same_graph(build: Build, source: ModuleSource) -> None:
-    """The error of `held_to_previous`, as far as something was written."""
-    previous = build.previous
-    if previous is None or build.spec.model.has_whole_state:
-        return
-    problem = ""
-    old, new = (read_traced(path, MODEL) for path in (previous.traced_path, build.traced))
-    if old is not None and new is not None:
-        here, there = versions(), previous.manifest.environment
-        whole = all(here[name] == there.get(name) for name in ("effexport", "torch", "onnxscript"))
-        problem = why_other_graph(old, new, whole=whole)
-    if not problem and build.model.is_file() and (found := operators_of_model(build.model)) != previous.spec.custom_ops:
-        problem = f"it calls the operators {found}; the artifact has {previous.spec.custom_ops}"
-    if problem:
-        raise UserError(other_architecture(source, previous, problem))
-
-
-def other_architecture(source: ModuleSource, previous: Artifact, problem: str) -> str:
-    build = "export it with effexport build --module"
-    return f"{source.origin} is of another architecture than {previous.path}: {problem}; {build}"
-
-
-def cost_of_quantization(
-    build: Build, quantized: QuantizedModel, data: QuantizationData
-) -> tuple[Quantization, list[Check]]:
-    """What the file loses against the float model on the samples and at its task; the record with these figures."""
-    spec, record = build.spec, quantized.record
-    checks = [check_products(build.model, record)]
-    with OrtRunner(build.model, build.settings, limits=limits_from_spec(spec)) as runner:
-        checks.append(check_loss_on_samples(quantized, runner, spec, judge=data.task is None))
-        if data.task is not None:
-            record, check = check_task(quantized, runner, data.task, spec)
-            checks.append(check)
-    return record, checks
-
-
-def quantization_notes(record: Quantization | None) -> list[str]:
-    """What users have to know about the samples of a quantised build."""
-    if record is None:
-        return []
-    notes = [] if record.samples.source else [DRAWN_NOTE.format(count=record.samples.samples)]
-    if record.precision == "int8" and not Processor.here().has_int8_products:
-        notes.append(SLOW_INT8_NOTE)
-    return notes
 
 
 def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:

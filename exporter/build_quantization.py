@@ -13,11 +13,16 @@ import numpy as np
 from effexport.artifact import Artifact, artifact_in_progress
 from effexport.errors import UserError
 from effexport.files import file_digest
+from effexport.processor import Processor
 from effexport.proof.case_label import CaseLabel
+from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
 from effexport.proof.inputs.random import random_inputs
 from effexport.proof.tolerances import Limit
 from effexport.quantize.record import Quantization, Samples
+from effexport.runners.feeds import limits_from_spec
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
 from effexport.text.samples import samples_from_file
 
@@ -168,3 +173,27 @@ def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: Buil
         return record, Check(kind, case, metric, "passed", value, None, reason, detail, seq_len=case.shape[-1])
     limit = Limit(spec.max_loss, "--max-loss: the share of the task's loss that the build may add")
     return record, judged(kind, case, metric, value, limit, detail)
+
+
+def quantization_notes(record: Quantization | None) -> list[str]:
+    """What users have to know about the samples of a quantised build."""
+    if record is None:
+        return []
+    notes = [] if record.samples.source else [DRAWN_NOTE.format(count=record.samples.samples)]
+    if record.precision == "int8" and not Processor.here().has_int8_products:
+        notes.append(SLOW_INT8_NOTE)
+    return notes
+
+
+def cost_of_quantization(
+    model: Path, settings: OrtSettings, spec: BuildSpec, quantized: QuantizedModel, data: QuantizationData
+) -> tuple[Quantization, list[Check]]:
+    """What the file loses against the float model on the samples and at its task; the record with these figures."""
+    record = quantized.record
+    checks = [check_products(model, record)]
+    with OrtRunner(model, settings, limits=limits_from_spec(spec)) as runner:
+        checks.append(check_loss_on_samples(quantized, runner, spec, judge=data.task is None))
+        if data.task is not None:
+            record, check = check_task(quantized, runner, data.task, spec)
+            checks.append(check)
+    return record, checks

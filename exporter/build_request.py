@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.engines.profile import profiles_from_texts
 from effexport.engines.spec import EngineSpec, check_target, options_of_others
+from effexport.errors import UserError
 from effexport.export.module_source import (
     OF_OPTIONS,
     ModuleSource,
@@ -43,6 +44,12 @@ if TYPE_CHECKING:
 
 # Of --target.
 NO_ENGINE = "none"
+NOTHING_TO_EXPORT = (
+    "nothing to export is given; expected one of:",
+    "  --module MODULE:FUNCTION  a model of your own",
+    "  --checkpoint DIR          a trained Reformer or Nyströmformer",
+    f"  --variant NAME            an encoder of ours: {', '.join(ATTENTION_SPECS)}",
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,10 @@ class BuildRequest:
     def of(cls, options: BuildOptions) -> BuildRequest:
         """The request of options. A spec file sets those that are not given, also of a checkpoint and of a module.
 
-        Raises UserError for a file that cannot be read, and for fields that a BuildSpec has already.
+        Raises UserError if nothing is given, and for a file that cannot be read.
         """
+        if options.spec is None and options.variant is None and options.checkpoint is None and options.module is None:
+            raise UserError(*NOTHING_TO_EXPORT)
         flags = given(options, SpecOptions)
         named = {name: getattr(options, name) for name in ("variant", "task", INDEPENDENT)}
         flags |= {name: value for name, value in named.items() if value is not None}

@@ -277,12 +277,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: SpecFile | Path
     options = dict(file.values) if file else {}
     options |= {name: value for name, value in flags.items() if value is not None}
     names = ", ".join(ATTENTION_SPECS)
-    require("variant" in options or file is None, f"no variant given in {file and file.name}; expected one of: {names}")
-    require(
-        "variant" in options,
-        "nothing to export is given; expected --module MODULE:FUNCTION for a model of your own, --checkpoint DIR for a "
-        f"trained Reformer or Nyströmformer, or --variant NAME, one of: {names}",
-    )
+    require("variant" in options, f"no variant given{f' in {file.name}' if file else ''}; expected one of: {names}")
     variant, scope = options.pop("variant"), options.pop("scope", "encoder")
     require(scope in SCOPES, f"scope is {shown(scope)}; expected {' or '.join(SCOPES)}")
     # an unknown variant is reported before its options are looked at

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from effexport.artifact import files_of_folder
 from effexport.commands._options import cell, implementation_text, say
 from effexport.errors import UserError
-from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, by_name, only_weights_failed, outcome_of, summary
+from effexport.proof.checks.result import (
+    NOT_MEASURED,
+    Check,
+    Kind,
+    by_name,
+    excess,
+    only_weights_failed,
+    outcome_of,
+    outcomes_text,
+    summary,
+)
 from effexport.report.problems import problems_of
 from effexport.report.rendering.text import cases_text
 from effexport.shell import command_line
-from effexport.units import NOTHING, megabytes, number, rough_duration, seconds
+from effexport.units import NOTHING, counted, megabytes, memory, number, rough_duration, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,26 +47,53 @@ def json_of_result(result: BuildResult) -> None:
     print_json(answer | msgspec.to_builtins(result.artifact.manifest))
 
 
-def print_result(console: Console, artifact: Artifact, report: Report, verb: str = "built") -> None:
-    """Print the checks, the notes, the engines, and one line about the artifact. verb: what was done to it."""
-    from effexport.artifact import MODEL
+def print_result(console: Console, result: BuildResult, about: str = "", *, verb: str, verbose: bool) -> None:
+    """Print three lines: what is proven, what was written, and the next command. verbose, or if not all could be
+    checked: first the checks, the notes and the engines, which the report has.
 
+    about: which model the verdict is about, if not PyTorch's. verb: what was done to the artifact.
+    """
+    artifact, report = result.artifact, result.report
+    notes = [*report.notes, *golden_note(artifact)]
+    if verbose or report.verdict != "passed":
+        print_details(console, artifact, report, notes)
+    say(console, verdict_text(report, about or "PyTorch"))
+    size = sum(path.stat().st_size for path in files_of_folder(artifact.path).values())
+    engines = "".join(f", {engine.file}" for engine in report.engines)
+    others = f"; {counted(len(notes), 'note')} in the report" if notes and not verbose else ""
+    say(
+        console,
+        f"{artifact.path}: {memory(size)}, {report.title}, {artifact.spec.precision}{engines}, {verb} in "
+        f"{rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}{others}",
+    )
+    say(console, f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html")
+
+
+def print_details(console: Console, artifact: Artifact, report: Report, notes: Sequence[str]) -> None:
     print_checks(console, report.checks)
     if report.quantization is not None:
         from effexport.report.rendering.quantization import quantization_text
 
         say(console, quantization_text(report.quantization))
-    for note in (*report.notes, *golden_note(artifact)):
+    for note in notes:
         say(console, f"note: {note}", style="yellow")
     for engine in report.engines:
         print_engine(console, artifact, engine)
-    say(
-        console,
-        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {MODEL} of "
-        f"{megabytes(artifact.manifest.model_bytes)}, "
-        f"{verb} in {rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}. "
-        f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html",
-    )
+
+
+def verdict_text(report: Report, title: str) -> str:
+    """`equal to PyTorch, 35 checks passed; the closest to its limit is arithmetic with 12 % of it`."""
+    verdict = {"passed": "equal to", "failed": "NOT proven equal to", "not run": "NOT compared with"}[report.verdict]
+    worst = max(report.checks, key=share_used, default=None)
+    closest = ""
+    if worst is not None and share_used(worst) > 0 and report.verdict == "passed":
+        closest = f"; the closest to its limit is {worst.name} with {100 * share_used(worst):.2g} % of it"
+    return f"{verdict} {title}, {outcomes_text(report.checks)}{closest}"
+
+
+def share_used(check: Check) -> float:
+    """The share of its limit that a check used; 0 if it did not measure anything."""
+    return excess(check.value, check.limit) if check.status == "passed" and check.limit else 0.0
 
 
 def golden_note(artifact: Artifact) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport import api
-from effexport.commands._options import result_console, say, stage_progress, stderr_console
+from effexport.commands._options import result_console, stage_progress, stderr_console
 from effexport.commands._result import json_of_result, print_result
 from effexport.commands._verbs import verb
 from effexport.options import BuildOptions
@@ -36,18 +36,13 @@ def command(options: BuildOptions, as_json: bool, verbose: bool) -> None:
     if as_json:
         json_of_result(result)
     console = result_console(as_json=as_json)
-    print_result(console, result.artifact, result.report)
-    if options.weights is not None:
-        say(console, proven_text(result.report, options.reference))
+    about = "" if options.weights is None else compared_text(result.report, options.reference)
+    print_result(console, result, about, verb="built", verbose=verbose)
 
 
-def proven_text(report: Report, reference: str | Path | None) -> str:
-    """What has been proven about weights that come from another model, and what has not."""
+def compared_text(report: Report, reference: str | Path | None) -> str:
+    """What a model was compared with whose weights come from another one."""
     layer = f"the {report.title} of effexport with the weights of {report.weights_from}"
     if reference is not None:
-        return f"proven: the file computes what {layer} computes, and what the answers in {reference} say"
-    return (
-        f"proven: the file computes what {layer} computes. NOT compared with the model that these weights were trained "
-        "in: name its inputs and answers with --reference FILE.safetensors; a model made of layers of effexport can "
-        "itself be exported with --module"
-    )
+        return f"{layer} and to the answers in {reference}"
+    return f"{layer}, NOT compared with the model that these weights were trained in (--reference FILE.safetensors)"

@@ -30,4 +30,4 @@ def command(options: RefitOptions, as_json: bool, verbose: bool) -> None:
         result = api.refitted(replace(options, progress=progress))
     if as_json:
         json_of_result(result)
-    print_result(result_console(as_json=as_json), result.artifact, result.report, "refitted")
+    print_result(result_console(as_json=as_json), result, verb="refitted", verbose=verbose)

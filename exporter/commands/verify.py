@@ -9,14 +9,14 @@ import click
 
 from effexport import api
 from effexport.commands._options import implementation_text, result_console, say, stage_progress, stderr_console
-from effexport.commands._result import print_checks
+from effexport.commands._result import print_checks, verdict_text
 from effexport.commands._verbs import verb
 from effexport.errors import Unavailable
 from effexport.options import VerifyOptions
 
 
-@verb("verify", VerifyOptions)
-def command(options: VerifyOptions, as_json: bool) -> None:
+@verb("verify", VerifyOptions, result=True)
+def command(options: VerifyOptions, as_json: bool, verbose: bool) -> None:
     """Check that a model computes what PyTorch computes: several shapes, padding, repetition, batch invariance.
 
     Exit status 1 if a check fails, or if something that the options name was not compared.
@@ -31,12 +31,15 @@ def command(options: VerifyOptions, as_json: bool) -> None:
     if as_json:
         print_json(json_of_verification(result, options))
     console = result_console(as_json=as_json)
-    print_checks(console, report.checks, report.divergence)
+    if verbose or report.verdict != "passed" or options.trace:
+        print_checks(console, report.checks, report.divergence)
     if result.found is not None and not report.divergence and not options.trace:
         say(console, trace_text(result.found))
     if report.quality is not None:
         say(console, quality_text(report.quality))
-    say(console, f"{options.model or options.artifact}: {verdict_text(result, options.precision_hint)}")
+    ran = implementation_text(report.implementation)
+    title = reference_text(result, options.precision_hint)
+    say(console, f"{options.model or options.artifact}: {verdict_text(report, title)}{ran}")
     if options.output is not None:
         say(console, f"{options.output}: written")
     if not passed(report.checks):
@@ -66,16 +69,13 @@ def json_of_verification(result: api.Verified, options: VerifyOptions) -> dict[s
     }
 
 
-def verdict_text(result: api.Verified, precision_hint: str) -> str:
-    """`equal to PyTorch, 35 checks passed, 1 not run`, and how the custom operators ran."""
-    from effexport.proof.checks.result import Kind, outcomes_text
+def reference_text(result: api.Verified, precision_hint: str) -> str:
+    """`PyTorch within the limits of bf16`: what a model was compared with."""
+    from effexport.proof.checks.result import Kind
 
     report, kind = result.report, result.request.choice.kind
     title = report.reference
     stored = any(check.kind == Kind.PYTORCH_MODULE for check in report.checks)
     if kind == "golden" or (kind == "auto" and stored):
         title = "PyTorch's stored answers"
-    verdict = {"passed": "equal to", "failed": "NOT proven equal to", "not run": "NOT compared with"}[report.verdict]
-    limits = f" within the limits of {precision_hint}" if precision_hint else ""
-    ran = implementation_text(report.implementation)
-    return f"{verdict} {title}{limits}, {outcomes_text(report.checks)}{ran}"
+    return f"{title} within the limits of {precision_hint}" if precision_hint else title

@@ -87,7 +87,6 @@ def test_a_module_of_ones_own_is_built_and_stays_as_it_is(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "nothing to export is given; expected module=…"),
         ({"variant": "lhs"}, "unknown variant 'lhs'; did you mean 'lsh'"),
         ({"variant": "lsh", "seqlen": 4}, "build has no argument 'seqlen'; did you mean 'seq_len'"),
         ({"variant": "lsh", "seq_len": -5}, "seq_len is -5"),
@@ -104,6 +103,12 @@ def test_a_request_that_cannot_work_is_a_user_error_in_one_line(
         effexport.build(**arguments)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.requires("torch")
+def test_a_build_of_nothing_lists_the_three_ways() -> None:
+    with pytest.raises(effexport.UserError, match=r"(?s)nothing to export .*  module=… .*  checkpoint=… .* variant=…"):
+        effexport.build()
 
 
 def test_a_spec_object_has_all_fields_already(small_spec: Callable[..., BuildSpec]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from effexport.bench.rendering import advise
-from effexport.build import quantization_notes
+from effexport.build_quantization import quantization_notes
 from effexport.commands.doctor import examine_bfloat16, int8_products
 from effexport.processor import CPU_INFO, Processor, processor_from_file
 from effexport.runtimes import RUNTIMES

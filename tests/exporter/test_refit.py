@@ -410,7 +410,7 @@ def test_an_engine_is_built_again_or_left_out(
     monkeypatch.setattr(
         "effexport.engines.engine_from_engine.import_api", lambda target: (_ for _ in ()).throw(UserError(reason))
     )
-    result = cli("refit", old.path, "--weights", file)
+    result = cli("refit", old.path, "--weights", file, "--verbose")
     assert result.code == 0, result.err
     left_out = f"left out: engine/trt-rtx.engine: it has the old weights and cannot be made again here: {reason}"
     assert f"note: {left_out}" in result.out.splitlines()

@@ -39,12 +39,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("verify ''", 2, "the argument after verify is empty; expected a value: is a shell variable unset?"),
     ("run art --text text -o ''", 2, "the argument after -o is empty"),
     # build: what to export
-    (
-        "build",
-        2,
-        "nothing to export is given; expected --module MODULE:FUNCTION for a model of your own, --checkpoint DIR",
-    ),
-    ("build --seq-len 512", 2, "or --variant NAME, one of: softmax, linear"),
     ("build extra", 2, "unexpected extra argument (extra)"),
     ("build --variant", 2, "option '--variant' requires an argument"),
     ("build --variant reformer", 2, "unknown variant 'reformer'; its attention is called 'lsh' here"),
