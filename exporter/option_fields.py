@@ -184,7 +184,8 @@ class Options:
     """Base of the records: it checks the types, and that the values are among the choices."""
 
     def __post_init__(self) -> None:
-        for name, one in options_of(type(self)).items():
+        record: Any = type(self)
+        for name, one in options_of(record).items():
             object.__setattr__(self, name, one.checked(getattr(self, name)))
 
 
