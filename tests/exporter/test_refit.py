@@ -102,7 +102,7 @@ def test_a_causal_model_is_replaced_with_its_decode_step_and_prefill(cli: Cli, c
     folder = copied("linear", "attention", causal=True)
     old = open_artifact(folder)
     file = weights_file(tmp_path, old.spec)
-    result = cli("refit", folder, "--weights", file, "--json")
+    result = cli("refit", folder, "--weights", file, "--json", "--verbose")
     assert result.code == 0, result.err
     new = open_artifact(folder)
     assert result.json["weights_sha256"] == new.manifest.weights_sha256 != old.manifest.weights_sha256
