@@ -149,7 +149,9 @@ def test_a_second_folder_leaves_the_artifact_alone_and_needs_no_traced_graph(
     assert state_of(folder) == before
     for name in ("model.onnx", "model.onnx.data", "reference.safetensors", "traced.zip"):
         assert (refitted / name).read_bytes() == (again / name).read_bytes(), name
-    with pytest.raises(UserError, match=r"first exists; choose another folder with output=…, or replace it with force=True"):
+    with pytest.raises(
+        UserError, match="first exists; choose another folder with output=…, or replace it with force=True"
+    ):
         effexport.refit(folder, weights=file, output=refitted)
     state = other_module(spec).half().state_dict()
     tensors = onnx.load(refitted / "model.onnx").graph.initializer
