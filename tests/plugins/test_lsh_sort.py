@@ -97,7 +97,9 @@ def test_cuda_writes_rank_only_if_wanted(length: int) -> None:
     assert cuda.launch(case_of(buckets, 33), [buckets.ctypes.data, order.ctypes.data, 0]) == 0
     assert_sorted(buckets, 33, order, sorted_by_cuda(buckets, 33)[1])
     # several passes keep the unfinished order in it
-    rank_bytes, sizes = cuda.library.lsh_sort_rank_bytes, (ctypes.c_int64(6), ctypes.c_int64(length))
+    # effexport::lsh_sort::cuda_rank_bytes(int64, int64, int64), as GCC and Clang name it
+    rank_bytes = cuda.library._ZN9effexport8lsh_sort15cuda_rank_bytesElll
+    sizes = (ctypes.c_int64(6), ctypes.c_int64(length))
     rank_bytes.restype = ctypes.c_size_t
     assert rank_bytes(*sizes, ctypes.c_int64(1216)) == 0
     assert rank_bytes(*sizes, ctypes.c_int64(1217)) == 4 * 6 * length
