@@ -113,9 +113,11 @@ def test_the_contracts_formula_is_that_of_another_way_to_float64(name: str) -> N
     case, arrays = CASES[name], arrays_of(name)
     out = CONTRACT.exact(call_of(case), {x: torch.from_numpy(array) for x, array in arrays.items()})["out"].numpy()
     expected, alone = float64_attention(case, arrays)
-    says = ~alone if case.rounded else np.ones_like(alone)
     # `rounded` has logarithms of about 10 in float32
-    assert_close(out[says], expected[says], 1e-5 if case.rounded else 1e-12)
+    assert_close(out[~alone], expected[~alone], 1e-5 if case.rounded else 1e-12)
+    if not case.rounded:
+        # scores of about -1e5, of a token that sees only itself, are multiples of 1.5e-11 in float64
+        assert_close(out, expected, 1e-10)
 
 
 def layer_of(case: Case, **fields: Any) -> LSHAttention:
