@@ -49,7 +49,7 @@ def error(how: str, case: Case, inputs: dict[str, Tensor]) -> float:
 
 
 @native
-@pytest.mark.parametrize("case", (*CONTRACT.cases, *CONTRACT.small), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CONTRACT.cases, *CONTRACT.small], ids=lambda case: case.name)
 def test_the_kernel_is_exact_beside_the_values(case: Case) -> None:
     inputs = CONTRACT.inputs(case, "cpu")
     if not inputs["keep"].any():  # of which the contract says what comes out
