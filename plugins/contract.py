@@ -112,7 +112,7 @@ class Contract:
     small: for everything that is slow: the emulation on a CPU, and compute-sanitizer. cases: further ones for the
     emulation. larger: too slow for it. raced: calls in which two blocks take several items each and all loops repeat,
     for the search for races, which is slower still. empty: some size is zero. body_refuses: those that ONNX Runtime
-    refuses in it.
+    refuses in it. unlaunched: those that ort.cc answers without CUDA, whose launch refuses them.
     averaged: an input, and the case of kind "mean" with so many heads and channels: its results are means of that
     input's two tokens, exact but for one rounding to T.
     hidden: what hidden tokens of these inputs may hold without a change of any bit.
@@ -148,6 +148,7 @@ class Contract:
     larger: tuple[Case, ...] = ()
     empty: tuple[Case, ...] = ()
     body_refuses: tuple[Case, ...] = ()
+    unlaunched: tuple[Case, ...] = ()
     averaged: tuple[str, Callable[[int, int], Case]] | None = None
     hidden: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     torch_halves: bool = True

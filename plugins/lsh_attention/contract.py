@@ -218,6 +218,7 @@ CONTRACT = Contract(
     ),
     empty=tuple(case_of(*sizes, 2, 10, 1) for sizes in EMPTY),
     body_refuses=tuple(case_of(*sizes, 2, 10, 1) for sizes in EMPTY),
+    unlaunched=tuple(case_of(*sizes, 2, 10, 1) for sizes in EMPTY if sizes[1] == 0),
     cuda_roundings=2,  # of weights, and of what each round gives a token
     wrong_attributes=(
         *(

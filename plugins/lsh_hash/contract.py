@@ -138,6 +138,7 @@ CONTRACT = Contract(
     ),
     empty=tuple(case(*sizes, 3, 8, factors=(4,)) for sizes in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0))),
     body_refuses=tuple(case(*sizes, 3, 8, factors=(4,)) for sizes in ((0, 2, 3, 4), (2, 2, 3, 0))),
+    unlaunched=tuple(case(*sizes, 3, 8, factors=(4,)) for sizes in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4))),
     hidden={"qk": (torch.nan, torch.inf, 1e30)},
     wrong_attributes=(
         ({"bucket_factors": (3, 7), "chunk_length": 7}, r"bucket_factors is \[3, 7\]"),

@@ -113,6 +113,8 @@ def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
     )
 
 
+EMPTY = ((0, 2, 3, 4, 40, 24), (2, 0, 3, 4, 40, 24), (2, 2, 0, 4, 40, 24))
+
 CONTRACT = Contract(
     signature=SIGNATURE,
     sizes="batch heads n m d e",
@@ -144,8 +146,9 @@ CONTRACT = Contract(
         Case((3, 2, 257, 1025, 63, 33), (0.37,)),  # more than one block of queries and of keys
         *with_peaks(Case((1, 2, 3, 2500, 40, 24), (0.5,))),  # slices of 1024 keys
     ),
-    empty=tuple(Case(sizes, (0.37,)) for sizes in ((0, 2, 3, 4, 40, 24), (2, 0, 3, 4, 40, 24), (2, 2, 0, 4, 40, 24))),
+    empty=tuple(Case(sizes, (0.37,)) for sizes in EMPTY),
     body_refuses=(Case((2, 0, 3, 4, 40, 24), (0.37,)),),
+    unlaunched=tuple(Case(sizes, (0.37,)) for sizes in EMPTY),
     hidden={"k": (1e4,), "v": (1e4,)},
     averaged=("v", lambda heads, channels: Case((1, heads, 2, 2, 8, channels), (0.5,), "mean")),
     cuda_roundings=1,  # of weights

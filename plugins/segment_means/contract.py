@@ -103,6 +103,7 @@ CONTRACT = Contract(
     larger=in_all_types(Case((3, 2, 1000, 24, 64)), Case((3, 2, 1000, 200, 1)), Case((3, 2, 80, 48, 16))),
     empty=tuple(Case(sizes) for sizes in ((2, 2, 0, 4, 5), (0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 3, 0, 5))),
     body_refuses=(Case((2, 0, 3, 4, 5)),),
+    unlaunched=tuple(Case(sizes) for sizes in ((0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 3, 0, 5))),
     hidden={"x": (torch.nan, torch.inf, 1e30)},
     averaged=("x", lambda heads, channels: Case((1, heads, 2, channels, 1), kind="mean")),
     body_hides=False,  # it multiplies by zero

@@ -96,6 +96,7 @@ def timed(dtype: str, *goals: AtMost | FasterThan) -> Timed:
 
 REPLACED = FasterThan("conv2d", "PyTorch's own convolution and sum")
 
+EMPTY = ((2, 2, 0, 4, 5), (0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 3, 0, 5))
 
 CONTRACT = Contract(
     signature=SIGNATURE,
@@ -118,8 +119,9 @@ CONTRACT = Contract(
     larger=in_all_types(
         Case((3, 2, 1000, 24, 65)), Case((3, 2, 1000, 24, 1)), Case((3, 2, 300, 48, 201)), Case((3, 2, 80, 130, 7))
     ),
-    empty=tuple(Case(sizes) for sizes in ((2, 2, 0, 4, 5), (0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 3, 0, 5))),
+    empty=tuple(Case(sizes) for sizes in EMPTY),
     body_refuses=(Case((2, 0, 3, 4, 5)),),
+    unlaunched=tuple(Case(sizes) for sizes in EMPTY),
     shared=("weight",),
     hidden={"x": (torch.nan, torch.inf, 1e30)},
     body_limit=ROUNDING["float16"],  # of the convolution

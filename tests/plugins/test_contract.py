@@ -185,9 +185,9 @@ def test_every_byte_of_a_mask_that_is_not_0_is_true(op: str, how: str) -> None:
     [
         pytest.param(op, how, case, id=f"{op}-{how}-{case.name}")
         for op, contract in CONTRACTS.items()
-        for how in ("torch", "kernel", "body")
+        for how in ("torch", "kernel", "body", "cuda")
         for case in contract.empty
-        if how != "body" or case not in contract.body_refuses
+        if case not in {"body": contract.body_refuses, "cuda": contract.unlaunched}.get(how, ())
     ],
 )
 def test_empty_inputs_give_what_the_formula_gives(op: str, how: str, case: Case) -> None:
