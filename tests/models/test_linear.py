@@ -228,6 +228,38 @@ def trained_like(**fields: object) -> LinearAttention:
     return layer
 
 
+# One token, around a chunk of the default length, and many chunks.
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
+@pytest.mark.parametrize(
+    ("causal", "option"),
+    [*((False, option) for option in ["", *OPTIONS]), *((True, option) for option in ["", *CAUSAL_OPTIONS])],
+)
+@torch.no_grad()
+def test_every_option_is_its_formula_in_chunks_of_the_default_length(causal: bool, option: str, seq_len: int) -> None:
+    options = {"": {}, **CAUSAL_OPTIONS, **OPTIONS}[option]
+    layer, x = (trained_like if option else linear)(causal=causal, **options), tokens(2, seq_len, 32)
+    keep = all_kept(x)
+    keep[1, max(1, seq_len - 5) :] = False
+    keep[1, 2:4] = False
+    actual, expected = layer.attend(x, keep), exact(layer, x, keep)
+    if not expected.any():  # the first block of a blindspot sees nothing
+        assert torch.equal(actual, expected.float())
+    else:
+        assert relative_error(actual, expected) <= (BLOCKING if option else FLOAT32)
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 65, 100])
+@torch.no_grad()
+def test_the_causal_form_does_not_see_later_tokens(cut: int) -> None:
+    layer, x = linear(causal=True), tokens(2, 130, 32)
+    # other shapes, other blocks: last bits only
+    assert relative_error(layer(x[:, :cut]), layer(x)[:, :cut]) <= BLOCKING
+    changed = x.clone()
+    changed[:, cut:] += 3
+    # exactly: products with zero
+    assert torch.equal(layer(changed)[:, :cut], layer(x)[:, :cut])
+
+
 @pytest.mark.parametrize("option", [option for option in CAUSAL_OPTIONS if "blindspot" not in option])
 @torch.no_grad()
 def test_decode_steps_and_prefill_agree_with_the_whole_sequence_for_every_option(option: str) -> None:

@@ -35,6 +35,11 @@ INT32_MAX = 2**31 - 1
 # the most that a block may have on every GPU without opting in
 SHARED_BYTES = 48 * 1024
 
+# Attributes that no case has, for its arrays would be too large.
+EXTREMES: dict[str, list[dict[str, Any]]] = {
+    "LSHSort": [{"num_buckets": INT32_MAX}],
+    "LSHHash": [{"bucket_factors": factors, "chunk_length": 64} for factors in ([2] * 29, [1 << 30])],
+}
 SIZES = (1, 3, 24, 63, 64, 65, 100, 129, 1000, 4097, 40000)
 
 
@@ -48,7 +53,7 @@ def sample_sizes(plugin: Plugin, dynamic: bool) -> list[dict[str, int]]:
 
 
 def attributes_of(plugin: Plugin) -> list[dict[str, Any]]:
-    """The attributes of a plugin in the cases of its operator's contract, at the ends of all launches."""
+    """The attributes of a plugin in the cases of its operator's contract, and at the ends of what it takes."""
     found: dict[str, dict[str, Any]] = {}
     contract = load_contract(OPS[plugin.op])
     for case in (*contract.small, *contract.cases):
@@ -57,7 +62,7 @@ def attributes_of(plugin: Plugin) -> list[dict[str, Any]]:
             nodes = [given] if choice is plugin else nodes_of(plugin.name, choice, contract, case)
             found |= {json.dumps(x, sort_keys=True): x for x in nodes}
     assert found, f"no case of {plugin.op} has a node {plugin.name}"
-    return [found[key] for key in sorted(found)][:: max(1, len(found) // 8)]
+    return [found[key] for key in sorted(found)] + EXTREMES.get(plugin.name, [])
 
 
 def nodes_of(name: str, choice: Plugin | Rewrite, contract: Contract, case: Case) -> Iterator[dict[str, Any]]:
