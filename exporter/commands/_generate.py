@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import say, stage_progress, stderr_console
+from effexport.commands._options import stage_progress, stderr_console
 from effexport.errors import UserError
 from effexport.generation.sampling import Sampling
+from effexport.render.terminal import say
 
 if TYPE_CHECKING:
     from effexport.runners.options import RunOptions

@@ -13,6 +13,7 @@ import click
 from effexport.commands._progress import bars_of_stages
 from effexport.commands._types import Named, OneOf, check_choice
 from effexport.one_line import one_line
+from effexport.render.terminal import say
 from effexport.runners.options import IMPLEMENTATIONS, RunOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ORT_RUNTIMES, Runtime, described
 from effexport.shell import Word, command_line
@@ -153,11 +154,6 @@ def _console(*, stderr: bool) -> Console:
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
-
-
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print text as one line: without markup and breaks, so that paths can be copied, whatever their names are."""
-    console.print(one_line(text), style=style, markup=False, emoji=False, soft_wrap=True)
 
 
 def cell(text: object, style: str = "") -> Text:

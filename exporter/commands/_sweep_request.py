@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.commands._options import say
 from effexport.environment import require_torch
+from effexport.render.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,7 +17,6 @@ from effexport.commands._options import (
     length_option,
     repeated,
     result_console,
-    say,
     stderr_console,
     time_left,
 )
@@ -27,6 +26,7 @@ from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.environment import require_torch
 from effexport.errors import InterruptError
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.render.terminal import say
 from effexport.runtimes import BENCH_RUNTIMES
 
 if TYPE_CHECKING:

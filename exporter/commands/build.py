@@ -14,7 +14,6 @@ from effexport.commands._options import (
     length_option,
     result_console,
     runtime_options,
-    say,
     settings_from_options,
     stage_progress,
     stderr_console,
@@ -27,6 +26,7 @@ from effexport.errors import UserError
 from effexport.models.checkpoints.spec import tasks
 from effexport.models.encoder.spec import POOLINGS
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.render.terminal import say
 from effexport.runtimes import ORT_RUNTIMES
 from effexport.spec import GOLDEN, SCOPES
 

@@ -15,11 +15,11 @@ from effexport.commands._options import (
     precision_hint_option,
     result_console,
     runtime_options,
-    say,
     stage_progress,
     stderr_console,
     write_output,
 )
+from effexport.render.terminal import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.units import counted, duration
 

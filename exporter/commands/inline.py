@@ -12,11 +12,11 @@ from effexport.commands._options import (
     check_output_file,
     common_options,
     result_console,
-    say,
     stage_progress,
     stderr_console,
 )
 from effexport.errors import UserError
+from effexport.render.terminal import say
 from effexport.units import megabytes
 
 if TYPE_CHECKING:

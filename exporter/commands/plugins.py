@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.cli import SuggestingGroup
-from effexport.commands._options import common_options, result_console, say, stage_progress, stderr_console
+from effexport.commands._options import common_options, result_console, stage_progress, stderr_console
+from effexport.render.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console

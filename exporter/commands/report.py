@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_output_file, common_options, result_console, say, write_output
+from effexport.commands._options import check_output_file, common_options, result_console, write_output
 from effexport.commands._types import OneOf
+from effexport.render.terminal import say
 from effexport.report.rendering.formats import FORMAT_OF_SUFFIX, FORMATS, text_from_report
 
 if TYPE_CHECKING:

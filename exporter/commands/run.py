@@ -18,12 +18,12 @@ from effexport.commands._options import (
     precision_hint_option,
     result_console,
     runtime_options,
-    say,
     stage_progress,
     stderr_console,
 )
 from effexport.commands._text_tasks import TASKS, TextRequest, run_task, text_options
 from effexport.errors import UserError
+from effexport.render.terminal import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.spec import MASK_NAME
 from effexport.units import counted, duration

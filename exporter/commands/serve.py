@@ -14,11 +14,11 @@ from effexport.commands._options import (
     implementation_text,
     length_option,
     runtime_options,
-    say,
     stage_progress,
     stderr_console,
 )
 from effexport.errors import MissingExtraError, UserError
+from effexport.render.terminal import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.serving.engine.settings import ServingSettings
 from effexport.units import bytes_from_text, counted

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import common_options, repeated, result_console, say, stderr_console, time_left
+from effexport.commands._options import common_options, repeated, result_console, stderr_console, time_left
 from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.commands._sweep_request import SweepRequest
+from effexport.render.terminal import say
 from effexport.shell import Word, command_line
 
 if TYPE_CHECKING:

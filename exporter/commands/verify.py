@@ -16,7 +16,6 @@ from effexport.commands._options import (
     precision_hint_option,
     result_console,
     runtime_options,
-    say,
     stage_progress,
     stderr_console,
     write_output,
@@ -24,6 +23,7 @@ from effexport.commands._options import (
 from effexport.commands._types import Named
 from effexport.environment import require_torch
 from effexport.errors import Unavailable
+from effexport.render.terminal import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:

@@ -25,8 +25,6 @@ from typing import Any
 
 import numpy as np
 
-START_S = 120.0
-
 
 @dataclass(frozen=True)
 class ServerProcess:
