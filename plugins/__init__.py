@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from effexport.plugins.errors import LibraryError
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 
 if TYPE_CHECKING:
     from effexport.plugins.building.library import Library, find_library, get_library_path
+    from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 
 __all__ = [
     "DOMAIN",
@@ -28,10 +28,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the library on first use: operators by themselves need PyTorch and nothing else."""
+    """Import a name on first use: an error of the library is known without the table of operators, which imports all
+    their folders, and operators by themselves need PyTorch and nothing else."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("effexport.plugins.building.library"), name)
+    home = "building.library" if name in ("Library", "find_library", "get_library_path") else "ops"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 
 def __dir__() -> list[str]:

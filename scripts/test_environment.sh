@@ -111,7 +111,8 @@ ensure_foreign() (
   printf '%s\n' "$wanted" >"$VENV/foreign.stamp"
 )
 
-# run_pytest fast|all ARGUMENTS...: two workers of one thread each. No test is skipped for a missing part silently.
+# run_pytest fast|all ARGUMENTS...: two workers of one thread each. No test is skipped for a missing part silently. A
+# worker that crashes ends the run: pytest-xdist 3.8 would replace it, and wait without end for the tests it had.
 run_pytest() {
   local size="$1" selection=()
   shift
@@ -121,7 +122,7 @@ run_pytest() {
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1
     EFFEXPORT_REQUIRE="$(required_parts "$size")"
     export EFFEXPORT_REQUIRE
-    "$VENV/bin/python" -m pytest -n 2 --dist loadgroup ${selection[@]+"${selection[@]}"} "$@"
+    "$VENV/bin/python" -m pytest -n 2 --max-worker-restart=0 --dist loadgroup ${selection[@]+"${selection[@]}"} "$@"
   )
 }
 

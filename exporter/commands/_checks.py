@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import cell
+from effexport.one_line import say
 from effexport.proof.check import NOT_MEASURED, Check, Kind, by_name, only_weights_failed, outcome_of, summary
-from effexport.render.terminal import say
 from effexport.report.problems import problems_of
 from effexport.report.rendering.text import cases_text
 from effexport.units import NOTHING, number

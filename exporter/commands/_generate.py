@@ -13,7 +13,7 @@ import click
 from effexport.commands._options import stage_progress, stderr_console
 from effexport.errors import UserError
 from effexport.generation.sampling import Sampling
-from effexport.render.terminal import say
+from effexport.one_line import say
 
 if TYPE_CHECKING:
     from effexport.runners.options import RunOptions

@@ -12,8 +12,7 @@ import click
 
 from effexport.commands._progress import bars_of_stages
 from effexport.commands._types import Named, OneOf, check_choice
-from effexport.one_line import one_line
-from effexport.render.terminal import say
+from effexport.one_line import one_line, say
 from effexport.runners.options import IMPLEMENTATIONS, RunOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ORT_RUNTIMES, Runtime, described
 from effexport.shell import Word, command_line

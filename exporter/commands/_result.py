@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from effexport.commands._options import implementation_text
 from effexport.errors import UserError
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import RUNTIMES
 from effexport.shell import command_line
 from effexport.units import megabytes, rough_duration, seconds

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.environment import require_torch
-from effexport.render.terminal import say
+from effexport.one_line import say
 
 if TYPE_CHECKING:
     from rich.console import Console

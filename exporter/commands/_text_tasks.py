@@ -12,8 +12,7 @@ import click
 
 from effexport.commands._options import implementation_text, result_console, stage_progress, stderr_console
 from effexport.errors import UserError
-from effexport.one_line import one_line
-from effexport.render.terminal import say
+from effexport.one_line import one_line, say
 from effexport.units import duration
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.environment import require_torch
 from effexport.errors import InterruptError
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import BENCH_RUNTIMES
 
 if TYPE_CHECKING:

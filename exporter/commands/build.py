@@ -26,7 +26,7 @@ from effexport.errors import UserError
 from effexport.models.checkpoints.spec import tasks
 from effexport.models.encoder.spec import POOLINGS
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import ORT_RUNTIMES
 from effexport.spec import GOLDEN, SCOPES
 

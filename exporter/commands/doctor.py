@@ -9,7 +9,7 @@ import click
 
 from effexport.commands._options import common_options, result_console
 from effexport.environment import MISSING
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import Runtime
 
 # The lines fit into a terminal of the usual width.

@@ -19,7 +19,7 @@ from effexport.commands._options import (
     stderr_console,
     write_output,
 )
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.units import counted, duration
 

@@ -16,7 +16,7 @@ from effexport.commands._options import (
     stderr_console,
 )
 from effexport.errors import UserError
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.units import megabytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import click
 
 from effexport.commands._options import common_options, result_console
 from effexport.commands._types import OneOf
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runners.options import IMPLEMENTATIONS
 from effexport.serving.triton.spec import BACKENDS
 from effexport.shell import command_line

@@ -10,7 +10,7 @@ import click
 
 from effexport.cli import SuggestingGroup
 from effexport.commands._options import common_options, result_console, stage_progress, stderr_console
-from effexport.render.terminal import say
+from effexport.one_line import say
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ import click
 
 from effexport.commands._options import check_output_file, common_options, result_console, write_output
 from effexport.commands._types import OneOf
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.report.rendering.formats import FORMAT_OF_SUFFIX, FORMATS, text_from_report
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from effexport.commands._options import (
 )
 from effexport.commands._text_tasks import TASKS, TextRequest, run_task, text_options
 from effexport.errors import UserError
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.spec import MASK_NAME
 from effexport.units import counted, duration

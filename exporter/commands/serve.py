@@ -18,7 +18,7 @@ from effexport.commands._options import (
     stderr_console,
 )
 from effexport.errors import MissingExtraError, UserError
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.serving.engine.settings import ServingSettings
 from effexport.units import bytes_from_text, counted

@@ -11,7 +11,7 @@ import click
 from effexport.commands._options import common_options, repeated, result_console, stderr_console, time_left
 from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.commands._sweep_request import SweepRequest
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.shell import Word, command_line
 
 if TYPE_CHECKING:

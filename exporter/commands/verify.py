@@ -23,7 +23,7 @@ from effexport.commands._options import (
 from effexport.commands._types import Named
 from effexport.environment import require_torch
 from effexport.errors import Unavailable
-from effexport.render.terminal import say
+from effexport.one_line import say
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from effexport.one_line import one_line
+from effexport.one_line import one_line, say
 from effexport.render.document import STATUSES, Code, Document, Facts, Item, Link, Part, Sentence, Table
 from effexport.render.multiples import Chart
 from effexport.units import NOTHING
@@ -99,8 +99,3 @@ def print_item(console: Console, item: Item) -> None:
 
 def style_of(status: str) -> str:
     return STATUSES[status][1] if status in STATUSES else ""
-
-
-def say(console: Console, text: str, style: str = "") -> None:
-    """Print text as one line that can be copied, whatever markup it seems to have."""
-    console.print(one_line(text), style=style, markup=False, emoji=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -32,6 +33,14 @@ def import_openvino() -> Any:
     return openvino
 
 
+@functools.cache
+def core_of(openvino: Any) -> Any:
+    """The only Core of the process, which stays. Each Core sets an alternate stack for signals (OpenVINO 2026.4); if
+    Cores end in another order than that of their creation, a freed stack stays in use, and the next signal that Python
+    handles ends the process with SIGSEGV."""
+    return openvino.Core()
+
+
 def onnx_from_source(model: Path | bytes) -> onnx.ModelProto:
     """A model without its external data. model: path of the file, or the serialised model."""
     import onnx
@@ -45,8 +54,7 @@ def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: RunOpti
     Raises MissingExtraError without OpenVINO, UserError for a model without function bodies and for a precision that
     this CPU does not support, and RuntimeUnsupportedError if OpenVINO refuses the model.
     """
-    ov = import_openvino()
-    core = ov.Core()
+    core = core_of(import_openvino())
     check_precision(core, options.precision_hint)
     properties: dict[str, Any] = {
         # OpenVINO would choose bfloat16 by itself where the CPU has it

@@ -14,7 +14,7 @@ from rich.table import Table
 from effexport.commands import bench
 from effexport.commands._options import result_console, stage_progress, stderr_console
 from effexport.commands.sweep import sweep_progress
-from effexport.render.terminal import say
+from effexport.one_line import say
 
 # rich takes the first for styles, the others for an end tag, an emoji and a link
 NAMES = ("artifacts/[bold]lsh", "effexport[openvino]", "[/]", "a:warning:b", ":x:", "[link=x]y[/link]", "\\[red]")

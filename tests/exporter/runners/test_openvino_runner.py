@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +139,22 @@ def test_a_closed_runner_says_so(built: Built) -> None:
     runner.close()
     with pytest.raises(EffexportError, match="this runner is closed"):
         runner.run(hidden())
+
+
+def test_signals_are_handled_after_models_were_closed_in_the_order_they_were_opened(built: Built) -> None:
+    path = str(built("linear", "attention").model_path)
+    code = f"""
+import signal
+from pathlib import Path
+from effexport.runners.openvino.runner import OpenVinoRunner
+runners = [OpenVinoRunner(Path({path!r})) for _ in range(3)]
+while runners:
+    runners.pop(0).close()
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+signal.raise_signal(signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 def test_weights_beside_the_file_are_found_from_its_path_and_from_its_bytes(
