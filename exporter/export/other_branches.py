@@ -151,18 +151,18 @@ class Agreement:
         self._alone = functools.cache(runnable)
 
     def __call__(self, program: ExportedProgram, size: int) -> bool:
-        """Whether a program answers at a size as the module does, up to half of the digits of each type; False if it
-        does not run."""
+        """Whether a program answers at a size as the module does, up to half of the digits of each type; False if one
+        of them does not run."""
         import torch
         from torch.utils._pytree import tree_leaves
 
         for index, inputs in enumerate(self._inputs(size)):
             try:
+                expected = self._answers(size, index)
                 with torch.no_grad():
                     found = tree_leaves(self._alone(program)(*(value.clone() for value in inputs)))
-            except Exception:  # whatever PyTorch raises for sizes that do not fit
+            except Exception:  # whatever PyTorch, or the code of the module, raises for sizes that do not fit
                 return False
-            expected = self._answers(size, index)
             if len(expected) != len(found) or not all(map(is_close, found, expected)):
                 return False
         return True

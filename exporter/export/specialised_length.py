@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 TRACER = "torch.fx.experimental.symbolic_shapes"
 SYMBOL = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 ASSUMPTION = re.compile(r"eval (?:\[guard suppressed\] )?(.+?) \[guard added\] \((.+?):(\d+) in ")
+# Compares sizes in the place of Python's functions.
+ARITHMETIC = "models/user/size_arithmetic.py"
 # How many assumptions a sentence lists, and how many characters of one.
 LISTED, LONGEST_CONDITION = 3, 80
 # Up to this size, an assumption such as Mod(n, 8) = 0 is tried at every size.
@@ -343,6 +345,9 @@ def assumptions(messages: Sequence[tuple[str, str]]) -> Iterator[Assumption]:
     for message, place in messages:
         if match := ASSUMPTION.search(message):
             expression, file, line = match.groups()
+            if file.endswith(ARITHMETIC):  # for the line of the user's code that calls it
+                yield Assumption(expression, place, bool(place))
+                continue
             is_direct = not is_of_package(file)
             yield Assumption(expression, f"{Path(file).name}, line {line}" if is_direct else place, is_direct)
 

@@ -74,6 +74,7 @@ def program_of_user(
     runs a few only, and NotTracedError if PyTorch cannot trace it.
     """
     from effexport.models.user.model import drawing_model
+    from effexport.models.user.size_arithmetic import decided_logarithms, decides_by_logarithm
 
     sizes = sizes_of_example(example, inputs)
     drawing = drawing_model(module)
@@ -91,19 +92,47 @@ def program_of_user(
                 if trace_of_user(module, example, inputs, spec, fixed=axis).program is not None:
                     raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
         raise NotTracedError(trace.error)
-    axes = axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))
-    tied = {one.axis: found for one in axes if (found := one.sizes(sizes[one.axis], trace)) is not None}
-    if not tied:
+    ties = ties_of_trace(trace, sizes, inputs, spec)
+    if len(ties) == 1 and any(map(decides_by_logarithm, ties[0][0].guards)):
+        taken = side_of(trace, ties[0][0]).sizes
+        with decided_logarithms():
+            again = trace_of_user(module, example, inputs, spec)
+            same = [] if again.program is None else ties_of_trace(again, sizes, inputs, spec)
+            if len(same) == 1 and taken <= side_of(again, same[0][0]).sizes:
+                return program_of_ties(module, again, same, example, inputs, spec)
+    return program_of_ties(module, trace, ties, example, inputs, spec)
+
+
+def ties_of_trace(
+    trace: Trace, example: Mapping[str, int], inputs: Sequence[TensorInfo], spec: BuildSpec
+) -> list[tuple[AxisOfTrace, Sizes]]:
+    """The axes that a program does not take at all the sizes of the spec, and at which it does."""
+    axes = axes_of_trace(trace, example, inputs, limits_of_spec(spec))
+    return [(axis, sizes) for axis in axes if (sizes := axis.sizes(example[axis.axis], trace)) is not None]
+
+
+def program_of_ties(
+    module: nn.Module,
+    trace: Trace,
+    ties: Sequence[tuple[AxisOfTrace, Sizes]],
+    example: tuple[torch.Tensor, ...],
+    inputs: Sequence[TensorInfo],
+    spec: BuildSpec,
+) -> tuple[ExportedProgram, SpecChanges]:
+    """The program of a trace, or of another side of the branches that tie it; see `program_of_user`."""
+    assert trace.program is not None
+    if not ties:
         return changed_program(trace.program, inputs, spec)
-    if len(tied) == 1:
-        (branched,) = (one for one in axes if one.axis in tied)
-        whole = program_of_other_branches(module, trace, branched, example, inputs, spec)
+    tied = [sizes for _, sizes in ties]
+    if len(ties) == 1:
+        ((axis, _),) = ties
+        whole = program_of_other_branches(module, trace, axis, example, inputs, spec)
         if whole is not None:
-            found = branched.sizes_between(whole.lowest, whole.highest, whole.reason)
+            found = axis.sizes_between(whole.lowest, whole.highest, whole.reason)
             if found is None or found.is_limit:
                 return changed_program(whole.program, inputs, spec, () if found is None else (found,))
-            tied[branched.axis] = found
-    raise OtherSizesError(STAGE, list(tied.values()))
+            tied = [found]
+    raise OtherSizesError(STAGE, tied)
 
 
 def changed_program(

@@ -16,6 +16,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from torch.utils._pytree import tree_map
 
 from effexport.models.validation import LARGEST_SIZE
 
+DECIDED: ContextVar[bool] = ContextVar("DECIDED", default=False)
+
 
 class Log2:
     """The binary logarithm of a free size, which torch.export does not have: an integer once it is rounded, otherwise a
@@ -35,13 +38,10 @@ class Log2:
         self.size = size
 
     def __floor__(self) -> Any:
-        # each power of two that is not above the size counts
-        size = math.floor(self.size)
-        return sum(torch.sym_min(size // 2**i, 1) for i in range(1, largest(size).bit_length()))
+        return powers_within(self.size if isinstance(self.size, SymInt) else math.floor(self.size), 1)
 
     def __ceil__(self) -> Any:
-        size = math.ceil(self.size) - 1
-        return sum(torch.sym_min(size // 2**i, 1) for i in range(largest(size).bit_length()))
+        return powers_within((self.size if isinstance(self.size, SymInt) else math.ceil(self.size)) - 1, 0)
 
     def __trunc__(self) -> Any:
         return math.floor(self)
@@ -52,6 +52,33 @@ class Log2:
             lambda one: logarithm(one.size, 2) if isinstance(one, cls) else one, (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+
+def powers_within(size: Any, first: int) -> Any:
+    """Count the powers of two from 2 ** first to a free size, in `decided_logarithms` for the traced size only."""
+    if DECIDED.get():
+        exponent = int(size.node.hint).bit_length()
+        if 2**exponent // 2 <= size < 2**exponent:  # as it is, which the trace records
+            return max(0, exponent - first)
+    return sum(torch.sym_min(size // 2**i, 1) for i in range(first, largest(size).bit_length()))
+
+
+@contextmanager
+def decided_logarithms() -> Iterator[None]:
+    """Make rounded logarithms numbers, which hold between two powers of two, for the length of a `with` block. Code
+    that repeats something so often holds for no other size, and terms for all sizes would make its trace slow."""
+    token = DECIDED.set(True)
+    try:
+        yield
+    finally:
+        DECIDED.reset(token)
+
+
+def decides_by_logarithm(guard: Any) -> bool:
+    """True if an assumption of a trace has the terms of `powers_within`."""
+    from torch.utils._sympy.functions import Min
+
+    return any(1 in least.args for least in guard.atoms(Min))
 
 
 def largest(size: Any) -> int:

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.export import Dim
 from written_module import DIM, Written, vectors
 
 import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import StageError, UserError
-from effexport.export.other_branches import Side, program_of_sides
+from effexport.export.onnx_graph import load_graph
+from effexport.export.other_branches import Agreement, Side, program_of_sides
 from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs import case_inputs
@@ -134,6 +136,25 @@ def by_blocks_of_8(x: Tensor) -> Tensor:
     return x.unflatten(1, (-1, 8)).mean(2)
 
 
+class ByLevels(nn.Module):
+    """Sums of 2, 4, … tokens, as often as a length padded to a power of two allows, which must be 4 at least."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        padded = 2 ** math.ceil(math.log2(n))
+        level = total = F.pad(x, (0, 0, 0, padded - n))
+        for i in range(int(math.log2(padded // 4))):
+            level = level.unflatten(1, (level.shape[1] // 2, 2)).sum(2)
+            total = total + level.repeat_interleave(2 ** (i + 1), 1)
+        return total[:, :n]
+
+
+def other_at_9_and_none_below_4(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    assert n > 3
+    return x * 2 if n == 9 else x
+
+
 def line_of(function: Callable[..., Any], offset: int) -> str:
     return f"test_sizes_of_code.py, line {function.__code__.co_firstlineno + offset}"
 
@@ -234,6 +255,28 @@ def test_the_sizes_around_the_example_whose_branches_compute_the_same_are_taken(
         for other in {sizes[0], length + 1, sizes[1] or 100}:
             x = vectors(3, other)
             np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+def test_logarithms_that_decide_how_often_code_runs_are_numbers_in_the_graph(tmp_path: Path) -> None:
+    model = ByLevels()
+    spec = effexport.export(model, vectors(2, 20), tmp_path / "out").artifact.spec.model
+    assert isinstance(spec, ModuleSpec)
+    assert (spec.shortest, spec.longest) == (17, 32)
+    assert line_of(ByLevels.forward, 2) in spec.size_notes["seq"]
+    assert not {"Min", "Pow", "Div"} & {node.op_type for node in load_graph(tmp_path / "out" / "model.onnx").graph.node}
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        for length in (17, 21, 31, 32):
+            x = vectors(3, length)
+            np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+def test_sizes_at_which_the_model_fails_are_no_other_side() -> None:
+    def agrees(module: Callable[[Tensor], Tensor], size: int) -> bool:
+        program = torch.export.export(Written(lambda x: x * 2), (vectors(2, 6),), dynamic_shapes=({1: Dim.AUTO},))
+        return Agreement(Written(module), lambda size: [[vectors(2, size)]])(program, size)
+
+    assert agrees(lambda x: x * 2, 3)
+    assert not agrees(other_at_9_and_none_below_4, 3)
 
 
 @pytest.mark.parametrize("length", [20, 24, 40])
