@@ -198,7 +198,7 @@ class AttentionCore(nn.Module):
         self.layer = layer
 
     def forward(self, *projected: Tensor) -> Tensor:
-        """Attention of the outputs of `project`, each [batch, heads, seq, channels] → [batch, heads, seq, head_dim]."""
+        """Attention over `project`'s outputs, each [batch, heads, seq, channels] → [batch, heads, seq, head_dim]."""
         batch, _, seq_len, _ = projected[0].shape
         keep = torch.ones(batch, seq_len, dtype=torch.bool, device=projected[0].device)
         return self.layer.mix(projected, keep)

@@ -212,7 +212,7 @@ class EncoderSpec(ShortRepr, ModelContract):
 
     @property
     def hostile_inputs(self) -> HostileInputs:
-        """None: the hidden states that reach its attention cannot be chosen."""
+        """No hostile inputs: the hidden states that reach its attention cannot be chosen."""
         return HostileInputs()
 
     @property
