@@ -169,7 +169,7 @@ class Artifact:
         return self.path / TRACED
 
     def has_engine(self, target: str, model: str = MODEL) -> bool:
-        """Whether there is an engine of a target, built from one of the artifact's ONNX files."""
+        """True if the artifact has an engine for a target, built from one of its ONNX files."""
         return engine_name(target, model) in {engine.file for engine in self.manifest.engines}
 
     def engine_path(self, target: str, model: str = MODEL) -> Path:
@@ -185,7 +185,7 @@ class Artifact:
 
     @property
     def has_golden(self) -> bool:
-        """Whether there is a golden file; an artifact that was built with --golden none has none."""
+        """True unless the artifact was built with --golden none."""
         return REFERENCE in self.manifest.files
 
     @property
@@ -252,7 +252,7 @@ def check_graph_of_artifact(
 
 
 def why_not_states(states: tuple[TensorInfo, ...], most_elements: int) -> str:
-    """Why inputs of a graph cannot be a state of constant size, of at most so many elements each; "" if they can."""
+    """The reason inputs of a graph cannot be a state of constant size, within `most_elements` each; "" if they can."""
     if not states:
         return "it takes no state"
     for state in states:
@@ -287,12 +287,12 @@ def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:
 
 
 def is_bare_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, and not the artifact of one, whole or damaged: that has a config.json, too."""
+    """True if a folder is a checkpoint and not an artifact, even a damaged one; artifacts have a config.json, too."""
     return is_checkpoint(path) and not any(os.path.lexists(path / name) for name in (MANIFEST, REFERENCE))
 
 
 def not_an_artifact(path: Path) -> str:
-    """Why a file or folder is not an artifact, and what to use instead."""
+    """The error for a file or folder that is not an artifact, with its remedy."""
     if path.is_file():
         whole = f", such as {path.parent}" if (path.parent / MANIFEST).is_file() else ""
         return f"{path} is not an artifact: it is a file; expected a folder made by effexport build{whole}"

@@ -153,7 +153,7 @@ class Build:
 
     @property
     def traced(self) -> Path:
-        """Where traced graphs are kept."""
+        """The folder of traced graphs."""
         return self.folder / TRACED
 
 
@@ -439,7 +439,7 @@ def other_architecture(source: ModelSource, previous: Artifact, problem: str) ->
 def cost_of_quantization(
     build: Build, quantized: QuantizedModel, data: QuantizationData
 ) -> tuple[Quantization, list[Check]]:
-    """What the file loses against the float model on the samples and at its task; the record with these figures."""
+    """Checks of the loss against the float model, on the samples and at the task, and the record with its figures."""
     spec, record = build.spec, quantized.record
     checks = [check_products(build.model, record)]
     with OrtRunner(build.model, build.settings, limits=limits_from_spec(spec)) as runner:
@@ -451,7 +451,7 @@ def cost_of_quantization(
 
 
 def quantization_notes(record: Quantization | None) -> list[str]:
-    """What users have to know about the samples of a quantised build."""
+    """Caveats about a quantised build: its calibration samples, and slow int8 on this processor."""
     if record is None:
         return []
     notes = [] if record.samples.source else [DRAWN_NOTE.format(count=record.samples.samples)]
@@ -506,7 +506,7 @@ def blame(checks: Sequence[Check], reference: Path | None) -> str:
 
 
 def why_sizes_fail(build: Build) -> str:
-    """Which lines of the user's own module may have tied the export to some sizes; "" if none did."""
+    """Lines of the user's own module that may have tied the export to some sizes; "" if there are none."""
     if not build.spec.model.is_traced_as_found:
         return ""
     with quiet(streams=True), modes_of_users_code(build.module, build.spec):

@@ -1,4 +1,4 @@
-"""What to build, as flags or arguments name it."""
+"""A request for a build, as flags or arguments name it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BuildRequest:
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """Where the tokenizer comes from. Raises UserError for a path that is not a folder."""
+        """The source of the tokenizer. Raises UserError for a path that is not a folder."""
         return tokenizer_of_build(self.tokenizer, self.checkpoint)
 
     def resolve(self, on_stage: Callable[[str], None] = lambda name: None) -> tuple[BuildSpec, ModelSource]:

@@ -214,7 +214,7 @@ def check_texts(arguments: list[str]) -> None:
 
 
 def usage_text(error: click.UsageError) -> str:
-    """What is wrong with a command line and what to do, in one line."""
+    """The error in a command line and its remedy, in one line."""
     from effexport.models.validation import did_you_mean
 
     message = f"{error.message[:1].lower()}{error.message[1:]}".removesuffix(".")

@@ -26,7 +26,7 @@ EXPECTED = "expected an artifact folder, a checkpoint folder, an ONNX file or an
 
 
 def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
-    """What a path holds, and a description of it. Raises UserError for a path that holds something else."""
+    """The kind of a path's content, and its description. Raises UserError for a path that holds something else."""
     if is_engine(path):
         info = read_sidecar(path)
         check_engine_file(path, info)

@@ -33,7 +33,7 @@ ANOTHER_TEMPORARY = "set TMPDIR to a folder with more room"
 
 
 def disk_problem(error: BaseException) -> str:
-    """What is wrong with a disk, if that is why there is an error, or one that caused it; "" for any other reason."""
+    """The disk's problem behind an error or one of its causes; "" for any other reason."""
     one: BaseException | None = error
     # an error that blames the input says enough: its file could not be read, for example
     while one is not None and not isinstance(one, UserError | SpecError):
@@ -49,7 +49,7 @@ def disk_problem(error: BaseException) -> str:
 
 
 def has_limit_of_size() -> bool:
-    """Whether the files of this process may not become larger than some size."""
+    """True if the system limits the size of files that this process writes."""
     try:
         import resource
     except ImportError:  # Windows
@@ -78,7 +78,7 @@ def write_error(path: Path, error: BaseException, remedy: str) -> EffexportError
 
 
 def expected_error(error: OSError) -> EffexportError | None:
-    """What an error of the system means that nobody has handled; None for a bug."""
+    """The error to report for a system error that nobody has handled; None for a bug."""
     if error.errno == errno.ENAMETOOLONG:
         return UserError(f"the name {str(error.filename)[:80]!r}… is too long; choose a shorter one")
     try:

@@ -1,4 +1,4 @@
-"""What is here: installed packages and their versions, and the machine itself: cores, memory, GPU."""
+"""The environment: installed packages with their versions, and the machine: cores, memory, GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PARTS = (
 
 
 def versions() -> dict[str, str | None]:
-    """What a result depends on: versions, None for what is not installed, and the processor."""
+    """Versions that a result depends on, None for packages that are not installed; and the processor."""
     found: dict[str, str | None] = {}
     for package in _ALL:  # of one module, any may be installed
         found[package.module] = found.get(package.module) or package.version
@@ -109,7 +109,7 @@ def require_torch(what: str) -> None:
 
 
 def why_not_importable(error: ImportError | OSError) -> str | None:
-    """What to do about a package that cannot be imported, in one line; None if the module is one of ours: a bug.
+    """The remedy for a package that cannot be imported, in one line; None for one of our own modules: a bug.
 
     A package of which a shared library is missing may raise OSError; None also for an OSError of any other kind.
     """
@@ -152,7 +152,7 @@ def _imported_package(error: OSError) -> str:
 
 
 def examine(package: Package, *, load: bool = True) -> dict[str, Any]:
-    """Whether a package is installed, and what to do if it is not. load: whether it can be imported, too."""
+    """The state of a package, with a remedy if it is not usable. load: also try to import it."""
     problem, remedy = None, package.remedy
     try:
         if load:
@@ -250,5 +250,5 @@ def gpu_name() -> str | None:
 
 
 def has_compiler() -> bool:
-    """Whether a C++ compiler is installed, which torch.compile needs."""
+    """True if a C++ compiler is installed, which torch.compile needs."""
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))

@@ -103,6 +103,6 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, or would have: PyTorch and ONNX Runtime say so only in their messages."""
+    """True if memory ran out, or would have: PyTorch and ONNX Runtime say so only in their messages."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)

@@ -387,7 +387,7 @@ def _is_running(pid: int) -> bool:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder once all links are followed. False for a loop of links, and for a path that the
+    """True if a path lies in a folder once all links are followed. False for a loop of links, and for a path that the
     system does not accept."""
     try:
         path.exists()  # raises for a name that is too long, which `resolve` does not

@@ -34,20 +34,20 @@ class Processor:
 
     @property
     def has_int8_products(self) -> bool:
-        """Whether it multiplies int8 exactly and fast.
+        """True if it multiplies int8 exactly and fast.
 
-        Of an x86 processor whose instructions are not known, no; others have such instructions or no overflow.
+        False for an x86 processor with unknown instructions; other architectures have them, or cannot overflow.
         """
         return self.machine not in X86 or bool(self.int8_products)
 
     @property
     def has_bfloat16_tiles(self) -> bool:
-        """Whether it multiplies bfloat16 in tiles (AMX)."""
+        """True if it multiplies bfloat16 in tiles (AMX)."""
         return BFLOAT16_TILES in self.flags
 
     @property
     def has_bfloat16_products(self) -> bool:
-        """Whether products in bfloat16 are fast; without the instructions they are slower than in float32."""
+        """True if products in bfloat16 are fast; without the instructions they are slower than in float32."""
         return "avx512_bf16" in self.flags
 
 

@@ -68,7 +68,7 @@ def values_of_text(text: bytes, file: Path, remedy: str) -> dict[str, Any]:
 
 
 def _problem(values: dict[str, Any]) -> str:
-    """Why values cannot be those of an honest file, whatever their fields mean; "" if they can be."""
+    """The reason values cannot be those of an honest file, whatever their fields mean; "" if they can be."""
     level: list[Any] = [values]
     for _ in range(MOST_LEVELS):
         texts = [value for value in level if isinstance(value, str)]

@@ -1,4 +1,4 @@
-"""Which artifact gets which weights, as flags or arguments name them: what `effexport refit` gives to a build."""
+"""A request to refit an artifact, as flags or arguments name it: `effexport refit` turns it into a build."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class RefitRequest:
 
     @property
     def replaces(self) -> bool:
-        """Whether a folder that is there may be replaced."""
+        """True if an existing folder may be replaced."""
         return self.force or self.output is None
 
     def resolve(self) -> tuple[ModelSource, list[EngineSpec]]:
-        """Where the module comes from, with notes for the report, and the engines that are made again.
+        """The source of the module, with notes for the report, and the engines to rebuild.
 
-        An engine that cannot be made again on this machine is left out: a note says so, and an EngineWarning.
+        An engine that cannot be rebuilt on this machine is left out: a note says so, and an EngineWarning.
         Raises UserError and SpecError for weights that cannot fit and folders that may not be written.
         """
         self.check_output()
@@ -96,7 +96,7 @@ def refit_note(previous: Artifact, origin: str, weights_sha256: str) -> str:
 def source_for_artifact(
     artifact: Artifact, weights: Path | None, checkpoint: Path | None, named: NamedModule | None
 ) -> ModelSource:
-    """Where the module with the new weights comes from. Raises UserError and SpecError for what cannot fit."""
+    """The source of the module with the new weights. Raises UserError and SpecError for weights that cannot fit."""
     model = artifact.spec.model
     wanted = model.new_weights.format(origin=artifact.manifest.weights_from, variant=model.attention.variant)
     if model.why_not_alone and (named is None or checkpoint is not None):

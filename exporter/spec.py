@@ -1,4 +1,4 @@
-"""What to build: a model spec and how to export it, from command-line flags and a TOML file."""
+"""The spec of a build: a model spec and export options, from command-line flags and a TOML file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ QUANTIZATION_FIELDS = ("quantization", "keep_float", "quantize_embeddings", "smo
 
 
 def is_optional(tensor: TensorInfo) -> bool:
-    """Whether an input may be left out: one of INPUT_DEFAULTS, but no mask of floats that are added to scores."""
+    """True if an input may be left out: one of INPUT_DEFAULTS, but no mask of floats that are added to scores."""
     return tensor.name in INPUT_DEFAULTS and not tensor.dtype.startswith(("float", "bfloat"))
 
 
@@ -161,7 +161,7 @@ class BuildSpec(ShortRepr):
 
     @property
     def head(self) -> Head:
-        """What the file returns, if not what the model does."""
+        """The file's outputs, if they differ from the model's."""
         return Head(self.pool, self.normalize, self.truncate_dim, self.top_k)
 
     @property
@@ -176,7 +176,7 @@ class BuildSpec(ShortRepr):
 
     @property
     def custom_ops(self) -> dict[str, int]:
-        """How many nodes of each custom operator the file contains."""
+        """The number of nodes of each custom operator in the file."""
         return {} if self.inline else self.model.custom_ops(self.fused)
 
     @property
@@ -199,7 +199,7 @@ class BuildSpec(ShortRepr):
 
     @property
     def has_decode_step(self) -> bool:
-        """Whether the artifact also has graphs that run token by token."""
+        """True if the artifact also has graphs that run token by token."""
         return self.model.has_decode_step and not self.head.is_wanted
 
     @property

@@ -1,4 +1,4 @@
-"""What every attention layer has: a frozen description, with every default and every fact about it.
+"""The base of every attention layer's spec: a frozen description, with every default and every fact about it.
 
 No torch here, so that the command line can validate a request before any framework is loaded.
 Field names follow the papers and the Hugging Face configurations.
@@ -53,17 +53,17 @@ class Hashes:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionSpec(ShortRepr, ModelContract):
-    """What all attention layers share.
+    """The fields that all attention layers share.
 
     dim: model width. heads × head_dim is the inner width (`head_dim=None`: dim, in heads of equal size).
     seq_len: the length the model is exported and tuned for, in tokens. Only the variants with learned
     position biases (`aft-full`, `aft-local`) treat it as a maximum.
 
     Facts about a variant are class variables. layer: module and class of its `nn.Module`. formula, cost: for people,
-    with n tokens, d channels, m landmarks, c chunk length, r rounds, s window. is_quadratic: whether memory grows with
-    the square of the length. is_length_free: whether one ONNX file of the layer serves every length; others depend on
-    learned positions or on a number of buckets. why_not_causal: why there is no causal form, as half a sentence;
-    "" if there is one. option_labels: names for a variant with one option set. place: where the variant stands in lists
+    with n tokens, d channels, m landmarks, c chunk length, r rounds, s window. is_quadratic: memory grows with the
+    square of the length. is_length_free: one ONNX file of the layer serves every length; others depend on learned
+    positions or on a number of buckets. why_not_causal: the reason there is no causal form, as half a sentence;
+    "" if there is one. option_labels: names for a variant with one option set. place: the variant's rank in lists
     for users, which other layers do not have.
     """
 
@@ -258,7 +258,7 @@ class AttentionSpec(ShortRepr, ModelContract):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class QueryKeySpec(AttentionSpec):
-    """What the variants share that compare queries with keys.
+    """The fields shared by variants that compare queries with keys.
 
     rotary: rotate queries and keys by their positions, which count from the first token, before all else.
     """

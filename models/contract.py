@@ -182,7 +182,7 @@ class ModelContract(ABC):
 
     @property
     def padded_with(self) -> Mapping[str, int]:
-        """What the proof puts in padded places, by input; of others, their content must not count."""
+        """The values that the proof puts in padded places, by input; the content of others must not count."""
         return {}
 
     @property
@@ -199,17 +199,17 @@ class ModelContract(ABC):
 
     @property
     def has_usual_mask(self) -> bool:
-        """Whether the mask is named as those of our layers, has one value for each token, and its ones keep a token."""
+        """True if the mask is named as those of our layers, has one value for each token, and its ones keep a token."""
         return self.mask == MASK_NAME and not self.mask_ignores and self.inputs.get(MASK_NAME) == self.kept_dims
 
     @property
     def is_causal(self) -> bool:
-        """Whether the proof holds the model to causality: later tokens must not change earlier results."""
+        """True if the proof holds the model to causality: later tokens must not change earlier results."""
         return False
 
     @property
     def has_decode_step(self) -> bool:
-        """Whether the model can also run token by token, with a state of constant size."""
+        """True if the model can also run token by token, with a state of constant size."""
         return False
 
     @property
@@ -219,23 +219,23 @@ class ModelContract(ABC):
 
     @property
     def why_samples_mix(self) -> str:
-        """Why the result of a sample may depend on the other samples of its batch; "" if the proof shows that it does
+        """The reason a sample's result may depend on the other samples of its batch; "" if the proof shows that it does
         not, also for a model of which that was declared."""
         return "" if self.independent_samples else self.why_not_invariant
 
     @property
     def why_not_invariant(self) -> str:
-        """Why the result of a sample may depend on the rest of its batch or on the amount of padding."""
+        """The reason a sample's result may depend on the rest of its batch or on the amount of padding; or ""."""
         return self.why_padding_counts
 
     @property
     def why_padding_counts(self) -> str:
-        """Why the result of a sample may depend on what stands in padded places."""
+        """The reason a sample's result may depend on the content of padded places; or ""."""
         return ""
 
     @property
     def why_float64_differs(self) -> str:
-        """Why the model in float64 may compute something else than in float32, beyond rounding."""
+        """The reason the model in float64 may differ from float32 beyond rounding; or ""."""
         return ""
 
     @property
@@ -250,7 +250,7 @@ class ModelContract(ABC):
 
     @property
     def build_options(self) -> dict[str, Any]:
-        """What a build chose that config.json of its checkpoint does not decide."""
+        """Choices of a build that config.json of its checkpoint does not decide."""
         return {}
 
     @property
@@ -275,12 +275,12 @@ class ModelContract(ABC):
 
     @property
     def why_not_as_published(self) -> str:
-        """Which correction, chosen when the artifact was built, makes every answer differ; see docs/checkpoints.md."""
+        """The correction, chosen at build time, that makes every answer differ; see docs/checkpoints.md."""
         return ""
 
     @abstractmethod
     def custom_ops(self, fused: bool) -> dict[str, int]:
-        """How many nodes of each custom operator the graph contains, with or without fused operators."""
+        """The number of nodes of each custom operator in the graph, with or without fused operators."""
 
     def with_custom_ops(self, found: Mapping[str, int], fused: bool, remarks: Iterable[str]) -> Self:
         """The model with the numbers of operators that its graph has, which only the graph tells. remarks: on why they
@@ -330,7 +330,7 @@ def longer_length(seq_len: int) -> int:
 
 
 def counted(layers: Iterable[CountsOperators], fused: bool) -> dict[str, int]:
-    """How many nodes of each custom operator a model of these layers becomes."""
+    """The number of nodes of each custom operator in a model of these layers."""
     return dict(Counter(op for spec in layers for op in spec.operators(fused)))
 
 

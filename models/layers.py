@@ -137,7 +137,7 @@ class AttentionLayer(CallsOperators):
 
     @property
     def calls_operators(self) -> bool:
-        """Whether `mix` calls also those operators of `effexport.plugins` that are a part of the unfused formulas.
+        """True if `mix` also calls those operators of `effexport.plugins` that are a part of the unfused formulas.
 
         They become nodes of a graph, have kernels, or gradients of their own. Where none of this matters, the same
         code is called directly: the first operator that a process calls has PyTorch load its compiler, for a second.
@@ -151,7 +151,7 @@ class AttentionLayer(CallsOperators):
 
     @property
     def does_without_mask(self) -> bool:
-        """Whether `mix` takes None for a mask that hides nothing, and computes less then."""
+        """True if `mix` takes None for a mask that hides nothing, and computes less then."""
         return False
 
     def keep(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -165,7 +165,7 @@ class AttentionLayer(CallsOperators):
         return merge_heads(self.mix(self.project(hidden_states), keep))  # type: ignore[arg-type]
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """What `mix` works on: [batch, seq, dim] → some tensors [batch, heads, seq, channels]."""
+        """The inputs of `mix`: [batch, seq, dim] → some tensors [batch, heads, seq, channels]."""
         raise NotImplementedError
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class AttentionCore(nn.Module):
         self.layer = layer
 
     def forward(self, *projected: Tensor) -> Tensor:
-        """What the layer's `project` returns, each [batch, heads, seq, channels] → [batch, heads, seq, head_dim]."""
+        """Attention over `project`'s outputs, each [batch, heads, seq, channels] → [batch, heads, seq, head_dim]."""
         batch, _, seq_len, _ = projected[0].shape
         keep = torch.ones(batch, seq_len, dtype=torch.bool, device=projected[0].device)
         return self.layer.mix(projected, keep)

@@ -80,7 +80,7 @@ def parsed(formula: str) -> ast.expr:
 
 
 def is_formula(node: ast.expr) -> bool:
-    """Whether a tree has only what a formula may have."""
+    """True if a tree has only the nodes of a formula."""
     match node:
         case ast.Constant(value=int() as value):
             return type(value) is int and value <= LARGEST_SIZE

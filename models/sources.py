@@ -35,7 +35,7 @@ OF_OPTIONS = "that the options describe: check --scope and the sizes"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the module of a model comes from.
+    """The source of a model's module.
 
     make: the contract and a seed → the module, float32, in evaluation mode. origin: of its weights, for manifests,
     without the path. name: for a folder. notes: for the report. path: of its weights, as the user gave it.
@@ -52,7 +52,7 @@ class ModelSource:
 
     @property
     def is_original(self) -> bool:
-        """Whether the user has the original, whose answers judge a model whatever its weights are."""
+        """True if the user has the original, whose answers judge a model whatever its weights are."""
         return self.user is not None
 
 

@@ -198,7 +198,7 @@ def check_count(name: str, count: int, most: int) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a number, an integer as well, is finite as a float."""
+    """True if a number, an integer as well, is finite as a float."""
     try:
         return math.isfinite(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""How an operator declares what all its implementations promise: the types, and helpers for its inputs.
+"""The contract that all implementations of an operator keep: the types, and helpers for its inputs.
 
 A declaration is CONTRACT in the contract.py of an operator's folder; gpu_check.cc beside it calls launch_cuda with the
 arrays and sizes declared there (see native/gpu_check.h). Tests and scripts/gpu read it. Loads PyTorch and nothing else.
@@ -95,17 +95,17 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What the torch operator, the function body and all kernels of an operator compute, and how fast.
+    """The results, and the speed, that an operator's torch operator, function body and kernels must have.
 
     signature: inputs, outputs and attributes, in this order in the arrays of gpu_check.cc.
     sizes, numbers: names of a case's, in order: dimensions of the signature and attributes. Of an attribute of several
     numbers, their count comes first. derived: other sizes and dimensions, from those that are known.
     inputs(case, device): the input tensors by name, the same ones on every call, in the order of the signature.
-    exact(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow and
-    obvious, in plain PyTorch, on the device of the inputs; all samples at once, because it is called for some samples
-    at a time (scripts/gpu/samples.py).
-    intermediate(case): how many elements the largest array in `exact` has for one sample, if inputs and outputs are
-    smaller. It decides how many samples are computed at once.
+    exact(case, inputs): the right outputs, in float64 or integers, from the operator's definition. Slow and obvious, in
+    plain PyTorch, on the device of the inputs; all samples at once, because it is called for some samples at a time
+    (scripts/gpu/samples.py).
+    intermediate(case): the number of elements that the largest array in `exact` has for one sample, if inputs and
+    outputs are smaller. It decides how many samples are computed at once.
     shared: inputs that all samples share. All other inputs and outputs begin with an axis of sizes[0] samples, or of as
     many rows for each sample.
     limit(case): the largest error that passes.
@@ -115,16 +115,16 @@ class Contract:
     refuses in it. unlaunched: those that ort.cc answers without CUDA, whose launch refuses them.
     averaged: an input, and the case of kind "mean" with so many heads and channels: its results are means of that
     input's two tokens, exact but for one rounding to T.
-    hidden: what hidden tokens of these inputs may hold without a change of any bit.
-    body_hides: the body takes NaN there, too. body_limit: what its own roundings add in half types. cuda_roundings: how
-    many roundings of the limit only the CUDA kernels make. torch_halves: the torch operator computes in float32 in half
-    types, too.
+    hidden: values that hidden tokens of these inputs may hold without a change of any bit.
+    body_hides: the body takes NaN there, too. body_limit: the error that its own roundings add in half types.
+    cuda_roundings: roundings in the limit that only the CUDA kernels make. torch_halves: the torch operator computes in
+    float32 in half types, too.
     wrong_attributes: with the words of the error. uncountable: sizes that the CUDA kernels refuse.
     checked: more sizes for the GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
-    compared: how many samples of a huge case are compared with `exact`, if that is too slow for all of them. All
+    compared: the number of samples of a huge case to compare with `exact`, if that is too slow for all of them. All
     elements of the others must be finite, so that none is left unwritten.
-    work(case): what the kernels of a call do, of which scripts/gpu/bounds.py makes a lower bound of the time.
-    baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
+    work(case): the work of a call's kernels, from which scripts/gpu/bounds.py computes a lower bound of the time.
+    baselines(case, inputs): the alternatives without the kernel, by name; each call enqueues its work and returns.
     """
 
     signature: Signature

@@ -1,4 +1,4 @@
-"""What function bodies are written with, and the constructs that they must avoid: see docs/function_bodies.md."""
+"""Building blocks of function bodies, and the constructs that they must avoid: see docs/function_bodies.md."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _producer_type(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -
 
 
 def _is_exact(division: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> bool:
-    """Whether the dividend of an integer Div is x − x mod d."""
+    """True if the dividend of an integer Div is x − x mod d."""
     subtraction = producers.get(division.input[0])
     if subtraction is None or subtraction.op_type != "Sub":
         return False

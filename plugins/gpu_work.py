@@ -1,6 +1,6 @@
-"""What the CUDA kernels of one call do, as they are written: declared by each operator's contract.py as `work`.
+"""The work of one call's CUDA kernels, as they are written: declared by each operator's contract.py as `work`.
 
-Bytes, multiply-adds and accesses to shared memory; scripts/gpu/bounds.py divides them by what a GPU can do at best.
+Bytes, multiply-adds and accesses to shared memory; scripts/gpu/bounds.py divides them by the best rates of a GPU.
 Counted as for SM 80 and later.
 """
 
@@ -16,7 +16,7 @@ ROWS, COLUMNS = 16, 8
 
 @dataclass(frozen=True)
 class Work:
-    """What all launches of one call do together, beside reading their inputs and writing their outputs once.
+    """The work of all launches of one call, besides reading their inputs and writing their outputs once.
 
     fused: multiply-adds of float32. tensor: multiply-adds on tensor cores. Padding of tiles counts.
     shared: bytes of shared memory's bandwidth. An access of a warp counts ACCESS_BYTES for each so many that its lanes
@@ -49,7 +49,7 @@ class Work:
 
 
 def parts(whole: int, part: int) -> int:
-    """How many parts cover the whole."""
+    """The number of parts that cover the whole."""
     return -(-whole // part)
 
 

@@ -50,7 +50,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Signature:
-    """What an operator takes and returns. Its element types are those of its row: `op`, by default the one in OPS."""
+    """Inputs, outputs and attributes of an operator. Its element types are those of its row: `op`, else in OPS."""
 
     onnx_name: str
     doc: str
@@ -203,7 +203,7 @@ class Signature:
         return result
 
     def onnx_translation(self) -> Callable[..., Any]:
-        """What torch.onnx.export calls for a call of the torch operator, with the same arguments: it emits one node."""
+        """The translation of a torch operator's call for torch.onnx.export: one node with the same arguments."""
         import torch
 
         arguments = getattr(torch.ops.effexport, self.row.torch_name).default._schema.arguments

@@ -47,7 +47,7 @@ def choose(
     dims: Sequence[Sequence[int | str | None]],
     attributes: Mapping[str, Any],
 ) -> Plugin | Rewrite | str:
-    """What runs a node of ours: a plugin, several in its place, or, as a sentence for the user, why its body must.
+    """The plugin for a node of ours, several in its place, or the reason its body must run, as a sentence for the user.
 
     op_name: the ONNX name, a key of `known_ops()`. dtypes and dims are those of the node's inputs: NumPy names of types
     ("float32", "bfloat16"), and a name or None for a dynamic dimension. attributes: the node's own, by name.

@@ -62,7 +62,7 @@ COMPUTE = "effexport_compute_seconds_sum"
 
 @dataclass(frozen=True)
 class Bench:
-    """What all phases share. start: starts another server, with further options."""
+    """The setup that all phases share. start: starts another server, with further options."""
 
     server: ServerProcess
     start: Callable[..., AbstractContextManager[ServerProcess]]

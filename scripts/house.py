@@ -30,6 +30,7 @@ ROOTS = {"exporter": "effexport", "models": "effexport.models", "plugins": "effe
 RUNTIMES = {"ort", "ort-cuda", "ort-trt", "ort-rtx", "trt", "trt-rtx", "openvino", "ort-openvino"}
 KINDS = re.compile(r"(Attention|Encoder|Checkpoint|Module|Nystrom|LSH|Linear|Softmax|AFT\w*)Spec\b")
 MOST_PARAMETERS = 12
+QUESTION = re.compile(r"(What|Whether|How|Where|Who|Which|Why)\b")
 # The folder of the operator whose name stands for those of all.
 OPERATOR = "segment_means"
 
@@ -95,7 +96,7 @@ class Checkout:
 
     @functools.cached_property
     def imports(self) -> dict[str, set[str]]:
-        """What each module imports, inside functions and for types as well: a reader follows these, too."""
+        """The imports of each module, inside functions and for types as well: a reader follows these, too."""
         return {name: self.imported(tree) - {name} for name, tree in self.trees.items()}
 
     @functools.cached_property
@@ -190,6 +191,7 @@ def measure(here: Checkout) -> dict[str, Figure]:
         "runtime names outside the table": here.literals(RUNTIMES, (*inner, "effexport.runtimes")),
         "files that name one operator": counted(files_that_name(here, OPERATOR)),
         "click options": counted(options_of(here)),
+        "docstrings that begin as questions": counted(questions(here)),
     }
 
 
@@ -225,6 +227,14 @@ def options_of(here: Checkout) -> Iterator[str]:
     for place, node in here.nodes(ast.Call):
         if ast.unparse(node).startswith("click.option("):
             yield place
+
+
+def questions(here: Checkout) -> Iterator[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in here.tracked:
+        for node in ast.walk(ast.parse(path.read_bytes())) if path.suffix == ".py" else ():
+            if isinstance(node, documented) and QUESTION.match(ast.get_docstring(node) or ""):
+                yield f"{path.relative_to(here.top)}:{node.body[0].lineno}"
 
 
 def main() -> int:

@@ -90,7 +90,7 @@ def title_of(run: Result) -> str:
 
 
 def percent_off(run: Result | None, loss: float) -> str:
-    """How far the loss of a run is from PyTorch's, in percent of it."""
+    """The difference of a run's loss from PyTorch's, in percent of it."""
     if run is None or "not_run" in run:
         return NOTHING if run is None else "not run"
     percent = 100 * run["differences"]["loss"][0] / loss

@@ -375,7 +375,7 @@ def stand_on(flags: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def plainest_processor() -> Iterator[None]:
-    """What it asks of ONNX Runtime is right on every machine, also on one without int8 products."""
+    """Run as on a plain AVX2 processor: its settings for ONNX Runtime are right on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         stand_on(PROCESSORS["AVX2"], patch)
         yield

@@ -143,7 +143,7 @@ class WithoutTypes(ast.NodeTransformer):
 
 
 def imported_modules(module: str, tree: ast.AST) -> set[str]:
-    """Which of our modules a module imports when it runs, at its top or inside its functions."""
+    """The modules of ours that a module imports when it runs, at its top or inside its functions."""
     names = {name for _, name in imports(WithoutTypes().visit(tree))}
     # `from package import name` imports a module of that name or the package that defines it
     found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
@@ -151,7 +151,7 @@ def imported_modules(module: str, tree: ast.AST) -> set[str]:
 
 
 def package_of(name: str) -> str | None:
-    """Which of our packages a dotted name belongs to; None for everything foreign."""
+    """The package of ours that a dotted name belongs to; None for everything foreign."""
     parts = name.split(".")
     if parts[0] != "effexport":
         return None
@@ -254,7 +254,7 @@ def test_imports_for_type_checkers_make_no_circle() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Which heavy modules are loaded in a fresh interpreter after a statement."""
+    """Heavy modules that a statement loads in a fresh interpreter."""
     code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     return set(done.stdout.splitlines()[-1].split())

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("packaging")
 
 
 def source_files() -> dict[str, bytes]:
-    """What the wheel must hold, by its path there, with its content."""
+    """Files that the wheel must hold, by their path there, with their content."""
     files = {}
     for folder, package in PACKAGE_OF_FOLDER.items():
         for path in (ROOT / folder).rglob("*"):

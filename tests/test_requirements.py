@@ -168,7 +168,7 @@ def test_with_tensorrt():
 
 @pytest.fixture
 def tensorrt_tree(tmp_path: Path) -> Path:
-    """What the part `tensorrt` is judged by, with stamps as scripts/test_environment.sh writes them."""
+    """The files that decide on the part `tensorrt`, with stamps as scripts/test_environment.sh writes them."""
     names = [
         "conformance-requirements-11.txt",
         "conformance-requirements-10.txt",
@@ -246,7 +246,7 @@ def required_parts(
     browser: bool = False,
     disk: bool = False,
 ) -> str:
-    """What scripts/test_environment.sh requires on a machine that calls itself so and has no nvcc."""
+    """The parts that scripts/test_environment.sh requires on a machine with this `uname` and without nvcc."""
     stubs = f"has_tool() {{ false; }}; has_node() {{ true; }}; has_browser() {{ {str(browser).lower()}; }}"
     stubs += f"; has_small_disk() {{ {str(disk).lower()}; }}"
     script = f'source "{HERE.parent}/scripts/test_environment.sh"; {stubs}; required_parts {size}'

@@ -63,7 +63,7 @@ def test_kernels_give_what_function_bodies_give(draw: Callable[[Dice], Call], wo
 
 
 def results_in(worker: Worker, call: Call) -> list[np.ndarray]:
-    """What the kernels of a worker return, whose NumPy has no bfloat16: the model casts from and to float32."""
+    """Results of the kernels in a worker, whose NumPy has no bfloat16: the model casts from and to float32."""
     import onnx
 
     model = onnx.load_from_string(operators.model(call, "unknown"))

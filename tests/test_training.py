@@ -1,4 +1,4 @@
-"""What trained models are trained on and how, in scripts/training."""
+"""Tasks and training of the trained models, in scripts/training."""
 
 from __future__ import annotations
 

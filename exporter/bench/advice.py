@@ -1,4 +1,4 @@
-"""What `bench --advise` measures, in which order, and roughly how long that takes. Loads no framework."""
+"""The plan of `bench --advise`: the cases in order of measurement, and a rough duration. Loads no framework."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ MOST_DISTURBED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure for an advice. grid: of one length, batch and precision.
+    """The measurements for an advice. grid: of one length, batch and precision.
 
-    refused: why a variant cannot be the model that was described, by variant. spec_file: where it was described, or "".
-    quality: how good candidates are, by label and runtime, as far as that is known.
+    refused: the reasons variants cannot be the described model, by variant. spec_file: its description, or "".
+    quality: the known quality of candidates, by label and runtime.
     """
 
     grid: Grid
@@ -121,7 +121,7 @@ def probe_of(case: Case, length: int | None) -> Case | None:
 
 
 def least_ms_by_products(case: Case, flops_per_second: float) -> float | None:
-    """What the matrix products of a case take at least, on a CPU with this speed in float32.
+    """A lower bound on the time of a case's matrix products, on a CPU with this speed in float32.
 
     None for lower precisions, and for GPUs: their matrix units are several times faster.
     """
@@ -132,7 +132,7 @@ def least_ms_by_products(case: Case, flops_per_second: float) -> float | None:
 
 
 def misses(least_ms: float | None, longest_ms: float | None) -> bool:
-    """Whether a case that takes at least this long need not be measured."""
+    """True if a case that takes at least this long need not be measured."""
     if least_ms is None or longest_ms is None:
         return False
     return least_ms > max(WORTH_LEAVING_OUT_MS, MARGIN * longest_ms)

@@ -63,7 +63,7 @@ class Adviser:
         return {row.case.runtime: row for row in self.bench.rows[done:]}
 
     def leaves_out_by_probe(self, case: Case, probe: Row | None) -> bool:
-        """Whether a case would miss the limit even if its time grew no faster than its length."""
+        """True if a case would miss the limit even if its time grew only linearly with its length."""
         if probe is None or probe.timing is None:
             return False
         short_ms, length = probe.timing.lowest_ms, probe.case.seq_len
@@ -100,7 +100,7 @@ class Speed:
 
     @property
     def bound(self) -> float:
-        """What the processor reaches at most when nothing disturbs it."""
+        """The speed that an undisturbed processor reaches at most."""
         return self.measured * (MOST_DISTURBED if self.is_disturbed else 1)
 
 

@@ -107,7 +107,7 @@ def measured_line(curve: Curve, pairs: Sequence[Pair], begins: bool = False) -> 
 
 
 def repeats(name: str, curve: Curve) -> bool:
-    """Whether a curve measures the model of a row of the Nyströmformer table: `Nyströmformer-64` has 64 landmarks."""
+    """True if a curve measures the model of a row of the Nyströmformer table: `Nyströmformer-64` has 64 landmarks."""
     if name == "Transformer":
         return curve.is_baseline
     model, _, landmarks = name.partition("-")

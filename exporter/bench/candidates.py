@@ -1,6 +1,6 @@
-"""What is timed: one object per case, whose inputs are bound beforehand, so that a call computes and copies nothing.
+"""Timed candidates, one per case: their inputs are bound beforehand, so a call computes and copies nothing else.
 
-Before it is timed, a candidate must compute what PyTorch computes on these inputs.
+Before it is timed, a candidate must compute the result of PyTorch on these inputs.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
 
 
 def model_opener(case: Case, threads: int, memory_arena: bool) -> OpenModel:
-    """What opens ONNX files with the runtime of a case."""
+    """A function that opens ONNX files with the runtime of a case."""
     from effexport.runners.artifact_runner import runner_module
     from effexport.runners.options import RunOptions
 
@@ -198,7 +198,7 @@ def with_buckets_as_inputs(
 
 
 def reason_not_here(runtime: str) -> str | None:
-    """Why this machine cannot run a runtime; None if it can."""
+    """The reason this machine cannot run a runtime; None if it can."""
     row = RUNTIMES[runtime]
     if row.device == "cpu":
         return None if row.package.version else f"{row.package.module} is not installed: {row.package.remedy}"
@@ -219,7 +219,7 @@ def reason_not_here(runtime: str) -> str | None:
 
 
 def reason_without_runtime(runtime: Runtime) -> str | None:
-    """Why a runtime that needs a GPU is not usable; None if it is installed."""
+    """The reason a runtime that needs a GPU is not usable; None if it is installed."""
     try:
         if runtime.engine:
             from effexport.tensorrt.bindings import import_api
@@ -259,7 +259,7 @@ def array_from_tensor(tensor: torch.Tensor) -> Array:
 
 
 def is_beyond_runtime(error: BaseException) -> bool:
-    """Whether the runtime has no kernel for an element type, such as bfloat16 on a CPU: not a failure of the model."""
+    """True if the runtime has no kernel for an element type, such as bfloat16 on a CPU: not a failure of the model."""
     return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
 
 
@@ -401,7 +401,7 @@ def judged_checks(
 
 
 def signature_problem(case: Case, outputs: Mapping[str, Array]) -> str:
-    """What is wrong with names, types or shapes; "" if nothing is."""
+    """A mismatch of names, types or shapes; "" if there is none."""
     sizes = {"batch": case.batch, "seq": case.seq_len}
     expected = {tensor.name: (tensor.dtype, shape_of(tensor.dims, sizes)) for tensor in signature_of_case(case).outputs}
     actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}

@@ -1,4 +1,4 @@
-"""What a case takes at least and roughly: the floor, the memory, and the seconds of its measurement."""
+"""The cost of a case: its floor, its memory, and a rough estimate of the seconds that its measurement takes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def needed_bytes(case: Case) -> int:
 
 
 def reason_too_large(case: Case) -> str | None:
-    """Why a case does not fit into the free memory; None if it fits or that is unknown."""
+    """The reason a case does not fit into the free memory; None if it fits or the free memory is unknown."""
     free, needed = free_memory_bytes(), needed_bytes(case)
     if free is None or needed <= USABLE_SHARE * free:
         return None

@@ -75,7 +75,7 @@ BASELINE = "softmax"
 
 @dataclass(frozen=True)
 class Setting:
-    """What must be equal for two models to be compared. batch is 0 if it depends on the length."""
+    """The conditions that two compared models must share. batch is 0 if it depends on the length."""
 
     runtime: str
     scope: str
@@ -163,7 +163,7 @@ def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, Crossover]]:
 
 
 def has_several_batches(rows: Iterable[Row]) -> bool:
-    """Whether any length was measured with several batches. If batches only shrink with length, they form one curve."""
+    """True if any length was measured with several batches. Batches that only shrink with length form one curve."""
     batches: dict[int, set[int]] = {}
     for row in rows:
         batches.setdefault(row.case.seq_len, set()).add(row.case.batch)
@@ -224,7 +224,7 @@ def disturbance(results: BenchResults) -> str:
 
 
 def parity_sentence(results: BenchResults) -> str:
-    """Whether the timed candidates compute the right result, and which have no timing."""
+    """The parity of the timed candidates in sentences, and the candidates without a timing."""
     compared = [row for row in results.rows if row.parity and (row.parity.value is not None or not row.parity.passed)]
     wrong = [row for row in compared if row.parity and not row.parity.passed]
     parts = []
@@ -268,7 +268,7 @@ def problems(results: BenchResults) -> list[Item]:
 
 
 def notes(results: BenchResults) -> list[Item]:
-    """What a reader should know about how rows were measured, once for all rows that share it."""
+    """Notes on the measurement of rows, once for all rows that share one."""
     texts = dict.fromkeys(row.note for row in results.rows if row.note)
     return [Item("note", f"{text} ({_labels([row for row in results.rows if row.note == text])})") for text in texts]
 
@@ -290,7 +290,7 @@ def status_of(row: Row) -> Status:
 
 
 def reason_of(row: Row) -> str:
-    """Why a row has no timing; if its parity failed, with the values."""
+    """The reason a row has no timing; if its parity failed, with the values."""
     parts = [row.reason]
     if row.parity and not row.parity.passed:
         if row.parity.value is not None:

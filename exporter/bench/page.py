@@ -272,7 +272,7 @@ def timing_note(results: BenchResults) -> str:
 
 
 def line_of_problem(row: Row, cells: tuple[str, ...]) -> Line:
-    """Why a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
+    """The reason a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
     status, reason = status_of(row), reason_of(row)
     if status != "disturbed" or row.timing is None:
         return Line(cells, status, reason)

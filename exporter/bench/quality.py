@@ -1,4 +1,4 @@
-"""How good the candidates of an advice are: results of `effexport evaluate`, matched with the models that are timed."""
+"""Quality of an advice's candidates: results of `effexport evaluate`, matched with the models that are timed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class CandidateQuality:
-    """How good a candidate is. loss: bits per byte if they are known, else nats per answer. model: what was judged."""
+    """Quality of a candidate. loss: bits per byte if known, else nats per answer. model: the one that was judged."""
 
     loss: Estimate
     model: str
@@ -90,7 +90,7 @@ def judged_from_json(path: Path) -> Judged:
 
 
 def answers_of(found: Evaluation) -> tuple[object, ...]:
-    """What two results must share to be about the same answers."""
+    """A key that two results share if they are about the same answers."""
     return found.objective, found.data_sha256, found.rows, found.answers
 
 
@@ -99,7 +99,7 @@ def told(found: Evaluation) -> str:
 
 
 def described_by(spec: BuildSpec) -> dict[str, Any]:
-    """What a spec file would say about a model, apart from the fields of its variant."""
+    """The description of a model as in a spec file, apart from the fields of its variant."""
     attention = {name: getattr(spec.attention, name) for name in sorted(SHARED_FIELDS)}
     if attention["bias"] == type(spec.attention).bias:
         del attention["bias"]  # each variant has its own default

@@ -80,7 +80,7 @@ class Entry:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether its timing is too long because of other programs."""
+        """True if its timing is too long because of other programs."""
         return self.latency_ms is not None and self.row is not None and not self.row.is_quotable
 
     @property
@@ -124,7 +124,7 @@ def loss_of(entry: Entry) -> float:
 
 
 def beats(one: Entry, other: Entry) -> bool:
-    """Whether one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
+    """True if one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
     first, second = (((entry.latency_ms or 0.0), loss_of(entry)) for entry in (one, other))
     return first[0] <= second[0] and first[1] <= second[1] and first != second
 
@@ -174,7 +174,7 @@ def loss_beside(entry: Entry, best: Entry) -> str:
 
 
 def are_alike(one: Entry, other: Entry) -> bool:
-    """Whether the confidence intervals of the losses overlap, or one of them is unknown."""
+    """True if the confidence intervals of the losses overlap, or one of them is unknown."""
     assert one.quality is not None
     assert other.quality is not None
     first, second = one.quality.loss, other.quality.loss
@@ -200,7 +200,7 @@ class BuildCommand:
 
     @property
     def before(self) -> str:
-        """What to do first, as a sentence; "" if nothing."""
+        """Changes to the spec file that come first, as a sentence; "" if there are none."""
         add = f"write these lines to {self.file}: {'; '.join(self.lines)}" if self.lines else ""
         remove = f"remove {', '.join(self.remove)} from {self.file}, which this variant does not have"
         steps = [step for step in (add, remove if self.remove else "") if step]
@@ -277,7 +277,7 @@ class Advice:
 
     @property
     def figure(self) -> str:
-        """What the losses are: bits per byte, or loss; "" without any."""
+        """The name of the losses: bits per byte, or loss; "" without any."""
         return next((entry.quality.loss.name for entry in self.entries if entry.quality is not None), "")
 
 
@@ -294,7 +294,7 @@ def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
 
 
 def model_text(plan: Plan) -> str:
-    """What is measured: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
+    """The measured model: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
     case = plan.cases[0]
     model = model_of_case(case)
     name = f"an encoder of {counted(model.layers, 'layer')}" if case.scope == "encoder" else "one attention layer"
@@ -323,7 +323,7 @@ def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
 
 
 def is_fastest(best: Entry, entries: Sequence[Entry]) -> bool:
-    """Whether no disturbed entry, the best one included, could be faster than it was measured."""
+    """True if no disturbed entry, the best one included, could be faster than it was measured."""
     disturbed = [entry.latency_ms for entry in entries if entry.is_disturbed and entry.latency_ms is not None]
     return all(best.latency_ms is not None and ms / MOST_DISTURBED > best.latency_ms for ms in disturbed)
 
@@ -340,7 +340,7 @@ def entry_of(case: Case, row: Row | None, limits: Limits) -> Entry:
 
 
 def judged(row: Row, limits: Limits) -> tuple[Standing, str]:
-    """Where a timed row stands, and why. A disturbed time is too long, so it may be within a limit but not over it."""
+    """The standing of a timed row, with a reason. A disturbed time is too long: it proves a fit, never a miss."""
     assert row.timing is not None
     late = over_limit("latency", row.timing.median_ms, limits.latency_ms)
     large = over_limit("memory", row.peak_bytes, limits.memory_bytes)
@@ -360,7 +360,7 @@ def over_limit(name: str, value: float | None, limit: float | None) -> str:
 
 
 def sentences_of_best(best: Entry, entries: Sequence[Entry], plan: Plan) -> Iterator[str]:
-    """What to use; if disturbed rows leave that open, what fits, or without any limit what is the fastest so far.
+    """The model to use; if disturbed rows leave that open, one that fits, or without limits the fastest so far.
 
     With --quality, the frontier.
     """
@@ -388,7 +388,7 @@ def sentences_of_best(best: Entry, entries: Sequence[Entry], plan: Plan) -> Iter
 
 
 def sentences_of_none(entries: Sequence[Entry], plan: Plan, *, measured: bool) -> Iterator[str]:
-    """Why there is nothing to recommend, and what comes closest."""
+    """The reason there is nothing to recommend, and the closest candidate."""
     if not measured:
         yield NOTHING_MEASURED
         return

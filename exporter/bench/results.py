@@ -82,13 +82,13 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
-    """What other programs did while a row was timed; None for what the system does not tell.
+    """Activity of other programs while a row was timed; None where the system does not tell.
 
-    kept, dropped: its rounds; those are dropped in which its threads had to wait for a core.
-    waited_share: seconds that its threads waited, all together, per second of the runs that its timing is made of.
+    kept, dropped: its rounds; a round is dropped if its threads had to wait for a core.
+    waited_share: seconds that its threads waited, all together, per second of the runs behind its timing.
     own_cores: cores that this process used on average during them. Both count from just before a run to just after it.
-    other_cores: cores that other programs used, and stolen_cores: cores that the host of a virtual machine took, on
-    average while all rows of its size were timed.
+    other_cores, stolen_cores: cores that other programs used, and that the host of a virtual machine took, on average
+    while all rows of its size were timed.
     """
 
     kept: int
@@ -127,7 +127,7 @@ class Row:
 
     @property
     def is_quotable(self) -> bool:
-        """Whether sentences, ratios, ranks and charts may use the timing: of the right result, and undisturbed."""
+        """True if sentences, ratios, ranks and charts may use the timing: of the right result, and undisturbed."""
         return self.status == "measured" and self.timing is not None and (self.parity is None or self.parity.passed)
 
     @property

@@ -70,10 +70,10 @@ NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept memor
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure. threads: those of each runtime (None: one per core). max_seconds: timed seconds per row.
+    """Settings of a measurement. threads: of each runtime (None: one per core). max_seconds: timed, per row.
 
     parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
-    wait_seconds: how long, in all, to wait until other programs leave the machine alone.
+    wait_seconds: the longest total wait for other programs to leave the machine alone.
     """
 
     rounds: int = 15
@@ -291,7 +291,7 @@ class Bench:
         self.fill_in_ratios(rotation, found)
 
     def fill_in_ratios(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
-        """How many times faster each undisturbed row is than undisturbed softmax, and than PyTorch."""
+        """Fill in the speedup of each undisturbed row over undisturbed softmax, and over PyTorch."""
         good = {item.name: rotation.samples[item.name] for item in found if item.row.is_quotable}
         for item in found:
             case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
@@ -374,7 +374,7 @@ def bench(
 
 
 def reason_not_run(case: Case, not_here: dict[str, str | None]) -> str | None:
-    """Why this machine cannot run a case; None if it can. not_here: what is known of runtimes already, added to."""
+    """The reason this machine cannot run a case; None if it can. not_here: a cache of reasons, by runtime."""
     if case.runtime not in not_here:
         not_here[case.runtime] = reason_not_here(case.runtime)
     return not_here[case.runtime] or reason_too_large(case)
@@ -398,7 +398,7 @@ def total_cost(grid: Grid, settings: Settings) -> float:
 
 
 def file_name(case: Case) -> str:
-    """What the exported file of a case is called, without its suffix. Some models have one file for every length."""
+    """The name of a case's exported file, without its suffix. Some models have one file for every length."""
     model, graph = model_of_case(case), RUNTIMES[case.runtime].graph
     length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
     return f"{case.label}-{length}-{case.precision}-{graph}".replace(" ", "_").replace("/", "_")

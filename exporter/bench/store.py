@@ -89,7 +89,7 @@ class Store:
         return read_record(self.failed_folder(cell), cell)
 
     def damage(self, cell: Cell) -> str:
-        """What is wrong with the folder of a finished cell, or "". Compares the sizes of files."""
+        """A fault in the folder of a finished cell, or "". Compares the sizes of files."""
         folder = self.cell_folder(cell)
         if not folder.exists():
             return ""

@@ -319,7 +319,7 @@ class Point:
     gpu: str
 
     def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
-        """Whether a pattern of [[exclude]] applies; a variant may be given with or without its options."""
+        """True if a pattern of [[exclude]] applies; a variant may be given with or without its options."""
         own = {name: {value} for name, value in self.named.items()}
         own["variant"].add(self.model.label)
         return all(own[name] & set(values) for name, values in pattern.items())

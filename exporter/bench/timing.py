@@ -43,7 +43,7 @@ class CoreTimes:
 
 @dataclass(frozen=True)
 class CoreUse:
-    """How many of our cores others used on average: other programs, and the host of a virtual machine."""
+    """Average numbers of our cores used by others: other programs, and the host of a virtual machine."""
 
     others: float
     stolen: float
@@ -81,7 +81,7 @@ class Machine:
         return found if ran else None
 
     def is_waiting(self) -> bool:
-        """Whether another thread of this process is ready to run but has no core now; `waits` counts that later."""
+        """True if another thread of this process is ready to run but has no core now; `waits` counts that later."""
         looks = [{thread: thread_seconds(thread) for thread in self._ready_threads()}]
         # a thread that has a core gets on meanwhile
         looks.append({thread: thread_seconds(thread) for thread in self._ready_threads()})
@@ -107,7 +107,7 @@ class Machine:
             return {}
 
     def core_times(self) -> CoreTimes | None:
-        """What was used of our cores until now."""
+        """The use of our cores until now; None if the system does not count it."""
         try:
             lines = [line.split() for line in STAT.read_text().splitlines()]
             columns = [[int(word) for word in words[1:]] for words in lines if words and words[0] in self._names]
@@ -119,7 +119,7 @@ class Machine:
         return CoreTimes(time.monotonic(), self.own_seconds(), busy / ticks, stolen / ticks) if busy else None
 
     def use_since(self, start: CoreTimes | None) -> CoreUse | None:
-        """What others used of our cores since `start`."""
+        """The use of our cores by others since `start`."""
         end = self.core_times()
         if start is None or end is None or end.wall <= start.wall:
             return None
@@ -128,7 +128,7 @@ class Machine:
 
     @property
     def idle_cores(self) -> float:
-        """How many cores others may use on an idle machine."""
+        """The number of cores that others may use on an idle machine."""
         return IDLE_SHARE * self.cores
 
 
@@ -358,7 +358,7 @@ class Rotation:
         return statistics.median(own.values()) * 1e3 if own and self.has_enough(own) else None
 
     def sees_waits(self, name: str) -> bool:
-        """Whether waiting for a core tells which runs of a call were disturbed."""
+        """True if waits for a core reveal the disturbed runs of a call."""
         return self.judges_waits and all(run.waited is not None for runs in self.runs[name].values() for run in runs)
 
     def has_enough(self, rounds: Collection[int]) -> bool:
@@ -391,7 +391,7 @@ def timing_from_samples(seconds: Sequence[float]) -> Timing:
 
 
 def times_faster(own: dict[int, float], other: dict[int, float], fewest: int) -> float | None:
-    """How many times faster than the other: the median over the rounds of both; None with fewer than `fewest`."""
+    """The speedup over the other: the median over the rounds of both; None with fewer than `fewest`."""
     ratios = [other[number] / seconds for number, seconds in own.items() if number in other and seconds > 0]
     return statistics.median(ratios) if len(ratios) >= fewest else None
 
@@ -405,7 +405,7 @@ NOTHING_KNOWN = "this system does not tell what other programs do, so disturbed 
 
 
 def disturbance_of(rotation: Rotation, name: str) -> Disturbance:
-    """What is known of a call of the rotation."""
+    """The known disturbance of one call in the rotation."""
     use = rotation.use
     runs = [run for number in rotation.used_rounds(name) for run in rotation.runs[name][number]]
     waited = [run.waited for run in runs if run.waited is not None]
@@ -420,7 +420,7 @@ def disturbance_of(rotation: Rotation, name: str) -> Disturbance:
 
 
 def reason_disturbed(row: Row, rotation: Rotation, name: str) -> str:
-    """Why the timing of a row may not be quoted; "" if it may."""
+    """The reason the timing of a row may not be quoted; "" if it may."""
     machine, use = rotation.machine, rotation.use
     used = "" if use is None else f"; other programs used {use.others:.1f} of {machine.cores} cores"
     if not rotation.has_enough(rotation.samples[name]):
@@ -435,7 +435,7 @@ def reason_disturbed(row: Row, rotation: Rotation, name: str) -> str:
 
 
 def notes_of(rotation: Rotation, names: Sequence[str]) -> str:
-    """What could not be judged here; "" if everything could."""
+    """A note on disturbances that this system cannot show; "" if it shows all."""
     if all(rotation.sees_waits(name) for name in names):
         return ""
     return NOTHING_KNOWN if rotation.use is None else NO_WAITS

@@ -1,4 +1,4 @@
-"""What an artifact returns in terms of transformers: the class of its outputs, and the file export.json, with which
+"""An artifact's outputs as transformers knows them: their class, and the file export.json, with which
 `ExportedModel.from_pretrained` of transformers 5 opens an artifact folder."""
 
 from __future__ import annotations

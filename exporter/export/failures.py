@@ -1,4 +1,4 @@
-"""What torch.onnx says when it cannot export a module, in one line, and where in the user's code."""
+"""Failures of torch.onnx to export a module: a reason in one line, and the place in the user's code."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def reason_of(error: BaseException) -> str:
-    """What torch.onnx says about a failure, in one line and without its graph: of chained errors, the first that does
-    not refer to others, in plain words if these are known."""
+    """The reason that torch.onnx gives for a failure, in one line and without its graph: of chained errors, the first
+    that does not refer to others, in plain words if these are known."""
     cause = error.__cause__ or error
     while cause.__cause__ is not None and REFERS in str(cause):
         cause = cause.__cause__

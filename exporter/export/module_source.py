@@ -43,7 +43,7 @@ def check_memory(spec: BuildSpec) -> None:
 
 
 def why_too_large(spec: BuildSpec) -> str:
-    """Why this machine cannot hold a model; "" if it may, or if its memory is not known."""
+    """The reason this machine cannot hold a model; "" if it may, or if its memory is not known."""
     total, needed = total_memory_bytes(), spec.least_bytes
     if total is None or needed <= total:
         return ""

@@ -79,11 +79,11 @@ def onnx_from_module(
 
 @dataclass(frozen=True)
 class Written:
-    """What a written graph differs in from the traced one.
+    """Differences of a written graph from the traced one. replaced: see `attach_function_bodies`.
 
-    replaced: see `attach_function_bodies`. unrounded: values that are rounded before a quantised product, in the order
-    of the graph. products: every product that stays float beside quantised ones, and why. changes: what the trace of a
-    user's own module says, and its spec does not.
+    unrounded: values that are rounded before a quantised product, in the order of the graph.
+    products: every product that stays float beside quantised ones, with the reason.
+    changes: facts that the trace of a user's own module shows, and its spec lacks.
     """
 
     replaced: Counter[str]
@@ -288,7 +288,7 @@ def failure(error: Exception, module: nn.Module) -> StageError:
 
 
 def unknown_op(cause: str) -> str:
-    """What to do if torch.onnx does not know an operator of a user's, because nothing declares it; "" otherwise."""
+    """The remedy if torch.onnx does not know a user's operator, because nothing declares it; "" otherwise."""
     called = re.search(r"\beffexport(?:::|\.)(\w+)", cause)
     if called is None or any(op.torch_name == called[1] for op in known_ops().values()):
         return ""

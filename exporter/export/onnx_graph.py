@@ -56,7 +56,7 @@ ValueType = tuple[str, tuple[int | str | None, ...]]
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """What a graph must have: inputs, outputs, and this number of nodes of each of our operators.
+    """The signature that a graph must have: inputs, outputs, and a number of nodes for each of our operators.
 
     Operators of users may occur any number of times: no spec says which a module calls.
     """
@@ -97,7 +97,7 @@ def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, s
 
 
 def why_invalid(path: Path, *, infer_shapes: bool = False) -> str:
-    """What makes a file invalid ONNX; "" if nothing does. infer_shapes: also look for shapes that contradict."""
+    """The reason a file is not valid ONNX; "" if it is. infer_shapes: also look for contradictory shapes."""
     import onnx
 
     try:
@@ -110,7 +110,7 @@ def why_invalid(path: Path, *, infer_shapes: bool = False) -> str:
 
 
 def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
-    """How a graph differs from its signature; "" if it does not."""
+    """The difference of a graph from its signature; "" if there is none."""
     found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
     ours, declared = ({op: n for op, n in ops.items() if op in OPS} for ops in (found, signature.custom_ops))
     if ours != declared:
@@ -125,8 +125,8 @@ def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
 
 
 def why_not_traced(traced: bytes, signature: GraphSignature, opset: int, weights: Mapping[str, TensorInfo]) -> str:
-    """Why a graph from an archive, see traced_graphs.py, was not traced from a module with these weights: it is not
-    valid ONNX with the signature, whose other inputs are some of the weights. "" if it may have been."""
+    """The reason a graph from an archive, see traced_graphs.py, was not traced from a module with these weights; "" if
+    it may have been: it is valid ONNX with the signature, and its other inputs are some of the weights."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -181,7 +181,7 @@ def not_for_tensorrt(path: Path) -> tuple[str, ...]:
 def why_forbidden(
     node: onnx.NodeProto, constants: Mapping[str, int], forbidden: Mapping[str, str] = FORBIDDEN_OPS
 ) -> str:
-    """Why no graph may hold a node; "" if it may. constants: see `small_constants`."""
+    """The reason a graph may not hold a node; "" if it may. constants: see `small_constants`."""
     if node.op_type == "TopK" and constants.get(node.input[1] if len(node.input) > 1 else "", 2**63) <= LARGEST_TOP_K:
         return ""
     return forbidden.get(node.op_type, "")
@@ -314,8 +314,8 @@ def load_graph(path: Path) -> onnx.ModelProto:
 
 
 def graph_outline(path: Path) -> onnx.ModelProto:
-    """What `load_graph` returns, without the numbers of large weights. Not to be changed: a large file, which takes a
-    second to read, is read once as long as it stays the same."""
+    """The model as `load_graph` returns it, without the numbers of large weights. Do not change it: a large file, which
+    takes a second to read, is cached as long as it stays the same."""
     found = path.stat() if path.is_file() else None
     if found is None or found.st_size < LARGE_FILE_BYTES:
         return load_graph(path)
@@ -346,7 +346,7 @@ def _outline(file: _File) -> onnx.ModelProto:
 
 
 def why_not_readable(model: onnx.ModelProto) -> str:
-    """What no runtime could make sense of, before one is asked, or "": versions, attributes, functions without end."""
+    """A fault that no runtime could handle, or "": versions, attributes, endless functions."""
     import onnx
 
     if not OLDEST_IR_VERSION <= model.ir_version <= onnx.IR_VERSION:
@@ -376,7 +376,7 @@ def why_not_readable(model: onnx.ModelProto) -> str:
 
 
 def _names(model: onnx.ModelProto) -> Iterator[tuple[str, list[str]]]:
-    """What has names in a model, and the names."""
+    """Names in a model, by the kind of their owners."""
     graphs = [model.graph]
     for function in model.functions:
         yield "functions", [function.name, function.domain, *function.input, *function.output, *function.attribute]
@@ -396,7 +396,7 @@ def _names(model: onnx.ModelProto) -> Iterator[tuple[str, list[str]]]:
 
 
 def _why_without_end(model: onnx.ModelProto) -> str:
-    """Whether functions call themselves, or each other so often that their nodes do not fit into memory; "" if not."""
+    """The fault of functions that call themselves, or each other so often that their nodes exceed memory; or ""."""
     calls = {
         (function.domain, function.name): Counter((node.domain, node.op_type) for node in nodes_within(function.node))
         for function in model.functions
@@ -446,7 +446,7 @@ def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
 
 
 def operators_of_model(path: Path) -> dict[str, int]:
-    """How many nodes of each custom operator a model has."""
+    """The number of nodes of each custom operator in a model."""
     return dict(Counter(node.op_type for node in graph_outline(path).graph.node if node.domain == DOMAIN))
 
 

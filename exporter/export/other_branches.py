@@ -151,7 +151,7 @@ class Agreement:
         self._alone = functools.cache(runnable)
 
     def __call__(self, program: ExportedProgram, size: int) -> bool:
-        """Whether a program answers at a size as the module does, up to half of the digits of each type; False if one
+        """True if a program answers at a size as the module does, up to half of the digits of each type; False if one
         of them does not run."""
         import torch
         from torch.utils._pytree import tree_leaves

@@ -279,7 +279,7 @@ def _readers(node: ir.Node, *op_types: str) -> list[ir.Node]:
 
 
 def _reduces_axis_of(reduction: ir.Node, concatenation: ir.Node) -> bool:
-    """Whether a reduction runs over the axis of a concatenation, and no part of it can be empty."""
+    """True if a reduction runs over the axis of a concatenation, and no part of it can be empty."""
     import onnx_ir as ir
 
     given = reduction.inputs[1] if len(reduction.inputs) > 1 else None

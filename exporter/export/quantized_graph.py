@@ -294,7 +294,7 @@ def float_products(model: ir.Model, reason_of: Callable[[str], str]) -> tuple[Fl
 
 
 def reads_codes(node: ir.Node) -> bool:
-    """Whether both factors of a product come from codes."""
+    """True if both factors of a product come from codes."""
     return all(
         x is not None and (p := x.producer()) is not None and p.op_type == "DequantizeLinear" for x in node.inputs[:2]
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def recurrent_translation(opset: int) -> dict[Any, Callable[..., Any]]:
-    """What torch.onnx.export calls for the operator of `models.adapters.recurrent`, by operator."""
+    """Translations for torch.onnx.export of the operator of `models.adapters.recurrent`, by operator."""
     import numpy as np
     import onnx_ir as ir
     import torch

@@ -1,4 +1,4 @@
-"""Whether a user's own module, traced again, is still the one that an artifact was built from."""
+"""The test that a user's own module, traced again, is still the one that an artifact was built from."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LONGEST_NODE = 120
 
 
 def why_other_graph(old: bytes, new: bytes, *, whole: bool) -> str:
-    """What the second of two graphs of a user's own module, see `graph_without_numbers`, has otherwise; "" if nothing.
+    """The first difference between two graphs of a user's own module, see `graph_without_numbers`; "" if none.
 
-    whole: whether the nodes are compared, too: another release of PyTorch may write others for the same code. Raises
+    whole: also compare the nodes; another release of PyTorch may write others for the same code. Raises
     UserError for a first graph, which may come from anybody, that is not a graph.
     """
     import onnx

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def size_translation(opset: int) -> dict[Any, Callable[..., Any]]:
-    """What torch.onnx.export calls for functions of sizes, by function. For one export: it keeps what it has seen."""
+    """Translations for torch.onnx.export of functions of sizes, by function. For one export: they keep state."""
     import torch
 
     sizes = _Sizes(opset)

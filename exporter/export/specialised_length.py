@@ -52,8 +52,8 @@ CHANGE = (
 
 @dataclass(frozen=True)
 class Assumption:
-    """What the tracer assumed of sizes. expression: with its symbols. place: the innermost line of the user's code,
-    "" if there is none. is_direct: whether that line itself compares sizes, and not PyTorch in a call of it."""
+    """An assumption of the tracer about sizes. expression: with its symbols. place: the innermost line of the user's
+    code, or "". is_direct: that line itself compares sizes, and not PyTorch in a call of it."""
 
     expression: str
     place: str
@@ -73,7 +73,7 @@ class Trace:
     axes: Mapping[str, str]
 
     def is_of_one_axis(self, assumption: Assumption) -> bool:
-        """Whether an assumption only says that an axis has one size in two inputs."""
+        """True if an assumption only says that an axis has one size in two inputs."""
         pair = EQUAL.fullmatch(assumption.expression)
         owners = {self.axes.get(symbol, symbol).partition(" of ")[0] for symbol in pair.groups()} if pair else set()
         return len(owners) == 1
@@ -103,7 +103,7 @@ class Sizes:
 
     @property
     def is_limit(self) -> bool:
-        """Whether the axis stays free, within limits; only that of tokens can have a highest size."""
+        """True if the axis stays free, within limits; only that of tokens can have a highest size."""
         return not self.is_one and (self.axis == "seq" or self.highest is None)
 
 
@@ -154,15 +154,15 @@ def traced(
 
 
 def assumed_sizes(trace: Trace) -> str:
-    """Which lines of the user's code assume something of sizes that should stay free, as a sentence; "" if none do."""
+    """The lines of the user's code that fix sizes which should stay free, as a sentence; "" if none do."""
     lines = trace.reasons([one for one in trace.assumptions if one.is_direct])
     return f"the code of the module assumes sizes that should stay free: {lines}. {CHANGE}" if lines else ""
 
 
 @dataclass(frozen=True)
 class AxisOfTrace:
-    """What a program holds for of one axis: sizes from lowest to highest for which all guards hold. wanted: the limits
-    that the spec has. assumptions: those about the axis."""
+    """The sizes of one axis for which a program holds: from lowest to highest, if all guards hold. wanted: the limits
+    in the spec. assumptions: those about the axis."""
 
     axis: str
     lowest: int
@@ -250,7 +250,7 @@ def of_axes(guard: Any, axes: Mapping[str, Any]) -> Any:
 
 
 def holds_everywhere(guard: Any, limits: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether an assumption on several axes holds for all sizes that are tried; or is about something else, too.
+    """True if an assumption on several axes holds for all sizes that are tried, or is about something else, too.
 
     limits: of sizes, by the name of a symbol.
     """
@@ -276,7 +276,7 @@ def limits_of_range(bounds: ValueRanges[Any]) -> tuple[int, int]:
 
 
 def holds(guard: Any, size: int) -> bool:
-    """Whether an assumption holds for a size, or is about several sizes."""
+    """True if an assumption holds for a size, or is about several sizes."""
     symbols = symbols_of(guard)
     return len(symbols) != 1 or bool(condition(guard, symbols)(size))
 
@@ -354,13 +354,13 @@ def assumptions(messages: Sequence[tuple[str, str]]) -> Iterator[Assumption]:
 
 @functools.cache
 def is_of_package(file: str) -> bool:
-    """Whether a file belongs to PyTorch or to us. file: its path, whose beginning may be cut off."""
+    """True if a file belongs to PyTorch or to us. file: its path, whose beginning may be cut off."""
     specs = map(importlib.util.find_spec, ("torch", "effexport", "effexport.models", "effexport.plugins"))
     return any(lies_in(file, Path(str(spec.origin)).parent) for spec in specs if spec is not None)
 
 
 def lies_in(file: str, folder: Path) -> bool:
-    """Whether a path, of which the tracer has cut off the first characters, is that of a file in a folder."""
+    """True if a path, whose first characters the tracer may have cut off, is that of a file in a folder."""
     parts = Path(file).parts
     paths = (folder.joinpath(*parts[i:]) for i in range(len(parts)))
     return any(path.is_relative_to(folder) and str(path).endswith(file) and path.exists() for path in paths)

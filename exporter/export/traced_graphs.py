@@ -174,7 +174,7 @@ def hidden_constants(model: ir.Model) -> Iterator[bool]:
 
 
 def is_almost_neutral(tensor: ir.TensorProtocol) -> bool:
-    """Whether a constant is one number that is close to 0 or 1, but not equal to it."""
+    """True if a constant is one number that is close to 0 or 1, but not equal to it."""
     if tensor.size != 1 or not tensor.dtype.is_floating_point():
         return False
     number = float(tensor.numpy().item())

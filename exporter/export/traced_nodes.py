@@ -56,7 +56,7 @@ def is_size(node: Node) -> bool:
 
 
 def is_of_example(size: Any) -> bool:
-    """Whether the shapes of the example give a size, and not its numbers."""
+    """True if a size follows from the shapes of the example, and not from its numbers."""
     return isinstance(size, int) or size.node.has_hint()
 
 

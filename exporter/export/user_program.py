@@ -39,7 +39,7 @@ OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for t
 
 @dataclass(frozen=True)
 class SpecChanges:
-    """What the program of a user's own module says, and its spec does not.
+    """Facts that the program of a user's own module shows, and its spec lacks.
 
     sizes: limits of free axes, outside of which the program would be wrong. outputs: axes by name, where those of the
     spec hold near the example only, such as "seq" of x[:, :100].
@@ -172,7 +172,7 @@ def other_outputs(program: ExportedProgram, inputs: Sequence[TensorInfo], spec: 
 
 
 def is_same_size(dim: int | str, other: int | str, limits: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether two formulas give the same at all sizes that are tried: some, and those near the numbers in them."""
+    """True if two formulas agree at all sizes that are tried: a few, and those near the numbers in them."""
     texts = [one for one in (dim, other) if isinstance(one, str)]
     if dim == other or not texts:
         return True  # the proof compares constants

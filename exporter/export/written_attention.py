@@ -97,7 +97,7 @@ def written_at(softmax: Any, changed: Collection[Node] = ()) -> Written | None:
 
 
 def scaled(node: Any) -> tuple[Node, float] | None:
-    """What a node multiplies or divides by a number, and the factor. None for other nodes."""
+    """The value that a node multiplies or divides by a number, and the factor. None for other nodes."""
     import torch
 
     match node.target, node.args:
@@ -124,7 +124,7 @@ def product_with_weights(softmax: Any) -> Node | None:
 
 
 def has_known_shapes(written: Written) -> bool:
-    """Whether all tensors have the same batch and heads, one floating-point type, and the mask is one of keys."""
+    """True if all tensors have the same batch and heads and one floating-point type, and the mask is one of keys."""
     import torch
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -227,7 +227,7 @@ def widens(node: Node) -> bool:
 
 
 def has_known_shapes(written: WrittenLinear) -> bool:
-    """Whether the factors have the shapes and the type that the operator takes, and its result those of `out`."""
+    """True if the factors have shapes and a type that the operator takes, and its result those of `out`."""
     import torch
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -259,7 +259,7 @@ def steps_to(out: Node, sources: Collection[Node]) -> list[Node] | None:
 
 
 def does_the_same_at_all_sizes(node: Node) -> bool:
-    """Whether the sizes of the example show what an operator does at others: it takes parts of fixed axes only."""
+    """True if an operator's behaviour at the example's sizes holds at all others: it takes parts of fixed axes only."""
     sizes = [one.meta["val"] for one in node.all_input_nodes if is_size(one)]
     match name_of(node):
         case "slice" if has_shape_of(node, node.args[0]):
@@ -274,7 +274,7 @@ def does_the_same_at_all_sizes(node: Node) -> bool:
 
 
 def is_cut_at_other_sizes(part: Node) -> bool:
-    """Whether torch.export has the shape of x for a slice, such as x[:100], because the example is shorter."""
+    """True if torch.export has the shape of x for a slice, such as x[:100], because the example is shorter."""
     if name_of(part) != "slice" or not has_shape_of(part, part.args[0]):
         return False
     bounds = {*part.args[2:4]} - {None, 0, sys.maxsize}
@@ -282,7 +282,7 @@ def is_cut_at_other_sizes(part: Node) -> bool:
 
 
 def has_shape_of(node: Node, other: Node) -> bool:
-    """Whether two tensors have one shape, as far as torch.export knows."""
+    """True if two tensors have one shape, as far as torch.export knows."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return all(map(statically_known_true, map(lambda a, b: a == b, shape(node), shape(other))))
@@ -295,7 +295,7 @@ def inputs_of(node: Node) -> list[Node]:
 
 
 def numbers_added(steps: Sequence[Node]) -> Iterator[float]:
-    """What may be eps: normal numbers of float32, because kernels read others as 0."""
+    """Candidates for eps: normal numbers of float32, because kernels flush others to 0."""
     import torch
 
     limits = torch.finfo(torch.float32)
@@ -306,7 +306,7 @@ def numbers_added(steps: Sequence[Node]) -> Iterator[float]:
 
 
 def is_not_negative(x: Any, masks: Collection[str], changed: Collection[Node] = ()) -> bool:
-    """Whether no number of a tensor can be below 0. masks: inputs that are made of 0 and 1."""
+    """True if no number of a tensor can be below 0. masks: inputs that are made of 0 and 1."""
     import torch
 
     if isinstance(x, int | float):
@@ -342,7 +342,7 @@ def is_not_negative(x: Any, masks: Collection[str], changed: Collection[Node] = 
 
 
 def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
-    """Whether the steps make of random factors what the formula does, in float64, also without features."""
+    """True if the steps compute the formula on random factors, in float64, also without features."""
     import torch
 
     from effexport.models.adapters.folding import ROUNDING
@@ -436,7 +436,7 @@ def rows_of_channels(out: Node) -> list[Node]:
 
 
 def is_transpose(node: Node) -> bool:
-    """Whether a node exchanges the last two axes of three."""
+    """True if a node exchanges the last two axes of three."""
     order = axes_of(node) if name_of(node) in ORDERS else ()
     return list(order) == [0, 2, 1]
 

@@ -445,7 +445,7 @@ def check_generates(artifact: Artifact) -> None:
 
 
 def why_not_generated(spec: BuildSpec) -> str:
-    """Why a model cannot generate text; "" if it can."""
+    """The reason a model cannot generate text; "" if it can."""
     if not spec.has_decode_step:
         return "has no decode step"
     if INPUT not in spec.model.inputs:

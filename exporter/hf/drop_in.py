@@ -42,7 +42,7 @@ class DropIn(transformers.PreTrainedModel):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected and outputs are: the CPU, also if the runtime computes on a GPU."""
+        """The device of inputs and outputs: the CPU, also if the runtime computes on a GPU."""
         return torch.device("cpu")
 
     @property
@@ -173,7 +173,7 @@ def config_of(artifact: Artifact) -> Any:
 
 
 def asks_for(value: Any) -> bool:
-    """Whether an argument was given: None and False are what transformers' functions have as defaults."""
+    """True if an argument was given: None and False are defaults of transformers' functions."""
     return value is not None and value is not False
 
 

@@ -213,7 +213,7 @@ def _looks(series: Sequence[Series]) -> list[Look]:
 
 
 def _aside(count: int) -> list[float]:
-    """How far each of several series is moved aside, in pixels."""
+    """Offsets that keep several series apart, in pixels."""
     step = min(BAR + 2, MAX_SPREAD / count)
     return [(n - (count - 1) / 2) * step for n in range(count)]
 

@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def quantization(self) -> list[Row]:
-        """What is quantised on both sides, and what it cost; empty if neither is quantised."""
+        """Quantisation on both sides, and its cost; empty if neither is quantised."""
         first, second = (
             dict(quantization_facts(record)) if (record := side.report.quantization) else {}
             for side in (self.first, self.second)
@@ -116,7 +116,7 @@ class Comparison:
 
     @property
     def environment(self) -> list[Row]:
-        """What differs in versions and machines."""
+        """Versions and machines that differ."""
         first, second = self.first.report.environment, self.second.report.environment
         return [row for row in _rows(first, second, lambda value: value or "not installed") if row.differs]
 

@@ -1,4 +1,4 @@
-"""What a report holds, in memory and in report.json, which is the truth: everything else is made from it."""
+"""A report in memory and in report.json, which is the truth: everything else is made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failed or did not run, collapsed: one entry for all cases of a check, and no reason twice."""
+"""Checks that failed or did not run, collapsed: one entry for all cases of a check, and no reason twice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def finding(self) -> str:
-        """What the worst check measured, and where; or why nothing was measured."""
+        """The worst check's measurement and its place; or the reason nothing was measured."""
         check = self.worst
         if check.status != "failed":
             return check.reason or check.detail

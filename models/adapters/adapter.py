@@ -73,7 +73,7 @@ def qualified_name(layer: object) -> str:
 
 
 def is_below(path: str, other: str) -> bool:
-    """Whether a path leads into the layer at `other`, "" being the model itself, or is that layer's."""
+    """True if a path is the layer at `other`, or leads into it; "" is the model itself."""
     return path == other or path.startswith(f"{other}." if other else "")
 
 

@@ -103,7 +103,7 @@ ATTENTIONS: dict[str, Callable[[Any, dict[str, Any]], MultiHeadAttention]] = {
 
 @torch.no_grad()
 def feature_map_name(feature_map: Any) -> str:
-    """Which of our feature maps has the values of this one, found by trying: the default is a lambda."""
+    """The name of our feature map that has the values of this one, found by trying: the default is a lambda."""
     if type(feature_map).__name__ != "ActivationFunctionFeatureMap":
         raise NotReplaceableError(f"its feature map is {type(feature_map).__name__}")
     x = torch.linspace(-60, 60, 120 * feature_map.query_dims, dtype=torch.float64).unflatten(

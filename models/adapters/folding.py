@@ -153,7 +153,7 @@ def unwrapped_layer(layer: Any) -> nn.Module | None:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether a layer, or one inside it, has forward hooks, which may change what it computes."""
+    """True if a layer, or one inside it, has forward hooks, which may change its result."""
     return any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
 
 
@@ -194,14 +194,14 @@ def linear_from(part: nn.Module) -> nn.Linear | None:
 
 
 def is_close(actual: Tensor, expected: Tensor, rounding: float) -> bool:
-    """Whether two tensors of one shape are finite and differ by at most a fraction of the largest value."""
+    """True if two tensors of one shape are finite and differ by at most a fraction of the largest value."""
     return actual.shape == expected.shape and bool(
         torch.isfinite(expected).all() and (actual - expected).abs().max() <= rounding * expected.abs().max()
     )
 
 
 def widths_of(part: nn.Module) -> list[int]:
-    """What the number of channels may be that a part takes, the most likely first."""
+    """Candidates for the number of channels that a part takes, the most likely first."""
     given = [getattr(one, "in_features", None) for one in part.modules()]
     sizes = [size for tensor in (*part.parameters(), *part.buffers()) if tensor.dim() == 2 for size in tensor.shape]
     return list(dict.fromkeys(width for width in (*given, *sizes) if isinstance(width, int) and width > 0))

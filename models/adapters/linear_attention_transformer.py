@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
         return sum(rest, start=first)
 
     def part(self, layer: Any, x: Tensor, source: Tensor, mask: Tensor | None, pos_emb: Tensor | None) -> Tensor:
-        """What some of the heads add to the result."""
+        """The contribution of some of the heads to the result."""
         heads = layer.spec.heads
         q = split_heads(layer.query(x), heads)
         k, v = split_heads(layer.key(source), heads), split_heads(layer.value(source), heads)

@@ -200,7 +200,7 @@ class Asked:
         return theirs, LinearFunction(formula)(q, k, v, **given)
 
     def eps(self, formula: Formula) -> float:
-        """What is added to a sum of weights d, from the answer d / (d + eps) to values of 1."""
+        """The number added to a sum of weights d, from the answer d / (d + eps) to values of 1."""
         x = INVERSE[formula.features](torch.tensor(SMALL, dtype=torch.float64)).expand(BATCH, 1, 1, 1)
         answer = float(self.both(formula, (x, x, torch.ones_like(x)), {})[0].flatten()[0])
         eps = SMALL**2 * (1 - answer) / answer
@@ -208,7 +208,7 @@ class Asked:
         return float(f"{eps:.3g}") if eps > SMALL**2 * 1e-11 else 0.0
 
     def agrees(self, formula: Formula, masked: str = "") -> bool:
-        """Whether the module has the answers of a formula to random numbers. masked: an argument that gets a mask."""
+        """True if the module has the answers of a formula to random numbers. masked: an argument that gets a mask."""
         generator = torch.Generator().manual_seed(0)
         for lengths in LENGTHS:
             queries, keys = lengths if not formula.causal else (lengths[1], lengths[1])
@@ -224,7 +224,7 @@ class Asked:
         return True
 
     def roles(self, formula: Formula) -> dict[str, str]:
-        """What the other arguments are, by name; those that are none of ROLES are left out."""
+        """Roles of the other arguments, by name; arguments with none of ROLES are left out."""
         roles = dict(formula.roles)
         for name in list(self.arguments)[3:]:
             for role in ("key_lengths",) if name == "key_lengths" else ROLES if name not in OBJECTS else ():

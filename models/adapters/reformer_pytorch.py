@@ -165,7 +165,7 @@ class FullSelfAttention(nn.Module):
 
 
 def attend_to_all(qk: Tensor, v: Tensor, keep: Tensor, causal: bool) -> Tensor:
-    """What the original's FullQKAttention gives tokens that are not padding: [batch, heads, seq, head_dim], as v."""
+    """The original's FullQKAttention over tokens that are not padding: [batch, heads, seq, head_dim], as v."""
     visible = keep[:, None, None, :]
     if causal:
         visible = visible & causal_mask(qk.shape[2], keep.device)

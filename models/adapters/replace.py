@@ -189,7 +189,7 @@ def seal(layer: nn.Module) -> None:
 
 
 def why_changed(layer: nn.Module) -> str:
-    """Why a layer may not compute what its class did when its package was installed, as half a sentence; or ""."""
+    """The reason a layer may compute something else than its class as installed, as half a sentence; or ""."""
     home = type(layer).__module__
     if "forward" in vars(layer) or type(layer).forward.__module__ != home:
         return "its forward was replaced after the class was defined"
@@ -227,7 +227,7 @@ def check_folded(original: nn.Module, adapted: Adapted, tensors: Sequence[Tensor
 
 
 def layers_at_fault(error: ModuleFailedError | NotAsOriginalError, adapted: Adapted) -> dict[str, str]:
-    """What to keep as the original has it, so that a copy does not fail, with the reasons: replaced layers and modules
+    """The parts to keep as in the original, so that a copy does not fail, with the reasons: replaced layers and modules
     with stored weights. Those around the place of an error, or all; none if there are none."""
     ours = [*adapted.replaced, *adapted.folded]
     if isinstance(error, NotAsOriginalError):
@@ -246,7 +246,7 @@ def layers_at_fault(error: ModuleFailedError | NotAsOriginalError, adapted: Adap
 
 
 def exchanged_part(layer: nn.Module) -> str:
-    """Which part of a layer is not one that its package makes, as half a sentence; or ""."""
+    """The part of a layer that its package does not make, as half a sentence; or ""."""
     expected = {type(layer).__module__.partition(".")[0], *PARTS}
     for name, part in layer.named_children():
         if type(part).__module__.partition(".")[0] not in expected:

@@ -39,7 +39,7 @@ ELEMENTWISE = TO_BOOL | {
 
 @dataclass
 class AttentionCalls:
-    """How many calls became the operator, and how many stayed as they were."""
+    """Counts of calls that became the operator, and of calls that stayed as they were."""
 
     turned: int = 0
     kept: int = 0
@@ -192,7 +192,7 @@ def zero_without_keys(context: Tensor, keep: Tensor) -> Tensor:
 
 
 def is_position(func: Any, args: Any, kwargs: Any, positions: Mapping[int, Tensor]) -> bool:
-    """Whether a PyTorch function returns numbers from 0 on: positions of tokens. positions: known ones, by id."""
+    """True if a PyTorch function returns numbers from 0 on: positions of tokens. positions: known ones, by id."""
     if func is torch.arange:
         return len(args) == 1 and not kwargs.keys() & {"start", "step"}
     if func in (Tensor.add, torch.add):
@@ -201,5 +201,5 @@ def is_position(func: Any, args: Any, kwargs: Any, positions: Mapping[int, Tenso
 
 
 def is_one_row(mask: Tensor) -> bool:
-    """Whether a mask has the shape [batch, 1, 1, keys], in which 1 is not the present size of an axis that is free."""
+    """True if a mask has the shape [batch, 1, 1, keys], and no 1 is the present size of a free axis."""
     return mask.dim() == 4 and all(isinstance(size, int) and size == 1 for size in mask.shape[1:3])

@@ -121,7 +121,7 @@ class NystromformerSpec(PublishedSpec):
 
     @property
     def is_plain_softmax(self) -> bool:
-        """Whether transformers runs this configuration as softmax attention, without landmarks."""
+        """True if transformers runs this configuration as softmax attention, without landmarks."""
         return self.num_landmarks == self.segment_means_seq_len
 
     @property

@@ -388,7 +388,7 @@ def notes_from_config(spec: ReformerSpec, config: Mapping[str, Any], options: Ma
 
 
 def lsh_notes(spec: ReformerSpec, config: Mapping[str, Any]) -> list[str]:
-    """What is special about hashing."""
+    """Notes on hashing."""
     if spec.shared_rotations:
         notes = [
             f"hash_seed is {spec.hash_seed} in config.json: all LSH layers share the rotations drawn from it, as in "

@@ -303,7 +303,7 @@ MERGE = "merge the adapter into its model, and save that: model.merge_and_unload
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family is defined, within effexport.models.
+    """The modules that define a family, within effexport.models.
 
     spec: its spec, a PublishedSpec, whose module loads no torch. model: its `nn.Module`, whose module also defines
     `weight_names` and `IGNORED`; "" for modules that users bring themselves.

@@ -50,7 +50,7 @@ DAMAGED = "its pickle is cut off or damaged"
 
 
 class Name(str):
-    """What a pickle names: a module and a name in it."""
+    """A reference in a pickle: a module and a name in it."""
 
     __slots__ = ()
 
@@ -189,7 +189,7 @@ class Unpickler:
         self.push(self.called(name, arguments))
 
     def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """What stands for the result of a call in the pickle."""
+        """The stand-in for the result of a call in the pickle."""
         match name.rpartition(" ")[2], arguments:
             case "OrderedDict", ():
                 return {}
@@ -224,7 +224,7 @@ class Unpickler:
         return View(storage, dtype, offset, shape, strides)
 
     def push_storage(self) -> None:
-        """What the file holds elsewhere: always the storage of a tensor."""
+        """Push a part that the file holds elsewhere: always the storage of a tensor."""
         self.count(PARTS_OF_VIEW)
         match self.stack.pop():
             case "storage", Name() as name, str() as key, _, int() as count, *rest if rest in ([], [None]):
@@ -336,7 +336,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def places_of_tensors(value: Any, place: str = "", depth: int = 3) -> Iterator[str]:
-    """Where in a value such dictionaries are: ['model'] or ['ema']['state_dict']."""
+    """The places of such dictionaries in a value: ['model'] or ['ema']['state_dict']."""
     if not isinstance(value, dict) or not value or not depth:
         return
     if place and is_state_dict(value):
@@ -402,7 +402,7 @@ def check_directory(file: IO[bytes]) -> None:
 
 
 def start_of_entry(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
-    """Where the bytes of an entry begin: behind a header of its own, whose length the directory does not tell."""
+    """The offset of an entry's bytes: behind a header of its own, whose length the directory does not tell."""
     file.seek(entry.header_offset)
     header = file.read(ENTRY_HEADER_BYTES)
     start = file.tell() + sum(struct.unpack("<HH", header[26:30])) if len(header) == ENTRY_HEADER_BYTES else 0

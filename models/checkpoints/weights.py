@@ -286,7 +286,7 @@ def how_to_rename(found: Iterable[str], names: Mapping[str, Collection[str]], ig
 
 
 def common_prefix(found: Iterable[str], expected: Collection[str]) -> str:
-    """What most names have before one that is expected; "" if they have nothing."""
+    """The prefix that most names put before an expected one; "" for none."""
     prefixes: Counter[str] = Counter()
     for name in found:
         starts = [0, *(match.end() for match in re.finditer(r"\.", name))]
@@ -296,6 +296,6 @@ def common_prefix(found: Iterable[str], expected: Collection[str]) -> str:
 
 
 def fitting(found: Iterable[str], names: Mapping[str, Collection[str]]) -> int:
-    """How many weights of a model are there."""
+    """The number of a model's weights that were found."""
     known = set(found)
     return sum(any(name in known for name in accepted) for accepted in names.values())

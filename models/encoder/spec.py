@@ -212,7 +212,7 @@ class EncoderSpec(ShortRepr, ModelContract):
 
     @property
     def hostile_inputs(self) -> HostileInputs:
-        """Which hidden states its attention gets, nobody chooses."""
+        """No hostile inputs: the hidden states that reach its attention cannot be chosen."""
         return HostileInputs()
 
     @property

@@ -1,4 +1,4 @@
-"""What a run of a user's model tells: the operators that it calls, the rows that it selects, and whether it repeats."""
+"""Observations of a run of a user's model: operators that it calls, rows that it selects, and repeatability."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ DROPOUT_SWITCH = (
 
 @dataclass(frozen=True)
 class Calls:
-    """How often a model calls each of our operators, by ONNX name. turned: how many calls of
-    F.scaled_dot_product_attention are among them."""
+    """Numbers of calls of each of our operators, by ONNX name. turned: how many of them were calls of
+    F.scaled_dot_product_attention."""
 
     operators: dict[str, int]
     turned: int
 
 
 def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -> Calls:
-    """How many nodes of each of our operators a model becomes. seq_len: a length that it takes."""
+    """The number of nodes of each of our operators in a model. seq_len: a length that it takes."""
     from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
     from effexport.models.variants.lsh.layer import LSHHash
@@ -104,15 +104,15 @@ def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) ->
 
 
 def is_open(model: nn.Module, attribute: str) -> bool:
-    """Whether a model, a layer of it, or a config of theirs has an attribute that is false or a method."""
+    """True if a model, a layer of it, or a config of theirs has an attribute that is false or a method."""
     owners = [owner for child in model.modules() for owner in (child, getattr(child, "config", None))]
     found = [getattr(owner, key) for owner in owners for key in (attribute, f"_{attribute}") if hasattr(owner, key)]
     return any(not value or callable(value) for value in found)
 
 
 def variation(model: CalledByPosition, tensors: Sequence[Tensor]) -> float:
-    """How far the answers with other draws are from their mean, as a fraction of their own size, both as RMS: that of
-    the output for which it is largest."""
+    """The spread of the answers with other draws around their mean, as a fraction of their own size, both as RMS: that
+    of the output for which it is largest."""
     model, answers = copy.deepcopy(model), []  # a model may keep what it has drawn
     for i in range(FRESH_DRAWS):
         model.drawn = DrawnNumbers(SEED + 1 + i)
@@ -150,7 +150,7 @@ def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe,
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two runs gave the same, but for rounding: PyTorch need not add up in the same order twice.
+    """True if two runs agree but for rounding: PyTorch need not add up in the same order twice.
 
     1e-4 is a thousand roundings of float32; numbers that were drawn anew differ by their own size.
     """
@@ -246,9 +246,9 @@ def with_mask(
 
 
 def hides(kind: MaskKind, one: ModuleInput, original: Probe, outputs: Mapping[str, Dims], tuned: int) -> bool:
-    """Whether a token stops to matter to all others where an input is 0 ("keep"), or 1 ("ignore"), only there.
+    """True if a token no longer affects any other where an input is 0 ("keep"), or 1 ("ignore"), and only there.
 
-    False where the tokens of a model do not matter to each other, and where its answer has NaN.
+    False where the tokens of a model do not affect each other, and where its answer has NaN.
     """
     for seq_len in dict.fromkeys((min(tuned, MASK_SEQ_LEN), tuned)):
         with contextlib.suppress(ModuleFailedError):

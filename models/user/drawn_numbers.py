@@ -262,7 +262,7 @@ class DrawnNumbers:
 
     @property
     def draws(self) -> list[str]:
-        """What is drawn and where, as half sentences, each once."""
+        """Drawn tensors and their places, as half sentences, each once."""
         found = Counter(f"{name} of {list(value.shape)} ({place})" for (place, name, *_), value in self.numbers.items())
         calls = [f"{text[:-1]}, {count} times)" if count > 1 else text for text, count in found.items()]
         return [*calls, *(f"numbers of {name}" for name in self.others)]
@@ -334,7 +334,7 @@ class _Mode(TorchFunctionMode):
         return value
 
     def tie(self, asked: Sequence[Any], place: str, name: str) -> bool:
-        """Whether what is asked for is a free size in a trace, or was computed from some; note which."""
+        """True if a requested value is a free size in a trace, or was computed from some; note which."""
         symbols = [x.node.expr.free_symbols for x in asked if isinstance(x, SymInt | SymFloat)]
         for symbol in sorted(set().union(*symbols), key=str):
             self.drawn.tied.setdefault(str(symbol), what_follows(place, name))

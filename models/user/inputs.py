@@ -61,7 +61,7 @@ class ModuleInput:
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether there is a part for each token of each sample."""
+        """True if there is a part for each token of each sample."""
         return self.dims.count("batch") == self.dims.count("seq") == 1
 
 
@@ -188,7 +188,7 @@ def by_name(module: nn.Module, name: str, examples: object) -> dict[str, Any]:
 
 
 def is_parameter(module: nn.Module, key: str, names: Sized) -> bool:
-    """Whether `forward` takes an argument of this name. names: of all arguments."""
+    """True if `forward` takes an argument of this name. names: of all arguments."""
     parameters = inspect.signature(module.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return takes_all or key in parameters or key in more_names(module, names)
@@ -404,7 +404,7 @@ def is_pair(value: object) -> bool:
 
 
 def inputs_from_signature(module: nn.Module, name: str, widths: Sequence[int]) -> Iterator[ModuleInputs]:
-    """What the signature of `forward` suggests, the most likely first: tokens and vectors under the names that
+    """Inputs that fit the signature of `forward`, the most likely first: tokens and vectors under the names that
     effexport and transformers use, or a single argument.
 
     widths: of the attention layers in the model. Raises SpecError for a signature that suggests nothing.

@@ -51,7 +51,7 @@ class CalledByPosition(SameWeights):
 
     @property
     def draws_elsewhere(self) -> bool:
-        """Whether it draws random numbers that are not PyTorch's."""
+        """True if it draws random numbers that are not PyTorch's."""
         return self.drawn is not None and bool(self.drawn.others)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +183,7 @@ class UserModel:
 
     @property
     def module(self) -> nn.Module:
-        """What is exported; called by position, too."""
+        """The exported module; called by position, too."""
         return self.adapted.module
 
 

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def is_write(name: str) -> bool:
-    """Whether a function writes into its first argument, whose type therefore stays."""
+    """True if a function writes into its first argument, whose type therefore stays."""
     in_place = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def writes(func: Any, kwargs: Any) -> bool:
-    """Whether a call of a PyTorch function writes into its first argument, or into `out`."""
+    """True if a call of a PyTorch function writes into its first argument, or into `out`."""
     name = getattr(func, "__name__", "")
     return is_write(name) or name == "__set__" or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
@@ -211,7 +211,7 @@ def cast(values: Any, wanted: torch.dtype, types: Sequence[torch.dtype]) -> Any:
 
 
 def is_lost(value: Any, half: torch.dtype) -> bool:
-    """Whether a number becomes infinity, 1, 0, or too small for processors that have no subnormal numbers."""
+    """True if a number becomes infinity, 1, 0, or too small for processors that have no subnormal numbers."""
     if type(value) not in (int, float) or value == 0 or not math.isfinite(value):
         return False
     size, limits = abs(value), torch.finfo(half)

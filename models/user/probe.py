@@ -131,7 +131,7 @@ class Probe:
         return found, length
 
     def seen_at(self, lengths: Sequence[int]) -> list[Seen]:
-        """What one sample gives at these lengths, up to the first one that the module does not take."""
+        """Outputs for one sample at these lengths, up to the first one that the module does not take."""
         found = []
         with contextlib.suppress(ModuleFailedError):
             for length in lengths:
@@ -190,7 +190,7 @@ class Probe:
                 )
 
     def outputs_of(self, tensors: Sequence[Tensor], what: str) -> dict[str, Tensor]:
-        """What the module returns, by name. what: the tensors, for errors.
+        """Outputs of the module, by name. what: the tensors, for errors.
 
         Raises ModuleFailedError if the user's code fails, and SpecError for outputs that no file can have.
         """
@@ -216,7 +216,7 @@ class Probe:
         return outputs
 
     def follows(self, outputs: dict[str, Dims], seq_len: int) -> bool:
-        """Whether the module takes that many tokens, and its outputs have the expected sizes."""
+        """True if the module takes that many tokens, and its outputs have the expected sizes."""
         try:
             seen = self.seen(1, seq_len)
         except ModuleFailedError:
@@ -295,7 +295,7 @@ class Probe:
         return (f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}") + others
 
     def run(self, batch: int, seq_len: int) -> dict[str, Tensor]:
-        """What the module returns for these sizes, by name. Raises as `outputs_of`."""
+        """Outputs of the module for these sizes, by name. Raises as `outputs_of`."""
         tensors = list(self.inputs.tensors(self.sizes(batch, seq_len)))
         return self.outputs_of(tensors, self.run_text(batch, seq_len))
 
@@ -417,7 +417,7 @@ def text_of(e: Any, names: Mapping[Any, Any]) -> str:
 
 
 def product(e: Any, names: Mapping[Any, Any]) -> tuple[bool, str]:
-    """Whether a product is subtracted, and the text of the rest: -floor(-x / c) is added as ceil(x / c)."""
+    """True if a product is subtracted, and the text of the rest: -floor(-x / c) is added as ceil(x / c)."""
     number, rest = e.as_coeff_Mul()
     texts = []
     for factor in rest.args if rest.is_Mul else (rest,):

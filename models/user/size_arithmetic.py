@@ -202,7 +202,7 @@ class Functions(types.ModuleType):
 
 
 def replaced(value: Any) -> Any:
-    """What takes free sizes in the place of a function or a module; anything else as it is."""
+    """A replacement for a function or a module that takes free sizes; any other value as it is."""
     if value is math or value is np:
         return Functions(value)
     is_function = isinstance(value, types.BuiltinFunctionType | types.FunctionType | np.ufunc)
@@ -301,7 +301,7 @@ class Slices(TorchFunctionMode):
 
 
 def is_between(bound: SymInt, size: Any) -> bool:
-    """Whether a bound that was computed from one free size lies from 0 to the size of its axis, at all sizes tried."""
+    """True if a bound, computed from one free size, lies from 0 to the size of its axis, at all sizes tried."""
     expression, limit = bound.node.expr, size.node.expr if isinstance(size, SymInt) else size
     symbols = expression.free_symbols | getattr(limit, "free_symbols", set())
     if expression.is_Symbol or len(symbols) != 1:

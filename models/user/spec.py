@@ -28,7 +28,7 @@ def is_integer(value: object) -> bool:
 
 
 def is_dims(value: object) -> bool:
-    """Whether a value is a list of sizes and names of axes."""
+    """True if a value is a list of sizes and names of axes."""
     if not isinstance(value, list | tuple) or len(value) > MOST_AXES:
         return False
     return all(isinstance(dim, str) or is_size(dim) for dim in value)
@@ -43,7 +43,7 @@ def is_word(value: object) -> bool:
 
 
 def is_constant(value: object) -> bool:
-    """Whether a manifest can hold an argument that is not a tensor: a short text, a number, a boolean or None."""
+    """True if a manifest can hold an argument that is not a tensor: a short text, a number, a boolean or None."""
     if isinstance(value, str):
         return value.isprintable() and len(value) <= LONGEST_TEXT
     return value is None or type(value) is bool or is_integer(value) or (type(value) is float and math.isfinite(value))
@@ -261,7 +261,7 @@ class ModuleSpec(CheckpointSpec):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was replaced and what was not, and the lengths that the file is for."""
+        """Notes on replaced and kept parts, and on the lengths that the file is for."""
         return (*self.remarks, *self.length_notes)
 
     @property

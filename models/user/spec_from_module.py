@@ -73,9 +73,9 @@ Shapes = tuple[list[torch.Size], dict[str, torch.Size]]
 
 @dataclass(frozen=True, kw_only=True)
 class Calling:
-    """How a model is called. At most one of examples and table is given.
+    """The calling convention of a model. At most one of examples and table is given.
 
-    examples: what it was called with; dynamic: the free axes of these; see `inputs_from_examples`. table: see
+    examples: arguments of a call; dynamic: the free axes of these; see `inputs_from_examples`. table: see
     `inputs_from_table`. inputs, replaced: those of an artifact, see `inputs_from_spec`, and which layers are ours.
     """
 
@@ -87,7 +87,7 @@ class Calling:
 
     @property
     def is_guess(self) -> bool:
-        """Whether only the signature of `forward` tells how it is called."""
+        """True if the signature of `forward` is the only source."""
         return self.examples is None and self.table is None and self.inputs is None
 
     def candidates(self, model: nn.Module, name: str, widths: Sequence[int]) -> Iterator[ModuleInputs]:
@@ -350,7 +350,7 @@ def fixed_notes(name: str, inputs: ModuleInputs) -> tuple[str, ...]:
 
 
 def is_fixed_sequence(one: ModuleInput) -> bool:
-    """Whether an input has the form of tokens or vectors, with a number for their count."""
+    """True if an input has the form of tokens or vectors, with a number for their count."""
     return len(one.dims) == (3 if one.dtype == "float" else 2) and isinstance(one.dims[1], int)
 
 
@@ -419,7 +419,7 @@ def copied(model: nn.Module, name: str) -> nn.Module:
 
 
 def is_sequence_of(inputs: ModuleInputs) -> bool:
-    """Whether a guessed axis of tokens, which turned out to have one size only, is one: indices and masks have it."""
+    """True if a guessed axis of tokens, which turned out to have one size only, is one: indices and masks have it."""
     return any(one.mask or one.dtype.startswith("int") for one in inputs.inputs)
 
 

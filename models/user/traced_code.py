@@ -174,7 +174,7 @@ class RecurrentCalls(TorchFunctionMode):
 
 
 def takes_all(arguments: Sequence[Any]) -> bool:
-    """Whether `layer` takes a call: not one with the weights of projections, nor one of a packed sequence, which has
+    """True if `layer` takes a call: not one with the weights of projections, nor one of a packed sequence, which has
     its batch sizes in the place of the states."""
     if len(arguments) != 9 or not isinstance(arguments[3], bool):
         return False
@@ -191,7 +191,7 @@ def run_layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """What `torch._VF.<kind>` returns: the output of the last layer, and the last states of all."""
+    """The result of `torch._VF.<kind>`: the output of the last layer, and the last states of all."""
     given = states if isinstance(states, tuple | list) else (states,)
     dtype = x.dtype
     x, *parts = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (x, *given, *weights))

@@ -1,4 +1,4 @@
-"""What a variant promises to compute, for the tests that run over all variants. Loads PyTorch."""
+"""The contract of a variant, for the tests that run over all variants. Loads PyTorch."""
 
 from __future__ import annotations
 

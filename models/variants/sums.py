@@ -128,7 +128,7 @@ def causal_pair_sums(keys: ExpSums, bias: Tensor | None = None) -> ExpSums:
 
 
 def block_count(seq_len: int | torch.SymInt, size: int) -> int:
-    """How many blocks of `size` cover seq_len tokens; one more, all padding, when seq_len is symbolic.
+    """The number of blocks of `size` that cover seq_len tokens; one more, all padding, when seq_len is symbolic.
 
     torch.export takes a size of 1 for a constant. Without the spare block, exporting with an example that
     fits into one block would yield a graph that is only valid up to one block.

@@ -26,7 +26,7 @@ def states_of_slices(name: str) -> str:
 
 
 def slices(s: Sizes) -> Mapping[str, Size]:
-    """How a sequence is cut. least: the shortest slice; of one tile if all are."""
+    """The slices of a sequence. least: the shortest slice; of one tile if all are."""
     length = SIDE if s.least == SIDE else maximum(cdiv(cdiv(s.seq, MOST_SLICES), SIDE) * SIDE, s.least)
     return {"slice": length, "slices": cdiv(s.seq, length)}
 

@@ -75,7 +75,7 @@ def limit(case: Case) -> Limit:
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
-    """What PyTorch does without the operator, in float32 throughout."""
+    """PyTorch without the operator, in float32 throughout."""
     qk, rotations, keep = inputs.values()
     return {"PyTorch": lambda: op.reference(qk, rotations, keep, factors(case), case.sizes[5])}
 

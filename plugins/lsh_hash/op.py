@@ -80,7 +80,7 @@ def padded_length(seq_len: int, chunk_length: int) -> int:
 
 
 def strides(bucket_factors: Sequence[int]) -> list[int]:
-    """What the digit of each factor counts in a bucket."""
+    """The place value of each factor's digit in a bucket."""
     return list(itertools.accumulate(bucket_factors[:-1], lambda a, b: a * b, initial=1))
 
 

@@ -26,7 +26,7 @@ NO_LOGIT_COUNTS = -1e30
 
 
 def hides_when_added(low: float, dtype: torch.dtype) -> bool:
-    """Whether a number of this type, added to a logit, hides a key as the operator does. The lowest one is meant to."""
+    """True if a number of this type, added to a logit, hides a key as the operator does. The lowest one is meant to."""
     return low <= max(NO_LOGIT_COUNTS, torch.finfo(dtype).min)
 
 

@@ -1,5 +1,5 @@
-"""What runs `effexport::MaskedAttention` in TensorRT: one plugin for few keys, otherwise slices and their merge, or the
-standard operator Attention."""
+"""`effexport::MaskedAttention` in TensorRT: one plugin for few keys, otherwise slices and their merge, or the standard
+operator Attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPERATOR = SIGNATURE.onnx_name
 
 
 def slices(s: Sizes) -> Mapping[str, Size]:
-    """How keys are cut. row: floats of a row of partials."""
+    """The slices of keys. row: floats of a row of partials."""
     length = minimum(maximum(cdiv(s.n, QUERIES), 1) * KEYS_OF_A_SLICE, LONGEST_SLICE)
     return {"slice": length, "slices": cdiv(s.m, length), "row": s.e + STATISTICS}
 

@@ -63,7 +63,7 @@ def limit(case: Case) -> Limit:
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
-    """What PyTorch has for it: a depth-wise convolution of the masked values, and a sum."""
+    """PyTorch's counterpart: a depth-wise convolution of the masked values, and a sum."""
     x, weight, keep, residual = inputs.values()
     heads, taps = case.sizes[1], case.sizes[4]
 

@@ -348,7 +348,7 @@ def expanded(given: Sequence[str], names: dict[str, Path]) -> Iterator[str]:
 
 
 def serve(original: Original, attacked: Path, output: Path) -> Ended:
-    """What `effexport serve` does before it listens, then the end."""
+    """Run `effexport serve` up to the moment it would listen, then end it."""
     import effexport.serving.http.server as server
 
     listen = server.run_server

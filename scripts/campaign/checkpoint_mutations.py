@@ -45,7 +45,7 @@ INSTRUCTIONS = b"(.)]}KMJXUGNQRabcehjqrstu\x85\x86\x87\x88\x89\x8a\x8b\x93\x94\x
 
 
 class Runs:
-    """What an unpickler would run."""
+    """A call that an unpickler would run."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments

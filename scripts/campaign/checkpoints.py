@@ -141,7 +141,7 @@ def outcome(ended: Ended, words: str) -> str:
 
 
 def files_of(folder: Path) -> Iterator[tuple[str, object]]:
-    """What is in a folder, by name: a digest of each file, and the target of each link."""
+    """The contents of a folder, by name: a digest of each file, and the target of each link."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink():
             yield path.name, os.readlink(path)

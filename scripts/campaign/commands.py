@@ -30,8 +30,8 @@ Case = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. error: an exception that nothing caught, "" if there was none. seconds: of the processor,
-    which other programs do not take. grown_bytes: peak memory beyond that before."""
+    """The end of a command. error: an exception that nothing caught, or "". seconds: of the processor, which other
+    programs do not take. grown_bytes: peak memory beyond that before."""
 
     words: Sequence[str]
     code: int

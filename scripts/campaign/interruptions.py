@@ -48,7 +48,7 @@ FILE_EVENTS = {
 
 @dataclass(frozen=True)
 class Finished:
-    """How a forked command ended. code: its exit status, negative for a signal."""
+    """The end of a forked command. code: its exit status, negative for a signal."""
 
     words: Sequence[str]
     code: int
@@ -174,7 +174,7 @@ def count_calls(path: Path) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a command does when nothing disturbs it. calls: of the file system."""
+    """The cost of an undisturbed command. calls: of the file system."""
 
     seconds: float
     calls: int
@@ -182,7 +182,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cases of a worker need. artifacts: by width; a refit turns `old` into `refitted`, a build into `new`."""
+    """The setup of a worker's cases. artifacts: by width; a refit turns `old` into `refitted`, a build into `new`."""
 
     folder: Path
     artifacts: dict[int, Path]
@@ -193,7 +193,7 @@ class Bench:
 
 
 def state_of(folder: Path) -> str:
-    """What the model and the answers of an artifact are, without what differs between two builds of them."""
+    """A digest of an artifact's model and answers, without the parts that differ between two builds of them."""
     if not folder.exists():
         return "none"
     names = ("model.onnx", "reference.safetensors")
@@ -246,7 +246,7 @@ def kill_case(bench: Bench, dice: random.Random, work: Path) -> str:
 
 
 def clear_up(output: Path) -> None:
-    """What a build does first; this one fails after it."""
+    """Run the first step of a build, and fail after it."""
     from effexport.artifact import ARTIFACT_FOLDER
 
     class StopError(Exception):

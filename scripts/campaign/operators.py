@@ -157,7 +157,7 @@ def describe(call: Call) -> str:
 
 
 def kernel_results(call: Call, dice: random.Random) -> list[Array] | str:
-    """What the kernel returns, or the message with which the call was refused."""
+    """Results of the kernel, or the message with which the call was refused."""
     from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
     refusals = (ort.Fail, ort.InvalidArgument, ort.InvalidGraph, ort.NotImplemented, ort.RuntimeException)

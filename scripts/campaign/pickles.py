@@ -36,7 +36,7 @@ def numbers(*values: int) -> bytes:
 
 
 def reference(count: int = NUMBERS, kind: bytes = FLOATS, end: bytes = b"") -> bytes:
-    """What stands for a storage of the file; in the old format, with None at its end."""
+    """The reference to a storage of the file; in the old format, with None at its end."""
     return b"(" + text("storage") + kind + text("0") + text("cpu") + number(count) + end + b"t"
 
 

@@ -128,7 +128,7 @@ def bomb(dice: random.Random) -> Malformed:
 
 
 def strange_text(dice: random.Random) -> Malformed:
-    """What is valid JSON or nearly, and no text: surrogates, numbers of thousands of digits, depth, length."""
+    """JSON, valid or nearly, that is not a text: surrogates, numbers of thousands of digits, depth, length."""
     value = dice.choice(
         (b'"\\ud800"', b'"\\udfff\\ud800"', b'"\xed\xa0\x80"', b"1" * 5000, b"-" + b"9" * 5000 + b"e99", b"1e400",
          b"[" * 2000 + b"]" * 2000, b'{"a":' * 2000 + b"1" + b"}" * 2000, b'"' + b"x" * 300_000 + b'"', b"[]", b"{}",
@@ -241,7 +241,7 @@ async def text_requests(port: int) -> list[Sample]:
 
 
 def json_is(right: Any) -> Callable[[bytes], bool]:
-    """Whether a body is this JSON, but for the rounding of its numbers."""
+    """A test that a body is this JSON, but for the rounding of its numbers."""
 
     def same(given: Any, expected: Any) -> bool:
         if isinstance(expected, dict):
@@ -282,7 +282,7 @@ async def answers(port: int, case: Malformed) -> list[Reply]:
 
 
 def problem_of(case: Malformed, replies: Sequence[Reply]) -> str | None:
-    """Why the answers to a malformed request are not right, or None."""
+    """The fault of the answers to a malformed request, or None."""
     statuses = [reply.status for reply in replies]
     if len(statuses) != 1:
         return f"{len(statuses)} answers {statuses}; expected one"
@@ -417,7 +417,7 @@ def run(cases: int, seed: int, folder: Path) -> Tally:
 
 
 def remains(server: ServerProcess, files: int, rss: int) -> list[str]:
-    """What an attack has left behind."""
+    """Traces that an attack has left behind."""
     if server.process.poll() is not None:
         return [f"the server has died with status {server.process.returncode}: {server.log.read_text()[-1000:]}"]
     deadline = time.monotonic() + REST_S

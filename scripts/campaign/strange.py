@@ -1,4 +1,4 @@
-"""What a mutation puts in the place of something right."""
+"""Strange values that a mutation puts in the place of right ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one part of the campaign found."""
+"""Findings of one part of the campaign."""
 
 from __future__ import annotations
 

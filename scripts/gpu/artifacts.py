@@ -51,7 +51,7 @@ REHEARSED = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage finds things, and the runtime that it checks.
+    """The paths that a stage needs, and the runtime that it checks.
 
     site: the folder of carried packages; None in a rehearsal. library: the carried kernel library, likewise.
     """
@@ -75,7 +75,7 @@ class Place:
 
 @functools.cache
 def cuda_folders() -> tuple[Path, ...]:
-    """Where pip has put the CUDA libraries of PyTorch. ONNX Runtime looks for them only beside its own folder."""
+    """The folders of PyTorch's CUDA libraries from pip. ONNX Runtime looks for them only beside its own folder."""
     spec = importlib.util.find_spec("nvidia")
     roots = () if spec is None else (Path(path) for path in spec.submodule_search_locations or ())
     return tuple(sorted({library.parent for root in roots for library in root.rglob("lib*.so.*")}))
@@ -187,7 +187,7 @@ def all_of(run: Run, stage: str, jobs: Mapping[str, Callable[[], dict[str, Any]]
 
 
 def row_of(done: subprocess.CompletedProcess[str], kept: Sequence[str]) -> dict[str, Any]:
-    """What is kept of a process that writes one JSON object. kept: keys of the object."""
+    """The record of a process that writes one JSON object. kept: keys of the object."""
     passed = done.returncode == 0
     row = {"passed": passed, "status": done.returncode, "problem": "" if passed else done.stderr[-SHOWN_CHARACTERS:]}
     try:

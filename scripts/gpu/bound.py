@@ -160,7 +160,7 @@ def refusal_of(open_runner: Callable[[], OrtRunner]) -> str:
 
 
 def kernels_that_auto_leaves_out_lose(opened: Opened) -> None:
-    """What runs by default is not slower than all kernels: medians of bound runs, in turns."""
+    """The default implementation is not slower than kernels for every operator: medians of bound runs, in turns."""
     # a rehearsal has no kernel library, so it times the bodies twice
     names = ("auto", "kernel") if opened.graphs else ("body", "body")
     with opened.runner(implementation=names[0]) as default, opened.runner(implementation=names[1]) as kernels:

@@ -12,7 +12,7 @@ FUSED_PER_CLOCK = 128
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU can do at best, per second.
+    """The best rates of a GPU, per second.
 
     copied: bytes of a copy, read and written. tensor, fused: multiply-adds, on tensor cores and of float32. shared:
     bytes of all multiprocessors' shared memory. cache_bytes: the size of the L2 cache.

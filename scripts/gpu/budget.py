@@ -152,7 +152,7 @@ def each(values: Iterable[object]) -> str:
 
 
 def measurements() -> tuple[str, dict[tuple[str, str], float]]:
-    """Where the last run was, and µs by operator and case. Both empty without a run."""
+    """The hardware and date of the last run, and µs by operator and case. Both empty without a run."""
     paths = [folder / "timing.json" for folder in folders() if (folder / "timing.json").is_file()]
     if not paths:
         return "", {}

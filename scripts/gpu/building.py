@@ -44,7 +44,7 @@ def driver_path(run: Run) -> Path:
 
 
 def load_kernels(run: Run) -> Kernels:
-    """What the build stage made. Raises SetupError if it has not run."""
+    """The library of the build stage. Raises SetupError if it has not run."""
     if not library_path(run).is_file():
         raise SetupError(f"{library_path(run)} does not exist; expected what the build stage makes. Run that stage too")
     return Kernels(library_path(run), run.device)
@@ -74,7 +74,7 @@ def nvcc_toolchain(architecture: int) -> Toolchain:
 
 
 def machine_code_of(library: Path, architecture: int) -> str:
-    """What cuobjdump finds in the library. Raises RuntimeError if there is code for another GPU, or none."""
+    """The machine code that cuobjdump lists. Raises RuntimeError if there is code for another GPU, or none."""
     beside = str(Path(find_nvcc() or "").resolve().parent)
     cuobjdump = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=beside)
     if cuobjdump is None:
@@ -102,7 +102,7 @@ def shared_memory_aliases() -> list[str]:
 
 
 def shared_memory_names() -> list[str]:
-    """How the kernels name their dynamic shared memory, which CUDA does not need and C++ does."""
+    """The kernels' names for their dynamic shared memory, which C++ needs and CUDA does not."""
     sources = [path for op in OPS.values() for path in (PLUGINS / op.torch_name).glob("*.cu")]
     sources += PLUGINS.glob("**/*.h")
     return sorted(

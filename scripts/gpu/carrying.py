@@ -1,4 +1,4 @@
-"""What the second call needs on a machine without a network: artifacts, the kernel library and wheels, in parts.
+"""Files for the second call on a machine without a network: artifacts, the kernel library and wheels, in parts.
 
 The parts are numbered folders below CARRIED, none larger than PART_BYTES. They lie in a folder that git ignores and are
 carried one by one; wheels that were split are joined when they are installed.
@@ -112,7 +112,7 @@ def tree_bytes() -> int | None:
 
 
 def part_bytes() -> int:
-    """How large a part may be beside the tree. Raises SetupError if the tree is too large, or if git cannot tell."""
+    """The largest size of a part beside the tree. Raises SetupError if the tree is too large, or if git cannot tell."""
     tree = tree_bytes()
     if tree is None:
         raise SetupError(f"git cannot list the files of {ROOT}; expected a git repository. Run this in one")
@@ -171,7 +171,7 @@ def print_parts() -> None:
 
 
 def with_tree(size: int, tree: int | None) -> str:
-    """How much a part is together with the tree, if that is known."""
+    """The size of a part together with the tree, if that is known."""
     if tree is None:
         return ""
     excess = "" if size + tree <= COPY_BYTES else ", which is too much: run --carry again"

@@ -33,7 +33,7 @@ USAGE = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says about one kernel; and how many products its machine code has on tensor cores, HMMA."""
+    """Resources of one kernel as ptxas reports them, and its number of tensor-core products (HMMA)."""
 
     registers: int
     shared_bytes: int
@@ -43,7 +43,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one multiprocessor can hold at a time. All have the same registers."""
+    """Limits of one multiprocessor. All have the same registers."""
 
     warps: int
     blocks: int

@@ -1,4 +1,4 @@
-"""What a stage runs on: an NVIDIA GPU, or the emulation of tests/plugins/native/cuda_on_cpu.h in its place."""
+"""The device of a stage: an NVIDIA GPU, or the emulation of tests/plugins/native/cuda_on_cpu.h in its place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def output_of(*command: str) -> str:
 
 
 def asked_of_driver(fields: str) -> str:
-    """What nvidia-smi says of the first GPU."""
     return output_of("nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader")
 
 

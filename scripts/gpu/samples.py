@@ -60,7 +60,7 @@ def differences(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_written(output: Tensor) -> Tensor:
-    """Whether no element is what memory holds before a call, or infinite."""
+    """True if every element was overwritten by the call and is finite."""
     extremes = torch.stack([value for piece in pieces(output) for value in piece.aminmax()])  # NaN stays
     return (extremes.isfinite() if output.is_floating_point() else extremes >= 0).all()
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """What a stage is given.
+    """The inputs of a stage.
 
     results: the folder of the stages' JSON files. work: a folder for programs and large files, which may be lost.
     ops: names of operators. sources: the hash of everything that decides the results. end_before: the time, by
@@ -94,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """How a stage ended: PASSED, FAILED or NOT_RUN, one line about it, and everything it found, as JSON.
+    """The outcome of a stage: PASSED, FAILED or NOT_RUN, one line about it, and all its findings, as JSON.
 
     table: a short text for the end of the output.
     """

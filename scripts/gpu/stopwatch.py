@@ -62,7 +62,7 @@ def forbid_tf32() -> None:
 
 
 def number_of_copies(device: Device, nbytes: int) -> int:
-    """How many copies of data of this size exceed the L2 cache."""
+    """The number of copies of data of this size that exceed the L2 cache."""
     if device.emulated:
         return FEWEST_COPIES
     cache = torch.cuda.get_device_properties(0).L2_cache_size
@@ -102,7 +102,7 @@ def prepared(device: Device, calls: Sequence[Call]) -> Candidate:
 
 
 def repeats_for(milliseconds: float, calls: int) -> int:
-    """How often calls that take so long together are repeated in a graph."""
+    """The number of times to repeat calls, which take so long together, in a graph."""
     return max(1, min(math.ceil(SHORTEST_GRAPH_MS / max(milliseconds, 1e-6)), MOST_CALLS // calls))
 
 

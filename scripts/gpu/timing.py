@@ -90,7 +90,7 @@ def count_clocks(device: Device) -> None:
 
 
 def rates_of(ceilings: dict[str, float | None], dtype: str) -> Rates | None:
-    """What this GPU can do at best, for bounds of a case. None in an emulation."""
+    """The best rates of this GPU, for bounds of a case. None in an emulation."""
     copied, clock_hz = ceilings["copy"], ceilings["clock"]
     products = ceilings[dtype if dtype in HALF_TYPES else HALF_TYPES[0]]
     if copied is None or clock_hz is None or products is None:
@@ -138,7 +138,7 @@ def kernel_call(
 
 
 def lower_bound(work: Work, moved: int, dtype: str, ceilings: dict[str, float | None]) -> dict[str, Any]:
-    """What this work takes at least, and what bounds it. moved: bytes of all inputs and outputs."""
+    """A lower bound on the time of this work, and the resource behind it. moved: bytes of all inputs and outputs."""
     rates = rates_of(ceilings, dtype)
     if rates is None:
         return {"bound_us": None, "bound_by": "not measured"}

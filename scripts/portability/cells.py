@@ -39,10 +39,10 @@ CALIBRATION = ("64 tokens", "300 tokens padded")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a model.
+    """The outcome of a model.
 
     verdict: right, refused, wrong, or not run. error: the largest max |error| / RMS, if it was measured.
-    words: what the tool said, the checks that failed, or why it did not run.
+    words: the tool's message, the checks that failed, or the reason it did not run.
     """
 
     tool: str
@@ -173,6 +173,6 @@ def described(check: Check) -> str:
 
 
 def words_of(error: Exception) -> str:
-    """What a tool said, on one line, without folders: they are of this run, or of the machine that built the tool."""
+    """A tool's message on one line, without folders: they are of this run, or of the machine that built the tool."""
     text = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", " ".join(str(error).split()))
     return text if len(text) <= LONGEST_WORDS else f"{text[:LONGEST_WORDS]} …"

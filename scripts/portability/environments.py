@@ -33,7 +33,7 @@ class MissingError(Exception):
 
 
 class Environment(Protocol):
-    """What a tool runs in."""
+    """The environment of a tool."""
 
     name: str
 
@@ -44,7 +44,7 @@ class Environment(Protocol):
         """The pinned version of a tool in it."""
 
     def command(self, url: str, home: str) -> list[str]:
-        """What starts the worker that takes its commands from a URL. home: an empty folder for its own files.
+        """The command of the worker that takes its commands from a URL. home: an empty folder for its own files.
 
         Raises MissingError unless the environment is prepared.
         """
@@ -176,7 +176,7 @@ def prepare() -> list[str]:
 
 
 def all_made() -> bool:
-    """Whether every environment is there, but for the browser."""
+    """True if every environment is there, but for the browser."""
     folders = [environment.folder for environment in ENVIRONMENTS if isinstance(environment, PythonVenv | NodeModules)]
     return all((folder / READY).exists() for folder in folders) and shutil.which("node") is not None
 
@@ -188,7 +188,7 @@ def folder_of(name: str, made_from: str) -> Path:
 
 @contextmanager
 def unless_ready(folder: Path) -> Iterator[bool]:
-    """Whether the folder has to be made during the block, which is marked as ready after it; one process at a time."""
+    """Yield True if the folder has to be made in the block, and mark it as ready afterwards; one process at a time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

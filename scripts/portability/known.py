@@ -71,7 +71,7 @@ def known_failure(outcome: Outcome) -> Known | None:
 
 
 def surprise(outcome: Outcome) -> str:
-    """What is not as expected about a cell; "" if all is."""
+    """The deviation of a cell from its expected verdict; "" for none."""
     known = known_failure(outcome)
     expected = RIGHT if known is None else known.verdict
     if outcome.verdict in (expected, NOT_RUN):

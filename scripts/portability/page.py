@@ -57,7 +57,6 @@ def page_of_outcomes(results: Sequence[Outcome]) -> str:
 
 
 def summary_table(results: Sequence[Outcome]) -> Iterator[str]:
-    """How many models are right after each tool, and what to do."""
     yield "| tool | version | right, float32 | right, float16 | what to do |"
     yield "|---|---|---|---|---|"
     for tool in TABLE:

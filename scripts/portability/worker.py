@@ -32,7 +32,7 @@ TYPES = {".html": "text/html", ".mjs": "text/javascript", ".wasm": "application/
 
 
 class ToolError(EffexportError):
-    """What a tool or a runtime said when it refused."""
+    """The message of a tool or a runtime that refused."""
 
 
 class Server(ThreadingHTTPServer):
@@ -198,7 +198,7 @@ class WorkerRunner(Closeable):
 
 
 def open_in_worker(worker: Worker, runtime: str, **options: str) -> OpenModel:
-    """What opens a model file, or a serialised model, in a worker. options: as in WorkerRunner."""
+    """A function that opens a model file, or a serialised model, in a worker. options: as in WorkerRunner."""
 
     def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> WorkerRunner:
         return WorkerRunner(worker, runtime, model if isinstance(model, bytes) else model.read_bytes(), **options)

@@ -1,4 +1,4 @@
-"""What models are trained on: text, duplication and ListOps. Each makes rows of tokens with labels."""
+"""Training tasks: text, duplication and ListOps. Each makes rows of tokens with labels."""
 
 from __future__ import annotations
 

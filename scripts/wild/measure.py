@@ -1,4 +1,4 @@
-"""What happens to one model: exported as it is, compared at other sizes in plain onnxruntime, and timed."""
+"""Measure one model: export it as it is, compare it at other sizes in plain onnxruntime, and time it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,6 @@ def compared(model: Model, artifact: Artifact, cases: Sequence[Case]) -> dict[st
 
 
 def takes(artifact: Artifact, case: Case) -> bool:
-    """Whether an artifact says that it takes a size."""
     spec = artifact.spec
     for tensor in spec.inputs:
         for dim, size in zip(tensor.dims, case.feed[tensor.name].shape, strict=True):

@@ -79,7 +79,7 @@ def import_torchvision() -> None:
 
 
 def of(package: str, name: str, *sizes: Any, **options: Any) -> Callable[[], nn.Module]:
-    """What makes a class, or calls a function, of a package."""
+    """A function that makes a class, or calls a function, of a package."""
     return lambda: getattr(importlib.import_module(package), name)(*sizes, **options)
 
 

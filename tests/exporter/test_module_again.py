@@ -346,7 +346,7 @@ def test_a_file_that_mixes_samples_fails_where_they_were_declared_independent(
 
 
 def answers_of_server(artifact: Path, requests: list[dict[str, Any]]) -> tuple[list[Any], list[int]]:
-    """What a served model answers to requests that arrive together, and how many rows each run had."""
+    """A served model's answers to requests that arrive together, and the number of rows in each run."""
     opened, rows = open_artifact(artifact), list[int]()
 
     class Counting:

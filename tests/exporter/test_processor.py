@@ -1,4 +1,4 @@
-"""What the processor has decides how int8 runs, and what users are told."""
+"""The processor's instructions decide how int8 runs, and the advice to users."""
 
 from __future__ import annotations
 

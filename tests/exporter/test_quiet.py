@@ -1,4 +1,4 @@
-"""What PyTorch prints while it traces stays off the screen, in every way in which a trace can end."""
+"""PyTorch's output during a trace stays off the screen, in every way in which a trace can end."""
 
 from __future__ import annotations
 

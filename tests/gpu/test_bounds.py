@@ -1,4 +1,4 @@
-"""What bounds the time of a call: amounts of work over the rates of a GPU."""
+"""Lower bounds on the time of a call: amounts of work over the rates of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is carried to a machine without a network: parts of a size that fits, and whole again there."""
+"""Files carried to a machine without a network: parts of a size that fits, and whole again there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an engine loses memory: the line through the samples, and soaks on the fake TensorRT."""
+"""Memory leaks of engines: the line through the samples, and soaks on the fake TensorRT."""
 
 from __future__ import annotations
 

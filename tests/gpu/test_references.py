@@ -23,7 +23,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def is_rounded(op: Op, case: Case) -> bool:
-    """Whether the case is one whose logarithms are float32 by definition."""
+    """True if the case is one whose logarithms are float32 by definition."""
     return op.torch_name == "lsh_attention" and bool(case.sizes[-1])
 
 

@@ -1,4 +1,4 @@
-"""What the stages make of the output of compilers, compute-sanitizer and ncu, and what they do without the tools."""
+"""Stages read the output of compilers, compute-sanitizer and ncu, and do without missing tools."""
 
 from __future__ import annotations
 

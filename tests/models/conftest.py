@@ -39,7 +39,7 @@ FORBIDDEN_NODES = {"Loop", "Scan", "If", "CumSum", "TopK", "ReduceLogSumExp"}
 
 @dataclass(frozen=True)
 class AFTVariant:
-    """What an AFT variant brings to the tests.
+    """The parts of an AFT variant that tests need.
 
     build(causal=..., seq_len=..., ...) → a layer with random biases; bias(layer, seq_len) → its w, float64
     [heads, seq, seq], written from the formula.

@@ -1,4 +1,4 @@
-"""What only AFT-conv has: filters of other sizes and their re-parameterisation. See also test_aft_shared.py."""
+"""AFT-conv alone: filters of other sizes and their re-parameterisation. See also test_aft_shared.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only AFT-full has: learned biases of every size and a limit of length. See also test_aft_shared.py."""
+"""AFT-full alone: learned biases of every size and a limit of length. See also test_aft_shared.py."""
 
 from __future__ import annotations
 

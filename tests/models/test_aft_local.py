@@ -1,4 +1,4 @@
-"""What only AFT-local has: windows from nothing to everything. See also test_aft_shared.py."""
+"""AFT-local alone: windows from nothing to everything. See also test_aft_shared.py."""
 
 from __future__ import annotations
 

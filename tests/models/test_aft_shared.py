@@ -1,4 +1,4 @@
-"""What all four AFT variants have in common: the formula, padding, keys of any size, half precision and ONNX Runtime.
+"""All four AFT variants: the formula, padding, keys of any size, half precision and ONNX Runtime.
 
 `aft` is each variant in turn: aft.build makes a layer, aft.bias its w from the formula (see conftest.py).
 """

@@ -1,4 +1,4 @@
-"""What only AFT-simple has: one shared context, decode steps and a prefix scan. See also test_aft_shared.py."""
+"""AFT-simple alone: one shared context, decode steps and a prefix scan. See also test_aft_shared.py."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_a_truncated_file_is_named(folder: Path, name: str, kept: float) -> None
 
 
 class Payload:
-    """What an unpickler would execute."""
+    """A call that an unpickler would execute."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -244,7 +244,7 @@ def test_a_pickle_is_never_executed(folder: Path) -> None:
 
 
 class Calls:
-    """What an unpickler would call, and `weights_only=True` allows."""
+    """A call that an unpickler would make, and `weights_only=True` allows."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments

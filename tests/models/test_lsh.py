@@ -272,7 +272,7 @@ def transformers_attention(layer: LSHAttention) -> nn.Module:
 def transformers_context(
     layer: LSHAttention, x: Tensor, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor]:
-    """What transformers computes when it draws our rotations: context and buckets."""
+    """The result of transformers when it draws our rotations: context and buckets."""
     rotations = layer.hash.rotations
     drawn = []
 

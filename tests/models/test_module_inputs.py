@@ -1,4 +1,4 @@
-"""What a user's own model is called with: example inputs, tables and signatures, and what is said about wrong ones."""
+"""Inputs of a user's own model: example inputs, tables and signatures, and messages about wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a look at a user's own module finds out: the lengths that it takes, and the axes of its outputs."""
+"""Facts that a probe of a user's own module finds: the lengths that it takes, and the axes of its outputs."""
 
 from __future__ import annotations
 

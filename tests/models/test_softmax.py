@@ -45,7 +45,7 @@ def all_kept(x: Tensor) -> Tensor:
 
 
 def rounding(layer: SoftmaxAttention, x: Tensor, keep: Tensor) -> float:
-    """What fp32 may leave of the output, as `relative_error` counts it.
+    """A bound on the error of the output in fp32, as `relative_error` counts it.
 
     The softmax turns errors δ_s of the logits into Σ p_s δ_s (v_s − out) of the output, to first order: at most the
     largest δ times Σ p_s |v_s − out|.

@@ -33,7 +33,7 @@ for_some_and_every_architecture = pytest.mark.parametrize(
 
 @functools.cache
 def compiled(kernel: str, architectures: tuple[int, ...]) -> dict[tuple[str, int], Usage]:
-    """What ptxas says of each entry, on those architectures that this nvcc knows. The code is the library's, and
+    """The resources of each entry by ptxas, on those architectures that this nvcc knows. The code is the library's, and
     warnings are errors."""
     nvcc = find_nvcc()
     strict = ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror"]

@@ -44,7 +44,7 @@ class Place:
 
     @property
     def is_for_the_compiler(self) -> bool:
-        """Whether it only keeps the compiler from moving loads across it, and orders nothing that has to be."""
+        """True if it only keeps the compiler from moving loads across it, and need not order anything."""
         return "or the compiler loads" in self.code
 
 

@@ -25,7 +25,7 @@ FORBIDDEN = {"TopK", "Loop", "CumSum", "Scan", "Sort", "If", "ReduceLogSumExp"}
 
 
 def softmax_matrices(count: int, size: int) -> tuple[Tensor, Tensor]:
-    """What Nyströmformer hands over: rows that add up to one, and the largest column sum of each matrix."""
+    """Inputs as from Nyströmformer: rows that add up to one, and the largest column sum of each matrix."""
     a, scale = CONTRACT.inputs(Case((count, size, 6), kind="softmax"), "cpu").values()
     return a, scale
 

@@ -122,7 +122,7 @@ REFUSED = {
 
 
 def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder: Path) -> dict[str, Any]:
-    """What a script answers in one of the environments, with no more of `effexport` than its plugins."""
+    """The answer of a script in one of the environments, with no more of `effexport` than its plugins."""
     environment = ENVIRONMENTS / major
     (folder / "effexport").mkdir(exist_ok=True)
     for target in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "version.py", ROOT / "plugins"):

@@ -1,4 +1,4 @@
-"""What a user does with a finished artifact: every command on it, a request to a server, and what a build says next."""
+"""Commands on a finished artifact: every one of them, a request to a server, and those that a build suggests next."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def commands_on(path: Path, folder: Path, checkpoint: Path | None = None) -> Ite
 
 
 def runtime_of(artifact: Artifact) -> str:
-    """What runs the artifact on a CPU: ONNX Runtime, which has no arithmetic in bfloat16 there."""
+    """The runtime of an artifact on a CPU: not ONNX Runtime for bfloat16, which it cannot compute there."""
     return "openvino" if artifact.spec.precision == "bf16" else "ort"
 
 

@@ -216,7 +216,7 @@ class BodyFault:
 
 
 def reason_for_no_op(fault: BodyFault, form: str, precision: str) -> str:
-    """Why a fault changes nothing; empty if it does."""
+    """The reason a fault changes nothing; empty if it does."""
     declared = NO_OPS + (NO_OPS_IN_HALF if precision == "fp16" else ())
     if fault.output in unread(form):
         return "nothing reads it in this form of the body"

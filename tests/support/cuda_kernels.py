@@ -21,7 +21,7 @@ NATIVE = ROOT / "tests" / "plugins" / "native"
 
 
 def run(*command: str | Path, **options) -> str:
-    """What a command prints. Its failure shows all of it."""
+    """The output of a command. Its failure shows all of it."""
     completed = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert completed.returncode == 0, f"{' '.join(map(str, command))}\n{completed.stdout}{completed.stderr}"
     return completed.stdout + completed.stderr

@@ -70,7 +70,7 @@ class EmulatedOp:
         return Call(name.value.decode(), (launch[0], launch[1], launch[2]), tuple(scalars[:count]))
 
     def calls_of_launch_cuda(self, dtype: str, sizes: Sequence[int], numbers: Sequence[float]) -> list[Call]:
-        """What the operator's launch_cuda launches for a case of its contract; no block of it runs."""
+        """Launches of the operator's launch_cuda for a case of its contract; no block of it runs."""
         before = self.library.count_launches()
         self.library.set_schedule(0, 0)
         nowhere = (ctypes.c_void_p * 16)(*[4096] * 16)  # addresses that nothing reads
@@ -140,7 +140,7 @@ class GatherElements(onnx.reference.op_run.OpRun):
 
 @dataclass
 class Executed:
-    """What a graph returned, by output, and the launches of its plugins in the order of execution."""
+    """Outputs of a graph by name, and the launches of its plugins in the order of execution."""
 
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)

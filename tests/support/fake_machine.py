@@ -81,7 +81,7 @@ class Machine:
         return [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
     def builds(self) -> list[str]:
-        """What there is of builds, finished or not."""
+        """Names of the present builds, finished or not."""
         known = {".lock", "selected", "logs"}
         return sorted(path.name for path in (self.cache / "kernels").iterdir() if path.name not in known)
 

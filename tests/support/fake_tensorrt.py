@@ -162,7 +162,7 @@ class FakeCuda:
 
 @dataclass
 class FakeModel:
-    """What the engine computes. output_shapes: of the outputs, by the shapes of the inputs."""
+    """The model of an engine. output_shapes: of the outputs, by the shapes of the inputs."""
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
@@ -388,7 +388,7 @@ class FakeContext:
         return True
 
     def _compute(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
-        """What the kernels do, when their time has come."""
+        """Do the work of the kernels, when their time has come."""
         assert self.uploaded == shapes, "a graph ran after its context was set to another shape"
         assert self.scratch in (0, *self.api.cuda.device), "the scratch memory is gone"
         memory = self.api.cuda.device

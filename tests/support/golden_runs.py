@@ -1,4 +1,4 @@
-"""What commands did on a day, in a form that other machines repeat: recorded in tests/corpus/golden.json.
+"""Golden results of commands, in a form that other machines repeat: recorded in tests/corpus/golden.json.
 
 EFFEXPORT_RECORD=1 records anew what the tests find; read the difference before committing it.
 """

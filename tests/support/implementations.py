@@ -138,7 +138,7 @@ def within_limit(contract: Contract, case: Case, actual: np.ndarray, expected: T
 
 
 def exact(contract: Contract, case: Case, inputs: dict[str, Tensor]) -> np.ndarray:
-    """What the only output should be, in float64."""
+    """The right value of the only output, in float64."""
     (expected,) = contract.exact(case, inputs).values()
     return array_of(expected)
 

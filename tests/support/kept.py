@@ -1,5 +1,5 @@
-"""What tests build once and reuse in later runs: exports and compiled programs, each kept under a hash of everything
-that decides it. They lie in pytest's cache, so `pytest --cache-clear` removes them."""
+"""A cache of tests across runs: exports and compiled programs, each kept under a hash of everything that decides it.
+They lie in pytest's cache, so `pytest --cache-clear` removes them."""
 
 from __future__ import annotations
 

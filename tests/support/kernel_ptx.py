@@ -70,13 +70,13 @@ def entries_of(text: str) -> dict[str, list[str]]:
 
 
 def bodies_of(text: str) -> dict[str, str]:
-    """What follows each entry, up to the next one."""
+    """The text after each entry, up to the next one."""
     parts = re.split(r"\.visible \.entry (\w+)\(", text)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def assembled(text: str, sm: int, folder: Path) -> dict[str, Usage]:
-    """What every entry needs on a GPU. ptxas must have no warnings."""
+    """Resources of every entry on a GPU. ptxas must have no warnings."""
     (folder / "kernel.ptx").write_text(text, encoding="utf-8")
     ptxas = find_nvcc().resolve().parent / "ptxas"
     options = (f"-arch=sm_{sm}", "--warning-as-error", "-v", "-o", folder / "kernel.cubin")

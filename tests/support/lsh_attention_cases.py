@@ -71,7 +71,7 @@ class Case:
 
 
 def window_counts(case: Case) -> np.ndarray[Any, Any]:
-    """How often each chunk stands in the window of each other one, [rounds · chunks, rounds · chunks]."""
+    """Counts of each chunk in the window of each other one, [rounds · chunks, rounds · chunks]."""
     chunks = case.padded // case.chunk_length
     everywhere = case.rounds * chunks
     counts = np.zeros((everywhere, everywhere))

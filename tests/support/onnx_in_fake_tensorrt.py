@@ -23,7 +23,7 @@ def fake_tensorrt(folder: Path) -> FakeTensorRT:
 
 
 def fake_model(model: Path, info: EngineInfo) -> FakeModel:
-    """What an engine of this ONNX file computes."""
+    """A stand-in for an engine of this ONNX file."""
     runner = OrtRunner(model, RunOptions(implementation="body", threads=1))
 
     def output_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -102,7 +102,7 @@ class Browser:
 
 
 def complaints(browser: Browser) -> list[Any]:
-    """What the console shows, and requests for anything but the page itself."""
+    """Messages of the console, and requests for anything but the page itself."""
     found = [e["params"] for e in browser.events if e["method"] in ("Log.entryAdded", "Runtime.consoleAPICalled")]
     found += [e["params"] for e in browser.events if e["method"] == "Runtime.exceptionThrown"]
     requests = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
@@ -168,7 +168,7 @@ def foreign_text_colours(browser: Browser) -> set[str]:
 
 
 def plots_with_clear_text(browser: Browser) -> int:
-    """How many plots the open page has, of which all text is inside and none overlaps; an AssertionError else."""
+    """The number of plots in the open page; raises AssertionError for text that is cut off or overlaps."""
     boxes = browser.evaluate(
         "[...document.querySelectorAll('svg:not([aria-hidden])')]"
         ".map(s => [s.viewBox.baseVal.width, s.viewBox.baseVal.height,"

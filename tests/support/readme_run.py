@@ -204,7 +204,6 @@ def taken(step: Step, shell: Shell, folder: Path, port: int) -> Done:
 
 
 def following_steps(printed: str) -> Iterator[Step]:
-    """What the page's own commands have named as next."""
     for words in next_commands(printed):
         yield Step(shlex.join(["effexport", *words]))
 
@@ -245,7 +244,7 @@ def shell_line(command: Command) -> str:
 
 
 def why_not_run(command: str) -> str:
-    """Why a command is not run here; empty for those that are."""
+    """The reason a command is not run here; empty for those that are."""
     for part, program in NEEDS.items():
         if part in command and shutil.which(program) is None:
             return f"there is no {program} on this machine"

@@ -1,4 +1,4 @@
-"""What must work where PyTorch and the ONNX exporter are not installed, and what must name the extra that adds them."""
+"""Commands that work without PyTorch and the ONNX exporter, and commands that name the extra that adds them."""
 
 from __future__ import annotations
 

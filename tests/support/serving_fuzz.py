@@ -55,7 +55,7 @@ def changed_field(model: str, dice: random.Random) -> bytes:
 
 
 def is_harmless(place: str, value: Any, fields: Any) -> bool:
-    """What a server may well accept: null stands for what is left out, 0 is a token, a string is an id."""
+    """True for a value that a server may well accept: null means left out, 0 is a token, a string is an id."""
     if place == "element":
         return type(value) is int and value == 0
     if place == "outputs":

@@ -47,7 +47,7 @@ class ServerProcess:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if label in line)
 
     def batch_sizes(self) -> Counter[int]:
-        """How many runs of the first model had how many rows, so far."""
+        """Numbers of runs of the first model so far, by their rows."""
         sizes: Counter[int] = Counter()
         below = 0.0
         for line in self.get("/metrics").decode().splitlines():
@@ -236,7 +236,7 @@ class Pool:
 
 @dataclass
 class Outcome:
-    """What a load met. latencies_s: of right answers. lost: requests without any answer."""
+    """Results of a load. latencies_s: of right answers. lost: requests without any answer."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     latencies_s: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What `typings/tensorrt.pyi` declares: all that the package uses of TensorRT."""
+"""Declarations of `typings/tensorrt.pyi`: all that the package uses of TensorRT."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def pipeline_answers(folders: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exported_model(artifact: str, library: Path | None) -> dict[str, Any]:
-    """How far ExportedModel is from the golden outputs, and the class of its outputs, which is that of the drop-in."""
+    """The error of ExportedModel against the golden outputs, and its class of outputs, which the drop-in shares."""
     options = onnxruntime.SessionOptions()
     if library is not None:
         options.register_custom_ops_library(str(library))

@@ -134,7 +134,7 @@ class TritonServer:
         return {entry.get("version", ""): (entry.get("state", ""), entry.get("reason", "")) for entry in entries}
 
     def counts(self, model: str) -> tuple[int, int]:
-        """How many samples were answered, in how many executions."""
+        """Numbers of answered samples and of executions."""
         _, answer = self.get(f"/v2/models/{model}/stats")
         stats = answer["model_stats"][0]
         return stats["inference_count"], stats["execution_count"]

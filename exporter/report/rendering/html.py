@@ -68,7 +68,7 @@ def html_from_report(side: Side, artifact: str = "") -> str:
 
 
 def built_facts(side: Side) -> list[tuple[str, str]]:
-    """What was built, from what, and where it was checked; what is not known is left out."""
+    """The built model, its source, and the machine of its checks; unknown facts are left out."""
     report = side.report
     seed = f"drawn from seed {report.spec.get('seed', 0)}"
     place = [RUNTIMES[report.runtime].label, report.environment.get("processor")]

@@ -1,4 +1,4 @@
-"""What was quantised, and what it cost, in words and rows."""
+"""Quantisation and its cost, in words and rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALES = {
 
 
 def quantization_facts(record: Quantization) -> list[tuple[str, str]]:
-    """What is quantised, on which samples that was decided, and what it cost on them."""
+    """The quantised parts, the samples that decided on them, and the cost on these samples."""
     floats = sum(product.operator == "Linear" for product in record.products)
     rows = [
         ("Quantised", f"{len(record.layers)} of {len(record.layers) + floats} linear layers to {record.precision}"),
@@ -35,7 +35,7 @@ def quantization_facts(record: Quantization) -> list[tuple[str, str]]:
 
 
 def loss_rows(record: Quantization) -> list[tuple[str, str]]:
-    """What quantisation cost on the samples, and on the data of --evaluate."""
+    """The cost of quantisation on the samples, and on the data of --evaluate."""
     rows: list[tuple[str, str]] = []
     if record.loss is not None:
         rows += [("RMS error against float", percent(record.loss.rms_error)), ("Cosine", f"{record.loss.cosine:.6f}")]
@@ -76,7 +76,7 @@ def quantization_text(record: Quantization) -> str:
 
 
 def cost_text(record: Quantization) -> str:
-    """What quantisation cost, in one sentence."""
+    """The cost of quantisation, in one sentence."""
     on = record.samples.source or "random input"
     error = "" if record.loss is None else f"an RMS error of {percent(record.loss.rms_error)} on {on}"
     task = next((figure for figure in record.task if figure.name == "loss"), None)

@@ -22,7 +22,7 @@ LISTED = 5
 
 
 def status_of(entry: Mapping[str, Any]) -> str:
-    """What an entry of `summary` amounts to: one failure is a failure."""
+    """The status of an entry of `summary`: one failure is a failure."""
     return "failed" if entry["failed"] else "passed" if entry["passed"] else "not run"
 
 
@@ -42,7 +42,7 @@ def limit_text(check: Check) -> str:
 
 
 def failure_lines(checks: Sequence[Check], trace: Trace | Unavailable | None = None) -> list[str]:
-    """Why nothing was written: the first divergence of a trace if there is one, then one line per failure."""
+    """The reasons nothing was written: the first divergence of a trace if there is one, then one line per failure."""
     lines = [] if trace is None else [trace_text(trace)]
     lines += [problem.text for problem in problems_of(checks) if problem.outcome == "failed"]
     return [f"{outcomes_text(checks)}; nothing was written", *(f"  {line}" for line in lines)]
@@ -74,7 +74,7 @@ def trace_text(trace: Trace | Unavailable, *, other_weights: bool = False) -> st
 
 
 def _suspects_text(suspects: Sequence[Suspect], *, other_weights: bool) -> str:
-    """Where the fault behind a divergence lies."""
+    """The likely fault behind a divergence."""
     weights = list(dict.fromkeys(name for suspect in suspects for name in suspect.weights))
     listed = f"{', '.join(weights[:LISTED])}{' …' if len(weights) > LISTED else ''}"
     if other_weights:
@@ -88,7 +88,7 @@ def _suspects_text(suspects: Sequence[Suspect], *, other_weights: bool) -> str:
 
 
 def share_of_limit(value: float | None, limit: float | None) -> str:
-    """How much of a limit is used up, in percent; nothing where there is no limit, or one of 0."""
+    """The used share of a limit, in percent; nothing if there is no limit, or one of 0."""
     if value is None or not limit:
         return NOTHING
     if not math.isfinite(value):

@@ -222,7 +222,7 @@ class Batcher:
 
 
 def why_not_joined(spec: BuildSpec) -> str:
-    """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
+    """The reason requests must not share a run; "" if the parity check has shown that samples are independent."""
     has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
     alone = "" if has_batch_axes else "an input or output does not begin with a batch axis"
     return spec.model.why_samples_mix or alone

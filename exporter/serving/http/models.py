@@ -180,8 +180,8 @@ class ServedModel:
 
 
 def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:
-    """Why requests of different lengths must not share a run; "" if the report of the artifact has shown that padding
-    a sample to the length of another one does not change its result."""
+    """The reason requests of different lengths must not share a run; "" if the report of the artifact has shown that
+    padding a sample to the length of another one does not change its result."""
     spec = artifact.spec
     if reason := why_not_joined(spec):
         return reason

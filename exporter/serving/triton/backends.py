@@ -1,4 +1,4 @@
-"""Which of Triton's backends can run an artifact, and the files that each needs."""
+"""Triton's backends that can run an artifact, and the files that each needs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the attention-free transformers share."""
+"""Shared parts of the attention-free transformers."""

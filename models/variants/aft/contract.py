@@ -1,4 +1,4 @@
-"""What AFT layers compute, from the formula: gated sums of values with weights e^(k + w)."""
+"""Reference formulas of AFT layers: gated sums of values with weights e^(k + w)."""
 
 from __future__ import annotations
 

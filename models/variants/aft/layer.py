@@ -1,4 +1,4 @@
-"""What the attention-free transformers share (Zhai et al., 2021, arXiv 2105.14103)."""
+"""Shared layers of the attention-free transformers (Zhai et al., 2021, arXiv 2105.14103)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class AFTPositionLayer(AFTLayer):
         return F.pad(at_least_float32(self.position_bias[:rows, :rows]), (0, padding, 0, padding))
 
     def positions_and_blocks(self, seq_len: int | torch.SymInt, size: int) -> tuple[int, int]:
-        """How many positions have biases in a graph for this length, and how many blocks of `size` they take."""
+        """The number of positions with biases in a graph for this length, and of blocks of `size` that cover them."""
         if isinstance(seq_len, int):
             return seq_len, block_count(seq_len, size)
         # as many blocks as the longest sequence has, with the spare block of `block_count`

@@ -1,4 +1,4 @@
-"""What the specs of attention-free transformers share."""
+"""Shared specs of the attention-free transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from effexport.models.validation import require
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AFTSpec(AttentionSpec):
-    """What the attention-free transformers share: sums weighted by e^k, per channel.
+    """The common spec of attention-free transformers: sums weighted by e^k, per channel.
 
     Channels do not depend on each other, so without heads × head_dim as another width, heads make no difference.
     """

@@ -88,7 +88,7 @@ class AFTLocalAttention(AFTPositionLayer):
         return u @ near.transpose(-1, -2)
 
     def biases_by_offset(self, seq_len: int) -> Tensor:
-        """What the fused operator takes: float32 [1, positions, taps], the biases of each query by offset.
+        """The fused operator's biases: float32 [1, positions, taps], those of each query by offset.
 
         Of a symbolic length, those of all positions; they depend on parameters only, so that a runtime can fold them.
         """

@@ -62,7 +62,7 @@ class LinearSpec(QueryKeySpec):
 
     @property
     def has_fused_operator(self) -> bool:
-        """Whether `EluLinearAttention` computes this layer."""
+        """True if `EluLinearAttention` computes this layer."""
         return (
             self.feature_map in ("elu", "relu")
             and self.normalizer

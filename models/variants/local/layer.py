@@ -22,7 +22,7 @@ HIDDEN_LOGIT = -1e9
 
 
 def chunk_count(seq_len: int, chunk_length: int) -> int:
-    """How many chunks cover seq_len tokens; the last one may be partly padding."""
+    """The number of chunks that cover seq_len tokens; the last one may be partly padding."""
     return (seq_len + chunk_length - 1) // chunk_length
 
 

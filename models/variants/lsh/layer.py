@@ -109,7 +109,7 @@ class LSHAttention(AttentionLayer):
         return combined.reshape(batch, spec.heads, seq_len, spec.head_size)
 
     def window_masks(self, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """Which keys of its window each token sees, and which of them are the token itself.
+        """Two masks over the keys of each token's window: visible keys, and the token itself.
 
         positions: int32 [groups, rounds, chunks, chunk_length], the position of every sorted token.
         keep: boolean [batch, padded seq].
@@ -125,7 +125,7 @@ class LSHAttention(AttentionLayer):
         return visible, own == other
 
     def kept_places(self, positions: Tensor, keep: Tensor) -> Tensor:
-        """Which keys are not padding, which is sorted last: those at places before the number of kept tokens."""
+        """A mask of keys that are not padding, which is sorted last: places before the number of kept tokens."""
         spec = self.spec
         groups, _, chunks, chunk_length = positions.shape
         place = torch.arange(chunks * chunk_length, device=keep.device).reshape(1, 1, chunks, chunk_length)
@@ -135,7 +135,7 @@ class LSHAttention(AttentionLayer):
         return (place < kept).unsqueeze(3)
 
     def kept_pairs(self, positions: Tensor, keep: Tensor) -> Tensor:
-        """Where neither the key nor the query is padding, which may stand anywhere."""
+        """A mask of pairs in which neither the key nor the query is padding, which may stand anywhere."""
         groups, padded_len = positions.shape[0], keep.shape[1]
         rows = flat_rows(positions, groups, padded_len)
         table = keep.repeat_interleave(self.spec.heads, dim=0).reshape(-1, 1).float()
@@ -143,7 +143,7 @@ class LSHAttention(AttentionLayer):
         return look_around(kept, self.spec, fill=False).unsqueeze(3) & kept.unsqueeze(4)
 
     def same_bucket(self, buckets: Tensor, order: Tensor, chunked: tuple[int, ...]) -> Tensor:
-        """Which keys of its window share the bucket of a token, boolean [… chunk_length, window].
+        """A mask of window keys that share the bucket of a token, boolean [… chunk_length, window].
 
         buckets, order: int32 [groups · rounds, padded seq]. chunked: groups, rounds, chunks, chunk_length.
         """
@@ -163,7 +163,7 @@ class LSHAttention(AttentionLayer):
         groups, rounds, chunks, chunk_length = chunked
 
         def of_window(x: Tensor) -> list[tuple[Tensor, Tensor]]:
-            """What tokens and keys have in each round. x: [groups · rounds, padded seq]."""
+            """Values of tokens and of keys in each round. x: [groups · rounds, padded seq]."""
             table = x.reshape(groups, rounds, -1).transpose(1, 2).flatten(0, 1)
             own = take_rows(table, rows).reshape(*chunked, rounds)
             other = look_around(own, spec, fill=-1)
@@ -251,7 +251,7 @@ class LSHHash(nn.Module):
         return chunk_count(seq_len, multiple) * (multiple // self.spec.chunk_length)
 
     def missing(self, qk: Tensor) -> int:
-        """How many tokens the last chunks lack."""
+        """The number of tokens that the last chunks lack."""
         seq_len = qk.shape[2]
         return self.chunk_count(seq_len) * self.spec.chunk_length - seq_len
 
@@ -271,9 +271,9 @@ class LSHHash(nn.Module):
         return [projected[:, :, :, start:end] for start, end in itertools.pairwise(ends)]
 
     def margins(self, qk: Tensor) -> Tensor:
-        """How close every token came to another bucket: (top1 − top2) / scale, the least over the factors.
+        """The distance of every token from another bucket: (top1 − top2) / scale, the least over the factors.
 
-        The scale is ‖projection‖∞, or ‖qk‖, what a projection has on average, where that is larger: of a single
+        The scale is ‖projection‖∞, or ‖qk‖, the average size of a projection, where that is larger: of a single
         projection, whose sign is the bucket, the maximum is as small as the margin.
         Returns float32 [batch · heads · rounds, padded seq], 0 for padding. Used to tell rounding from bugs when two
         runtimes disagree.

@@ -145,7 +145,7 @@ class LSHSpec(LookAroundSpec):
 
     @property
     def has_fused_form(self) -> bool:
-        """Whether the fused operators have all options that are set."""
+        """True if the fused operators have all options that are set."""
         return (
             not (self.buckets_by_length or self.scaled_keys)
             and self.attend_across_buckets

@@ -179,7 +179,7 @@ class NystromAttention(MultiHeadAttention):
 
 
 def landmark_weights(keep: Tensor, num_landmarks: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Which tokens each landmark averages over, as weights [batch, landmarks, seq].
+    """The weights with which each landmark averages tokens, [batch, landmarks, seq].
 
     keep: boolean [batch, seq]. The weights of a landmark add up to one, or to zero if it has no kept token.
     """
@@ -196,7 +196,7 @@ def landmark_weights(keep: Tensor, num_landmarks: int, dtype: torch.dtype = torc
 
 
 def present_landmarks(keep: Tensor, num_landmarks: int) -> Tensor:
-    """Which landmarks stand for any kept token, boolean [batch, landmarks].
+    """A mask of landmarks that stand for any kept token, boolean [batch, landmarks].
 
     Looks at each token once: no matrix of weights. And no scatter, for which TensorRT-RTX wants fewer tokens than
     landmarks.

@@ -82,17 +82,17 @@ class NystromSpec(QueryKeySpec):
 
     @property
     def is_plain_softmax(self) -> bool:
-        """Whether transformers runs this configuration as softmax attention, without landmarks (a well-known trap)."""
+        """True if transformers runs this configuration as softmax attention, without landmarks (a well-known trap)."""
         return self.num_landmarks == self.segment_means_seq_len
 
     @property
     def pads_left(self) -> bool:
-        """Whether zeros before the sequence make all segments equally long."""
+        """True if zeros before the sequence make all segments equally long."""
         return self.convention == "nystrom-attention"
 
     @property
     def has_balanced_segments(self) -> bool:
-        """Whether all segments are floor(n / m) tokens or one more, and padding counts as zeros in their means."""
+        """True if all segments are floor(n / m) tokens or one more, and padding counts as zeros in their means."""
         return self.convention in ("xformers", "authors")
 
     @property

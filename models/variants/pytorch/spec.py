@@ -1,4 +1,4 @@
-"""What stands for the attention of a model that has no layer of ours."""
+"""A stand-in for the attention of a model that has no layer of ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effexport.models.shapes import Product
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PyTorchSpec(AttentionSpec):
-    """What stands for the attention of a model that has no layer of ours: it is exported as PyTorch has it."""
+    """A stand-in for the attention of a model that has no layer of ours, which is exported as PyTorch has it."""
 
     variant: ClassVar[str] = "pytorch"
     formula: ClassVar[str] = "as the model has it"

@@ -18,7 +18,7 @@ PLUGINS, BODIES = "plugins", "bodies"
 
 
 def why_not_compared(model: Model) -> str:
-    """Why an engine cannot be compared with one of function bodies; empty if it can."""
+    """The reason an engine cannot be compared with one of function bodies; empty if it can."""
     from effexport.tensorrt.sidecar import read_sidecar
 
     if model.target == "trt-rtx":

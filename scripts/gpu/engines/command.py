@@ -156,7 +156,7 @@ def check_model(results: Results, model: Model, call: Call) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """What the steps of a call need to know. deadline: when no further step begins, by time.monotonic()."""
+    """Settings for the steps of a call. deadline: no further step begins after it, by time.monotonic()."""
 
     timed: bool = True
     soak_runs: int = 10_000
@@ -200,7 +200,6 @@ def require_packages() -> None:
 
 
 def describe_machine() -> dict[str, str]:
-    """What the results were measured on."""
     described = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **Device(emulated=False).description(),

@@ -50,7 +50,6 @@ def run_in_fresh_process(model: Model) -> Outcome:
 
 
 def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> bool:
-    """Whether some profile covers inputs of these shapes."""
     return any(
         all(
             low <= size <= high
@@ -97,7 +96,7 @@ def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Soak:
-    """How often an engine is to run, and for how many seconds at most."""
+    """The length of a soak: runs of an engine, and seconds at most."""
 
     runs: int
     seconds: float

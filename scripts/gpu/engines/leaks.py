@@ -1,4 +1,4 @@
-"""Whether memory grows: a line through the memory in use over the runs of an engine."""
+"""Memory leaks: a line through the memory in use over the runs of an engine."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CHANGING_SHAPES = 12
 
 
 def why_no_second_runner(model: Model) -> str:
-    """Why Polygraphy cannot run the engines of a model; empty if it can."""
+    """The reason Polygraphy cannot run the engines of a model; empty if it can."""
     if importlib.util.find_spec("polygraphy") is None:
         return "not run: polygraphy is not installed; pip install polygraphy"
     if model.spec.precision == "bf16":
@@ -52,7 +52,7 @@ def compare_runners(engine: Path, target: str, index_limit: int) -> dict[str, An
 
 
 def polygraphy_outputs(engine: Path, target: str, feeds: Sequence[Arrays]) -> list[Arrays]:
-    """What Polygraphy answers. The process is fresh, so Polygraphy has not chosen between the two products yet."""
+    """Outputs of Polygraphy. The process is fresh, so Polygraphy has not chosen between the two products yet."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target == "trt-rtx" else "0"
     from polygraphy.backend.trt import EngineFromBytes, TrtRunner
 
@@ -62,7 +62,7 @@ def polygraphy_outputs(engine: Path, target: str, feeds: Sequence[Arrays]) -> li
 
 
 def difference_of_bits(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """How two answers differ; empty if names, types, shapes and all bits are the same."""
+    """The difference of two answers; empty if names, types, shapes and all bits are the same."""
     if set(ours) != set(theirs):
         return f"outputs {', '.join(theirs)}; expected {', '.join(ours)}"
     for name, expected in ours.items():

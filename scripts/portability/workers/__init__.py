@@ -1,1 +1,1 @@
-"""What runs inside the environments of the tools. The files here need nothing but NumPy, or a browser's JavaScript."""
+"""Programs inside the environments of the tools. They need nothing but NumPy, or a browser's JavaScript."""

@@ -52,7 +52,7 @@ def measured(cores: set[int], output: Path) -> BenchResults:
 
 
 def conclusions(results: BenchResults) -> dict[str, str]:
-    """What is concluded of each runtime, without figures: the fastest model, and on which side the other one is."""
+    """Conclusions about each runtime, without figures: the fastest model, and on which side the other one is."""
     found = {}
     for sentence in headlines(results):
         where, _, rest = sentence.partition(", ")

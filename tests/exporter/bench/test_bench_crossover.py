@@ -1,4 +1,4 @@
-"""Where curves cross: exact for power laws, never beyond what was measured."""
+"""Crossovers of curves: exact for power laws, never beyond the measured lengths."""
 
 from __future__ import annotations
 

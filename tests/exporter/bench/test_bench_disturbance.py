@@ -1,4 +1,4 @@
-"""What a benchmark on a busy machine says: nothing that an idle one might contradict."""
+"""A benchmark on a busy machine makes no claim that an idle one might contradict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases a benchmark has, and what it says about those that cannot be."""
+"""The cases of a benchmark, and its messages about impossible ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is exported for a benchmark computes what PyTorch computes, with our operators and without."""
+"""Models exported for a benchmark compute the results of PyTorch, with our operators and without."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def plan_of(variants: str = VARIANTS, runtimes: tuple[str, ...] = ("ort",), **li
 
 
 def result_of(plan: Plan, label: str, width: float | None = 0.01, **fields: Any) -> Evaluation:
-    """What `effexport evaluate` would say about a candidate. width: half of the confidence interval."""
+    """A made-up `effexport evaluate` result of a candidate. width: half of the confidence interval."""
     spec = spec_from_case(next(case for case in plan.cases if case.label == label))
     bits = FIGURES[label][1]
     estimates = (

@@ -78,7 +78,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def statuses(store: Store) -> dict[str, list[str]]:
-    """What became of every attempt, by cell, as the sweep wrote it down."""
+    """The status of every attempt, by cell, as the sweep wrote it down."""
     found: dict[str, list[str]] = {}
     for entry in notes(store.path / ATTEMPTS):
         found.setdefault(entry["cell"], []).append(entry["status"])
@@ -116,7 +116,7 @@ def kill_when(cluster: Any, node: Any, is_time: Callable[[], bool]) -> threading
 
 
 def running_on(journal: Path, node: Any) -> bool:
-    """Whether a cell has begun on a node and not ended."""
+    """True if a cell has begun on a node and not ended."""
     count = collections.Counter(entry["event"] for entry in notes(journal) if entry["node"] == node.node_id)
     return count["began"] > count["ended"]
 

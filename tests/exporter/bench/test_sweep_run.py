@@ -1,4 +1,4 @@
-"""How a sweep runs, whatever its cells build: what is skipped, what is repeated, and what ends up in its folder."""
+"""A sweep's run, whatever its cells build: skipped and repeated cells, and the contents of its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print: names as they are, and a clock that stays in sight."""
+"""Output of commands: names as they are, and a clock that stays in sight."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ DIM = 16
 
 
 class Embedder(nn.Module):
-    """What sentence embedders, matchers and decoders have in `forward`, one after the other."""
+    """Typical steps of sentence embedders, matchers and decoders in one `forward`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `load_graph` refuses before a runtime sees it."""
+"""Graphs that `load_graph` refuses before a runtime sees them."""
 
 from __future__ import annotations
 

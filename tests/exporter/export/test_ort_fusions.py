@@ -1,4 +1,4 @@
-"""What ONNX Runtime's optimizer makes of an encoder around its attention: one kernel per normalisation and activation.
+"""Fusions of ONNX Runtime's optimizer around an encoder's attention: one kernel per normalisation and activation.
 
 The fusions of level 2 look for the same nodes on the CPU and on CUDA, and here the CPU provider stands in. It has no
 float16 Gelu, which it takes apart, so in half precision the test looks for the nodes that the fusions start from; the
@@ -30,7 +30,7 @@ FUSED = ("LayerNormalization", "SkipLayerNormalization", "Gelu", "BiasGelu", "Fa
 
 
 def optimized(model: Path, folder: Path) -> Counter[str]:
-    """How often each operator occurs in what ONNX Runtime would run, without the kernels of the fused operators."""
+    """Counts of operators in ONNX Runtime's optimized graph, without the kernels of the fused operators."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -41,7 +41,7 @@ LIMITS = {"fp32": 1e-5, "fp16": 1e-2}
 
 
 class Changed(nn.Module):
-    """What a function makes of the result of a layer."""
+    """A linear layer, and a function of its result."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def exported(model: nn.Module, example: Tensor, folder: Path, **options: object)
 
 
 def seeded(model: nn.Module, x: Tensor) -> Array:
-    """What a model itself answers when the numbers that it draws are those of the file."""
+    """The answer of a model itself when the numbers that it draws are those of the file."""
     torch.manual_seed(SEED)
     with torch.no_grad():
         answer: Array = model(x).numpy()

@@ -29,7 +29,7 @@ LIMIT = 1e-5
 
 
 def counts(n: Any) -> dict[str, Any]:
-    """What is computed of a size, by the text of the expression."""
+    """Values computed from a size, by the text of the expression."""
     return {
         "int(np.ceil(np.sqrt(n)))": int(np.ceil(np.sqrt(n))),
         "math.ceil(math.sqrt(n))": math.ceil(math.sqrt(n)),

@@ -24,7 +24,7 @@ NOTE = "1 attention that the code writes out as products and a softmax became ef
 
 @dataclass
 class Form:
-    """How an attention is written. logits: of queries and transposed keys. hidden: of a mask [batch, keys] of 0 and 1.
+    """A way to write attention. logits: of queries and transposed keys. hidden: of a mask [batch, keys] of 0 and 1.
 
     weights: of logits; mixed: of weights and values.
     """

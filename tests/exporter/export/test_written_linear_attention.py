@@ -66,9 +66,9 @@ def joined_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass
 class Form:
-    """How an attention is written. features: φ. core: of features and values, [batch, heads, tokens, channels].
+    """A way to write linear attention. features: φ. core: of features and values, [batch, heads, tokens, channels].
 
-    is_masked: whether features of keys are multiplied by a mask.
+    is_masked: features of keys are multiplied by a mask.
     """
 
     features: Callable[[Tensor], Tensor] = F.relu
@@ -184,7 +184,7 @@ class Alone(nn.Module):
 
 
 def count_in(core: Core, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """How many linear attentions are found in a core, for any number of tokens."""
+    """The number of linear attentions found in a core, for any number of tokens."""
     tokens = tuple({len(shape) - 2: torch.export.Dim.AUTO} for shape in shapes)
     tensors = tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
     program = torch.export.export(Alone(core), tensors, dynamic_shapes={"q": tokens[0], "k": tokens[1], "v": tokens[2]})

@@ -1,4 +1,4 @@
-"""What the tests of generation share: small artifacts that generate."""
+"""Shared fixtures of the generation tests: small artifacts that generate."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ def folders() -> dict[str, CheckpointArtifact]:
 
 @pytest.fixture(scope="module")
 def answers(folders: dict[str, CheckpointArtifact]) -> Any:
-    """What transformers5_client.py prints."""
     all_of_them = folders | {"pooled": checkpoint_artifact("NystromformerModel", pool="mean")}
     job = {
         name: {"checkpoint": str(one.checkpoint), "artifact": str(one.artifact)} for name, one in all_of_them.items()

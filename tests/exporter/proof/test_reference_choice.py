@@ -335,7 +335,7 @@ def with_flat_tokens(tensors: Tensors) -> Tensors:
 
 
 def with_numbers_for_tokens(tensors: Tensors) -> Tensors:
-    """Which numpy would take for places."""
+    """Numbers instead of booleans; numpy would take them for indices."""
     return {**tensors, "export/tokens/kept": np.ones((1, 64), np.int64)}
 
 

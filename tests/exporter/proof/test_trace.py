@@ -147,7 +147,7 @@ def other_axis(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
 
 
 def hide_nothing(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
-    """Where takes the logits for hidden keys too."""
+    """Make Where take the logits for hidden keys too."""
     _, logits, _ = node.input
     node.input[2] = logits
 

@@ -1,4 +1,4 @@
-"""What failed or did not run is said once, worst first, and the reason of a limit is not named as a cause."""
+"""Failures and checks not run are reported once, worst first; the reason of a limit is not named as a cause."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_junit_is_well_formed_whatever_the_texts_hold(status: Any) -> None:
 
 
 def arguments_of(command: str, folder: Path) -> dict[str, Any]:
-    """What `effexport build` understands of a command; its spec file is written into a folder."""
+    """Options that `effexport build` parses from a command; its spec file is written into a folder."""
     script, _, last = command.rpartition("\n")
     if script:
         (folder / "spec.toml").write_text("\n".join(script.splitlines()[1:-1]), encoding="utf-8")

@@ -46,7 +46,7 @@ def decoder(artifact: Artifact) -> Iterator[DecodeRunner]:
 
 
 def tokens_of(artifact: Artifact, batch: int, seq_len: int) -> np.ndarray:
-    """What the first input of an artifact takes: token ids or hidden states."""
+    """Values for the first input of an artifact: token ids or hidden states."""
     rng = np.random.default_rng(seq_len)
     if artifact.spec.model.scope == "encoder":
         return rng.integers(0, 258, (batch, seq_len))

@@ -36,7 +36,7 @@ def test_a_healthy_artifact_passes(artifact: Path, check: gpu_bound.Check) -> No
 
 
 def test_outputs_that_another_run_overwrites_are_found(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens if outputs lie in the session's arena: a replay of one bound model changes those of another."""
+    """If outputs lie in the session's arena, a replay of one bound model changes those of another."""
     run, outputs = BoundModel.run, BoundModel.outputs
     last: list[BoundModel] = []
 

@@ -1,4 +1,4 @@
-"""Which provider and which implementation a model gets in ONNX Runtime, and the warning if it is another one."""
+"""The provider and the implementation that a model gets in ONNX Runtime, and the warning if it is another one."""
 
 from __future__ import annotations
 

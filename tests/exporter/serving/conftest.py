@@ -1,4 +1,4 @@
-"""What the tests of serving share: an artifact that is served in a process of its own, and a client of the field."""
+"""Shared fixtures of the serving tests: an artifact served in its own process, and a client of the field."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.requires("serve")
 
 
 async def beats_during(work: Any) -> int:
-    """How often another task has its turn while a coroutine runs."""
+    """The number of turns that another task gets while a coroutine runs."""
     beats = 0
 
     async def beat() -> None:

@@ -1,4 +1,4 @@
-"""What is a request, and what is not: bodies without a server."""
+"""Valid and invalid requests: bodies without a server."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def random_request(artifact: Artifact, rng: np.random.Generator) -> dict[str, An
 
 
 def joined_answers(run: Callable[..., Any], requests: list[dict[str, Any]], padding: Padding) -> list[Any]:
-    """What a queue answers to requests that wait for each other, so that all are in one batch."""
+    """A queue's answers to requests that wait for each other, so that all are in one batch."""
     rows = [len(request["attention_mask"]) for request in requests]
 
     async def scenario() -> list[Any]:

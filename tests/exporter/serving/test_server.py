@@ -151,7 +151,7 @@ def test_a_minute_of_overload_leaves_the_server_as_it_was(
 
 @contextmanager
 def file_limit(files: int) -> Iterator[None]:
-    """How many files processes that start within may open, unless they ask for more."""
+    """Limit the open files of processes that start within, unless they ask for more."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""What computes MaskedAttention in an engine: the choice, the rewritten graph, and what a builder makes of it.
+"""The form of MaskedAttention in an engine: the choice, the rewritten graph, and the builder's result.
 
 TensorRT's own builder needs a GPU. That of TensorRT-RTX stands in for it: its parser and its fusion of Attention are
 real, the release number and the flags are TensorRT's.

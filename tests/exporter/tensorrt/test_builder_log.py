@@ -1,4 +1,4 @@
-"""What TensorRT says, understood: the messages are those of TensorRT-RTX 1.7.1, as it gave them."""
+"""Messages of TensorRT, understood: they are those of TensorRT-RTX 1.7.1, as it gave them."""
 
 from __future__ import annotations
 

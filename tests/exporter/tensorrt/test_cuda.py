@@ -54,7 +54,7 @@ def test_every_name_of_cuda_python_that_we_use_is_there() -> None:
 
 
 def dotted_names(tree: ast.AST, roots: set[str]) -> set[tuple[str, ...]]:
-    """What follows `runtime.` or `self._runtime.`: (cudaMalloc,), (cudaMemcpyKind, cudaMemcpyHostToDevice)."""
+    """The names after `runtime.` or `self._runtime.`: (cudaMalloc,), (cudaMemcpyKind, cudaMemcpyHostToDevice)."""
     names = set()
     for node in ast.walk(tree):
         parts: list[str] = []

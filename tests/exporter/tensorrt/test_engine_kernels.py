@@ -1,5 +1,5 @@
-"""What TensorRT-RTX fuses, read from its own log without a GPU. These tests hold what docs/tensorrt.md says about it,
-and why attention stays in the form of function bodies: a release that changes it shows here."""
+"""Fusions of TensorRT-RTX, read from its own log without a GPU. These tests back docs/tensorrt.md on fusion, and the
+choice to keep attention in the form of function bodies: a release that changes it shows here."""
 
 from __future__ import annotations
 

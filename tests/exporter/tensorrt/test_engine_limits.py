@@ -1,4 +1,4 @@
-"""What TensorRT cannot do is found in the graph, wherever it hides; and no graph of ours has any of it."""
+"""Limits of TensorRT: violations are found anywhere in a graph, and no graph of ours has any."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What target `trt` asks of its builder, and which operators become plugins. The builder is a recorder: the real one
-cannot be had without a GPU; that the names it is called by exist is for test_tensorrt_api.py."""
+"""Builder settings of target `trt`, and the operators that become plugins. The builder is a recorder, because the real
+one needs a GPU; test_tensorrt_api.py checks that the names it is called by exist."""
 
 from __future__ import annotations
 

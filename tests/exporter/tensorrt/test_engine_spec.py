@@ -1,4 +1,4 @@
-"""What may be asked of an engine: profiles, options, and the sentences that refuse the rest."""
+"""Specs of engines: profiles, options, and the sentences that refuse the rest."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_plugins_launch_what_launch_cuda_does(op: str, case: Case) -> None:
 
 
 def calls_of_launch_cuda(op: str, case: Case, calls: list[Call]) -> list[Call]:
-    """What launch_cuda launches for a case. calls: those of the plugins, where they may be others."""
+    """Launches of launch_cuda for a case. calls: those of the plugins, where they may be others."""
     found = emulated_op(OPS[op]).calls_of_launch_cuda(case.dtype, case.sizes, case.numbers)
     if op == "MaskedAttention" and len(calls) > len(found):
         # one slice, of more keys than one slice has for any number of queries: launch_cuda does without the merge.

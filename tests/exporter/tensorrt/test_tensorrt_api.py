@@ -37,7 +37,7 @@ NOT_IN_RTX = {"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"}
 
 
 def used_in(product: str) -> dict[str, list[str]]:
-    """What is used of one product: all but what only the other one has."""
+    """The used names of one product: all except those that only the other one has."""
     absent = {"tensorrt": NOT_IN_TRT, "tensorrt_rtx": NOT_IN_RTX}[product]
     members = {}
     for path, names in declared().items():

@@ -1,4 +1,4 @@
-"""How a build takes a tokenizer into its artifact: which files, and what is refused before anything is written."""
+"""Tokenizers that a build takes into its artifact: the files, and refusals before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written into a model repository, what is never overwritten, and what is refused."""
+"""Files in a model repository: those that are written, those never overwritten, and refusals."""
 
 from __future__ import annotations
 
@@ -512,7 +512,7 @@ def test_without_kernels_there_is_no_library_and_bodies_run(built: Built, packag
 def test_a_packaged_model_and_its_library_are_all_that_onnx_runtime_needs(
     built: Built, package: Packaging, tmp_path: Path
 ) -> None:
-    """What Triton's backend does: open the model with the library of the configuration."""
+    """Open the model as Triton's backend does, with the library of the configuration."""
     import onnxruntime
 
     artifact = built("lsh")

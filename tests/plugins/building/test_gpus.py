@@ -1,4 +1,4 @@
-"""Which GPUs and which driver are here: from nvidia-smi, or from the driver itself."""
+"""GPUs and driver of this machine: from nvidia-smi, or from the driver itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ONNX Runtime's headers come from, and the error if there are none."""
+"""Sources of ONNX Runtime's headers, and the error if there are none."""
 
 from __future__ import annotations
 

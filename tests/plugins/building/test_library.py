@@ -1,4 +1,4 @@
-"""Which library is used: the file that was named, the build of the present sources, or an old one that says so."""
+"""The choice of a library: the file that was named, the build of the present sources, or an old one that says so."""
 
 from __future__ import annotations
 

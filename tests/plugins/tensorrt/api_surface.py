@@ -1,4 +1,4 @@
-"""Whether a module has what our code says it uses. Runs by itself, in any environment's Python; needs no effexport.
+"""Check that a module has the names that our code uses. Runs by itself, in any environment's Python, without effexport.
 
 Reads JSON from stdin and prints JSON:
 

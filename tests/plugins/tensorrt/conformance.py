@@ -1,7 +1,7 @@
-"""What TensorRT's own Python package says of our plugins. Runs in an environment of scripts/conformance.sh.
+"""The verdict of TensorRT's own Python package on our plugins. Runs in an environment of scripts/conformance.sh.
 
 TensorRT's bindings are real, and so are its validation, its plugin registry and the class that turns our functions into
-a plugin. What is missing is a builder, so this file takes its part: it calls the plugin's methods in the order of a
+a plugin. Only the builder is missing, so this file takes its part: it calls the plugin's methods in the order of a
 build, with symbolic dimensions of its own. No engine is built and no kernel runs.
 
 Reads JSON from stdin and prints JSON in the last line:
@@ -11,7 +11,7 @@ Reads JSON from stdin and prints JSON in the last line:
      "cases": [{"op": "LSHSort", "attributes": {"num_buckets": 65},
                 "inputs": [["INT32", ["N", "n"]]], "sizes": [{"N": 4, "n": 100}]}]}
 
-In the answer, `ptx` is what plugins gave to TensorRT, by entry, and `whole_ptx` what the compiler made, by operator.
+In the answer, `ptx` is the code that plugins gave to TensorRT, by entry, and `whole_ptx` the compiler's, by operator.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Builder:
 
 
 class Scalars(dict[int, Any]):
-    """What the plugin hands over as the kernel's further arguments."""
+    """Further arguments of the kernel, as the plugin passes them."""
 
     nbSymExprs = 0  # noqa: N815  (TensorRT's name)
 
@@ -165,7 +165,7 @@ def try_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str | None]:
-    """What TensorRT says to plugins that are wrong: without these, its approval would prove nothing."""
+    """TensorRT's messages to plugins that are wrong: without these, its approval would prove nothing."""
 
     def message(attempt: Callable[[], Any]) -> str | None:
         try:
