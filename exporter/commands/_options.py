@@ -1,22 +1,14 @@
-"""Options and output helpers that several commands share."""
+"""Output helpers that several commands share."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from effexport.commands._progress import bars_of_stages
-from effexport.commands._types import Named, OneOf, check_choice
 from effexport.one_line import one_line, say
-from effexport.runners.options import IMPLEMENTATIONS, RunOptions
-from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ORT_RUNTIMES, Runtime, described
-from effexport.shell import Word, command_line
-from effexport.units import rough_duration, tokens_from_text
+from effexport.units import rough_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,106 +17,6 @@ if TYPE_CHECKING:
 
 # Columns of tables when the output is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
-
-
-def length_option(name: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option for a length in tokens, such as 512 or 32k. Text of another form raises UserError."""
-
-    def length(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-        return None if text is None else tokens_from_text(text, name)
-
-    return click.option(name, metavar="LENGTH", callback=length, help=help)
-
-
-def common_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --json and --debug to a command; `cli.fail` reads --debug itself."""
-    json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; text goes to stderr.")
-    debug = click.option(
-        "--debug",
-        is_flag=True,
-        expose_value=False,
-        help="Show the traceback of an error, and what PyTorch prints while it traces a model.",
-    )
-    return json(debug(command))
-
-
-def runtime_options(runtimes: Mapping[str, Runtime]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add --runtime, with a choice of these, --implementation and --device to a command."""
-    runtime = click.option(
-        "--runtime",
-        type=OneOf(runtimes),
-        default=DEFAULT_RUNTIME,
-        show_default=True,
-        help=f"Where the model runs. {described(runtimes)}.",
-    )
-    implementation = click.option(
-        "--implementation",
-        type=Named(IMPLEMENTATIONS),
-        default="auto",
-        show_default=True,
-        help="How custom operators run in ONNX Runtime: as kernels, as function bodies, or auto: as kernels if these "
-        "are built and not expected to be slower. For single operators: LSHSort=body,….",
-    )
-    device = click.option(
-        "--device", type=int, default=0, show_default=True, help="Which GPU runs the model, for ort-cuda and ort-trt."
-    )
-    return lambda command: runtime(implementation(device(command)))
-
-
-def precision_hint_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --precision-hint to a command that runs artifacts."""
-    able = ", ".join(name for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.precision_hints)
-    hints = dict.fromkeys(hint for runtime in ARTIFACT_RUNTIMES.values() for hint in runtime.precision_hints)
-    hint = click.option(
-        "--precision-hint",
-        type=Named(hints),
-        default="",
-        help=f"Compute in this precision, whatever the model's: bf16, in {able}, where the CPU supports it.",
-    )
-    return hint(command)
-
-
-def settings_from_options(runtime: str, implementation: str, device: int) -> RunOptions:
-    """Raises UserError for an unknown name, and for a GPU that the runtime cannot be told to use."""
-    from effexport.runners.artifact_runner import options_from_flags
-
-    check_choice("--runtime", runtime, ORT_RUNTIMES)
-    return options_from_flags(runtime, implementation=implementation, device=device)
-
-
-def check_output_file(output: Path, *, force: bool) -> None:
-    """Refuse, before any work, an output that exists or cannot be written, or that would change an artifact.
-
-    Raises UserError.
-    """
-    from effexport.artifact import MANIFEST
-    from effexport.errors import UserError
-
-    if output.is_dir():
-        raise UserError(f"{output} is a folder; expected the path of a file to write")
-    if not output.parent.is_dir():
-        problem = "is not a folder;" if output.parent.exists() else "does not exist; create the folder, or"
-        raise UserError(f"{output.parent} {problem} choose another file with -o")
-    for folder in output.resolve().parents:
-        if (folder / MANIFEST).is_file():
-            raise UserError(f"{output} would change the artifact {folder}; choose a file outside it with -o")
-    if os.path.lexists(output) and not output.is_file():
-        raise UserError(f"{output} is not a regular file; choose another file with -o")
-    if output.exists() and not force:
-        raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
-    if not os.access(output.parent, os.W_OK):
-        raise UserError(f"cannot write to {output.parent}; choose another file with -o")
-
-
-def write_output(output: Path, text: str) -> None:
-    """Write a file of -o completely or not at all. Raises as `write_error`."""
-    from effexport.disk import ANOTHER_FILE, write_error
-    from effexport.files import write_file
-
-    try:
-        write_file(output, text)
-    except OSError as error:
-        raise write_error(output, error, ANOTHER_FILE) from error
 
 
 def implementation_text(implementation: Mapping[str, str], verb: str = "ran as") -> str:
@@ -162,24 +54,6 @@ def cell(text: object, style: str = "") -> Text:
     return Text(one_line(str(text)), style)
 
 
-def repeated(context: click.Context) -> str:
-    """The command as the user gave it, quoted for a shell."""
-    words: list[Word] = ["effexport", context.info_name or ""]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
-            continue
-        value = context.params[name]
-        for one in value if parameter.multiple else [value]:
-            if not isinstance(parameter, click.Option):
-                words.append(Path(one))
-            elif parameter.is_flag:
-                words.append(parameter.opts[-1])
-            else:
-                words.append((parameter.opts[-1], one))
-    return command_line(*words)
-
-
 def time_left(seconds: float | None) -> str:
     """`about 3 min left`; empty if unknown."""
     return "" if seconds is None else f"about {rough_duration(seconds)} left"
@@ -196,8 +70,11 @@ class StageProgress:
         self._bars = bars
         self._task = bars.add_task("starting", total=None, phase="") if bars else None
 
-    def __call__(self, name: str) -> None:
-        if self._bars is None or self._task is None:
+    def __call__(self, name: str, share: float | None = None) -> None:
+        """name: of the stage that begins; with a share, what a long stage is doing, and how much of that is done."""
+        if share is not None:
+            self.step(name, share)
+        elif self._bars is None or self._task is None:
             say(self._console, f"… {name}")
         else:
             self._bars.reset(self._task, total=None, description=one_line(name), phase="")

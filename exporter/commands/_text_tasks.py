@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,14 @@ import click
 
 from effexport.commands._options import implementation_text, result_console, stage_progress, stderr_console
 from effexport.errors import UserError
+from effexport.generation.sampling import Sampling
 from effexport.one_line import one_line, say
 from effexport.units import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from effexport.options import RunCommandOptions
     from effexport.runners.options import RunOptions
     from effexport.text.task import Prepared
 
@@ -28,43 +31,17 @@ TASKS = {
     "--answer": ("question-answering",),
     "--embed": ("feature-extraction",),
 }
+STDIN = "-"
+# What a terminal would obey is shown as a character; line ends and tabs stay.
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), 0x2421)
 # How much of a context is shown on each side of an answer, in characters.
 AROUND = 30
-HELP = {
-    "fill_mask": ("TEXT", "Predict the tokens for the masks in a text, such as [MASK]."),
-    "classify": ("TEXT", "Classify a text, or each of its tokens, by what the model was trained for."),
-    "question": ("QUESTION", "Find the answer to a question in the text of --context."),
-}
-FLAG = {"question": "--answer"}
-
-
-def text_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of tasks; `TextRequest.of_flags` takes them out of the arguments."""
-    path = click.Path(path_type=Path, allow_dash=True)
-    for option in (
-        click.option(
-            "--stride",
-            type=int,
-            metavar="N",
-            help="Tokens that neighbouring windows of a long text share; by default none, or what the task needs.",
-        ),
-        click.option("--top", type=int, metavar="N", help="Number of answers; default: 5 tokens, all labels, 1 span."),
-        click.option("--embed", type=path, metavar="FILE", help="Make a vector of each line of a text file."),
-        click.option(
-            "--context", type=path, metavar="FILE", help="With --answer: a text file, or - for standard input."
-        ),
-        *(
-            click.option(FLAG.get(name, f"--{name.replace('_', '-')}"), name, metavar=metavar, help=text)
-            for name, (metavar, text) in reversed(HELP.items())
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What `effexport run` asks about texts. option: the flag that names the task, "" for none."""
+    """The request of `effexport run` about texts. option: the flag that names the task, "" for none."""
 
     option: str
     text: str
@@ -73,12 +50,11 @@ class TextRequest:
     stride: int | None
 
     @classmethod
-    def of_flags(cls, flags: dict[str, Any]) -> TextRequest:
-        """Take the options of `text_options` out of flags. Raises UserError for options that do not go together."""
-        names = {"--fill-mask": "fill_mask", "--classify": "classify", "--answer": "question", "--embed": "embed"}
-        values = {option: flags.pop(name) for option, name in names.items()}
-        context, top, stride = (flags.pop(name) for name in ("context", "top", "stride"))
-        given = [option for option, value in values.items() if value is not None]
+    def of(cls, options: RunCommandOptions) -> TextRequest:
+        """Raises UserError for options that do not go together."""
+        values = {"--fill-mask": options.fill_mask, "--classify": options.classify, "--answer": options.answer}
+        context, top, stride = options.context, options.top, options.stride
+        given = [option for option, value in (*values.items(), ("--embed", options.embed)) if value is not None]
         if len(given) > 1:
             raise UserError(f"{' and '.join(given)} were given; expected one task")
         option = given[0] if given else ""
@@ -88,8 +64,7 @@ class TextRequest:
             raise UserError("--top only works with --fill-mask, --classify or --answer")
         if stride is not None and option == "--fill-mask":
             raise UserError("--stride does not apply to --fill-mask, which needs the whole text at once; leave it out")
-        text = values[option] if option and option != "--embed" else ""
-        return cls(option, text, context or values["--embed"] or Path(), top, stride)
+        return cls(option, values.get(option) or "", context or options.embed or Path(), top, stride)
 
 
 def run_task(
@@ -220,3 +195,53 @@ SHOW: dict[str, Callable[[Console, Prepared, Any], None]] = {
     "token-classification": show_entities,
     "question-answering": show_spans,
 }
+
+
+def sampling_of(options: RunCommandOptions) -> Sampling:
+    """Raises UserError for options of a text without --generate, and for values that cannot work."""
+    names = ("max_new_tokens", "temperature", "top_k", "seed")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if given and options.generate is None:
+        raise UserError(f"--{next(iter(given)).replace('_', '-')} only works with --generate")
+    return Sampling(**given)
+
+
+def generate(artifact: Path, prompt: str, sampling: Sampling, options: RunOptions, *, as_json: bool) -> None:
+    """Print a text as it arrives; with --json, one object at its end."""
+    from effexport.artifact import open_artifact
+    from effexport.cli import print_json
+    from effexport.generation.text_generator import check_generates, generator_from_artifact
+    from effexport.runners.artifact_runner import decoder_from_artifact
+
+    opened = open_artifact(artifact)
+    check_generates(opened)
+    text = text_of_stdin() if prompt == STDIN else prompt
+    console = stderr_console()
+    with stage_progress(console) as on_stage:
+        on_stage(f"loading {artifact} for {options.runtime}")
+        generator = generator_from_artifact(opened, lambda it: decoder_from_artifact(it, options))
+    with generator:
+        result = generator(text, sampling, None if as_json else typewriter())
+    if as_json:
+        print_json(asdict(result))
+    else:
+        click.echo()
+    count, seed = len(result.tokens), f", seed {result.seed}" if sampling.temperature else ""
+    read = f"{result.prompt_tokens} tokens of the prompt"
+    say(console, f"{count} tokens after {read}, {count / result.seconds:.0f}/s, ended by {result.finish_reason}{seed}")
+
+
+def typewriter() -> Callable[[str], None]:
+    """A function that prints pieces at once. A terminal gets control characters as symbols."""
+    is_terminal = sys.stdout.isatty()
+    return lambda piece: click.echo(piece.translate(VISIBLE) if is_terminal else piece, nl=False)
+
+
+def text_of_stdin() -> str:
+    """Raises UserError as `bytes_of_stdin`, and for bytes that are not UTF-8."""
+    from effexport.text.reading import bytes_of_stdin
+
+    try:
+        return bytes_of_stdin().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8: byte {error.start}; expected a text in UTF-8") from error

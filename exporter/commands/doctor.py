@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from effexport.commands._options import common_options, result_console
+from effexport.commands._options import result_console
+from effexport.commands._verbs import verb
 from effexport.environment import MISSING
 from effexport.one_line import say
+from effexport.option_fields import Options, option
 from effexport.runtimes import Runtime
 
 # The lines fit into a terminal of the usual width.
 WIDTH = 80
 
 
-@click.command("doctor")
-@click.option("--load", is_flag=True, help="Also load every part and run each kernel once, to find broken ones.")
-@common_options
-def command(load: bool, as_json: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Options):
+    """The options of `effexport doctor`."""
+
+    load: bool = option(False, "Also load every part, and run each kernel once.")
+
+
+@verb("doctor", DoctorOptions)
+def command(options: DoctorOptions, as_json: bool) -> None:
     """Show which parts, tools and GPUs are here, and how to add what is missing.
 
     Exit status 1 if a required part is missing, or if an installed part does not load or a kernel fails (with --load).
@@ -27,6 +35,7 @@ def command(load: bool, as_json: bool) -> None:
     from effexport import environment
     from effexport.cli import print_json
 
+    load = options.load
     findings = [environment.examine(part, load=load) for part in environment.PARTS]
     tools = examine_tools()
     has_runtime = any(finding["works"] for finding in findings if finding["name"] == "onnxruntime")
@@ -84,8 +93,8 @@ def int8_products() -> str | None:
 
 
 def examine_bfloat16() -> tuple[str | None, str]:
-    """Whether the processor multiplies bfloat16 in tiles (AMX), and the runtime that uses them, which is up to three
-    times as fast as float32: OpenVINO."""
+    """The processor's tiles for bfloat16 (AMX), and the runtime that uses them: OpenVINO, up to three times as fast as
+    in float32."""
     from effexport.processor import BFLOAT16_TILES, Processor
     from effexport.runtimes import BFLOAT16_RUNTIME
 
@@ -98,8 +107,7 @@ def examine_bfloat16() -> tuple[str | None, str]:
 
 
 def examine_driver() -> tuple[str | None, str]:
-    """What the driver of the GPU is good for (None: there is no driver), and what TensorRT plugins need, whose PTX is
-    refused by a driver that is older than it."""
+    """The CUDA version of the driver (None: no driver), and the remedy if our TensorRT plugins need a later one."""
     from effexport.plugins.building.ptx_text import MAX_ISA, cuda_of_isa, text_of
     from effexport.plugins.building.toolchain import driver_cuda
 
@@ -182,7 +190,7 @@ def print_findings(findings: list[dict[str, Any]], tools: list[dict[str, str | N
 
 
 def is_left_out(finding: dict[str, Any]) -> bool:
-    """Whether an optional part is not installed, which is fine, unlike one that is installed but does not load."""
+    """True for an optional part that is not installed; one that is installed and does not load is a fault."""
     return bool(finding["optional"] and finding["problem"] == MISSING)
 
 
