@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         report,
         verify,
     )
-    from effexport.errors import UserError
+    from effexport.errors import EffexportError, StageError, UserError
     from effexport.generation.sampling import Sampling
     from effexport.runners.options import RunOptions
     from effexport.text.task import TextOptions
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BuildResult",
     "Description",
+    "EffexportError",
     "RunOptions",
     "Sampling",
+    "StageError",
     "TextOptions",
     "UserError",
     "__version__",
@@ -64,7 +66,7 @@ _HOMES = {
     "RunOptions": "effexport.runners.options",
     "Sampling": "effexport.generation.sampling",
     "TextOptions": "effexport.text.task",
-    "UserError": "effexport.errors",
+    **dict.fromkeys(("EffexportError", "StageError", "UserError"), "effexport.errors"),
 }
 
 

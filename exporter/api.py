@@ -1,18 +1,29 @@
-"""The commands as Python functions, and what opens artifacts: the public names of `effexport`.
+"""The verbs, as the command line and Python call them, and what opens artifacts: the public names of `effexport`.
 
-Everything but types is imported inside the functions, so that `import effexport` loads no framework.
+A verb takes a record of options; `keywords` makes the Python function of it. What loads a framework is imported inside
+the functions.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from effexport.errors import Unavailable, UserError, check_type
+from effexport.option_fields import keywords, optional_path, path_of
+from effexport.options import (
+    MODULE,
+    SETTINGS,
+    BuildOptions,
+    EvaluateOptions,
+    ExportOptions,
+    InspectOptions,
+    RefitOptions,
+    VerifyOptions,
+)
 from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
@@ -20,41 +31,20 @@ if TYPE_CHECKING:
 
     from effexport.artifact import Artifact
     from effexport.description import Kind
-    from effexport.dtypes import Array
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
+    from effexport.proof.check import Trace
     from effexport.proof.named_module import NamedModule
+    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.openvino.runner import OpenVinoRunner
     from effexport.runners.options import RunOptions
     from effexport.runners.ort.runner import OrtRunner
     from effexport.runners.runner import Runner
-    from effexport.spec import BuildSpec
     from effexport.tensorrt.runner import TrtRunner
-    from effexport.tensorrt.spec import EngineSpec
     from effexport.text.task import TextOptions
     from effexport.text.tasks import TextModel
-
-# Called with the name of a stage as it begins, and None; and while TensorRT builds an engine, with what it is doing and
-# how much of that is done, 0 to 1.
-Progress = Callable[[str, float | None], None]
-
-
-def quiet(stage: str, share: float | None) -> None:
-    """Ignore progress."""
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Raise a spec or a checkpoint that cannot work as a UserError, like everything else that users can mend."""
-    from effexport.errors import UserError
-    from effexport.models.validation import SpecError
-
-    try:
-        yield
-    except SpecError as error:
-        raise UserError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -75,17 +65,8 @@ class BuildResult:
         return self.report._repr_html_()
 
 
-def export(
-    module: nn.Module,
-    example_inputs: object = None,
-    output: str | Path | None = None,
-    *,
-    dynamic: Mapping[str, object] | None = None,
-    precision: str = "fp32",
-    targets: Sequence[str] = (),
-    progress: Progress = quiet,
-    **options: Any,
-) -> BuildResult:
+@keywords(ExportOptions)
+def export(options: ExportOptions) -> BuildResult:
     """Export any nn.Module to ONNX and prove that the file computes what the module computes, as
     `effexport build --module` does.
 
@@ -99,159 +80,83 @@ def export(
     output: the folder to write; by default artifacts/ and the class of the module.
     dynamic: the free axes by input, such as {"x": {0: "batch", 1: "seq"}}; by default the first axis is the batch, and
     the second, of vectors and of indices, the sequence.
-    precision: fp32, fp16, bf16, int8 or fp8. targets: TensorRT engines to build as well, "trt" or "trt-rtx", with the
-    default profile. progress: called as each stage begins, see `Progress`. options: as for `build`: seq_len, opset,
-    calibration, force, …
-    Raises UserError for a module or inputs that cannot work, and errors.StageError if a stage or a check fails; then
-    nothing is written.
+    targets: TensorRT engines to build as well, "trt" or "trt-rtx".
+    progress: called as each stage begins, see `Progress`.
+    The other arguments are those of `build`: precision, seq_len, opset, calibration, force, …
+    Raises UserError for a module or inputs that cannot work, and StageError if a stage or a check fails; then nothing
+    is written.
     """
-    from effexport.errors import UserError
-
-    if module is None:  # which `build` takes for "not given"
+    if options.module is None:  # which `build` takes for "not given"
         raise UserError("module is None; expected an nn.Module: does the function that makes it return it?")
-    return build(
-        output=output,
-        module=module,
-        examples=example_inputs,
-        dynamic=dynamic,
-        precision=precision,
-        targets=targets,
-        progress=progress,
-        **options,
-    )
+    return built(BuildOptions.of_export(options))
 
 
-def build(
-    spec: BuildSpec | str | Path | None = None,
-    output: str | Path | None = None,
-    *,
-    variant: str | None = None,
-    checkpoint: str | Path | None = None,
-    module: nn.Module | str | None = None,
-    weights: str | Path | None = None,
-    inputs: str | Path | None = None,
-    examples: object = None,
-    dynamic: Mapping[str, object] | None = None,
-    tokenizer: str | Path | None = None,
-    reference: str | Path | None = None,
-    calibration: str | Path | None = None,
-    evaluate: str | Path | None = None,
-    settings: RunOptions | None = None,
-    targets: Sequence[str] = (),
-    engines: Sequence[EngineSpec] = (),
-    trace: bool = False,
-    force: bool = False,
-    progress: Progress = quiet,
-    **options: Any,
-) -> BuildResult:
+@keywords(BuildOptions)
+def build(options: BuildOptions) -> BuildResult:
     """Export a model to ONNX, check it against PyTorch and write an artifact folder, as `effexport build` does.
 
         result = effexport.build(variant="lsh", seq_len=4096)
         result = effexport.build(module=my_encoder, output="artifacts/mine")
 
-    Name one of spec (a BuildSpec or a TOML file), variant, checkpoint (a folder) and module (an nn.Module, which stays
-    as it is, or "package.module:factory"). weights: a safetensors file for a variant.
-    inputs: a TOML file that describes the inputs of the module. examples, dynamic: as for `export`.
+    Name one of variant, checkpoint (a folder) and module (an nn.Module, which stays as it is, or
+    "package.module:factory"). docs/options.md lists all arguments.
+    spec: a BuildSpec, a TOML file, or its contents as a dictionary, for fields of a variant that are not arguments.
+    examples, dynamic: as for `export`.
     tokenizer: a folder with the tokenizer of the model; by default that of the checkpoint, and "none" leaves it out.
-    reference: a safetensors file with inputs and answers of the model that the weights come from, to compare with.
-    calibration: with precision int8 or fp8, samples of what the model will read; evaluate: labelled data of its task.
-    options: the other fields of the spec, named as the flags: seq_len, causal, precision, …
     output: the folder to write; by default artifacts/ and the name of the variant, checkpoint or module.
-    targets: TensorRT engines with the default profile; engines: TensorRT engines with options of their own.
+    targets: TensorRT engines that share their options; engines: TensorRT engines with options of their own.
     settings: how ONNX Runtime runs the model in the checks. progress: as for `export`.
-    Raises UserError for a request that cannot work, and errors.StageError if a stage or a check fails; then nothing is
+    Raises UserError for a request that cannot work, and StageError if a stage or a check fails; then nothing is
     written.
     """
+    return built(options)
+
+
+def built(options: BuildOptions) -> BuildResult:
+    """The result of a build."""
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.build import artifact_from_spec
-    from effexport.build_quantization import QuantizationData, with_scales_for_engines
-    from effexport.build_request import BuildRequest
+    from effexport.build_quantization import QuantizationData
+    from effexport.build_request import BuildRequest, engines_of
     from effexport.environment import require_torch
-    from effexport.errors import check_type
     from effexport.evaluation.evaluate import TaskData
-    from effexport.spec import BuildSpec
-    from effexport.tensorrt.spec import EngineSpec, check_target, profiles_from_texts
 
-    require_torch("effexport.build")
-    check_build_types(variant, module, settings, engines)
-    check_type("targets", targets, (list, tuple), "a list of names, such as ['trt-rtx']")
-    check_texts(**{f"targets[{i}]": target for i, target in enumerate(targets)})
-    wanted = spec if isinstance(spec, BuildSpec) else optional_path("spec", spec)
-    request = BuildRequest(
-        with_scales_for_engines({"variant": variant, **options}, (*targets, *engines)),
-        wanted,
-        optional_path("checkpoint", checkpoint),
-        optional_path("weights", weights),
-        module,
-        optional_path("inputs", inputs),
-        examples,
-        dynamic,
-        optional_path("tokenizer", tokenizer),
+    require_torch("effexport build")
+    check_module(options.module)
+    request = BuildRequest.of(options)
+    options.run_options()  # refuses, before any work, what cannot run the check
+    spec, source = request.resolve(lambda stage: options.progress(stage, None))
+    if options.implementation == "kernel" and not spec.custom_ops:
+        title = f"{spec.model.title} with --inline" if spec.inline else spec.model.title
+        raise UserError(f"--implementation kernel: {title} has no custom operators; leave it out")
+    engines = [*options.engines, *engines_of(options, spec)]
+    folder = optional_path("output", options.output) or Path("artifacts") / source.name
+    ARTIFACT_FOLDER.check(folder, force=options.force)
+    labelled = optional_path("evaluate", options.evaluate)
+    task = None if labelled is None else TaskData(labelled)
+    quantization = QuantizationData(optional_path("calibration", options.calibration), task)
+    artifact, report = artifact_from_spec(
+        spec,
+        folder,
+        replace(options, engines=engines),
+        source=source,
+        tokenizer=request.tokenizer_source,
+        quantization=quantization,
     )
-    with user_errors():
-        for target in targets:
-            check_target(target)
-        resolved, source = request.resolve(lambda stage: progress(stage, None))
-        profiles = profiles_from_texts((), resolved) if targets else ()
-        wanted_engines = [*engines, *(EngineSpec(target=target, profiles=profiles) for target in targets)]
-        folder = optional_path("output", output) or Path("artifacts") / source.name
-        ARTIFACT_FOLDER.check(folder, force=force)
-        labelled = optional_path("evaluate", evaluate)
-        task = None if labelled is None else TaskData(labelled)
-        artifact, found = artifact_from_spec(
-            resolved,
-            folder,
-            source=source,
-            engines=wanted_engines,
-            tokenizer=request.tokenizer_source,
-            settings=settings,
-            reference=optional_path("reference", reference),
-            quantization=QuantizationData(optional_path("calibration", calibration), task),
-            trace=trace,
-            force=force,
-            on_stage=lambda stage: progress(stage, None),
-            on_progress=progress,
-        )
-    return BuildResult(artifact, found)
-
-
-def check_build_types(variant: object, module: object, settings: RunOptions | None, engines: object) -> None:
-    """Raise UserError for arguments of `build` that have another type than expected, other than paths."""
-    from effexport.errors import check_type
-    from effexport.tensorrt.spec import EngineSpec
-
-    check_type("variant", variant, (str, type(None)), "the name of a variant")
-    check_module(module)
-    check_settings(settings)
-    check_type("engines", engines, (list, tuple), "a list of EngineSpec")
-    assert isinstance(engines, (list, tuple))
-    for engine in engines:
-        check_type("an item of engines", engine, EngineSpec, "an EngineSpec")
+    return BuildResult(artifact, report)
 
 
 def check_module(module: object) -> None:
     """Raise UserError for a module that is something else, such as a class."""
+    if module is None or isinstance(module, str):
+        return
     from torch import nn
 
-    from effexport.errors import check_type
-
-    check_type(
-        "module", module, (nn.Module, str, type(None)), "an nn.Module, not its class, or 'package.module:factory'"
-    )
+    check_type("module", module, nn.Module, MODULE)
 
 
-def refit(
-    artifact: str | Path,
-    *,
-    weights: str | Path | None = None,
-    checkpoint: str | Path | None = None,
-    module: nn.Module | str | None = None,
-    examples: object = None,
-    output: str | Path | None = None,
-    settings: RunOptions | None = None,
-    force: bool = False,
-    progress: Progress = quiet,
-) -> BuildResult:
+@keywords(RefitOptions)
+def refit(options: RefitOptions) -> BuildResult:
     """Put other weights of the same architecture into an artifact, as `effexport refit` does.
 
         effexport.refit("artifacts/lsh", weights="epoch2.safetensors")
@@ -259,158 +164,144 @@ def refit(
     weights: a file for an artifact of a variant. checkpoint: a folder for an artifact of a checkpoint. module: for an
     artifact of your own module, the same with other weights; examples: as for `verify`. output: the folder to write; by
     default the artifact is replaced. settings, progress: as for `build`.
-    Raises UserError for weights that do not fit, and errors.StageError if a stage or a check fails; the old artifact
-    then stays as it is.
+    Raises UserError for weights that do not fit, and StageError if a stage or a check fails; the old artifact then
+    stays as it is.
     """
+    return refitted(options)
+
+
+def refitted(options: RefitOptions) -> BuildResult:
     from effexport.artifact import open_artifact
     from effexport.build import artifact_from_refit
     from effexport.environment import require_torch
     from effexport.refit_request import RefitRequest
 
-    require_torch("effexport.refit")
-    check_settings(settings)
-    with user_errors():
-        request = RefitRequest(
-            open_artifact(path_of("artifact", artifact)),
-            optional_path("weights", weights),
-            optional_path("checkpoint", checkpoint),
-            optional_path("output", output),
-            force,
-            named_module(module, examples, optional_path("weights", weights), "effexport.refit"),
-        )
-        refitted, found = artifact_from_refit(
-            request, settings=settings, on_stage=lambda stage: progress(stage, None), on_progress=progress
-        )
-    return BuildResult(refitted, found)
+    require_torch("effexport refit")
+    weights = optional_path("weights", options.weights)
+    request = RefitRequest(
+        open_artifact(path_of("artifact", options.artifact)),
+        weights,
+        optional_path("checkpoint", options.checkpoint),
+        optional_path("output", options.output),
+        options.force,
+        named_module(options.module, options.examples, weights),
+    )
+    shared = BuildOptions(settings=options.run_options(), progress=options.progress)
+    return BuildResult(*artifact_from_refit(request, shared))
 
 
-def named_module(
-    module: nn.Module | str | None, examples: object, weights: Path | None, what: str
-) -> NamedModule | None:
-    """The module of the user's own that a call names; None without one. what: names the call, if PyTorch is missing.
+def named_module(module: nn.Module | str | None, examples: object, weights: Path | None) -> NamedModule | None:
+    """The module of the user's own that a call names; None without one.
 
     Raises UserError for something else, and for examples without it.
     """
     from effexport.environment import require_torch
-    from effexport.errors import UserError
     from effexport.proof.named_module import NamedModule
 
     if module is None:
         if examples is not None:
             raise UserError("examples were given without a module; give both, or leave them out")
         return None
-    require_torch(what)
+    require_torch("--module")
     check_module(module)
     return NamedModule(module, weights, examples)
 
 
-def verify(
-    artifact: str | Path,
-    *,
-    model: str | Path | None = None,
-    weights: str | Path | None = None,
-    module: nn.Module | str | None = None,
-    examples: object = None,
-    runtime: str = DEFAULT_RUNTIME,
-    implementation: str = "auto",
-    device: int = 0,
-    precision_hint: str = "",
-    reference: str = "auto",
-    data: str | Path | None = None,
-    cases: str | Sequence[str] = (),
-    trace: bool = False,
-    progress: Progress = quiet,
-) -> Report:
+@keywords(VerifyOptions)
+def verify(options: VerifyOptions) -> Report:
     """Check an artifact, or another ONNX file of the same model, against PyTorch again, as `effexport verify` does.
 
         assert effexport.verify("artifacts/lsh", runtime="openvino").verdict == "passed"
         assert effexport.verify("artifacts/vit", module=model).verdict == "passed"
 
     module: the module that the artifact was built from, as for `build`, which PyTorch runs again; examples: what it is
-    called with, by default the stored ones. The other arguments have the names and values of the flags; cases may be
-    one name or several. A check that fails does not raise: it makes the verdict of the report "failed".
+    called with, by default the stored ones. docs/options.md lists all arguments. A check that fails does not raise: it
+    makes the verdict of the report "failed".
     Raises UserError for an artifact, a file or a runtime that is not available, and for what was asked for and cannot
     be compared.
     """
-    import time
+    return verified(options).report
 
-    from effexport.artifact import open_artifact
-    from effexport.errors import check_type
+
+@dataclass(frozen=True)
+class Verified:
+    """The report of a verification, of which model against what, and where the values inside first differ."""
+
+    report: Report
+    candidate: ArtifactCandidate
+    request: VerifyRequest
+    found: Trace | Unavailable | None
+
+
+def verified(options: VerifyOptions) -> Verified:
+    from effexport.artifact import check_output_file, open_artifact
     from effexport.evaluation.evaluate import answer_checks
+    from effexport.files import write_output
     from effexport.proof.named_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
+    from effexport.report.reading import side_of_artifact
+    from effexport.report.rendering.formats import format_of_file, text_from_report
     from effexport.report.verified import report_from_verification
-    from effexport.runners.artifact_runner import options_from_flags
 
-    check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint, reference=reference)
-    names = (cases,) if isinstance(cases, str) else cases
-    check_type("cases", names, (list, tuple), "a name or a list of names")
-    check_type("device", device, int, "the number of a GPU")
-    for case in names:
-        check_type("an item of cases", case, str, "the name of a case")
-    choice = parse_choice(reference)
-    options = options_from_flags(
-        runtime, implementation=implementation, device=device, precision_hint=precision_hint, memory_arena=False
-    )
+    weights, output = optional_path("weights", options.weights), optional_path("output", options.output)
+    named = named_module(options.module, options.examples, weights)
+    choice = parse_choice(options.reference)
+    # cases have different shapes and up to two sessions are open, so memory is released after each run
+    run_options = options.run_options(memory_arena=False)
+    if output is not None:
+        form = format_of_file(output)
+        check_output_file(output, force=options.force)
     start = time.perf_counter()
-    with user_errors():
-        candidate = ArtifactCandidate(
-            open_artifact(path_of("artifact", artifact)), options, optional_path("model", model)
-        )
-        named = named_module(module, examples, optional_path("weights", weights), "effexport.verify(module=…)")
-        source = source_of_verify(candidate.artifact, optional_path("weights", weights), named)
-        request = VerifyRequest(choice, source, tuple(names), trace, optional_path("data", data))
-        answers, quality = answer_checks(candidate, request, lambda stage: progress(stage, None))
-        verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
+    artifact = open_artifact(path_of("artifact", options.artifact))
+    candidate = ArtifactCandidate(artifact, run_options, optional_path("model", options.model))
+    source = source_of_verify(artifact, weights, named)
+    request = VerifyRequest(choice, source, tuple(options.cases), options.trace, optional_path("data", options.data))
+    answers, quality = answer_checks(candidate, request, lambda stage: options.progress(stage, None))
+    verification, found = verify_artifact(candidate, request, lambda stage: options.progress(stage, None))
     verification.checks += answers
-    return report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
+    report = report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
+    if output is not None:
+        write_output(output, text_from_report(side_of_artifact(artifact, str(options.artifact), report), form))
+    return Verified(report, candidate, request, found)
 
 
-def evaluate(
-    artifact: str | Path,
-    data: str | Path | Mapping[str, Array],
-    *,
-    compare: str | None = None,
-    weights: str | Path | None = None,
-    window: int | None = None,
-    stride: int = 0,
-    rows: int | None = None,
-    seed: int = 0,
-    runtime: str = DEFAULT_RUNTIME,
-    implementation: str = "auto",
-    device: int = 0,
-    precision_hint: str = "",
-    progress: Progress = quiet,
-) -> Evaluation:
+@keywords(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> Evaluation:
     """Judge an artifact on labelled data or on a text, by itself or beside another model, as `effexport evaluate` does.
 
         found = effexport.evaluate("artifacts/writer", "held-out.txt", compare="torch")
         print(found.figure("bits per byte"), found.comparison.changes)
 
     data: a file, or the model's inputs and `labels` as arrays: [rows] for classes of rows, [rows, tokens] for tokens,
-    -100 where nothing is asked. The other arguments have the names and values of the flags.
+    -100 where nothing is asked. docs/options.md lists all arguments.
     Raises UserError for data that does not fit, and for a model or runtime that is not available.
     """
-    from effexport.artifact import open_artifact
-    from effexport.errors import check_type
+    return evaluated(options)
+
+
+def evaluated(options: EvaluateOptions) -> Evaluation:
+    from effexport.artifact import check_output_file, open_artifact
     from effexport.evaluation.data import Windows
     from effexport.evaluation.evaluate import EvaluatedModel, evaluate_artifact, other_subject
-    from effexport.runners.artifact_runner import options_from_flags
+    from effexport.files import json_text, write_output
 
-    check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint)
-    check_type("compare", compare, (str, type(None)), "a path, '@' and a runtime, both, or 'torch'")
-    for name, number in {"stride": stride, "seed": seed, "device": device}.items():
-        check_type(name, number, int, "a number")
-    for name, count in {"window": window, "rows": rows}.items():
-        check_type(name, count, (int, type(None)), "a number")
-    given = data if isinstance(data, Mapping) else path_of("data", data)
-    options = options_from_flags(runtime, implementation=implementation, device=device, precision_hint=precision_hint)
-    with user_errors():
-        subject = EvaluatedModel(open_artifact(path_of("artifact", artifact)), options)
-        other = None if compare is None else other_subject(compare, subject, optional_path("weights", weights))
-        windows = Windows(window, stride, rows, seed)
-        return evaluate_artifact(subject, given, windows, other, lambda stage: progress(stage, None))
+    output, weights = optional_path("output", options.output), optional_path("weights", options.weights)
+    if output is not None:
+        if output.suffix != ".json":
+            raise UserError(f"-o {output}: expected a file name that ends in .json")
+        check_output_file(output, force=options.force)
+    if weights is not None and options.compare != "torch":
+        raise UserError("--weights are those of the PyTorch module: give --compare torch too, or leave them out")
+    data = options.data if isinstance(options.data, Mapping) else path_of("data", options.data)
+    run_options = options.run_options()
+    subject = EvaluatedModel(open_artifact(path_of("artifact", options.artifact)), run_options)
+    other = None if options.compare is None else other_subject(options.compare, subject, weights)
+    windows = Windows(options.window, options.stride, options.rows, options.seed)
+    found = evaluate_artifact(subject, data, windows, other, lambda stage: options.progress(stage, None))
+    if output is not None:
+        write_output(output, json_text(found.to_dict()))
+    return found
 
 
 @dataclass(frozen=True)
@@ -425,16 +316,21 @@ class Description:
         return f"<Description of the {self.kind} {self.path}: {', '.join(self.details)}>"
 
 
-def inspect(path: str | Path) -> Description:
+@keywords(InspectOptions)
+def inspect(options: InspectOptions) -> Description:
     """Describe an artifact folder, an ONNX file, a TensorRT engine or a checkpoint folder, as `effexport inspect` does.
 
     Raises UserError for a path that holds something else or is damaged.
     """
+    return inspected(options)
+
+
+def inspected(options: InspectOptions) -> Description:
     from effexport.description import describe
 
-    with user_errors():
-        kind, details = describe(path_of("path", path))
-    return Description(kind, path_of("path", path), details)
+    path = path_of("path", options.path)
+    kind, details = describe(path)
+    return Description(kind, path, details)
 
 
 def report(artifact: str | Path) -> Report:
@@ -493,7 +389,6 @@ def load_text(
     package tokenizers.
     """
     from effexport.artifact import open_artifact
-    from effexport.errors import check_type
     from effexport.runners.artifact_runner import runner_from_artifact
     from effexport.text.task import DEFAULT_OPTIONS, TextOptions
     from effexport.text.tasks import TextModel, task_from_artifact
@@ -537,31 +432,11 @@ def load_generator(path: str | Path, *, runtime: str = DEFAULT_RUNTIME) -> TextG
     return generator_from_artifact(open_artifact(path_of("path", path)), lambda it: decoder_from_artifact(it, options))
 
 
-def path_of(name: str, path: str | Path) -> Path:
-    """The argument of this name as a path. Raises UserError for something else."""
-    from effexport.errors import UserError, check_type
-
-    check_type(name, path, (str, os.PathLike), "a path, as str or pathlib.Path")
-    found = Path(path)
-    # the libraries that read and write models take names as UTF-8
-    if (encoding := sys.getfilesystemencoding()) != "utf-8" and not str(found.absolute()).isascii():
-        raise UserError(
-            f"{name} is {str(found)!a}, and in this locale Python has {encoding} for the names of files; start it with "
-            "PYTHONUTF8=1, or in a locale with UTF-8"
-        )
-    return found
-
-
-def optional_path(name: str, path: str | Path | None) -> Path | None:
-    return None if path is None else path_of(name, path)
-
-
 def check_settings(settings: RunOptions | None) -> None:
     """Raise UserError for settings that are something else."""
-    from effexport.errors import UserError, check_type
     from effexport.runners.options import RunOptions
 
-    check_type("settings", settings, (RunOptions, type(None)), "an effexport.RunOptions")
+    check_type("settings", settings, (RunOptions, type(None)), SETTINGS)
     if settings is not None and settings.runtime not in ARTIFACT_RUNTIMES:
         expected = ", ".join(ARTIFACT_RUNTIMES)
         raise UserError(f"settings.runtime is {settings.runtime!r}, which runs no artifacts; expected: {expected}")
@@ -572,7 +447,6 @@ def checked_options(settings: RunOptions | None, runtime: str | None) -> RunOpti
 
     Raises UserError if both are given, or one is something else.
     """
-    from effexport.errors import UserError
     from effexport.runners.artifact_runner import options_from_flags
     from effexport.runners.options import RunOptions
 
@@ -589,7 +463,5 @@ def checked_options(settings: RunOptions | None, runtime: str | None) -> RunOpti
 
 def check_texts(**values: str) -> None:
     """Raise UserError for arguments that must be text and are something else."""
-    from effexport.errors import check_type
-
     for name, value in values.items():
         check_type(name, value, str, "text")

@@ -375,3 +375,24 @@ def files_of_folder(folder: Path) -> dict[str, Path]:
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:
     """The only text that stands for this manifest."""
     return msgspec.json.format(json.dumps(manifest).encode(), indent=2) + b"\n"
+
+
+def check_output_file(output: Path, *, force: bool) -> None:
+    """Refuse, before any work, an output that exists or cannot be written, or that would change an artifact.
+
+    Raises UserError.
+    """
+    if output.is_dir():
+        raise UserError(f"{output} is a folder; expected the path of a file to write")
+    if not output.parent.is_dir():
+        problem = "is not a folder;" if output.parent.exists() else "does not exist; create the folder, or"
+        raise UserError(f"{output.parent} {problem} choose another file with -o")
+    for folder in output.resolve().parents:
+        if (folder / MANIFEST).is_file():
+            raise UserError(f"{output} would change the artifact {folder}; choose a file outside it with -o")
+    if os.path.lexists(output) and not output.is_file():
+        raise UserError(f"{output} is not a regular file; choose another file with -o")
+    if output.exists() and not force:
+        raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"cannot write to {output.parent}; choose another file with -o")

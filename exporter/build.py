@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 
@@ -30,12 +29,11 @@ from effexport.artifact import (
     write_manifest,
 )
 from effexport.build_quantization import (
-    DRAWN_NOTE,
-    SLOW_INT8_NOTE,
+    NO_DATA,
     QuantizationData,
     QuantizedModel,
-    check_loss_on_samples,
-    check_task,
+    cost_of_quantization,
+    quantization_notes,
     quantization_of_build,
 )
 from effexport.environment import free_memory_bytes, require_build, versions
@@ -44,23 +42,22 @@ from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefil
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import model_from_source, weights_digest
 from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module
-from effexport.export.onnx_graph import STAGE as GRAPH_CHECK
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
-from effexport.export.same_graph import why_other_graph
-from effexport.export.specialised_length import OtherSizesError, Sizes, assumed_sizes, spec_with_sizes
-from effexport.export.traced_graphs import read_traced
+from effexport.export.sizes_of_code import with_sizes_of_code
+from effexport.export.specialised_length import OtherSizesError, assumed_sizes
 from effexport.export.user_program import trace_of_user
 from effexport.export.written_attention import remarks_on_written
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.sources import ModelSource, source_from_seed
-from effexport.processor import Processor
+from effexport.option_fields import optional_path
+from effexport.options import NOTHING_GIVEN, BuildOptions, Progress
 from effexport.proof.candidate import open_in_ort
 from effexport.proof.cases import Answers, Case, golden_cases, save_reference, stored_cases, why_not_of_spec
 from effexport.proof.check import OTHER_LAYER, Check, Kind, Trace
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.other_answers import is_original, original_cases, with_hashes
-from effexport.proof.quantized import check_products, quantized_answers
+from effexport.proof.quantized import quantized_answers
 from effexport.proof.reference import reference_from_model
 from effexport.proof.trace import trace_if_it_runs
 from effexport.proof.verify import (
@@ -73,18 +70,18 @@ from effexport.proof.verify import (
     verify_engine_if_possible,
 )
 from effexport.quiet import quiet
-from effexport.refit_request import RefitRequest, refit_note
+from effexport.refit_request import RefitRequest, held_to_previous, other_architecture, refit_note
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_lines
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
+from effexport.runners.ort.runner import decoder_in_ort
 from effexport.runners.ort.session import check_settings
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
-from effexport.tensorrt.bindings import OnProgress, import_api
+from effexport.tensorrt.bindings import import_api
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_engine import engine_from_engine
 from effexport.tensorrt.sidecar import summary_of_engine
@@ -93,11 +90,9 @@ from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokeniz
 from effexport.units import memory
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from effexport.models.user.model import UserModel
-    from effexport.quantize.record import Quantization
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,104 +152,38 @@ class Build:
         return self.folder / TRACED
 
 
-def with_sizes_of_code(
-    build: Callable[Concatenate[BuildSpec, P], R],
-) -> Callable[Concatenate[BuildSpec, P], R]:
-    """Build again with the sizes that the code of a user's own module is tied to, or with those of the example if
-    torch.onnx has no right graph for others, unless the user has declared the axis free: then that is an error."""
-
-    @functools.wraps(build)
-    def build_again(spec: BuildSpec, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        refused: StageError | None = None
-        while True:
-            try:
-                return build(spec, *args, **kwargs)
-            except OtherSizesError as error:
-                source, previous = kwargs.get("source"), kwargs.get("previous")
-                assert isinstance(source, ModelSource)
-                if isinstance(previous, Artifact):
-                    raise UserError(other_architecture(source, previous, str(error))) from error
-                assert source.user is not None
-                if any(one.is_one and one.axis in source.user.declared for one in error.sizes):
-                    raise
-                spec = spec_with_sizes(spec, error.sizes, batch_of_example(source.user.examples, spec))
-            except StageError as error:
-                source = kwargs.get("source")
-                sizes = sizes_of_one_graph(error, spec) if refused is None else []
-                user = source.user if isinstance(source, ModelSource) and not kwargs.get("previous") else None
-                if user is None or not sizes or any(one.axis in user.declared for one in sizes):
-                    raise (refused or error) from error.__cause__
-                refused, spec = error, spec_with_sizes(spec, sizes, batch_of_example(user.examples, spec))
-
-    return build_again
-
-
-def sizes_of_one_graph(error: StageError, spec: BuildSpec) -> list[Sizes]:
-    """The free axes of a user's module, but for the batch, where torch.onnx has translated its program wrongly or not
-    at all; none for other errors, which fixed sizes do not mend."""
-    import torch
-
-    if error.stage != GRAPH_CHECK and not isinstance(error.__cause__, torch.onnx.OnnxExporterError):
-        return []
-    reason = f"with a free size, {str(error).partition(': ')[2].partition('; --debug')[0]}"
-    free = dict.fromkeys(axis for tensor in spec.inputs for axis in tensor.dims if isinstance(axis, str))
-    # their one size is that of the example
-    return [Sizes(axis, 0, 0, reason) for axis in free if axis != "batch"]
-
-
-def batch_of_example(examples: Mapping[str, torch.Tensor], spec: BuildSpec) -> int:
-    """The batch of the examples; that of the build without them."""
-    sizes = (
-        size
-        for tensor in spec.inputs
-        if tensor.name in examples
-        for axis, size in zip(tensor.dims, examples[tensor.name].shape, strict=True)
-        if axis == "batch"
-    )
-    return next(sizes, spec.batch)
-
-
 @with_sizes_of_code
 def artifact_from_spec(
     spec: BuildSpec,
     output: Path,
+    options: BuildOptions = NOTHING_GIVEN,
     *,
     source: ModelSource | None = None,
-    engines: Sequence[EngineSpec] = (),
     tokenizer: TokenizerSource = NO_TOKENIZER,
-    settings: RunOptions | None = None,
-    reference: Path | None = None,
-    quantization: QuantizationData | None = None,
-    trace: bool = False,
-    force: bool = False,
+    quantization: QuantizationData = NO_DATA,
     previous: Artifact | None = None,
-    on_stage: Callable[[str], None] = lambda name: None,
-    on_progress: OnProgress = lambda phase, share: None,
 ) -> tuple[Artifact, Report]:
     """Build, check and write an artifact; `output` appears only when everything has succeeded.
 
+    options: `engines` to build as well, `reference`, how the check runs, `trace`, `force` and `progress`; the other
+    arguments say the rest. Without a GPU, engines are not checked, and the report says so. A build that fails is always
+    traced.
     source: where the module comes from; None draws its weights from the seed.
-    engines: TensorRT engines to build as well. Without a GPU they are not checked, and the report says so.
     tokenizer: where the files come from that turn texts into tokens.
-    reference: a file with answers of the original model, see `original_cases`: the model is compared with them, too.
-    trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
-    fails is always traced.
     quantization: the files that an int8 or fp8 build reads.
-    settings: how ONNX Runtime runs the model for the parity check; the artifact does not depend on them.
     previous: an artifact of the same spec. Its traced graphs are finished with the weights of `source`, which gives the
     files that an export of these would, and its refittable engines are refitted.
-    on_stage, on_progress: called when a stage begins, and while an engine is being built.
     Raises UserError when `output` cannot be written or TensorRT is not installed, and StageError when a stage or the
     parity check fails: then nothing is written, and the message contains the failed checks.
     """
-    watch = Stopwatch(on_stage)
-    settings = settings or RunOptions()
+    watch = Stopwatch(lambda stage: options.progress(stage, None))
+    settings = options.run_options()
+    reference = optional_path("reference", options.reference)
     source = source or source_from_seed(spec.model)
-    engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in engines]
+    engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in options.engines]
     originals = original_cases(reference, spec) if reference is not None else []
-    data = quantization or QuantizationData()
-    data.check(spec, [engine.target for engine in engines], capabilities_of(engines))
-    with ARTIFACT_FOLDER.new(output, force=force) as folder:
+    quantization.check(spec, [engine.target for engine in engines], capabilities_of(engines))
+    with ARTIFACT_FOLDER.new(output, force=options.force) as folder:
         text_notes = copy_tokenizer(tokenizer, folder, spec.model.input_limits.get("input_ids"))
         with watch.stage("loading PyTorch and the ONNX exporter"):
             check_settings(settings)
@@ -268,13 +197,13 @@ def artifact_from_spec(
             build = Build(spec, module, hashes, folder, folder / MODEL, settings, watch, previous)
         if spec.is_quantized:
             with watch.stage("choosing what to quantise"):
-                build = replace(build, quantized=quantization_of_build(module, spec, folder, data))
+                build = replace(build, quantized=quantization_of_build(module, spec, folder, quantization))
         if previous is not None and TRACED in previous.manifest.files and spec.model.has_whole_state:
             shutil.copy(previous.traced_path, folder / TRACED)
             export = "putting the weights into the traced graphs"
         else:
             export = "exporting to ONNX"
-        with watch.stage(export), held_to_previous(build, source):
+        with watch.stage(export), held_to_previous(previous, source, build.model, build.traced):
             replaced, build = write_graphs(build)
             spec = with_operators_of_graph(build.spec, build.model)
             build = replace(build, spec=spec)
@@ -298,14 +227,14 @@ def artifact_from_spec(
                 ) from error
             raise
         entries = [
-            entry for engine in engines for entry in prove_engine(build, engine, cases, verification, on_progress)
+            entry for engine in engines for entry in prove_engine(build, engine, cases, verification, options.progress)
         ]
         record = None
         if build.quantized is not None:
             with watch.stage("measuring what quantisation costs"):
-                record, cost = cost_of_quantization(build, build.quantized, data)
+                record, cost = cost_of_quantization(build.model, settings, spec, build.quantized, quantization)
                 verification.checks += cost
-        found = trace_model(build, verification, cases, wanted=trace)
+        found = trace_model(build, verification, cases, wanted=options.trace)
         report = Report(
             title=spec.model.title,
             spec=spec.to_dict(),
@@ -322,7 +251,7 @@ def artifact_from_spec(
                 *undefined_notes(cases, spec),
                 *not_for_tensorrt(build.model),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
-                *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else []),
+                *([f"--trace: {found.reason}"] if options.trace and isinstance(found, Unavailable) else []),
                 *quantization_notes(record),
             ],
             quantization=record,
@@ -344,31 +273,24 @@ def artifact_from_spec(
     return open_artifact(output), report
 
 
-def artifact_from_refit(
-    request: RefitRequest,
-    *,
-    settings: RunOptions | None = None,
-    on_stage: Callable[[str], None] = lambda name: None,
-    on_progress: OnProgress = lambda phase, share: None,
-) -> tuple[Artifact, Report]:
+def artifact_from_refit(request: RefitRequest, options: BuildOptions = NOTHING_GIVEN) -> tuple[Artifact, Report]:
     """Put other weights into an artifact, with the checks of a build; its folder changes only if all have passed.
 
-    Arguments, results and errors as for `artifact_from_spec`; also raises as `RefitRequest.resolve`.
+    Results and errors as for `artifact_from_spec`; also raises as `RefitRequest.resolve`.
     """
     source, engines = request.resolve()
     tokenizer, text_notes = tokenizer_of_refit(request.artifact, request.checkpoint)
-    return artifact_from_spec(
-        request.artifact.spec,
-        request.place,
-        source=replace(source, notes=(*source.notes, *text_notes)),
-        engines=engines,
-        tokenizer=tokenizer,
-        settings=settings,
-        force=request.replaces,
-        previous=request.artifact,
-        on_stage=on_stage,
-        on_progress=on_progress,
-    )
+    try:
+        return artifact_from_spec(
+            request.artifact.spec,
+            request.place,
+            replace(options, engines=engines, force=request.replaces),
+            source=replace(source, notes=(*source.notes, *text_notes)),
+            tokenizer=tokenizer,
+            previous=request.artifact,
+        )
+    except OtherSizesError as error:
+        raise UserError(other_architecture(source, request.artifact, str(error))) from error
 
 
 def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
@@ -400,64 +322,6 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
         record = msgspec.structs.replace(record, unrounded=written.unrounded, products=products)
         build = replace(build, quantized=replace(quantized, record=record))
     return written.replaced, build
-
-
-@contextmanager
-def held_to_previous(build: Build, source: ModelSource) -> Iterator[None]:
-    """Raise UserError if the graph that is written in the block is of another architecture than that of the artifact
-    whose user's own module gets other weights."""
-    try:
-        yield
-    except StageError:
-        check_same_graph(build, source)
-        raise
-    check_same_graph(build, source)
-
-
-def check_same_graph(build: Build, source: ModelSource) -> None:
-    """The error of `held_to_previous`, as far as something was written."""
-    previous = build.previous
-    if previous is None or build.spec.model.has_whole_state:
-        return
-    problem = ""
-    old, new = (read_traced(path, MODEL) for path in (previous.traced_path, build.traced))
-    if old is not None and new is not None:
-        here, there = versions(), previous.manifest.environment
-        whole = all(here[name] == there.get(name) for name in ("effexport", "torch", "onnxscript"))
-        problem = why_other_graph(old, new, whole=whole)
-    if not problem and build.model.is_file() and (found := operators_of_model(build.model)) != previous.spec.custom_ops:
-        problem = f"it calls the operators {found}; the artifact has {previous.spec.custom_ops}"
-    if problem:
-        raise UserError(other_architecture(source, previous, problem))
-
-
-def other_architecture(source: ModelSource, previous: Artifact, problem: str) -> str:
-    build = "export it with effexport build --module"
-    return f"{source.origin} is of another architecture than {previous.path}: {problem}; {build}"
-
-
-def cost_of_quantization(
-    build: Build, quantized: QuantizedModel, data: QuantizationData
-) -> tuple[Quantization, list[Check]]:
-    """What the file loses against the float model on the samples and at its task; the record with these figures."""
-    spec, record = build.spec, quantized.record
-    checks = [check_products(build.model, record)]
-    with OrtRunner(build.model, build.settings, limits=limits_from_spec(spec)) as runner:
-        checks.append(check_loss_on_samples(quantized, runner, spec, judge=data.task is None))
-        if data.task is not None:
-            record, check = check_task(quantized, runner, data.task, spec)
-            checks.append(check)
-    return record, checks
-
-
-def quantization_notes(record: Quantization | None) -> list[str]:
-    """What users have to know about the samples of a quantised build."""
-    if record is None:
-        return []
-    notes = [] if record.samples.source else [DRAWN_NOTE.format(count=record.samples.samples)]
-    if record.precision == "int8" and not Processor.here().has_int8_products:
-        notes.append(SLOW_INT8_NOTE)
-    return notes
 
 
 def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:
@@ -587,7 +451,7 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
 
 
 def prove_engine(
-    build: Build, engine: EngineSpec, cases: Sequence[Case], result: Verification, on_progress: OnProgress
+    build: Build, engine: EngineSpec, cases: Sequence[Case], result: Verification, on_progress: Progress
 ) -> list[EngineEntry]:
     """Build the engine of the model and, if it has them, of its decode step and its prefill into the artifact; check
     them if this machine can run them, and add their checks to `result`."""
@@ -604,7 +468,7 @@ def prove_engine(
 
 
 def build_engine(
-    build: Build, engine: EngineSpec, model: str, on_progress: OnProgress, remarks: tuple[str, ...] = ()
+    build: Build, engine: EngineSpec, model: str, on_progress: Progress, remarks: tuple[str, ...] = ()
 ) -> EngineEntry:
     """Build the engine of one of the artifact's ONNX files into the artifact, or refit that of the previous one."""
     what, name = "" if model == MODEL else f" of {model}", engine_name(engine.target, model)

@@ -13,9 +13,14 @@ import numpy as np
 from effexport.artifact import Artifact, artifact_in_progress
 from effexport.errors import UserError
 from effexport.files import file_digest
+from effexport.processor import Processor
 from effexport.proof.check import RMS_METRIC, CaseLabel, Check, Kind, Limit, judged
 from effexport.proof.inputs import random_inputs
+from effexport.proof.quantized import check_products
 from effexport.quantize.record import Quantization, Samples
+from effexport.runners.feeds import limits_from_spec
+from effexport.runners.options import RunOptions
+from effexport.runners.ort.runner import OrtRunner
 from effexport.spec import BuildSpec
 from effexport.text.reading import samples_from_file
 
@@ -77,7 +82,7 @@ class QuantizationData:
             )
         if spec.precision == "fp8" and (older := [number for number in capabilities if number < 89]):
             raise UserError(
-                f"fp8 needs a GPU of compute capability 8.9 or newer, and --compute-capability names {older[0]}; use "
+                f"fp8 needs a GPU of compute capability 8.9 or newer, and compute_capabilities has {older[0]}; use "
                 "--precision int8"
             )
         if self.calibration is not None and not self.calibration.is_file():
@@ -86,10 +91,7 @@ class QuantizationData:
             )
 
 
-def with_scales_for_engines(flags: Mapping[str, object], targets: Sequence[object]) -> dict[str, object]:
-    """The fields of a spec, with static scales for int8 engines if none were chosen: engines read no others."""
-    is_open = flags.get("precision") == "int8" and flags.get("quantization") is None
-    return {**flags, "quantization": "static"} if targets and is_open else dict(flags)
+NO_DATA = QuantizationData()
 
 
 @dataclass(frozen=True)
@@ -184,3 +186,27 @@ def judged_if_limited(
         return judged(kind, case, metric, value, limit, detail)
     reason = "reported, and judged only against --max-loss"
     return Check(kind, case, metric, "passed", value, None, reason, detail, seq_len=case.shape[-1])
+
+
+def quantization_notes(record: Quantization | None) -> list[str]:
+    """What users have to know about the samples of a quantised build."""
+    if record is None:
+        return []
+    notes = [] if record.samples.source else [DRAWN_NOTE.format(count=record.samples.samples)]
+    if record.precision == "int8" and not Processor.here().has_int8_products:
+        notes.append(SLOW_INT8_NOTE)
+    return notes
+
+
+def cost_of_quantization(
+    model: Path, settings: RunOptions, spec: BuildSpec, quantized: QuantizedModel, data: QuantizationData
+) -> tuple[Quantization, list[Check]]:
+    """What the file loses against the float model on the samples and at its task; the record with these figures."""
+    record = quantized.record
+    checks = [check_products(model, record)]
+    with OrtRunner(model, settings, limits=limits_from_spec(spec)) as runner:
+        checks.append(check_loss_on_samples(quantized, runner, spec, judge=data.task is None))
+        if data.task is not None:
+            record, check = check_task(quantized, runner, data.task, spec)
+            checks.append(check)
+    return record, checks

@@ -1,52 +1,94 @@
-"""What to build, as flags or arguments name it."""
+"""What to build, as the options of a build name it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.errors import UserError
 from effexport.export.module_source import check_memory
 from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import check_weights_file
 from effexport.models.sources import OF_OPTIONS, ModelSource, loaded_module, source_from_path, source_from_user
-from effexport.models.validation import require
+from effexport.models.validation import did_you_mean, require, shown_name
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.option_fields import given, optional_path, options_of
+from effexport.options import BuildOptions, EngineOptions, SpecOptions
 from effexport.quiet import quiet
 from effexport.spec import (
     INDEPENDENT,
     BuildSpec,
+    SpecFile,
     build_spec_from_checkpoint,
     build_spec_from_module,
     build_spec_from_options,
+    read_spec_file,
 )
+from effexport.tensorrt.spec import EngineSpec, check_target, options_of_others, profiles_from_texts
 from effexport.text.attaching import TokenizerSource, tokenizer_of_build
 from effexport.toml_file import read_toml
+from effexport.units import bytes_from_text
 
 if TYPE_CHECKING:
     from torch import nn
+
+# Of --target.
+NO_ENGINE = "none"
+NOTHING_TO_EXPORT = (
+    "nothing to export is given; expected one of:",
+    "  --module MODULE:FUNCTION  a model of your own",
+    "  --checkpoint DIR          a trained Reformer or Nyströmformer",
+    f"  --variant NAME            an encoder of ours: {', '.join(ATTENTION_SPECS)}",
+)
 
 
 @dataclass(frozen=True)
 class BuildRequest:
     """The requested model: a variant, a spec, a checkpoint, or a module of the user's own.
 
-    flags: fields of the spec; None means "not given". spec: a TOML file, or a spec that needs no flags. module: a
+    flags: fields of the spec; None means "not given". spec: options of a file, or a spec that needs no flags. module: a
     module, or `package.module:factory`. inputs: a TOML file that describes the inputs of the module. examples, dynamic:
     what the module was called with, and the free axes of that. tokenizer: a folder, "none", or None for that of the
     checkpoint.
     """
 
     flags: Mapping[str, Any]
-    spec: BuildSpec | Path | None
-    checkpoint: Path | None
-    weights: Path | None
-    module: nn.Module | str | None
+    spec: BuildSpec | SpecFile | None = None
+    checkpoint: Path | None = None
+    weights: Path | None = None
+    module: nn.Module | str | None = None
     inputs: Path | None = None
     examples: object = None
     dynamic: Mapping[str, object] | None = None
     tokenizer: str | Path | None = None
+
+    @classmethod
+    def of(cls, options: BuildOptions) -> BuildRequest:
+        """The request of options. A spec file sets those that are not given, also of a checkpoint and of a module.
+
+        Raises UserError if nothing is given, and for a file that cannot be read.
+        """
+        if options.spec is None and options.variant is None and options.checkpoint is None and options.module is None:
+            raise UserError(*NOTHING_TO_EXPORT)
+        flags = given(options, SpecOptions)
+        named = {name: getattr(options, name) for name in ("variant", "task", INDEPENDENT)}
+        flags |= {name: value for name, value in named.items() if value is not None}
+        spec = None if isinstance(options.spec, BuildSpec) or options.spec is None else read_spec_file(options.spec)
+        if spec is not None and (options.checkpoint is not None or options.module is not None):
+            flags, spec = spec.values | flags, None
+        return cls(
+            with_scales_for_engines(flags, (*(one for one in options.targets if one != NO_ENGINE), *options.engines)),
+            options.spec if isinstance(options.spec, BuildSpec) else spec,
+            optional_path("checkpoint", options.checkpoint),
+            optional_path("weights", options.weights),
+            options.module,
+            optional_path("inputs", options.inputs),
+            options.examples,
+            options.dynamic,
+            options.tokenizer,
+        )
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -116,3 +158,52 @@ class BuildRequest:
             user, model = model_and_spec(found, origin, self.flags.get("seq_len"), calling)
         spec = build_spec_from_module(self.flags, model)
         return spec, source_from_user(user, spec.model, origin)
+
+
+def engines_of(options: BuildOptions, spec: BuildSpec) -> tuple[EngineSpec, ...]:
+    """One engine for each target. With several targets, an option that only one of them has is for that one.
+
+    Raises SpecError for what cannot be built, and for options without a target.
+    """
+    targets = [target for target in dict.fromkeys(options.targets) if target != NO_ENGINE]
+    for target in targets:
+        check_target(target)
+    values = engine_table(options.spec) | given(options, EngineOptions)
+    values.pop("targets", None)
+    known = options_of(EngineOptions)
+    require(
+        bool(targets) or not values,
+        f"{', '.join((*known[name].flags, name)[0] for name in values)}: only for engines, and none was requested; add "
+        "--target trt-rtx or --target trt",
+    )
+    if not targets:
+        return ()
+    values["profiles"] = profiles_from_texts(values.get("profiles", ()), spec)
+    if (workspace := values.pop("workspace", None)) is not None:
+        values["workspace_bytes"] = bytes_from_text(str(workspace), "workspace")
+    if cache := optional_path("timing_cache", values.get("timing_cache")):
+        values["timing_cache"] = cache
+
+    def options_for(target: str) -> dict[str, Any]:
+        others = options_of_others(target) if len(targets) > 1 else frozenset()
+        return {name: value for name, value in values.items() if name not in others}
+
+    return tuple(EngineSpec(target=target, **options_for(target)) for target in targets)
+
+
+def engine_table(spec: object) -> dict[str, Any]:
+    """The table [engine] of a spec file. Raises SpecError for keys that it does not have, and for wrong values."""
+    if spec is None or isinstance(spec, BuildSpec):
+        return {}
+    assert isinstance(spec, (str, Path, Mapping))
+    table = read_spec_file(spec).engine
+    known = {name: one for name, one in options_of(EngineOptions).items() if one.option.in_file}
+    for name in table:
+        require(name in known, f"[engine] has {shown_name(name)}{did_you_mean(name, known)} Keys: {', '.join(known)}")
+    return {name: known[name].checked(value) for name, value in table.items()}
+
+
+def with_scales_for_engines(flags: Mapping[str, object], targets: Sequence[object]) -> dict[str, object]:
+    """The fields of a spec, with static scales for int8 engines if none were chosen: engines read no others."""
+    is_open = flags.get("precision") == "int8" and flags.get("quantization") is None
+    return {**flags, "quantization": "static"} if targets and is_open else dict(flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 
 class EffexportError(Exception):
@@ -80,9 +81,14 @@ class MissingExtraError(UserError):
 def check_type(name: str, value: object, accepted: type | tuple[type, ...], expected: str) -> None:
     """Raise UserError unless a value has a type that is accepted. name: of the argument. expected: in words."""
     if not isinstance(value, accepted):
-        text = repr(value)
-        given = text if len(text) <= 80 and text.isprintable() else f"a value of the type {type(value).__name__}"
-        raise UserError(f"{name} is {given}; expected {expected}")
+        refuse_type(name, value, expected)
+
+
+def refuse_type(name: str, value: object, expected: str) -> NoReturn:
+    """Raise UserError: the argument has another type than expected."""
+    text = repr(value)
+    given = text if len(text) <= 80 and text.isprintable() else f"a value of the type {type(value).__name__}"
+    raise UserError(f"{name} is {given}; expected {expected}")
 
 
 @dataclass(frozen=True)

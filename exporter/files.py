@@ -476,3 +476,11 @@ def save_npz(arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
             np.savez(stream, allow_pickle=False, **plain)
     except OSError as error:
         raise write_error(path, error, ANOTHER_FILE) from error
+
+
+def write_output(output: Path, text: str) -> None:
+    """Write a file of -o completely or not at all. Raises as `write_error`."""
+    try:
+        write_file(output, text)
+    except OSError as error:
+        raise write_error(output, error, ANOTHER_FILE) from error

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.artifact import ARTIFACT_FOLDER, MANIFEST, Artifact, files_of_folder
-from effexport.errors import EngineWarning, UserError
+from effexport.artifact import ARTIFACT_FOLDER, MANIFEST, MODEL, Artifact, files_of_folder
+from effexport.environment import versions
+from effexport.errors import EngineWarning, StageError, UserError
 from effexport.export.module_source import weights_digest
+from effexport.export.onnx_graph import graph_inputs, operators_of_model, why_not_readable
+from effexport.export.traced_graphs import REMEDY, read_traced
 from effexport.models.contract import ModelContract
 from effexport.models.sources import ModelSource, source_of_new_weights
 from effexport.runtimes import engine_name
@@ -20,10 +26,13 @@ from effexport.tensorrt.sidecar import read_sidecar
 from effexport.tensorrt.spec import EngineSpec
 
 if TYPE_CHECKING:
+    import onnx
     from torch import nn
 
     from effexport.proof.named_module import NamedModule
 
+# Characters of a node in a message.
+LONGEST_NODE = 120
 # How notes begin that are about one build and not about the model.
 REFITTED = "refitted from"
 LEFT_OUT = "left out:"
@@ -160,3 +169,75 @@ def engines_of_artifact(artifact: Artifact) -> tuple[list[EngineSpec], list[str]
         else:
             specs.append(spec)
     return specs, left_out
+
+
+@contextmanager
+def held_to_previous(previous: Artifact | None, source: ModelSource, model: Path, traced: Path) -> Iterator[None]:
+    """Raise UserError if the graph that is written in the block is of another architecture than that of the artifact
+    whose user's own module gets other weights."""
+    try:
+        yield
+    except StageError:
+        check_same_graph(previous, source, model, traced)
+        raise
+    check_same_graph(previous, source, model, traced)
+
+
+def check_same_graph(previous: Artifact | None, source: ModelSource, model: Path, traced: Path) -> None:
+    """The error of `held_to_previous`, as far as something was written."""
+    if previous is None or previous.spec.model.has_whole_state:
+        return
+    problem = ""
+    old, new = (read_traced(path, MODEL) for path in (previous.traced_path, traced))
+    if old is not None and new is not None:
+        here, there = versions(), previous.manifest.environment
+        whole = all(here[name] == there.get(name) for name in ("effexport", "torch", "onnxscript"))
+        problem = why_other_graph(old, new, whole=whole)
+    if not problem and model.is_file() and (found := operators_of_model(model)) != previous.spec.custom_ops:
+        problem = f"it calls the operators {found}; the artifact has {previous.spec.custom_ops}"
+    if problem:
+        raise UserError(other_architecture(source, previous, problem))
+
+
+def other_architecture(source: ModelSource, previous: Artifact, problem: str) -> str:
+    build = "export it with effexport build --module"
+    return f"{source.origin} is of another architecture than {previous.path}: {problem}; {build}"
+
+
+def why_other_graph(old: bytes, new: bytes, *, whole: bool) -> str:
+    """What the second of two graphs of a user's own module, see `graph_without_numbers`, has otherwise; "" if nothing.
+
+    whole: whether the nodes are compared, too: another release of PyTorch may write others for the same code. Raises
+    UserError for a first graph, which may come from anybody, that is not a graph.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        models = [onnx.ModelProto.FromString(graph) for graph in (old, new)]
+        problem = why_not_readable(models[0])
+    except DecodeError:
+        problem = "it is not an ONNX model"
+    if problem:
+        raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
+    weights = [{tensor.name: tensor for tensor in graph_inputs(model)} for model in models]
+    for name in dict.fromkeys([*weights[0], *weights[1]]):
+        before, now = (str(table.get(name, f"no {name}")) for table in weights)
+        if now != before:
+            return f"it has {now}; the artifact has {before}"
+    if not whole or old == new:
+        return ""
+    for steps in itertools.zip_longest(*(map(node_text, model.graph.node) for model in models), fillvalue="none"):
+        if steps[0] != steps[1]:
+            expected, own = (f"{text[:LONGEST_NODE]}{'…' * (len(text) > LONGEST_NODE)}" for text in steps)
+            return f"its graph has the step {own}; the artifact has {expected}"
+    constants = [[(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer] for model in models]
+    return "" if constants[0] == constants[1] else "the constants in its graph have other shapes"
+
+
+def node_text(node: onnx.NodeProto) -> str:
+    """A node as ONNX writes it: `y = Relu (x)`."""
+    from onnx.printer import to_text
+
+    text: str = to_text(node).strip()
+    return text.removeprefix(f"[{node.name}] ")

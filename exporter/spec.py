@@ -22,7 +22,6 @@ from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import (
     ShortRepr,
-    SpecError,
     check_field_types,
     did_you_mean,
     require,
@@ -253,21 +252,26 @@ _EXAMPLE = 'expected a TOML file with options of the model, such as variant = "l
 _TABLES = ("attention", "encoder", "build")
 
 
-def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) -> BuildSpec:
+@dataclass(frozen=True)
+class SpecFile:
+    """The contents of a spec file. name: for messages. values: options, flat. engine: those of engines."""
+
+    name: str
+    values: dict[str, Any]
+    engine: dict[str, Any]
+
+
+def build_spec_from_options(flags: Mapping[str, Any], spec_file: SpecFile | Path | None) -> BuildSpec:
     """Merge a TOML file with flags; flags win, and a flag of None means "not given".
 
     Any field of BuildSpec, EncoderSpec or the variant's AttentionSpec may be set, plus `variant` and `scope`.
     Raises UserError for an unreadable file and SpecError for fields that do not exist or values that cannot work.
     """
-    options = options_from_toml(spec_file) if spec_file else {}
+    file = read_spec_file(spec_file) if isinstance(spec_file, Path) else spec_file
+    options = dict(file.values) if file else {}
     options |= {name: value for name, value in flags.items() if value is not None}
     names = ", ".join(ATTENTION_SPECS)
-    require("variant" in options or spec_file is None, f"no variant given in {spec_file}; expected one of: {names}")
-    require(
-        "variant" in options,
-        "nothing to export is given; expected --module MODULE:FUNCTION for a model of your own, --checkpoint DIR for a "
-        f"trained Reformer or Nyströmformer, or --variant NAME, one of: {names}",
-    )
+    require("variant" in options, f"no variant given{f' in {file.name}' if file else ''}; expected one of: {names}")
     variant, scope = options.pop("variant"), options.pop("scope", "encoder")
     require(scope in SCOPES, f"scope is {shown(scope)}; expected {' or '.join(SCOPES)}")
     # an unknown variant is reported before its options are looked at
@@ -341,18 +345,25 @@ def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> Build
     return BuildSpec(model=replace(model, independent_samples=independent), **build_fields(given))
 
 
+def read_spec_file(source: str | Path | Mapping[str, Any]) -> SpecFile:
+    """A spec file, or the dictionary of one; the tables [attention], [encoder] and [build] are optional grouping."""
+    document = dict(source) if isinstance(source, Mapping) else read_toml(Path(source), "spec", _EXAMPLE)
+    name = "spec" if isinstance(source, Mapping) else str(source)
+    engine = document.pop("engine", {})
+    require(isinstance(engine, dict), f"{name} has engine = {shown(engine)}; expected a table, [engine]")
+    values: dict[str, Any] = {}
+    tables = [document.pop(table) for table in _TABLES if isinstance(document.get(table), dict)]
+    for key, value in (pair for table in (document, *tables) for pair in table.items()):
+        field = key.replace("-", "_")
+        require(
+            not isinstance(value, dict),
+            f"unknown table [{shown_name(key)}] in {name}; expected {', '.join((*_TABLES, 'engine'))}",
+        )
+        require(field not in values, f"{name} sets {shown_name(field)} twice")
+        values[field] = value
+    return SpecFile(name, values, {key.replace("-", "_"): value for key, value in engine.items()})
+
+
 def options_from_toml(path: Path) -> dict[str, Any]:
-    """The fields of a spec file, flat; the tables [attention], [encoder] and [build] are optional grouping."""
-    document = read_toml(path, "spec", _EXAMPLE)
-    options: dict[str, Any] = {}
-    for table in (
-        document,
-        *(document.pop(name) for name in _TABLES if isinstance(document.get(name), dict)),
-    ):
-        for key, value in table.items():
-            name = key.replace("-", "_")
-            if isinstance(value, dict):
-                raise SpecError(f"unknown table [{shown_name(key)}] in {path}; expected {', '.join(_TABLES)}")
-            require(name not in options, f"{path} sets {shown_name(name)} twice")
-            options[name] = value
-    return options
+    """The options of a spec file, but for those of engines."""
+    return read_spec_file(path).values

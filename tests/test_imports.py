@@ -68,6 +68,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("refit_request",),
     ("report",),
+    ("options",),
     ("generation", "evaluation"),
     ("text",),
     ("proof",),
@@ -75,7 +76,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("export",),
     ("quantize",),
-    ("spec", "runtimes", "dtypes", "environment"),
+    ("spec", "runtimes", "dtypes", "environment", "option_fields"),
     (
         "render",
         "errors",

@@ -77,9 +77,15 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
 
 def build(cell: Cell, output: Path) -> None:
     from effexport.build import artifact_from_spec
+    from effexport.options import BuildOptions
 
     engines = () if cell.engine is None else (cell.engine,)
-    artifact_from_spec(cell.spec, output, engines=engines, on_stage=lambda name: print(f"… {name}", flush=True))
+    artifact_from_spec(cell.spec, output, BuildOptions(engines=engines, progress=print_stage))
+
+
+def print_stage(name: str, share: float | None) -> None:
+    if share is None:
+        print(f"… {name}", flush=True)
 
 
 def check_versions(cell: Cell, here: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from effexport.commands._progress import bars_of_stages
-from effexport.commands._types import Named, OneOf, check_choice
+from effexport.commands._types import Named, OneOf
 from effexport.one_line import one_line, say
-from effexport.runners.options import IMPLEMENTATIONS, RunOptions
-from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ORT_RUNTIMES, Runtime, described
+from effexport.runners.options import IMPLEMENTATIONS
+from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, Runtime, described
 from effexport.shell import Word, command_line
 from effexport.units import rough_duration, tokens_from_text
 
@@ -82,49 +81,6 @@ def precision_hint_option(command: Callable[..., None]) -> Callable[..., None]:
         help=f"Compute in this precision, whatever the model's: bf16, in {able}, where the CPU supports it.",
     )
     return hint(command)
-
-
-def settings_from_options(runtime: str, implementation: str, device: int) -> RunOptions:
-    """Raises UserError for an unknown name, and for a GPU that the runtime cannot be told to use."""
-    from effexport.runners.artifact_runner import options_from_flags
-
-    check_choice("--runtime", runtime, ORT_RUNTIMES)
-    return options_from_flags(runtime, implementation=implementation, device=device)
-
-
-def check_output_file(output: Path, *, force: bool) -> None:
-    """Refuse, before any work, an output that exists or cannot be written, or that would change an artifact.
-
-    Raises UserError.
-    """
-    from effexport.artifact import MANIFEST
-    from effexport.errors import UserError
-
-    if output.is_dir():
-        raise UserError(f"{output} is a folder; expected the path of a file to write")
-    if not output.parent.is_dir():
-        problem = "is not a folder;" if output.parent.exists() else "does not exist; create the folder, or"
-        raise UserError(f"{output.parent} {problem} choose another file with -o")
-    for folder in output.resolve().parents:
-        if (folder / MANIFEST).is_file():
-            raise UserError(f"{output} would change the artifact {folder}; choose a file outside it with -o")
-    if os.path.lexists(output) and not output.is_file():
-        raise UserError(f"{output} is not a regular file; choose another file with -o")
-    if output.exists() and not force:
-        raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
-    if not os.access(output.parent, os.W_OK):
-        raise UserError(f"cannot write to {output.parent}; choose another file with -o")
-
-
-def write_output(output: Path, text: str) -> None:
-    """Write a file of -o completely or not at all. Raises as `write_error`."""
-    from effexport.disk import ANOTHER_FILE, write_error
-    from effexport.files import write_file
-
-    try:
-        write_file(output, text)
-    except OSError as error:
-        raise write_error(output, error, ANOTHER_FILE) from error
 
 
 def implementation_text(implementation: Mapping[str, str], verb: str = "ran as") -> str:
@@ -196,8 +152,11 @@ class StageProgress:
         self._bars = bars
         self._task = bars.add_task("starting", total=None, phase="") if bars else None
 
-    def __call__(self, name: str) -> None:
-        if self._bars is None or self._task is None:
+    def __call__(self, name: str, share: float | None = None) -> None:
+        """name: of the stage that begins; with a share, what a long stage is doing, and how much of that is done."""
+        if share is not None:
+            self.step(name, share)
+        elif self._bars is None or self._task is None:
             say(self._console, f"… {name}")
         else:
             self._bars.reset(self._task, total=None, description=one_line(name), phase="")

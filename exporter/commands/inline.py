@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from effexport.artifact import check_output_file
 from effexport.commands._options import (
-    check_output_file,
     common_options,
     result_console,
     stage_progress,

@@ -5,38 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from effexport.commands._options import cell, common_options, result_console
+from effexport import api
+from effexport.commands._options import cell, result_console
+from effexport.commands._verbs import verb
+from effexport.options import InspectOptions
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.units import megabytes, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from effexport.tensorrt.sidecar import EngineInfo
 
 
-@click.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
-@common_options
-def command(path: Path, as_json: bool) -> None:
+@verb("inspect", InspectOptions)
+def command(options: InspectOptions, as_json: bool) -> None:
     """Describe an artifact folder, an ONNX file, a TensorRT engine, or a checkpoint folder before its export.
 
     Shows inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects; for
     an engine, its GPUs, its source model and its layers.
     """
     from effexport.cli import print_json
-    from effexport.description import describe
     from effexport.tensorrt.sidecar import read_sidecar
 
-    kind, described = describe(path)
+    found = api.inspected(options)
     if as_json:
-        print_json(described)
-    elif kind == "engine":
-        print_pairs(pairs_of_engine(path, read_sidecar(path)))
+        print_json(dict(found.details))
+    elif found.kind == "engine":
+        print_pairs(pairs_of_engine(found.path, read_sidecar(found.path)))
     else:
-        print_pairs(pairs_of_checkpoint(described) if kind == "checkpoint" else pairs_of_summary(described))
+        print_pairs((pairs_of_checkpoint if found.kind == "checkpoint" else pairs_of_summary)(found.details))
 
 
 def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
@@ -49,7 +47,7 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
     result_console().print(table)
 
 
-def pairs_of_checkpoint(described: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def pairs_of_checkpoint(described: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Names and values that describe a checkpoint."""
     from effexport.report.rendering.text import flat_fields
 
@@ -68,7 +66,7 @@ def pairs_of_checkpoint(described: dict[str, Any]) -> Iterator[tuple[str, object
     yield "to export it", described["build"]
 
 
-def pairs_of_summary(result: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def pairs_of_summary(result: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Names and values that describe an artifact or an ONNX file."""
     import msgspec
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_output_file, common_options, result_console, write_output
+from effexport.artifact import check_output_file
+from effexport.commands._options import common_options, result_console
 from effexport.commands._types import OneOf
+from effexport.files import write_output
 from effexport.one_line import say
 from effexport.report.rendering.formats import FORMAT_OF_SUFFIX, FORMATS, text_from_report
 

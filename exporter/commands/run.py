@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from effexport.artifact import check_output_file
 from effexport.commands._generate import generate, generation_options, sampling_from_options
-from effexport.commands._help import HelpfulCommand
 from effexport.commands._options import (
-    check_output_file,
     common_options,
     implementation_text,
     precision_hint_option,
@@ -22,6 +21,7 @@ from effexport.commands._options import (
     stderr_console,
 )
 from effexport.commands._text_tasks import TASKS, TextRequest, run_task, text_options
+from effexport.commands._verbs import HelpfulCommand
 from effexport.errors import UserError
 from effexport.one_line import say
 from effexport.runtimes import ARTIFACT_RUNTIMES

@@ -26,9 +26,10 @@ def model(path: str | Path, settings: RunOptions | None = None, *, runtime: str 
     MissingExtraError without transformers or PyTorch.
     """
     require_transformers()
-    from effexport.api import load, path_of
+    from effexport.api import load
     from effexport.artifact import Artifact, read_manifest
     from effexport.hf.drop_in import drop_in_from_runner
+    from effexport.option_fields import path_of
 
     runner = load(path, settings, runtime=runtime)  # type: ignore[call-overload]
     folder = path_of("path", path)

@@ -11,6 +11,8 @@ from typing import Any
 from effexport.models.attention_spec import attention_spec
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.sources import SEED
+from effexport.option_fields import options_of, words_of
+from effexport.options import BuildOptions
 from effexport.proof.check import ALL_CASES, OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
 from effexport.report.options import REFERENCE, WEIGHTS
@@ -19,22 +21,6 @@ from effexport.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES
 from effexport.shell import Word, command_line
 from effexport.spec import INDEPENDENT, BuildSpec
 
-# What `effexport build` has a flag for; other fields go into a file for --spec.
-_FLAGS = (
-    *("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init"),
-    *("pool", "truncate_dim", "top_k"),
-    *("quantization", "max_loss", "smooth", "golden"),
-)
-# Flags that are repeated for each of several values.
-_REPEATED = ("keep_float",)
-_SWITCHES = {
-    "causal": ("--causal", "--no-causal"),
-    "external_data": ("--external-data", "--no-external-data"),
-    "fused": ("--fused", "--unfused"),
-    "inline": ("--inline", "--no-inline"),
-    "normalize": ("--normalize", "--no-normalize"),
-    "quantize_embeddings": ("--quantize-embeddings", "--no-quantize-embeddings"),
-}
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")
 # Checks of inputs that are made on the spot, of data of the user, or of another model than model.onnx.
@@ -88,52 +74,57 @@ def source_option(report: Report) -> list[tuple[str, str]] | None:
     return [] if origin in ("", SEED) else [(WEIGHTS, origin)]
 
 
-def build_command(report: Report, output: str) -> str:
-    """Builds the artifact of a report again, into `output`; with a spec file where flags do not reach."""
+def build_command(report: Report, output: str, record: type = BuildOptions) -> str:
+    """Builds the artifact of a report again, into `output`; with a spec file where flags do not reach.
+
+    record: whose fields become flags.
+    """
     spec = report.spec
     if spec.get("scope") == "checkpoint":
-        return _checkpoint_command(report, output)
+        return _checkpoint_command(report, output, record)
     changed = _changed_fields(spec)
     if None in changed.values():
         return _python_command(spec, output)
-    words: list[Word] = ["effexport", "build", ("--variant", _variant(spec))]
+    first: dict[str, Any] = {"variant": _variant(spec)}
     if "attention" not in spec["model"]:
-        words.append(("--scope", "attention"))
+        first["scope"] = "attention"
     if report.weights_from not in ("", SEED):
-        words.append((WEIGHTS, report.weights_from))
-    words += _flags(changed)
-    rest = {name: value for name, value in changed.items() if name not in (*_FLAGS, *_REPEATED, *_SWITCHES)}
-    if rest:
-        words.append(("--spec", "spec.toml"))
-    build = command_line(*words, *_data(report), *_targets(report), "-o", Path(output))
-    if not rest:
-        return build
-    # JSON's booleans, numbers, strings and lists are TOML's too
-    return "\n".join(["cat > spec.toml <<'END'", *(f"{n} = {json.dumps(v)}" for n, v in rest.items()), "END", build])
+        first["weights"] = report.weights_from
+    return _command(first | changed, report, output, record)
 
 
-def _checkpoint_command(report: Report, output: str) -> str:
+def _checkpoint_command(report: Report, output: str, record: type) -> str:
     """Flags are those of the build and what may be chosen for a checkpoint: config.json has said the rest."""
     model = report.spec["model"]
     is_module = model.get("family") == MODULE_FAMILY
+    build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
+    changed = {n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])}
+    declared = {INDEPENDENT: True} if model.get(INDEPENDENT) else {}
     if is_module and not _FACTORY.fullmatch(report.weights_from):
-        build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
-        changed = {n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])}
-        named = {flag.removeprefix("--"): value for flag, value in _data(report)}
-        declared = {INDEPENDENT: True} if model.get(INDEPENDENT) else {}
-        options = "".join(f", {name}={value!r}" for name, value in (changed | declared | named).items())
+        options = "".join(f", {name}={value!r}" for name, value in (changed | declared | _data(report)).items())
         origin = " ".join(report.weights_from.split())  # in one line, as it is in a comment
         return f"effexport.export(model, example_inputs, {output!r}{options})  # in Python; model: a {origin}"
     kind = "module" if is_module else "checkpoint"
-    words: list[Word] = ["effexport", "build", (f"--{kind}", report.weights_from or kind.upper())]
-    build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
-    words += _flags({n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])})
-    words += ["--independent-samples"] * bool(model.get(INDEPENDENT))
     chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init")
-    for name in chosen:
-        if name in model and model.get("has_seq", True):
-            words.append((f"--{name.replace('_', '-')}", model[name]))
-    return command_line(*words, *_data(report), *_targets(report), "-o", Path(output))
+    own = {name: model[name] for name in chosen if name in model and model.get("has_seq", True)}
+    first = {kind: report.weights_from or kind.upper()}
+    return _command(first | changed | declared | own, report, output, record)
+
+
+def _command(values: dict[str, Any], report: Report, output: str, record: type) -> str:
+    """`effexport build` with these values of options; a spec file has those that are not on the command line."""
+    known = options_of(record)
+    in_file = {name: value for name, value in values.items() if name not in known or not known[name].flags}
+    words: list[Word] = ["effexport", "build", *words_of(record, values)]
+    if in_file:
+        words.append(("--spec", "spec.toml"))
+    targets = dict.fromkeys(engine.target for engine in report.engines)  # causal models have several engines of each
+    more = _data(report) | {"targets": [target for target in targets if target in ENGINE_RUNTIMES]}
+    build = command_line(*words, *words_of(record, more), "-o", Path(output))
+    if not in_file:
+        return build
+    # JSON's booleans, numbers, strings and lists are TOML's too
+    return "\n".join(["cat > spec.toml <<'END'", *(f"{n} = {json.dumps(v)}" for n, v in in_file.items()), "END", build])
 
 
 def _python_command(spec: dict[str, Any], output: str) -> str:
@@ -141,10 +132,9 @@ def _python_command(spec: dict[str, Any], output: str) -> str:
     return "\n".join(
         [
             "python - <<'END'",
-            "from pathlib import Path",
-            "from effexport.build import artifact_from_spec",
+            "import effexport",
             "from effexport.spec import BuildSpec",
-            f"artifact_from_spec(BuildSpec.from_dict({spec!r}), Path({output!r}))",
+            f"effexport.build(BuildSpec.from_dict({spec!r}), {output!r})",
             "END",
         ]
     )
@@ -169,30 +159,11 @@ def _variant(spec: dict[str, Any]) -> str:
     return str(spec["model"].get("attention", spec["model"])["variant"])
 
 
-def _flags(changed: dict[str, Any]) -> list[Word]:
-    words: list[Word] = []
-    for name, value in changed.items():
-        if name in _SWITCHES:
-            words.append(_SWITCHES[name][not value])
-        elif name in _FLAGS:
-            words.append((f"--{name.replace('_', '-')}", value))
-        elif name in _REPEATED:
-            words += [(f"--{name.replace('_', '-')}", one) for one in value]
-    return words
-
-
-def _data(report: Report) -> list[tuple[str, str]]:
-    """The files of a quantised build, by their names."""
+def _data(report: Report) -> dict[str, str]:
+    """The files of a quantised build, by the names of their options."""
     record = report.quantization
-    if record is None:
-        return []
-    named = {"--calibration": record.samples.source, "--evaluate": record.task_data}
-    return [(option, name) for option, name in named.items() if name]
-
-
-def _targets(report: Report) -> list[Word]:
-    targets = dict.fromkeys(engine.target for engine in report.engines)  # causal models have several engines of each
-    return [("--target", target) for target in targets if target in ENGINE_RUNTIMES]
+    found = {} if record is None else {"calibration": record.samples.source, "evaluate": record.task_data}
+    return {name: file for name, file in found.items() if file}
 
 
 def _listed(value: Any) -> Any:

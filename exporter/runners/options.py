@@ -74,7 +74,7 @@ class RunOptions:
     weight_streaming_budget_bytes: int | None = option(
         None,
         "TensorRT",
-        "How much of the weights of an engine built with --weight-streaming stays on the GPU; by default, TensorRT "
+        "How much of the weights of an engine built with weight_streaming stays on the GPU; by default, TensorRT "
         "decides.",
     )
     profile: Mapping[str, ShapeRange] | None = option(

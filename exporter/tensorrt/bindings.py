@@ -234,12 +234,12 @@ _PATTERNS = (
     _Pattern(
         r"no tactics to implement the operation within workspace limit|insufficient workspace|increas\w+ the workspace",
         "no implementation of some layer fits into the workspace",
-        "raise the limit with --workspace, lower the maxima of --profile, or leave --workspace out",
+        "raise the limit, workspace in [engine] of the spec file, lower the maxima of --profile, or leave it out",
     ),
     _Pattern(
         r"Cannot compile operation '(?P<node>[^']+)' for Turing \(SM75\): (?P<why>[^.]+)",
         "node {node} cannot be built for SM 75: {why}",
-        "leave 75 out of --compute-capabilities; parts of every model stay in float32, whatever its precision",
+        "leave 75 out of compute_capabilities; parts of every model stay in float32, whatever its precision",
     ),
     _Pattern(
         r"Attention operation was not supported by a dedicated kernel",
@@ -254,12 +254,12 @@ _PATTERNS = (
     _Pattern(
         r"[Oo]ut of memory|OutOfMemory|cudaErrorMemoryAllocation",
         "the GPU ran out of memory while building",
-        "lower the maxima of --profile, set --workspace, or free the GPU",
+        "lower the maxima of --profile, set workspace in [engine] of a spec file, or free the GPU",
     ),
     _Pattern(
         r"Unable to load library: (?P<library>[^:\s]+)",
         "TensorRT does not find its library {library}",
-        "install it beside the bindings, or leave --version-compatible out",
+        "install it beside the bindings, or leave version_compatible out",
     ),
     _Pattern(
         r"CUDA driver version is insufficient|no CUDA-capable device|cudaError 35|cudaErrorNoDevice",

@@ -279,7 +279,7 @@ class Execution:
         if not streamable:
             raise UserError(
                 f"{self._source.path} was built without weight streaming, so a budget does not apply; leave it out, or "
-                "build the engine again with --weight-streaming"
+                "build the engine again with weight_streaming in [engine] of a spec file"
             )
         # a budget for all weights means that nothing is streamed
         engine.weight_streaming_budget_v2 = min(budget, streamable)

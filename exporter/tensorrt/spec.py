@@ -208,6 +208,8 @@ def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
 RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
 HARDWARE_COMPATIBILITIES = ("none", "ampere+", "same-compute-capability")
 PLUGIN_CHOICES = ("auto", "require", "never")
+# Options of one target that are on the command line; spec files have the others.
+WITH_FLAG = ("timing_cache", "refittable", "plugins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +263,7 @@ class EngineSpec:
             require(
                 not self.compute_capabilities,
                 "an engine of target trt is built for the GPU of this machine; for other GPUs use --target trt-rtx, "
-                "or --hardware-compatibility ampere+ for Ampere and later",
+                "or hardware_compatibility = 'ampere+' for Ampere and later",
             )
             return
         for name, given in self._foreign().items():
@@ -282,10 +284,14 @@ class EngineSpec:
         return ENGINE_RUNTIMES[self.target]
 
     def _foreign(self) -> dict[str, bool]:
-        """The options that only other targets have, and whether each was given."""
+        """The options that only other targets have, as users name them, and whether each was given."""
         defaults = {field.name: field.default for field in fields(self)}
         foreign = options_of_others(self.target)
-        return {f"--{n.replace('_', '-')}": getattr(self, n) != defaults[n] for n in defaults if n in foreign}
+        return {
+            f"--{name.replace('_', '-')}" if name in WITH_FLAG else name: getattr(self, name) != defaults[name]
+            for name in defaults
+            if name in foreign
+        }
 
     def options(self) -> dict[str, Any]:
         """All options except target and profiles, ready for JSON."""

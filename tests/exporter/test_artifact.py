@@ -40,6 +40,7 @@ from effexport.build import artifact_from_spec
 from effexport.dtypes import TensorInfo
 from effexport.errors import DiskError, StageError, UserError
 from effexport.export.onnx_from_module import Written
+from effexport.options import BuildOptions
 from effexport.proof.check import CaseLabel, Check
 from effexport.spec import BuildSpec
 
@@ -574,7 +575,7 @@ def test_a_stage_that_raises_leaves_what_was_there(
     module, _, name = stage.rpartition(".")
     monkeypatch.setattr(importlib.import_module(module), name, failing)
     with pytest.raises(RuntimeError, match="planted"):
-        artifact_from_spec(quick_export, output, force=True)
+        artifact_from_spec(quick_export, output, BuildOptions(force=True))
     assert [path.name for path in output.parent.iterdir()] == ([output.name] if old else [])
     assert before is None or state_of(output) == before
 
@@ -815,7 +816,7 @@ def test_a_killed_build_leaves_the_old_artifact_or_none_and_the_next_succeeds(
         kill_build(output, stage, "--force")
         assert state_of(output) == before
         open_artifact(output)
-    artifact_from_spec(spec, output, force=True)
+    artifact_from_spec(spec, output, BuildOptions(force=True))
     assert [path.name for path in tmp_path.iterdir()] == ["aft"]
     assert state_of(output)["model.onnx"] == before["model.onnx"]
 

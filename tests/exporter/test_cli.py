@@ -272,7 +272,8 @@ def test_the_default_output_is_named_after_the_variant(
         (["--variant", "softmax", "--batch", "0"], "batch is 0"),
         (["--variant", "softmax", "--scope", "attention", "--layers", "2"], "layers belongs to the encoder"),
         (["--variant", "softmax", "--scope", "model"], "unknown --scope 'model'; did you mean 'encoder'?"),
-        ([], "nothing to export is given; expected --module"),
+        ([], "nothing to export is given; expected one of"),
+        (["--seq-len", "512"], "--variant NAME            an encoder of ours: softmax, linear"),
         (["--spec", "absent.toml"], "no spec file at absent.toml"),
         (
             ["--variant", "softmax", "--dimm", "32"],

@@ -30,6 +30,7 @@ from effexport.export.onnx_from_module import Written, onnx_from_module
 from effexport.export.onnx_graph import model_digest
 from effexport.export.traced_graphs import SCOPES_KEY, add_traced, read_traced
 from effexport.models.user.spec_from_module import spec_from_module
+from effexport.options import BuildOptions
 from effexport.proof.cases import load_reference
 from effexport.refit_request import RefitRequest
 from effexport.spec import BuildSpec
@@ -100,7 +101,7 @@ def test_a_causal_model_is_replaced_with_its_decode_step_and_prefill(cli: Cli, c
     folder = copied("linear", "attention", causal=True)
     old = open_artifact(folder)
     file = weights_file(tmp_path, old.spec)
-    result = cli("refit", folder, "--weights", file, "--json")
+    result = cli("refit", folder, "--weights", file, "--json", "--verbose")
     assert result.code == 0, result.err
     new = open_artifact(folder)
     assert result.json["weights_sha256"] == new.manifest.weights_sha256 != old.manifest.weights_sha256
@@ -148,7 +149,9 @@ def test_a_second_folder_leaves_the_artifact_alone_and_needs_no_traced_graph(
     assert state_of(folder) == before
     for name in ("model.onnx", "model.onnx.data", "reference.safetensors", "traced.zip"):
         assert (refitted / name).read_bytes() == (again / name).read_bytes(), name
-    with pytest.raises(UserError, match=r"first exists; choose another folder with -o, or replace it with --force"):
+    with pytest.raises(
+        UserError, match="first exists; choose another folder with output=…, or replace it with force=True"
+    ):
         effexport.refit(folder, weights=file, output=refitted)
     state = other_module(spec).half().state_dict()
     tensors = onnx.load(refitted / "model.onnx").graph.initializer
@@ -398,7 +401,7 @@ def test_an_engine_is_built_again_or_left_out(
     spec = built("softmax", "attention").spec
     profiles = profiles_from_texts(("batch=1:2:3,seq=8:32:64", "batch=8"), spec)
     wanted = EngineSpec(target="trt-rtx", profiles=profiles, optimization_level=1, compute_capabilities=(86, 89))
-    old, _ = artifact_from_spec(spec, tmp_path / "old", engines=[wanted])
+    old, _ = artifact_from_spec(spec, tmp_path / "old", BuildOptions(engines=[wanted]))
     file = weights_file(tmp_path, spec)
     new = effexport.refit(old.path, weights=file, output=tmp_path / "new").artifact
     first, second = (read_sidecar(artifact.engine_path("trt-rtx")) for artifact in (old, new))
@@ -409,7 +412,7 @@ def test_an_engine_is_built_again_or_left_out(
     monkeypatch.setattr(
         "effexport.tensorrt.engine_from_engine.import_api", lambda target: (_ for _ in ()).throw(UserError(reason))
     )
-    result = cli("refit", old.path, "--weights", file)
+    result = cli("refit", old.path, "--weights", file, "--verbose")
     assert result.code == 0, result.err
     left_out = f"left out: engine/trt-rtx.engine: it has the old weights and cannot be made again here: {reason}"
     assert f"note: {left_out}" in result.out.splitlines()

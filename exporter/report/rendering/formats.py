@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from effexport.errors import UserError
 
 if TYPE_CHECKING:
     from effexport.report.compare import Side
 
 FORMATS = ("html", "json", "markdown", "junit")
 FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "markdown", ".xml": "junit"}
+
+
+def format_of_file(file: Path) -> str:
+    """The format of a report, by the name of its file. Raises UserError for a name that says none."""
+    form = FORMAT_OF_SUFFIX.get(file.suffix.lower())
+    if form is None:
+        raise UserError(f"-o {file}: expected a file name that ends in {', '.join(FORMAT_OF_SUFFIX)}")
+    return form
 
 
 def text_from_report(side: Side, form: str) -> str:

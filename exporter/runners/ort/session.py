@@ -221,7 +221,7 @@ def check_settings(settings: RunOptions) -> None:
 
     Raises MissingExtraError and UserError as `session_from_model` does.
     """
-    if not settings.row.in_ort:
+    if settings.runtime not in ORT_RUNTIMES:
         expected = ", ".join(ORT_RUNTIMES)
         raise UserError(f"the runtime is {settings.runtime!r}; a build is checked in ONNX Runtime: {expected}")
     ort = import_onnxruntime()

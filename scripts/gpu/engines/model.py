@@ -72,8 +72,9 @@ def why_left_out(target: str) -> str:
 def build_artifact(model: Model) -> Outcome:
     """Build as `effexport build --target` does: compare the engine with the reference before anything is written."""
     from effexport.build import artifact_from_spec
+    from effexport.options import BuildOptions
 
-    _, report = artifact_from_spec(model.spec, model.artifact, engines=[engine_spec(model)])
+    _, report = artifact_from_spec(model.spec, model.artifact, BuildOptions(engines=[engine_spec(model)]))
     return Outcome({**engine_data(model.engine), "stages_s": report.seconds})
 
 

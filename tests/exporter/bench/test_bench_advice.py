@@ -11,6 +11,7 @@ from typing import Any
 
 import bench_results
 import pytest
+from build_words import options_from_words
 
 from effexport.bench import adviser as advise_module
 from effexport.bench import recommendation as advise_rendering
@@ -28,7 +29,6 @@ from effexport.bench.recommendation import (
 )
 from effexport.bench.results import Case, Row, Status
 from effexport.bench.run import Settings
-from effexport.cli import cli as program
 from effexport.commands._bench_request import AdviceRequest
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
@@ -404,7 +404,6 @@ def test_a_model_that_cannot_be_is_refused(tmp_path: Path, toml: str, flags: dic
 )
 def test_the_command_builds_the_model_that_was_measured(tmp_path: Path, toml: str, flags: dict[str, Any]) -> None:
     from effexport.build_request import BuildRequest
-    from effexport.commands.build import command
 
     plan = described(tmp_path, toml, **flags)
     for case in plan.cases:
@@ -415,13 +414,7 @@ def test_the_command_builds_the_model_that_was_measured(tmp_path: Path, toml: st
         if found.lines:
             words[words.index(found.file)] = str(tmp_path / "written.toml")
             (tmp_path / "written.toml").write_text((toml and toml + "\n") + "\n".join(found.lines))
-        parsed = command.make_context("build", words[2:], **program.context_settings).params
-        spec_file, given = parsed.pop("spec_file"), dict(parsed)
-        names = ("variant", "scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "precision")
-        request = BuildRequest(
-            {name: given[name] for name in (*names, "num_hashes", "pinv_init")}, spec_file, None, None, None
-        )
-        spec = request.resolve()[0]
+        spec = BuildRequest.of(options_from_words(words[2:])).resolve()[0]
         assert spec.model == model_of_case(case)
         assert (spec.batch, spec.precision) == (case.batch, case.precision)
 

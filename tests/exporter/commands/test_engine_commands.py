@@ -119,7 +119,6 @@ def test_a_target_that_the_artifact_lacks_is_named(cli: Callable[..., Any], with
         (("--target", "trt"), "TensorRT is not installed; add it with: pip install 'effexport[tensorrt]'"),
         (("--target", "trt-rtx", "--profile", "seq=1:64:65"), "positions for 64 tokens"),
         (("--target", "trt-rtx", "--profile", "64"), "expected dimension=min:opt:max"),
-        (("--target", "trt-rtx", "--workspace", "4T"), "expected bytes"),
         (("--profile", "seq=64"), "--profile: only for engines, and none was requested"),
     ],
 )
@@ -132,10 +131,12 @@ def test_bad_requests_fail_with_status_2_before_anything_is_written(
 
 
 def test_a_failed_engine_takes_the_whole_artifact_with_it(cli: Callable[..., Any], tmp_path: Path) -> None:
-    arguments = ("--target", "trt-rtx", "--workspace", "1K")
+    spec = tmp_path / "spec.toml"
+    spec.write_text('[engine]\nworkspace = "1K"')
+    arguments = ("--target", "trt-rtx", "--spec", spec)
     message = cli("build", "--variant", "softmax", *SMALL, *arguments, "-o", tmp_path / "out").error(1)
     assert "fits into the workspace" in message
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [spec]
 
 
 def test_runtime_and_implementation_that_contradict_each_other_are_refused(

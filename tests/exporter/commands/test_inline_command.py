@@ -17,6 +17,7 @@ from effexport.build_request import BuildRequest
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_graph import all_nodes, external_sizes, load_graph
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.options import BuildOptions
 from effexport.proof.cases import load_reference
 from effexport.proof.trace import trace_from_model
 from effexport.proof.traced_module import TracedModule
@@ -193,17 +194,15 @@ def test_every_field_reaches_the_spec(tmp_path: Path) -> None:
         ({"inline": False}, tmp_path / "spec.toml", False),
         ({"variant": "lsh"}, None, False),
     ):
-        spec = BuildRequest(dict(flags), file, None, None, None).resolve()[0]
+        spec = BuildRequest.of(BuildOptions(file, **flags)).resolve()[0]
         assert spec.inline is expected
         assert bool(spec.custom_ops) is not expected
 
 
 def test_no_variant_has_custom_operators_inline() -> None:
     for variant in ATTENTION_SPECS:
-        assert (
-            BuildRequest({"variant": variant, **SMALL, "inline": True}, None, None, None, None).resolve()[0].custom_ops
-            == {}
-        )
+        spec = BuildRequest.of(BuildOptions(variant=variant, **SMALL, inline=True)).resolve()[0]
+        assert spec.custom_ops == {}
 
 
 def of_unknown_type(model: onnx.ModelProto) -> bytes:

@@ -112,8 +112,8 @@ def test_a_random_healthy_quantised_model_raises_no_false_alarm(
     smooth, embeds = rng.choice([None, 0.5]), rng.random() < 0.3 and spec.model.scope == "encoder"
     options = {"smooth": smooth, "quantize_embeddings": embeds}
     spec = replace(spec, precision=precision, quantization=quantization, opset=max(spec.opset, 19), **options)  # type: ignore[arg-type]
-    data = QuantizationData(None if scheme == "dynamic" else random_samples(spec, tmp_path / "samples.npz"))
-    _, report = artifact_from_spec(spec, tmp_path / "artifact", quantization=data)
+    samples = None if scheme == "dynamic" else random_samples(spec, tmp_path / "samples.npz")
+    _, report = artifact_from_spec(spec, tmp_path / "artifact", quantization=QuantizationData(samples))
     assert [check for check in report.checks if check.status == "failed"] == []
 
 

@@ -161,7 +161,8 @@ def test_a_reformer_with_chunks_of_two_sizes_gets_its_second_engine_too(
     )
     ReformerModel(config).save_pretrained(tmp_path / "checkpoint")
     sys.modules["effexport.tensorrt.runner"].TrtRunner = InBuild  # type: ignore[attr-defined]
-    result = cli("build", "--checkpoint", tmp_path / "checkpoint", "--target", "trt-rtx", "-o", tmp_path / "out")
+    engine = ("--target", "trt-rtx", "--verbose")
+    result = cli("build", "--checkpoint", tmp_path / "checkpoint", *engine, "-o", tmp_path / "out")
     assert result.code == 0, result.err
     assert "trt-rtx: arithmetic with identical buckets" in result.out
     assert stand_in.opened == ["trt-rtx.engine", "given.engine"]
@@ -226,7 +227,7 @@ def test_verify_on_the_command_line_runs_the_engine(
 ) -> None:
     small = ("--dim", "32", "--heads", "2", "--layers", "1", "--seq-len", "64")
     sys.modules["effexport.tensorrt.runner"].TrtRunner = InBuild  # type: ignore[attr-defined]
-    built = cli("build", "--variant", "nystrom", *small, "--target", "trt-rtx", "-o", tmp_path / "out")
+    built = cli("build", "--variant", "nystrom", *small, "--target", "trt-rtx", "--verbose", "-o", tmp_path / "out")
     assert built.code == 0, built.err
     assert "trt-rtx: arithmetic" in built.out
     verified = cli("verify", tmp_path / "out", "--runtime", "trt-rtx", "--json")

@@ -153,7 +153,7 @@ def test_the_search_puts_the_worst_layers_back(tokens: Path, tmp_path: Path) -> 
 
 
 def test_a_model_that_is_too_sensitive_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="--max-loss 1e-06 leaves no layer to quantise"):
+    with pytest.raises(StageError, match="max_loss 1e-06 leaves no layer to quantise"):
         effexport.build(spec_of("linear", precision="int8", max_loss=1e-6), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -192,7 +192,7 @@ def test_embeddings_only_when_asked(tokens: Path, tmp_path: Path) -> None:
         ({"precision": "fp16", "smooth": 0.5}, "applies to --precision int8 and fp8 only"),
         ({"precision": "int8", "smooth": 2.0}, "expected a number between 0 and 1"),
         ({"precision": "int8", "max_loss": -1.0}, "expected a positive number"),
-        ({"precision": "int8", "keep_float": ("blocks.7",)}, "--keep-float names 'blocks.7'"),
+        ({"precision": "int8", "keep_float": ("blocks.7",)}, "keep_float names 'blocks.7'"),
     ],
 )
 def test_options_that_cannot_work(fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:

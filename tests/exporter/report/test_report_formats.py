@@ -9,7 +9,6 @@ import json
 import math
 import re
 import shlex
-import tomllib
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -18,13 +17,13 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
+from build_words import options_from_words
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.build_request import BuildRequest
-from effexport.cli import cli as program
-from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
 from effexport.evaluation.figures import Changes, Estimate, Quality
+from effexport.options import BuildOptions
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Worst
 from effexport.report.compare import Side
 from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
@@ -291,19 +290,16 @@ def test_junit_is_well_formed_whatever_the_texts_hold(status: Any) -> None:
 # ---- commands
 
 
-def arguments_of(command: str, folder: Path) -> dict[str, Any]:
+def options_of_command(command: str, folder: Path) -> BuildOptions:
     """What `effexport build` understands of a command; its spec file is written into a folder."""
     script, _, last = command.rpartition("\n")
     if script:
         (folder / "spec.toml").write_text("\n".join(script.splitlines()[1:-1]), encoding="utf-8")
-        tomllib.loads((folder / "spec.toml").read_text(encoding="utf-8"))
     words = shlex.split(last)
     assert words[:2] == ["effexport", "build"]
-    return build_cli.make_context("build", words[2:], **program.context_settings).params
+    return options_from_words(words[2:])
 
 
-SPEC_FLAGS = ("variant", "scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "precision", "opset", "seed")
-SPEC_FLAGS += ("external_data", "fused", "inline", "task", "num_hashes", "pinv_init")
 CHANGES: dict[str, dict[str, Any]] = {
     "softmax": {"causal": True},
     "linear": {"eps": 1e-5, "chunk_length": 32, "inline": True},
@@ -328,11 +324,9 @@ def test_the_build_command_of_a_variant_builds_the_same_spec(
     monkeypatch.chdir(tmp_path)
     spec = small_spec(variant, scope, **(CHANGES.get(variant, {"bias": False}) if changed else {}))
     report = report_of(spec=json.loads(json.dumps(spec.to_dict())))
-    params = arguments_of(build_command(report, "again"), tmp_path)
-    flags = {name: params[name] for name in SPEC_FLAGS}
-    request = BuildRequest(flags, params["spec_file"], params["checkpoint"], params["weights"], params["factory"])
-    assert request.resolve()[0] == spec
-    assert params["output"] == Path("again")
+    options = options_of_command(build_command(report, "again"), tmp_path)
+    assert BuildRequest.of(options).resolve()[0] == spec
+    assert options.output == Path("again")
 
 
 def test_a_field_that_was_unset_is_built_by_python(small_spec: Callable[..., BuildSpec]) -> None:
@@ -384,9 +378,8 @@ def test_the_build_command_of_a_checkpoint_builds_the_same_spec(
     options = chosen | {"task": task} | ({"num_hashes": 4} if family == "reformer" else {"pinv_init": "per_head"})
     spec, _ = build_spec_from_checkpoint(options, Path("weights"))
     report = report_of(spec=json.loads(json.dumps(spec.to_dict())), weights_from="weights")
-    params = arguments_of(build_command(report, "again"), tmp_path)
-    again, _ = build_spec_from_checkpoint({name: params[name] for name in SPEC_FLAGS}, params["checkpoint"])
-    assert again == spec
+    options = options_of_command(build_command(report, "again"), tmp_path)
+    assert BuildRequest.of(options).resolve()[0] == spec
 
 
 @pytest.mark.parametrize(

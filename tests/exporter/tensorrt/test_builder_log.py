@@ -48,8 +48,8 @@ UNKNOWN = "IBuilder::buildSerializedNetwork: Error Code 2: Internal Error (Somet
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (WORKSPACE, ["fits into the workspace", "--workspace", "--profile"]),
-        (TURING, ["node node_matmul_1", "SM 75", "FP32 GEMM is not supported", "--compute-capabilities"]),
+        (WORKSPACE, ["fits into the workspace", "workspace in [engine]", "--profile"]),
+        (TURING, ["node node_matmul_1", "SM 75", "FP32 GEMM is not supported", "compute_capabilities"]),
         (SHAPES, ["IMatrixMultiplyLayer at node node_of_y", "mismatching dimensions"]),
         (NO_GPU, ["needs an NVIDIA GPU", "--target trt-rtx"]),
         (UNKNOWN, ["Something new"]),

@@ -230,7 +230,7 @@ def test_a_model_that_tensorrt_cannot_take_is_refused_with_the_node_and_the_reas
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"workspace_bytes": 1024}, "fits into the workspace; raise the limit with --workspace"),
+        ({"workspace_bytes": 1024}, "fits into the workspace; raise the limit, workspace in"),
         ({"compute_capabilities": (75,)}, "cannot be built for SM 75: FP32 GEMM is not supported"),
     ],
 )

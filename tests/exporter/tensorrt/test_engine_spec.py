@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from effexport.commands._engine_options import ENGINE_FLAGS, engines_from_flags, numbers_from_text
+from effexport.build_request import engines_of
 from effexport.dtypes import TensorInfo
+from effexport.errors import UserError
 from effexport.models.validation import SpecError
+from effexport.options import BuildOptions
 from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.tensorrt.spec import (
     EngineSpec,
@@ -113,8 +115,8 @@ def test_shapes_follow_the_names_of_the_dimensions() -> None:
         ({"hardware_compatibility": "all"}, "none, ampere\\+, same-compute-capability"),
         ({"compute_capabilities": (90,)}, "does not build for SM 90; expected some of: 75, 80"),
         ({"timing_cache": Path("x")}, "--timing-cache does not apply to target trt-rtx"),
-        ({"version_compatible": True}, "--version-compatible does not apply to target trt-rtx"),
-        ({"hardware_compatibility": "ampere+"}, "--hardware-compatibility does not apply to target trt-rtx"),
+        ({"version_compatible": True}, "version_compatible does not apply to target trt-rtx"),
+        ({"hardware_compatibility": "ampere+"}, "hardware_compatibility does not apply to target trt-rtx"),
         ({"refittable": True}, "--refittable does not apply to target trt-rtx"),
         (
             {"plugins": "never"},
@@ -133,29 +135,8 @@ def test_tf32_is_off_by_default_so_that_fp32_parity_holds() -> None:
     assert EngineSpec(target="trt", profiles=ANY).options()["tf32"] is False
 
 
-def test_compute_capabilities_may_be_written_in_any_usual_way() -> None:
-    assert numbers_from_text("86, 8.9,sm_120") == (86, 89, 120)
-    with pytest.raises(SpecError, match="expected numbers such as 86,89"):
-        numbers_from_text("ampere")
-
-
 def engines(spec: BuildSpec, **given: Any) -> tuple[EngineSpec, ...]:
-    nothing: dict[str, Any] = {
-        "targets": (),
-        "profiles": (),
-        "optimization_level": None,
-        "workspace": None,
-        "tf32": False,
-        "compute_capabilities": None,
-        "timing_cache": None,
-        "version_compatible": False,
-        "hardware_compatibility": "none",
-        "weight_streaming": False,
-        "refittable": False,
-        "plugins": "auto",
-    }
-    assert tuple(nothing) == ENGINE_FLAGS
-    return engines_from_flags(nothing | given, spec)
+    return engines_of(BuildOptions(**given), spec)
 
 
 def test_each_target_is_built_once_and_none_is_none(small_spec: Specs) -> None:
@@ -166,13 +147,46 @@ def test_each_target_is_built_once_and_none_is_none(small_spec: Specs) -> None:
 
 
 def test_an_option_of_one_of_several_targets_is_for_that_one(small_spec: Specs) -> None:
-    given = {"plugins": "require", "refittable": True, "compute_capabilities": "86", "tf32": True}
+    given = {"plugins": "require", "refittable": True, "compute_capabilities": [86], "tf32": True}
     trt, rtx = engines(small_spec("softmax"), targets=("trt", "trt-rtx"), **given)
     assert (trt.plugins, trt.refittable, trt.compute_capabilities, trt.tf32) == ("require", True, (), True)
     assert (rtx.plugins, rtx.refittable, rtx.compute_capabilities, rtx.tf32) == ("auto", False, (86,), True)
 
 
-@pytest.mark.parametrize("given", [{"profiles": ("seq=8",)}, {"workspace": "1G"}, {"tf32": True}])
+@pytest.mark.parametrize("given", [{"profiles": ("seq=8",)}, {"workspace": "1G"}, {"plugins": "never"}])
 def test_options_of_an_engine_without_a_target_are_an_error(small_spec: Specs, given: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"^--\w+: only for engines, and none was requested; add --target trt-rtx"):
+    with pytest.raises(SpecError, match=r"^(--)?\w+: only for engines, and none was requested; add --target trt-rtx"):
         engines(small_spec("softmax"), **given)
+
+
+TABLE = 'variant = "softmax"\n[engine]\noptimization_level = 4\nplugins = "never"\ncompute_capabilities = [86, 89]'
+
+
+def test_a_spec_file_has_a_table_of_engines_whose_options_the_command_line_overrides(
+    small_spec: Specs, tmp_path: Path
+) -> None:
+    (tmp_path / "spec.toml").write_text(TABLE)
+    given = BuildOptions(tmp_path / "spec.toml", targets=["trt", "trt-rtx"], plugins="require")
+    trt, rtx = engines_of(given, small_spec("softmax"))
+    assert (trt.optimization_level, trt.plugins, trt.compute_capabilities) == (4, "require", ())
+    assert (rtx.optimization_level, rtx.plugins, rtx.compute_capabilities) == (4, "auto", (86, 89))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"optimisation_level": 3}, r"\[engine\] has optimisation_level; did you mean 'optimization_level'"),
+        ({"timing_cache": "x"}, r"\[engine\] has timing_cache. Keys: profiles, refittable"),
+        ({"hardware_compatibility": "all"}, "unknown hardware_compatibility 'all'"),
+        ({"compute_capabilities": "hopper"}, "compute_capabilities is 'hopper'; expected a list of numbers"),
+        ({"optimization_level": "high"}, "optimization_level is 'high'; expected an integer"),
+        ({"optimization_level": 9}, "level is 9; expected 0 to 5"),
+        ({"workspace": "much"}, "workspace is 'much'; expected bytes"),
+        ({"tf32": 1}, "tf32 is 1; expected true or false"),
+    ],
+)
+def test_a_table_of_engines_that_cannot_work(small_spec: Specs, table: dict[str, Any], message: str) -> None:
+    with pytest.raises((SpecError, UserError), match=message):
+        engines_of(BuildOptions({"engine": table}, targets=["trt-rtx"]), small_spec("softmax"))
+    with pytest.raises(SpecError, match="spec has engine = 3; expected a table"):
+        engines_of(BuildOptions({"engine": 3}), small_spec("softmax"))
