@@ -21,7 +21,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from effexport.errors import EffexportError, UserError, check_type, refuse_type
 from effexport.models.validation import SpecError, did_you_mean
-from effexport.shell import Word
+from effexport.shell import Word, command_line
 
 P = ParamSpec("P")
 Record = TypeVar("Record")
@@ -39,6 +39,9 @@ class Option:
     short: another name, such as -o.
     metavar: stands for the value.
     choices: values that the shell completes. Others are refused, unless `is_open`.
+    is_list: its value is a list with commas, each a choice or more than one.
+    bare: its value if it is given without one.
+    variable: of the environment, which gives it as well.
     read: makes the value from a text and the flag.
     in_file: whether a --spec file may set it.
     expected: the values of the Python argument, in words.
@@ -51,6 +54,9 @@ class Option:
     metavar: str = ""
     choices: Collection[str] = ()
     is_open: bool = False
+    is_list: bool = False
+    bare: Any = None
+    variable: str = ""
     read: Callable[[str, str], Any] | None = None
     in_file: bool = False
     is_argument: bool = False
@@ -99,8 +105,16 @@ class OptionField:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it has a name for true and another for false; a plain flag can only be given."""
+        """True if it has a name for true and another for false; a plain flag can only be given."""
         return self.kind is bool and self.is_optional and (self.option.flag is None or "/" in self.option.flag)
+
+    @property
+    def help(self) -> str:
+        """Its line of help, with the default if that is a word or a number."""
+        text, default = self.option.help, self.default
+        shown = isinstance(default, (str, int, float)) and not isinstance(default, bool) and "default" not in text
+        value = f"{default:g}" if isinstance(default, float) else default
+        return f"{text.removesuffix('.')}; default: {value}." if default and shown else text
 
     @property
     def is_path(self) -> bool:
@@ -129,15 +143,16 @@ class OptionField:
             return value
         values = (value,) if isinstance(value, str) and self.kind is str else value
         check_type(self.name, values, (list, tuple), self.option.expected or "a name or a list of names")
+        expected = PATH if self.is_path else _WORDS.get(self.kind, f"an {getattr(self.kind, '__name__', 'item')}")
         for one in values:
-            self.check_one(f"an item of {self.name}", one, _WORDS.get(self.kind, f"an {self.kind.__name__}"))
+            self.check_one(f"an item of {self.name}", one, expected)
         return tuple(values)
 
     def check_one(self, name: str, value: Any, expected: str) -> None:
         kinds = tuple(typing.get_origin(one) or one for one in get_args(self.kind) or (self.kind,))
         if self.choices:
             check_type(name, value, str, expected or "text")
-            if value not in self.choices and not self.option.is_open:
+            if value not in self.choices and not (self.option.is_open or self.option.is_list):
                 known = f"{did_you_mean(value, self.choices)} Expected: {', '.join(self.choices)}"
                 raise UserError(f"unknown {(*self.flags, self.name)[0]} {value!r}{known}")
         elif self.is_path and isinstance(value, (str, os.PathLike)):
@@ -180,8 +195,9 @@ def _option_field(one: Field[Any], hint: Any) -> OptionField:
     )
 
 
+@dataclass(frozen=True)
 class Options:
-    """Base of the records: it checks the types, and that the values are among the choices."""
+    """Base of the records, and that of a verb without options. Checks types, and that values are among the choices."""
 
     def __post_init__(self) -> None:
         record: Any = type(self)
@@ -264,6 +280,14 @@ def words_of(record: type, values: Mapping[str, Any]) -> list[Word]:
     """The words of a command line that give these values to options; those without a flag are left out."""
     known = options_of(record)
     return [word for name, value in values.items() if name in known for word in known[name].words(value)]
+
+
+def command_of(verb: str, options: Options) -> str:
+    """The command line that gives these options, quoted for a shell."""
+    record: Any = type(options)
+    known = options_of(record)
+    arguments = [Path(getattr(options, name)) for name, one in known.items() if one.option.is_argument]
+    return command_line("effexport", verb, *arguments, *words_of(record, given(options, record)))
 
 
 def path_of(name: str, path: object) -> Path:

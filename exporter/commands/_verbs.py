@@ -9,25 +9,26 @@ from types import MappingProxyType
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from effexport.commands._types import Named
-from effexport.option_fields import OptionField, options_of
+from effexport.option_fields import OTHER, OptionField, Options, options_of
 from effexport.options import SECTIONS
 
 KINDS: dict[Any, type] = {int: int, float: float, bool: bool}
 
 
 def verb(
-    name: str, record: type, *, examples: Sequence[str] = (), result: bool = False
+    name: str, record: Any = Options, *, examples: Sequence[str] = (), result: bool = False
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Make a command of a function that takes a record, and `as_json`.
 
-    result: whether it also takes `verbose`, to show every check.
+    record: a subclass of Options. result: it also takes `verbose`, to show every check.
     """
     shown = [one for one in options_of(record).values() if one.flags or one.option.is_argument]
     last = ("output", "force")
     shown.sort(key=lambda one: ((*SECTIONS, one.option.section).index(one.option.section), one.name in last))
-    sections = {title: [one.name for one in shown if one.option.section == title] for title in SECTIONS}
+    titles = dict.fromkeys(one.option.section for one in shown if one.option.section != OTHER)
+    sections = {title: [one.name for one in shown if one.option.section == title] for title in titles}
     hidden = [one.name for one in options_of(record).values() if one.option.in_file and not one.flags]
 
     def decorate(function: Callable[..., None]) -> click.Command:
@@ -41,7 +42,7 @@ def verb(
             params=[*map(parameter, shown), *common_parameters(result=result)],
             help=function.__doc__,
             examples=examples,
-            sections={title: names for title, names in sections.items() if names},
+            sections=sections,
             in_files=hidden,
         )
 
@@ -50,21 +51,37 @@ def verb(
 
 def parameter(one: OptionField) -> click.Parameter:
     """A parameter of click for an option."""
-    kind = Named(one.choices) if one.choices else PATH if one.is_path else KINDS.get(one.kind, str)
+    names = ListOf if one.option.is_list else Named
+    kind = names(one.choices) if one.choices else PATH if one.is_path else KINDS.get(one.kind, str)
+    more: dict[str, Any] = {"type": kind, "required": one.is_required, "metavar": one.option.metavar or None}
     if one.option.is_argument:
-        return click.Argument([one.name], type=kind, required=one.is_required)
-    more: dict[str, Any] = {"is_flag": True} if one.kind is bool else {"metavar": one.option.metavar or None}
+        return click.Argument([one.name], nargs=-1 if one.is_repeated else 1, **more)
+    if one.kind is bool:
+        more |= {"is_flag": True, "metavar": None}
     if one.option.read is not None:
         more |= {"callback": reading(one), "type": str}
-    # a switch that is not given leaves the value to a spec file, and to the default of the record
-    flags = ["/".join(one.flags), *[one.option.short] * bool(one.option.short)]
-    return click.Option(
-        [one.name, *flags],
-        help=one.option.help,
-        **{"type": kind, "multiple": one.is_repeated}
-        | ({"required": True} if one.is_required else {"default": None})
-        | more,
-    )
+    if one.option.bare is not None:
+        more |= {"is_flag": False, "flag_value": one.option.bare}
+    if not one.is_required:  # one that is not given leaves the value to a spec file, and to the default of the record
+        more |= {"default": None}
+    flags = [*[one.option.short] * bool(one.option.short), "/".join(one.flags)]  # errors name the last
+    more |= {"multiple": one.is_repeated and one.option.read is None, "envvar": one.option.variable or None}
+    return click.Option([one.name, *flags], help=one.help, **more)
+
+
+class Named(click.Choice[str]):
+    """A word that is usually one of a few names; the command judges other words."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+
+class ListOf(Named):
+    """Names with commas between them; the shell completes the last one."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        return [CompletionItem(f"{before}{comma}{item.value}") for item in super().shell_complete(ctx, param, last)]
 
 
 PATH = click.Path(path_type=Path)

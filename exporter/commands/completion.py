@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Literal
+
 import click
 
-from effexport.commands._options import common_options
-from effexport.commands._types import OneOf
+from effexport.commands._verbs import verb
+from effexport.option_fields import Options, argument
 
 
-@click.command("completion")
-@click.argument("shell", type=OneOf(["bash", "zsh", "fish"]), metavar="SHELL")
-@common_options
-def command(shell: str, as_json: bool) -> None:
+@dataclass(frozen=True)
+class ShellOptions(Options):
+    """The options of `effexport completion`."""
+
+    shell: Literal["bash", "zsh", "fish"] = field(metadata=argument("The shell that completes.", metavar="SHELL"))
+
+
+@verb("completion", ShellOptions)
+def command(options: ShellOptions, as_json: bool) -> None:
     """Print a completion script for SHELL: bash, zsh or fish. In bash: eval "$(effexport completion bash)"."""
     from click.shell_completion import get_completion_class
 
     from effexport.cli import cli, print_json
 
-    completion = get_completion_class(shell)
+    completion = get_completion_class(options.shell)
     assert completion is not None
     script = completion(cli, {}, "effexport", "_EFFEXPORT_COMPLETE").source()
     if as_json:
-        print_json({"shell": shell, "script": script})
+        print_json({"shell": options.shell, "script": script})
     else:
         click.echo(script)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from effexport.commands._options import common_options, result_console
+from effexport.commands._options import result_console
+from effexport.commands._verbs import verb
 from effexport.environment import MISSING
 from effexport.one_line import say
+from effexport.option_fields import Options, option
 from effexport.runtimes import Runtime
 
 # The lines fit into a terminal of the usual width.
 WIDTH = 80
 
 
-@click.command("doctor")
-@click.option("--load", is_flag=True, help="Also load every part and run each kernel once, to find broken ones.")
-@common_options
-def command(load: bool, as_json: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Options):
+    """The options of `effexport doctor`."""
+
+    load: bool = option(False, "Also load every part, and run each kernel once.")
+
+
+@verb("doctor", DoctorOptions)
+def command(options: DoctorOptions, as_json: bool) -> None:
     """Show which parts, tools and GPUs are here, and how to add what is missing.
 
     Exit status 1 if a required part is missing, or if an installed part does not load or a kernel fails (with --load).
@@ -27,6 +35,7 @@ def command(load: bool, as_json: bool) -> None:
     from effexport import environment
     from effexport.cli import print_json
 
+    load = options.load
     findings = [environment.examine(part, load=load) for part in environment.PARTS]
     tools = examine_tools()
     has_runtime = any(finding["works"] for finding in findings if finding["name"] == "onnxruntime")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from effexport.artifact import check_output_file
-from effexport.commands._options import (
-    common_options,
-    result_console,
-    stage_progress,
-    stderr_console,
-)
+from effexport.commands._options import result_console, stage_progress, stderr_console
+from effexport.commands._verbs import verb
 from effexport.errors import UserError
 from effexport.one_line import say
+from effexport.option_fields import Option, Options, argument, option
+from effexport.options import A_FILE
 from effexport.units import megabytes
 
 if TYPE_CHECKING:
@@ -28,12 +24,18 @@ if TYPE_CHECKING:
 STAGE = "inline"
 
 
-@click.command("inline")
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="ONNX file to write.")
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-@common_options
-def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
+@dataclass(frozen=True)
+class InlineOptions(Options):
+    """The options of `effexport inline`."""
+
+    artifact: Path = field(metadata=argument("An artifact folder."))
+    _: KW_ONLY
+    output: Path = field(metadata={"option": Option("ONNX file to write.", short="-o", metavar=A_FILE)})
+    force: bool = option(False, "Replace an existing file.")
+
+
+@verb("inline", InlineOptions)
+def command(options: InlineOptions, as_json: bool) -> None:
     """Write the model of an artifact with standard operators only, for tools that know no model-local functions.
 
     The definition of each custom operator takes the place of the operator. The file is compared with the stored answers
@@ -46,14 +48,15 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
     from effexport.proof.check import passed, summary
     from effexport.report.model import dict_of_check
 
-    opened = open_artifact(artifact)
-    check_outputs(opened, output, force=force)
+    output = options.output
+    opened = open_artifact(options.artifact)
+    check_outputs(opened, output, force=options.force)
     with stage_progress(stderr_console()) as on_stage:
-        written = write_inlined(opened, output, on_stage, force=force)
+        written = write_inlined(opened, output, on_stage, force=options.force)
     if as_json:
         print_json(
             {
-                "artifact": str(artifact),
+                "artifact": str(options.artifact),
                 "output": str(output),
                 "files": list(map(str, written.files)),
                 "bytes": written.bytes,

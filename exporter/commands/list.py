@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import click
+from effexport.commands._options import result_console
+from effexport.commands._verbs import verb
+from effexport.option_fields import Options
 
-from effexport.commands._options import common_options, result_console
 
-
-@click.command("list")
-@common_options
-def command(as_json: bool) -> None:
+@verb("list")
+def command(_: Options, as_json: bool) -> None:
     """List the attention variants with formula, cost and whether a causal form exists."""
     from effexport.cli import print_json
     from effexport.models.variants import ATTENTION_SPECS

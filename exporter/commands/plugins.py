@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from effexport.cli import SuggestingGroup
-from effexport.commands._options import common_options, result_console, stage_progress, stderr_console
+from effexport.commands._options import result_console, stage_progress, stderr_console
+from effexport.commands._verbs import verb
 from effexport.one_line import say
+from effexport.option_fields import Options, option
+from effexport.options import A_FOLDER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,8 +24,6 @@ if TYPE_CHECKING:
     from effexport.plugins.ops import Op
 
 BUILD_COMMAND = "effexport plugins build"
-CUDA_HELP = "With CUDA kernels for all GPUs, or without any; default: for the GPUs of this machine, if it has nvcc too."
-FOLDER_HELP = "Folder of an operator of your own to compile too; repeatable. Installed operators need no --with."
 
 
 @click.group("plugins", cls=SuggestingGroup)
@@ -31,15 +34,21 @@ def command() -> None:
     """
 
 
-@command.command("build", short_help="Compile the library, unless it is in the cache.")
-@click.option("--cuda/--no-cuda", default=None, help=CUDA_HELP)
-@click.option("--force", is_flag=True, help="Compile even if the library is in the cache.")
-@click.option("--with", "folders", type=click.Path(path_type=Path), multiple=True, help=FOLDER_HELP)
-@common_options
-def build_command(cuda: bool | None, force: bool, folders: tuple[Path, ...], as_json: bool) -> None:
-    """Compile the library, unless it is in the cache, and use it from now on.
+@dataclass(frozen=True, kw_only=True)
+class LibraryOptions(Options):
+    """The options of `effexport plugins build`."""
 
-    It has our operators, those of installed packages (entry points effexport.operators), and those of --with.
+    cuda: bool | None = option(None, "CUDA kernels; default: if it has nvcc and a GPU.")
+    force: bool = option(False, "Compile even if the library is in the cache.")
+    folders: Sequence[Path] = option((), "Also an operator of your own. Repeatable.", flag="--with", metavar=A_FOLDER)
+
+
+@verb("build", LibraryOptions)
+def build_command(options: LibraryOptions, as_json: bool) -> None:
+    """Compile the library, unless it is in the cache. It is used from now on.
+
+    It has our operators, those of installed packages (entry points effexport.operators), and those of --with. It has
+    CUDA kernels for the GPUs of this machine, if it has nvcc too; with --cuda, for all GPUs.
     Needs cmake, a C++17 compiler and ONNX Runtime's headers (from EFFEXPORT_ORT_INCLUDE_DIR, the system, or the Debian
     archive); CUDA kernels also need nvcc. Without a GPU, they are compiled only if --cuda is given. Exit status 1 if
     compiling fails, 2 if a tool is missing.
@@ -48,7 +57,9 @@ def build_command(cuda: bool | None, force: bool, folders: tuple[Path, ...], as_
     from effexport.plugins.building.build import build_library
 
     with stage_progress(stderr_console()) as on_stage:
-        library = build_library(cuda=cuda, force=force, folders=folders, on_stage=on_stage)
+        library = build_library(
+            cuda=options.cuda, force=options.force, folders=tuple(options.folders), on_stage=on_stage
+        )
     warnings = library_warnings(library)
     if as_json:
         print_json({**describe(library), "built_now": library.built_now, "warnings": warnings})
@@ -62,10 +73,9 @@ def build_command(cuda: bool | None, force: bool, folders: tuple[Path, ...], as_
     print_warnings(warnings)
 
 
-@command.command("path", short_help="Print the path of the library.")
-@common_options
-def path_command(as_json: bool) -> None:
-    """Print the path of the library, for other programs to load. Exit status 1 if it is not built."""
+@verb("path")
+def path_command(_: Options, as_json: bool) -> None:
+    """Print the path of the library. Other programs can load it. Exit status 1 if it is not built."""
     from effexport.cli import print_json
     from effexport.errors import EffexportError
     from effexport.plugins.building.library import find_library
@@ -80,12 +90,11 @@ def path_command(as_json: bool) -> None:
     print_warnings(library_warnings(library))
 
 
-@command.command("info", short_help="Show which library is used and what it contains.")
-@common_options
-def info_command(as_json: bool) -> None:
-    """Show which library is used, how it was built, whether it is intact, and what else is in the cache.
+@verb("info")
+def info_command(_: Options, as_json: bool) -> None:
+    """Show which library is used and what it contains.
 
-    Exit status 1 if the library is damaged.
+    Also how it was built, whether it is intact, and what else is in the cache. Exit status 1 if it is damaged.
     """
     from effexport.cli import print_json
     from effexport.plugins.building.library import cache_folder, find_library, list_builds
@@ -217,3 +226,7 @@ def print_info(console: Console, value: dict[str, Any], library: Library | None)
         line("with", folder)
     for folder, problem in value["damaged_builds"].items():
         line("damaged", f"{folder}: {problem}")
+
+
+for one in (build_command, path_command, info_command):
+    command.add_command(one)

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from effexport.artifact import check_output_file
-from effexport.commands._options import common_options, result_console
-from effexport.commands._types import OneOf
+from effexport.commands._options import result_console
+from effexport.commands._verbs import verb
 from effexport.files import write_output
 from effexport.one_line import say
+from effexport.option_fields import Options, argument, option
+from effexport.options import A_FILE
 from effexport.report.rendering.formats import FORMAT_OF_SUFFIX, FORMATS, text_from_report
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison
 
 
-@click.command("report")
-@click.argument("artifact", required=False, type=click.Path(path_type=Path))
-@click.argument("other", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--format",
-    "form",
-    type=OneOf(FORMATS),
-    help="Format of the report; default: by the suffix of -o, or markdown on stdout.",
-)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: stdout.")
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-@click.option("--schema", "wants_schema", is_flag=True, help="Print the JSON Schema of report.json.")
-@common_options
-def command(
-    artifact: Path | None,
-    other: Path | None,
-    form: str | None,
-    output: Path | None,
-    force: bool,
-    wants_schema: bool,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class ReportOptions(Options):
+    """The options of `effexport report`."""
+
+    artifact: Path | None = field(default=None, metadata=argument("An artifact folder."))
+    other: Path | None = field(default=None, metadata=argument("An artifact folder to compare it with."))
+    _: KW_ONLY
+    form: str | None = option(
+        None, "Default: by the suffix of -o, else markdown.", flag="--format", metavar="NAME", choices=FORMATS
+    )
+    output: Path | None = option(None, "File to write; default: stdout.", short="-o", metavar=A_FILE)
+    force: bool = option(False, "Replace an existing file.")
+    schema: bool = option(False, "Print the JSON Schema of report.json.")
+
+
+@verb("report", ReportOptions)
+def command(options: ReportOptions, as_json: bool) -> None:
     """Show the report of an artifact in another format, or compare two artifacts side by side.
 
     Reads report.json and measures nothing; use effexport verify to check a model again. The exit status does not depend
@@ -48,10 +44,11 @@ def command(
     from effexport.cli import print_answer, print_json
     from effexport.errors import UserError
 
+    artifact, output = options.artifact, options.output
     if output is not None:
-        check_output_file(output, force=force)
-    if wants_schema:
-        if artifact is not None or form is not None:
+        check_output_file(output, force=options.force)
+    if options.schema:
+        if artifact is not None or options.form is not None:
             raise UserError("--schema describes the reports of all artifacts; leave out the artifact and --format")
         from effexport.report.model import schema_text
 
@@ -59,8 +56,8 @@ def command(
     else:
         if artifact is None:
             raise UserError("no artifact given; expected an artifact folder, such as: effexport report artifacts/lsh")
-        form = chosen_format(form, output, as_json=as_json)
-        text, about = rendering(artifact, other, form)
+        form = chosen_format(options.form, output, as_json=as_json)
+        text, about = rendering(artifact, options.other, form)
     if output is None:
         print_answer(text)
         return
