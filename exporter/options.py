@@ -45,6 +45,7 @@ CHECK, RUNS, ENGINES = "The check", "How the model runs", "TensorRT engines"
 SECTIONS = (WHAT, SIZES, RETURNS, FILE, QUANTISATION, CHECK, RUNS, ENGINES)
 # What stands for the value of an option.
 A_FILE, A_FOLDER, A_NUMBER, A_FACTORY = "FILE", "DIR", "N", "MODULE:FUNCTION"
+GENERATED = "With --generate: {}; default: {}."
 MODULE = "an nn.Module, not its class, or 'package.module:factory'"
 SETTINGS = "an effexport.RunOptions"
 COMPARED = "a path, '@' and a runtime, both, or 'torch'"
@@ -178,10 +179,10 @@ class EngineOptions(Options):
 class DeviceOptions(Options):
     """How a model runs."""
 
-    runtime: str = option(DEFAULT_RUNTIME, "Where the model runs.", RUNS, metavar="NAME", choices=ARTIFACT_RUNTIMES)
+    runtime: str = option(DEFAULT_RUNTIME, "Such as openvino or trt.", RUNS, metavar="NAME", choices=ARTIFACT_RUNTIMES)
     implementation: str = option(
         "auto",
-        "Custom operators: auto, kernel or body.",
+        "Custom operators: auto (default), kernel, body.",
         RUNS,
         metavar="HOW",
         choices=IMPLEMENTATIONS,
@@ -194,7 +195,9 @@ class DeviceOptions(Options):
 class OrtOptions(DeviceOptions, ProgressOptions):
     """How ONNX Runtime runs a new artifact, for its check."""
 
-    runtime: str = option(DEFAULT_RUNTIME, "Where, for the check.", RUNS, metavar="NAME", choices=ORT_RUNTIMES)
+    runtime: str = option(
+        DEFAULT_RUNTIME, "Of the check, such as ort-cuda.", RUNS, metavar="NAME", choices=ORT_RUNTIMES
+    )
     settings: RunOptions | None = python_option(None, "How ONNX Runtime runs the model.", RUNS, expected=SETTINGS)
 
     def run_options(self) -> RunOptions:
@@ -358,7 +361,7 @@ class VerifyOptions(ArtifactOptions, ResultOptions, RunnerOptions, ProgressOptio
     examples: object = python_option(None, "What the module is called with.")
     reference: str = option(
         "auto",
-        "A NAME, a .safetensors file, or PATH@RUNTIME.",
+        "auto (default), NAME, a file, or PATH@RUNTIME.",
         metavar="NAME",
         choices=("auto", "golden", "torch", "transformers"),
         is_open=True,
@@ -367,6 +370,29 @@ class VerifyOptions(ArtifactOptions, ResultOptions, RunnerOptions, ProgressOptio
     cases: Sequence[str] = option((), "Check only this case. Repeatable.", flag="--case", metavar="NAME")
     trace: bool = option(False, "Find the first value that differs, in any case.")
     output: str | Path | None = option(None, "Also a report: .html, .md, .json or .xml.", short="-o", metavar=A_FILE)
+
+
+@dataclass(frozen=True)
+class RunCommandOptions(ArtifactOptions, RunnerOptions):
+    """The options of `effexport run`. Those without a default of their own leave it to what they are for."""
+
+    _: KW_ONLY
+    input: Path | None = option(None, "Arrays by the names of the inputs: .npz.", metavar=A_FILE)
+    text: Path | None = option(None, "A text, or - for standard input.", metavar=A_FILE)
+    generate: str | None = option(None, "Continue a text; -: standard input.", metavar="PROMPT")
+    max_new_tokens: int | None = option(None, GENERATED.format("end after N", "64"), metavar=A_NUMBER)
+    temperature: float | None = option(None, GENERATED.format("0 is greedy", "1"), metavar="T")
+    top_k: int | None = option(None, GENERATED.format("choose among K", "all"), metavar="K")
+    seed: int | None = option(None, GENERATED.format("repeats a text", "random"), metavar=A_NUMBER)
+    fill_mask: str | None = option(None, "Predict the tokens for its masks, as [MASK].", metavar="TEXT")
+    classify: str | None = option(None, "Classify a text, or each of its tokens.", metavar="TEXT")
+    answer: str | None = option(None, "Find the answer in the text of --context.", metavar="QUESTION")
+    context: Path | None = option(None, "With --answer: a text; -: standard input.", metavar=A_FILE)
+    embed: Path | None = option(None, "Make a vector of each line of a text.", metavar=A_FILE)
+    top: int | None = option(None, "Answers; default: 5 tokens, all labels, 1 span.", metavar=A_NUMBER)
+    stride: int | None = option(None, "Tokens that neighbouring windows share.", metavar=A_NUMBER)
+    output: Path | None = option(None, "Also write the outputs, as FILE.npz.", short="-o", metavar=A_FILE)
+    force: bool = option(False, "Replace an existing file.")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,44 +16,22 @@ from effexport.generation.sampling import Sampling
 from effexport.one_line import say
 
 if TYPE_CHECKING:
+    from effexport.options import RunCommandOptions
     from effexport.runners.options import RunOptions
 
 STDIN = "-"
 # What a terminal would obey is shown as a character; line ends and tabs stay.
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), 0x2421)
-OPTIONS = {
-    "max_new_tokens": (int, f"end after so many tokens.  [default: {Sampling.max_new_tokens}]"),
-    "temperature": (
-        float,
-        f"divide the logits by it; 0: take the most probable token.  [default: {Sampling.temperature:g}]",
-    ),
-    "top_k": (int, "choose among the K most probable tokens only.  [default: among all]"),
-    "seed": (int, "the same seed gives the same text.  [default: another text each time]"),
-}
 
 
-def generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --generate, and options for fields of Sampling, which are None if they are not given."""
-    for name, (kind, text) in reversed(OPTIONS.items()):
-        command = click.option(flag(name), name, type=kind, help=f"With --generate: {text}")(command)
-    return click.option(
-        "--generate", "prompt", metavar="PROMPT", help="Continue this text, or - for the text on standard input."
-    )(command)
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def sampling_from_options(flags: dict[str, Any], prompt: str | None) -> Sampling | None:
-    """Take the options of Sampling out of `flags`. None without --generate, which they need: else raises UserError."""
-    given = {name: value for name in OPTIONS if (value := flags.pop(name)) is not None}
-    if prompt is not None:
-        return Sampling(**given)
-    if given:
-        raise UserError(f"{flag(next(iter(given)))} only works with --generate")
-    return None
+def sampling_of(options: RunCommandOptions) -> Sampling:
+    """Raises UserError for options of a text without --generate, and for values that cannot work."""
+    names = ("max_new_tokens", "temperature", "top_k", "seed")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if given and options.generate is None:
+        raise UserError(f"--{next(iter(given)).replace('_', '-')} only works with --generate")
+    return Sampling(**given)
 
 
 def generate(artifact: Path, prompt: str, sampling: Sampling, options: RunOptions, *, as_json: bool) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from effexport.commands._options import implementation_text, result_console, stage_progress, stderr_console
 from effexport.errors import UserError
 from effexport.one_line import one_line, say
@@ -18,6 +16,7 @@ from effexport.units import duration
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from effexport.options import RunCommandOptions
     from effexport.runners.options import RunOptions
     from effexport.text.task import Prepared
 
@@ -30,36 +29,6 @@ TASKS = {
 }
 # How much of a context is shown on each side of an answer, in characters.
 AROUND = 30
-HELP = {
-    "fill_mask": ("TEXT", "Predict the tokens for the masks in a text, such as [MASK]."),
-    "classify": ("TEXT", "Classify a text, or each of its tokens, by what the model was trained for."),
-    "question": ("QUESTION", "Find the answer to a question in the text of --context."),
-}
-FLAG = {"question": "--answer"}
-
-
-def text_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of tasks; `TextRequest.of_flags` takes them out of the arguments."""
-    path = click.Path(path_type=Path, allow_dash=True)
-    for option in (
-        click.option(
-            "--stride",
-            type=int,
-            metavar="N",
-            help="Tokens that neighbouring windows of a long text share; by default none, or what the task needs.",
-        ),
-        click.option("--top", type=int, metavar="N", help="Number of answers; default: 5 tokens, all labels, 1 span."),
-        click.option("--embed", type=path, metavar="FILE", help="Make a vector of each line of a text file."),
-        click.option(
-            "--context", type=path, metavar="FILE", help="With --answer: a text file, or - for standard input."
-        ),
-        *(
-            click.option(FLAG.get(name, f"--{name.replace('_', '-')}"), name, metavar=metavar, help=text)
-            for name, (metavar, text) in reversed(HELP.items())
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 @dataclass(frozen=True)
@@ -73,12 +42,11 @@ class TextRequest:
     stride: int | None
 
     @classmethod
-    def of_flags(cls, flags: dict[str, Any]) -> TextRequest:
-        """Take the options of `text_options` out of flags. Raises UserError for options that do not go together."""
-        names = {"--fill-mask": "fill_mask", "--classify": "classify", "--answer": "question", "--embed": "embed"}
-        values = {option: flags.pop(name) for option, name in names.items()}
-        context, top, stride = (flags.pop(name) for name in ("context", "top", "stride"))
-        given = [option for option, value in values.items() if value is not None]
+    def of(cls, options: RunCommandOptions) -> TextRequest:
+        """Raises UserError for options that do not go together."""
+        values = {"--fill-mask": options.fill_mask, "--classify": options.classify, "--answer": options.answer}
+        context, top, stride = options.context, options.top, options.stride
+        given = [option for option, value in (*values.items(), ("--embed", options.embed)) if value is not None]
         if len(given) > 1:
             raise UserError(f"{' and '.join(given)} were given; expected one task")
         option = given[0] if given else ""
@@ -88,8 +56,7 @@ class TextRequest:
             raise UserError("--top only works with --fill-mask, --classify or --answer")
         if stride is not None and option == "--fill-mask":
             raise UserError("--stride does not apply to --fill-mask, which needs the whole text at once; leave it out")
-        text = values[option] if option and option != "--embed" else ""
-        return cls(option, text, context or values["--embed"] or Path(), top, stride)
+        return cls(option, values.get(option) or "", context or options.embed or Path(), top, stride)
 
 
 def run_task(

@@ -7,24 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from effexport.artifact import check_output_file
-from effexport.commands._generate import generate, generation_options, sampling_from_options
-from effexport.commands._options import (
-    common_options,
-    implementation_text,
-    precision_hint_option,
-    result_console,
-    runtime_options,
-    stage_progress,
-    stderr_console,
-)
-from effexport.commands._text_tasks import TASKS, TextRequest, run_task, text_options
-from effexport.commands._verbs import HelpfulCommand
+from effexport.commands._generate import generate, sampling_of
+from effexport.commands._options import implementation_text, result_console, stage_progress, stderr_console
+from effexport.commands._text_tasks import TASKS, TextRequest, run_task
+from effexport.commands._verbs import verb
 from effexport.errors import UserError
 from effexport.one_line import say
-from effexport.runtimes import ARTIFACT_RUNTIMES
+from effexport.options import RunCommandOptions
 from effexport.spec import MASK_NAME
 from effexport.units import counted, duration
 
@@ -34,68 +24,37 @@ if TYPE_CHECKING:
     from effexport.spec import BuildSpec
 
 EXAMPLES = (
-    'effexport run artifacts/nystromformer --fill-mask "Paris is the [MASK] of France."',
-    'effexport run artifacts/qa --answer "Who wrote it?" --context chapter.txt --json',
+    'effexport run artifacts/encoder --fill-mask "Paris is the [MASK] of France."',
+    'effexport run artifacts/qa --answer "Who wrote it?" --context chapter.txt',
     "effexport run artifacts/embedder --embed lines.txt -o vectors.npz",
     "effexport run artifacts/lsh --text book.txt -o hidden.npz",
 )
 WAYS = f"--input FILE.npz, --text FILE or a task: {', '.join(TASKS)}, --generate"
 
 
-@click.command("run", cls=HelpfulCommand, examples=EXAMPLES)
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz file with one array per input name.")
-@click.option(
-    "--text",
-    "text_file",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Text file, or - for standard input; the artifact's tokenizer reads it, or each byte becomes a token.",
-)
-@generation_options
-@text_options
-@click.option(
-    "-o", "--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to."
-)
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-@runtime_options(ARTIFACT_RUNTIMES)
-@precision_hint_option
-@common_options
-def command(
-    artifact: Path,
-    input_file: Path | None,
-    text_file: Path | None,
-    prompt: str | None,
-    output_file: Path | None,
-    force: bool,
-    runtime: str,
-    implementation: str,
-    device: int,
-    precision_hint: str,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+@verb("run", RunCommandOptions, examples=EXAMPLES)
+def command(options: RunCommandOptions, as_json: bool) -> None:
     """Run an artifact on arrays or on a text, or let it do a task with a text, or continue one.
 
     A text that is longer than the model allows is cut into windows, which become rows of the outputs.
     """
-    sampling = sampling_from_options(flags, prompt)
-    request = TextRequest.of_flags(flags)
-    ways = {"--input": input_file, "--text": text_file, "--generate": prompt, request.option: request.option or None}
-    check_way([name for name, value in ways.items() if value is not None], request.stride, output_file)
-    if str(input_file) == "-":
+    sampling = sampling_of(options)
+    request = TextRequest.of(options)
+    artifact, output, prompt = Path(options.artifact), options.output, options.generate
+    ways = {"--input": options.input, "--text": options.text, "--generate": prompt, request.option: request.option}
+    check_way([name for name, value in ways.items() if name and value is not None], options.stride, output)
+    if str(options.input) == "-":
         raise UserError("--input does not read standard input; expected an .npz file. A text can be piped: --text -")
-    from effexport.runners.artifact_runner import options_from_flags
-
-    options = options_from_flags(runtime, implementation=implementation, device=device, precision_hint=precision_hint)
-    if prompt is not None and sampling is not None:
-        generate(artifact, prompt, sampling, options, as_json=as_json)
+    how = options.run_options()
+    if prompt is not None:
+        generate(artifact, prompt, sampling, how, as_json=as_json)
         return
-    if output_file is not None:
-        check_outputs(output_file, input_file or text_file or request.file, force=force)
+    if output is not None:
+        check_outputs(output, options.input or options.text or request.file, force=options.force)
     if request.option:
-        run_task(artifact, request, options, output_file, as_json=as_json)
+        run_task(artifact, request, how, output, as_json=as_json)
     else:
-        run_arrays(artifact, input_file, text_file, request.stride, options, output_file, as_json=as_json)
+        run_arrays(options, how, as_json=as_json)
 
 
 def check_way(given: list[str], stride: int | None, output: Path | None) -> None:
@@ -108,16 +67,7 @@ def check_way(given: list[str], stride: int | None, output: Path | None) -> None
         raise UserError(f"{given[0]} prints its answer; leave out --output, or use --json for a file")
 
 
-def run_arrays(
-    artifact: Path,
-    input_file: Path | None,
-    text_file: Path | None,
-    stride: int | None,
-    options: RunOptions,
-    output_file: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def run_arrays(options: RunCommandOptions, how: RunOptions, *, as_json: bool) -> None:
     """Run a model on arrays or on the tokens of a text, and write its outputs, with the inputs made from a text."""
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
@@ -126,15 +76,16 @@ def run_arrays(
     from effexport.text.reading import windows_of_file
     from effexport.text.task import TextOptions, joined_outputs
 
-    opened = open_artifact(artifact)
+    text, output = options.text, options.output
+    opened = open_artifact(Path(options.artifact))
     with stage_progress(stderr_console()) as on_stage:
         prepared = None
-        if text_file is not None:
-            prepared = windows_of_file(text_file, opened, TextOptions(stride=stride))
+        if text is not None:
+            prepared = windows_of_file(text, opened, TextOptions(stride=options.stride))
         narrow = [tensor.name for tensor in opened.spec.inputs if tensor.dtype == "bfloat16"]
-        feeds = load_npz(input_file or Path(), narrow) if prepared is None else dict(prepared.feeds)
-        on_stage(f"loading {artifact} for {options.runtime}")
-        with runner_from_artifact(opened, options) as runner:
+        feeds = load_npz(options.input or Path(), narrow) if prepared is None else dict(prepared.feeds)
+        on_stage(f"loading {options.artifact} for {how.runtime}")
+        with runner_from_artifact(opened, how) as runner:
             on_stage("running")
             start = time.perf_counter()
             if prepared is None:
@@ -142,17 +93,17 @@ def run_arrays(
             else:
                 outputs = joined_outputs([runner.run(rows) for rows in prepared.rows(opened.spec.batch)])
             seconds = time.perf_counter() - start
-    if output_file is not None:
-        save_npz(outputs | (feeds if prepared is not None else {}), output_file)
+    if output is not None:
+        save_npz(outputs | (feeds if prepared is not None else {}), output)
     shapes = {name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in outputs.items()}
     if as_json:
         result: dict[str, Any] = {"outputs": shapes, "seconds": seconds, "implementation": dict(runner.implementation)}
-        print_json(result | {"output_file": str(output_file) if output_file else None})
+        print_json(result | {"output_file": str(output) if output else None})
     console = result_console(as_json=as_json)
     for name, info in shapes.items():
         say(console, f"{name}: {info['dtype']} {info['shape']}")
     amount = amount_of(feeds, opened.spec) if prepared is None else counted(len(prepared.encoding), "token")
-    where = f"written to {output_file}" if output_file else "not saved; add --output FILE.npz to save the outputs"
+    where = f"written to {output}" if output else "not saved; add --output FILE.npz to save the outputs"
     ran = implementation_text(runner.implementation)
     say(console, f"{amount} in {duration(1e3 * seconds)}{ran}, {where}")
 
