@@ -3,121 +3,58 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import fields
+import itertools
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from effexport.commands._options import (
-    common_options,
-    implementation_text,
-    length_option,
-    runtime_options,
-    stage_progress,
-    stderr_console,
-)
+from effexport.commands._options import implementation_text, stage_progress, stderr_console
+from effexport.commands._verbs import verb
 from effexport.errors import MissingExtraError, UserError
 from effexport.one_line import say
-from effexport.runtimes import ARTIFACT_RUNTIMES
-from effexport.serving.engine.settings import ServingSettings
-from effexport.units import bytes_from_text, counted
+from effexport.option_fields import Options, argument, option, options_of
+from effexport.options import A_FOLDER, A_NUMBER, DeviceOptions
+from effexport.serving.engine.settings import TOKEN_VARIABLE, ServingSettings
+from effexport.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from effexport.serving.http.models import ServedModel, ServingTarget
 
-TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
 SERVER_MODULES = ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client")
 # Modules whose package has another name.
 PACKAGES = {"prometheus_client": "prometheus-client", "ray.serve": "ray[serve]"}
 LAST_PORT = 65535
+RAY = "On Ray Serve"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An option for a field of ServingSettings, with its type and its default."""
-    default = getattr(ServingSettings(), field)
-    return click.option(option, field, type=type(default), default=default, show_default=True, help=help)
+@dataclass(frozen=True)
+class AddressOptions(Options):
+    """Artifacts and their addresses."""
+
+    artifacts: Sequence[Path] = field(metadata=argument("Artifact folders.", metavar="ARTIFACT..."))
+    _: KW_ONLY
+    names: Sequence[str] = option((), "Name in URLs; repeat it for several artifacts.", flag="--name", metavar="NAME")
+    host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
+    port: int = option(8000, "0 picks a free one.", metavar=A_NUMBER)
 
 
-@click.command("serve")
-@click.argument("artifacts", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option(
-    "--name",
-    "names",
-    multiple=True,
-    help="The model's name in URLs; for several artifacts, once for each, in their order.  [default: the names of the "
-    "artifacts' folders]",
-)
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all interfaces."
-)
-@click.option("--port", type=int, default=8000, show_default=True, help="Port; 0 picks a free one.")
-@runtime_options(ARTIFACT_RUNTIMES)
-@setting("--max-batch", "max_batch", "Largest batch of a run, in rows.")
-@setting(
-    "--max-padding",
-    "max_padding",
-    "Largest share of padding in the tokens of a run, which lets requests of different lengths share runs; 0: none.",
-)
-@click.option(
-    "--max-run-tokens",
-    type=int,
-    help="Largest number of tokens of a run that requests share.  [default: 256 for each core; no limit on a GPU]",
-)
-@click.option(
-    "--concurrent-runs",
-    type=int,
-    help="Runs of a model at a time, which share its threads.  [default: 2 for ort on several cores, otherwise 1]",
-)
-@setting("--batch-delay-ms", "batch_delay_ms", "How long a run waits for more requests to fill its batch.")
-@setting("--queue-size", "queue_size", "Requests that may wait; further ones are answered with 503.")
-@setting("--max-sessions", "max_sessions", "Texts that a model generates at a time; further ones get a 503.")
-@setting("--max-request-bytes", "max_request_bytes", "Largest request body, before and after decompression.")
-@length_option("--max-seq-len", help="Longest sequence, in tokens.  [default: the model's own limit, or 16384]")
-@setting("--timeout", "timeout_s", "Seconds that a request may wait for its run, and that its body may take to arrive.")
-@click.option(
-    "--allow-load",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Let clients load artifacts that are directly in this folder, and unload models.  [default: neither]",
-)
-@click.option(
-    "--max-memory",
-    metavar="SIZE",
-    help="Load no model beyond this memory of the process, such as 8GiB.  [default: no limit]",
-)
-@click.option(
-    "--token",
-    envvar=TOKEN_VARIABLE,
-    help=f"Require Authorization: Bearer TOKEN everywhere, /metrics included, except at /v2/health; better set with "
-    f"{TOKEN_VARIABLE}.",
-)
-@click.option("--ray", "on_ray", is_flag=True, help="Deploy on Ray Serve with autoscaling replicas.")
-@click.option("--address", help="With --ray: address of the cluster.  [default: this machine]")
-@click.option("--min-replicas", type=int, help="With --ray: fewest replicas.  [default: 1]")
-@click.option("--max-replicas", type=int, help="With --ray: most replicas.  [default: 4]")
-@click.option("--replica-cpus", "cpus", type=float, help="With --ray: CPUs per replica.  [default: 1]")
-@click.option(
-    "--replica-gpus", "gpus", type=float, help="With --ray: GPUs per replica.  [default: 1 for runtimes on a GPU]"
-)
-@common_options
-def command(
-    artifacts: tuple[Path, ...],
-    names: tuple[str, ...],
-    host: str,
-    port: int,
-    runtime: str,
-    implementation: str,
-    device: int,
-    allow_load: Path | None,
-    max_memory: str | None,
-    on_ray: bool,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(DeviceOptions, ServingSettings, AddressOptions):
+    """The options of `effexport serve`."""
+
+    allow_load: Path | None = option(None, "Let clients load and unload artifacts in it.", metavar=A_FOLDER)
+    ray: bool = option(False, "Deploy on Ray Serve with autoscaling replicas.", RAY)
+    address: str | None = option(None, "Of a cluster; default: this machine.", RAY, metavar="ADDRESS")
+    min_replicas: int | None = option(None, "Fewest replicas; default: 1.", RAY, metavar=A_NUMBER)
+    max_replicas: int | None = option(None, "Most replicas; default: 4.", RAY, metavar=A_NUMBER)
+    replica_cpus: float | None = option(None, "CPUs of a replica; default: 1.", RAY, metavar=A_NUMBER)
+    replica_gpus: float | None = option(None, "GPUs of a replica; default: 1 if it needs one.", RAY, metavar=A_NUMBER)
+
+
+@verb("serve", ServeOptions)
+def command(options: ServeOptions, as_json: bool) -> None:
     """Serve artifacts over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
 
     Each model has its own queue. Requests of similar length to one model run as one batch. When the server stops, it
@@ -125,39 +62,33 @@ def command(
     """
     from effexport.serving.http.models import ServingTarget
 
-    if not 0 <= port <= LAST_PORT:
-        raise UserError(f"--port is {port}; expected 0 to {LAST_PORT}")
-    flags["max_memory_bytes"] = None if max_memory is None else bytes_from_text(max_memory, "--max-memory")
-    settings = ServingSettings(**{field.name: flags.pop(field.name) for field in fields(ServingSettings)})
-    if allow_load is not None and not allow_load.is_dir():
-        raise UserError(f"--allow-load is {allow_load}, which is not a folder; expected a folder of artifacts")
+    artifacts, names = options.artifacts, options.names
+    if not 0 <= options.port <= LAST_PORT:
+        raise UserError(f"--port is {options.port}; expected 0 to {LAST_PORT}")
+    settings = ServingSettings(**{name: getattr(options, name) for name in options_of(ServingSettings)})
+    if options.allow_load is not None and not options.allow_load.is_dir():
+        raise UserError(f"--allow-load is {options.allow_load}, which is not a folder; expected a folder of artifacts")
     if names and len(names) != len(artifacts):
         raise UserError(
             f"--name is given {counted(len(names), 'time')} for {counted(len(artifacts), 'artifact')}; expected one "
             "name for each artifact, in their order, or none"
         )
     targets = [
-        ServingTarget(artifact, name, runtime, implementation, settings, device=device)
-        for artifact, name in zip(artifacts, names or [None] * len(artifacts), strict=True)
+        ServingTarget(artifact, name, options.runtime, options.implementation, settings, device=options.device)
+        for artifact, name in zip(artifacts, names or itertools.repeat(None), strict=False)
     ]
-    # the other options are fields of ReplicaSettings
-    replicas = {option: value for option, value in flags.items() if value is not None}
-    if on_ray:
-        if device:
-            raise UserError(
-                f"--device {device} does not work with --ray, which gives each replica its GPUs; leave it out"
-            )
-        if len(targets) > 1:
-            raise UserError(f"--ray serves one artifact; {len(targets)} were given: deploy each with its own command")
-        if allow_load is not None:
-            raise UserError("--allow-load does not work with --ray, whose replicas have one model; leave it out")
-        serve_on_ray(targets[0], host, port, replicas, as_json)
+    if options.ray:
+        serve_on_ray(targets, options, as_json=as_json)
         return
-    if replicas:
-        option = next(iter(replicas)).replace("_", "-")
-        option = f"--replica-{option}" if option in ("cpus", "gpus") else f"--{option}"
-        raise UserError(f"{option} only works with --ray")
-    serve_here(targets, allow_load, host, port, as_json)
+    if replicas := replicas_of(options):
+        raise UserError(f"--{next(iter(replicas)).replace('_', '-')} only works with --ray")
+    serve_here(targets, options, as_json=as_json)
+
+
+def replicas_of(options: ServeOptions) -> dict[str, Any]:
+    """The options of replicas that were given."""
+    names = ("address", "min_replicas", "max_replicas", "replica_cpus", "replica_gpus")
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def require(*modules: str, extra: str) -> None:
@@ -169,7 +100,7 @@ def require(*modules: str, extra: str) -> None:
             raise MissingExtraError(PACKAGES.get(module, module), extra) from error
 
 
-def serve_here(targets: Sequence[ServingTarget], allow_load: Path | None, host: str, port: int, as_json: bool) -> None:
+def serve_here(targets: Sequence[ServingTarget], options: ServeOptions, *, as_json: bool) -> None:
     """Serve the models in this process."""
     require(*SERVER_MODULES, extra="serve")
     from effexport.cli import print_json
@@ -177,10 +108,10 @@ def serve_here(targets: Sequence[ServingTarget], allow_load: Path | None, host: 
     from effexport.serving.http.server import bound_socket, create_app, run_server, url_of
 
     console = stderr_console()
-    bound = bound_socket(host, port)
+    bound = bound_socket(options.host, options.port)
     try:
         with stage_progress(console) as on_stage:
-            models = repository_from_targets(targets, allow_load, on_stage)
+            models = repository_from_targets(targets, options.allow_load, on_stage)
     except BaseException:
         bound.close()
         raise
@@ -188,8 +119,9 @@ def serve_here(targets: Sequence[ServingTarget], allow_load: Path | None, host: 
     def on_ready() -> None:
         for line in ready_lines(list(models), url_of(bound)):
             say(console, line)
-        if host not in LOOPBACK and models.settings.token is None:
-            say(console, f"warning: other machines can reach {host} and no token is required; set {TOKEN_VARIABLE}")
+        if options.host not in LOOPBACK and models.settings.token is None:
+            where = f"other machines can reach {options.host}"
+            say(console, f"warning: {where} and no token is required; set {TOKEN_VARIABLE}")
         if as_json:
             print_json({"url": url_of(bound), **described_models(list(models)), "ready": True})
 
@@ -203,16 +135,25 @@ def described_models(models: Sequence[ServedModel]) -> dict[str, object]:
     return {**only, "models": [model.name for model in models]}
 
 
-def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, object], as_json: bool) -> None:
-    """Serve the same application with Ray Serve."""
+def serve_on_ray(targets: Sequence[ServingTarget], options: ServeOptions, *, as_json: bool) -> None:
+    """Serve the same application with Ray Serve. Raises UserError for options that do not apply to it."""
     from effexport.cli import print_json
+
+    if options.device:
+        raise UserError(
+            f"--device {options.device} does not work with --ray, which gives each replica its GPUs; leave it out"
+        )
+    if len(targets) > 1:
+        raise UserError(f"--ray serves one artifact; {len(targets)} were given: deploy each with its own command")
+    if options.allow_load is not None:
+        raise UserError("--allow-load does not work with --ray, whose replicas have one model; leave it out")
 
     require(*SERVER_MODULES, extra="serve")
     require("ray.serve", extra="serve-ray")
     from effexport.proof.other_answers import VERSION
     from effexport.serving.http.ray_deployment import ReplicaSettings, deploy_until_stopped
 
-    address = given.get("address")
+    target, address = targets[0], options.address
     console = stderr_console()
 
     def on_ready(url: str, name: str) -> None:
@@ -221,7 +162,9 @@ def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, o
         if as_json:
             print_json({"url": url, "model": name, "version": VERSION, "models": [name], "ready": True})
 
-    deploy_until_stopped(target, ReplicaSettings.from_options(given, target.runtime), host, port, on_ready)
+    replicas = {name.removeprefix("replica_"): value for name, value in replicas_of(options).items()}
+    settings = ReplicaSettings.from_options(replicas, target.runtime)
+    deploy_until_stopped(target, settings, options.host, options.port, on_ready)
     if not address:
         say(console, "stopped")
 

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
+from effexport.option_fields import Option, Options, option
 from effexport.process_memory import STATUS
 from effexport.runtimes import CPU
+from effexport.units import bytes_from_text, tokens_from_text
 
 if TYPE_CHECKING:
     from effexport.runtimes import Runtime
 
+TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
+N = "N"  # stands for a number
 # Longest sequence if neither the model nor --max-seq-len limits it.
 DEFAULT_MAX_SEQ_LEN = 16384
 # Number of request bodies of the largest size that may be in memory at once, complete or not.
@@ -33,38 +37,36 @@ TEXT_CHARACTERS_IN_MEMORY = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingSettings:
-    """Limits and waiting times of a server.
+class ServingSettings(Options):
+    """Limits and waiting times of a server; `resolved` chooses those that depend on the machine."""
 
-    max_batch: rows of one run, and therefore of one request; requests are joined up to this size.
-    max_padding: largest share of the tokens of a run that may be padding; 0: only requests of one length share a run.
-    max_run_tokens: largest number of tokens of a run that requests share; one that is alone may have more. None: see
-    `resolved`.
-    concurrent_runs: runs of one model at a time, which share its threads. None: see `resolved`.
-    batch_delay_ms: how long a run waits for more requests to join; 0: it takes those that are already waiting.
-    queue_size: requests that may wait for the runner; further ones are answered with 503.
-    max_sessions: texts that a model generates at a time; further ones are answered with 503.
-    max_request_bytes: largest body, before and after decompression.
-    max_seq_len: longest sequence; None: the model's own limit, or DEFAULT_MAX_SEQ_LEN if it has none.
-    max_memory_bytes: resident memory of the process beyond which no model is loaded; None: no limit.
-    timeout_s: how long a request may wait for the runner, and how long its body may take to arrive.
-    token: the token that `Authorization: Bearer` must contain; None: no authorization.
-    """
-
-    max_batch: int = 8
-    max_padding: float = 0.1
-    max_run_tokens: int | None = None
-    concurrent_runs: int | None = None
-    batch_delay_ms: float = 0.0
-    queue_size: int = 64
-    max_sessions: int = 64
-    max_request_bytes: int = 64 << 20
-    max_seq_len: int | None = None
-    max_memory_bytes: int | None = None
-    timeout_s: float = 30.0
-    token: str | None = field(default=None, repr=False)
+    max_batch: int = option(8, "Most rows of a run.", metavar=N)
+    max_padding: float = option(0.1, "Largest share of padding in a run.", metavar="SHARE")
+    max_run_tokens: int | None = option(None, "Most tokens of a shared run; default: 256 a core.", metavar=N)
+    concurrent_runs: int | None = option(None, "Runs of a model at a time; default: 1 or 2.", metavar=N)
+    batch_delay_ms: float = option(0.0, "Milliseconds that a run waits for more requests.", metavar="MS")
+    queue_size: int = option(64, "Requests that may wait; then 503.", metavar=N)
+    max_sessions: int = option(64, "Texts generated at a time; then 503.", metavar=N)
+    max_request_bytes: int = option(64 << 20, "Largest body, also decompressed.", metavar=N)
+    max_seq_len: int | None = option(
+        None, "Longest sequence; default: the model's, or 16384.", metavar="LENGTH", read=tokens_from_text
+    )
+    max_memory_bytes: int | None = option(
+        None, "No model is loaded beyond it, such as 8GiB.", flag="--max-memory", metavar="SIZE", read=bytes_from_text
+    )
+    timeout_s: float = option(30.0, "Longest wait of a request.", flag="--timeout", metavar="SECONDS")
+    token: str | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "option": Option(
+                f"Clients must send it; or set {TOKEN_VARIABLE}.", metavar="TOKEN", variable=TOKEN_VARIABLE
+            )
+        },
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (
             "max_batch",
             "max_run_tokens",
