@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from effexport.commands._options import common_options, result_console
-from effexport.commands._types import OneOf
+from effexport.commands._options import result_console
+from effexport.commands._verbs import verb
 from effexport.one_line import say
-from effexport.runners.options import IMPLEMENTATIONS
-from effexport.serving.triton.spec import BACKENDS
+from effexport.option_fields import Option, argument, option
+from effexport.options import A_FOLDER
+from effexport.serving.triton.spec import PackageSpec
 from effexport.shell import command_line
 
 if TYPE_CHECKING:
@@ -19,69 +19,28 @@ if TYPE_CHECKING:
 
     from effexport.serving.triton.package import Package
 
-FORMATS = ("triton",)
+
+@dataclass(frozen=True, kw_only=True)
+class PackageOptions(PackageSpec):
+    """The options of `effexport package`."""
+
+    artifact: Path = field(metadata=argument("An artifact folder."))
+    form: Literal["triton"] = option("triton", "Package format.", flag="--format", metavar="NAME")
+    output: Path = field(
+        metadata={"option": Option("Model repository; made if missing.", short="-o", metavar=A_FOLDER)}
+    )
+    name: str = option("", "Model name; default: the folder's.", metavar="NAME")
+    no_warm_up: bool = option(False, "Skip the warm-up requests.")
+    replace_config: bool = option(False, "Overwrite a hand-edited config.pbtxt.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.artifact.resolve().name)
+        object.__setattr__(self, "warm_up", not self.no_warm_up)
+        super().__post_init__()
 
 
-@click.command("package")
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option(
-    "--format", type=OneOf(FORMATS), default="triton", show_default=True, expose_value=False, help="Package format."
-)
-@click.option(
-    "-o",
-    "--output",
-    "repository",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Model repository to add to; created if missing.",
-)
-@click.option(
-    "--backend",
-    "backends",
-    type=OneOf(BACKENDS),
-    multiple=True,
-    help="Triton backend; python is effexport's own runner. Repeatable.  [default: all that the artifact has files "
-    "for]",
-)
-@click.option(
-    "--name", help="Model name; with several backends, NAME-BACKEND for each.  [default: the artifact's folder]"
-)
-@click.option("--version", type=int, help="Version number.  [default: the next free one]")
-@click.option(
-    "--max-batch", type=int, help="Largest batch, in rows, or in texts that are generated.  [default: 8; 64 texts]"
-)
-@click.option(
-    "--preferred-batch",
-    help="Batch sizes that run without further waiting, such as 4,8,16.  [default: --max-batch and half of it]",
-)
-@click.option("--queue-delay-us", type=int, help="Microseconds that a request waits for others.  [default: 500]")
-@click.option("--max-queue", type=int, help="Requests that may wait; 0: no limit.  [default: 0]")
-@click.option("--instances", type=int, help="Copies of the model that run at the same time.  [default: 1]")
-@click.option("--kind", type=OneOf(("cpu", "gpu")), help="Where the model runs.  [default: gpu for tensorrt, else cpu]")
-@click.option("--threads", type=int, help="ONNX Runtime threads per instance.  [default: all cores]")
-@click.option(
-    "--implementation",
-    type=OneOf(IMPLEMENTATIONS),
-    help="How custom operators run: as kernels, as function bodies, or auto: as kernels if they are built.  "
-    "[default: auto]",
-)
-@click.option("--no-warm-up", is_flag=True, help="Skip the warm-up requests.")
-@click.option("--live-versions", type=int, help="How many of the newest versions are served.  [default: 1]")
-@click.option("--server-path", help="Path of the repository on the server.  [default: /models]")
-@click.option("--image-tag", help="Tag of the tritonserver image in compose.yaml and Dockerfile.")
-@click.option("--replace-config", is_flag=True, help="Overwrite a hand-edited config.pbtxt.")
-@common_options
-def command(
-    artifact: Path,
-    repository: Path,
-    backends: tuple[str, ...],
-    name: str | None,
-    preferred_batch: str | None,
-    no_warm_up: bool,
-    replace_config: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+@verb("package", PackageOptions)
+def command(options: PackageOptions, as_json: bool) -> None:
     """Add an artifact to a model repository of Triton Inference Server.
 
     Writes config.pbtxt and a numbered version, and next to the models a README, compose.yaml and a Dockerfile. Versions
@@ -90,32 +49,12 @@ def command(
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.serving.triton.package import package_artifact
-    from effexport.serving.triton.spec import PackageSpec
 
-    given = {name: value for name, value in options.items() if value is not None}
-    spec = PackageSpec(
-        name=name if name is not None else artifact.resolve().name,
-        backends=backends,
-        preferred_batch=sizes_from_text(preferred_batch),
-        warm_up=not no_warm_up,
-        **given,
-    )
-    package = package_artifact(open_artifact(artifact), repository, spec, replace_config=replace_config)
+    artifact, replaces = open_artifact(options.artifact), options.replace_config
+    package = package_artifact(artifact, options.output, options, replace_config=replaces)
     if as_json:
         print_json(json_of_package(package))
     print_package(package, result_console(as_json=as_json))
-
-
-def sizes_from_text(text: str | None) -> tuple[int, ...]:
-    """`4,8,16` → sizes. Raises UserError for anything else."""
-    from effexport.errors import UserError
-
-    if text is None:
-        return ()
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() for word in words):
-        raise UserError(f"--preferred-batch is {text!r}; expected sizes with commas between them, such as 4,8,16")
-    return tuple(map(int, words))
 
 
 def json_of_package(package: Package) -> dict[str, Any]:

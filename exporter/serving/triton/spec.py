@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from effexport.models.validation import SpecError, did_you_mean, require
+from effexport.errors import UserError
+from effexport.models.validation import SpecError, require
+from effexport.option_fields import Option, Options, option
 from effexport.runners.options import IMPLEMENTATIONS
 
 # Triton's backends that can run an artifact, in order of preference.
@@ -24,58 +27,56 @@ DEFAULT_MAX_BATCH = 8
 DEFAULT_SESSIONS = 64
 DEFAULT_IMAGE_TAG = "26.07-py3"
 LARGEST_VERSION = 2**63 - 1
+N = "N"  # stands for a number
 # Of 32-bit fields in a configuration.
 LARGEST_NUMBER = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackageSpec:
-    """Settings for serving an artifact with Triton.
+def sizes_from_text(text: str, option: str) -> tuple[int, ...]:
+    """`4,8,16` → sizes. Raises UserError for anything else."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise UserError(f"{option} is {text!r}; expected sizes with commas between them, such as 4,8,16")
+    return tuple(map(int, words))
 
-    name: of the model; with several backends, `name-backend` each.
-    backends: empty for all that the artifact has files for.
-    version: number of the model's version; None takes the next free one.
-    max_batch: rows of the largest batch, and texts that are generated at the same time.
-    preferred_batch: sizes that run without further waiting.
-    None leaves both to the artifact; a model whose results depend on the rest of the batch gets neither.
-    queue_delay_us: how long a request may wait for others to join it.
-    max_queue: requests that may wait; 0: no limit.
-    instances: copies of the model that run at the same time, per GPU on a GPU.
-    kind: None: a GPU for engines, else the CPU.
-    threads: of ONNX Runtime, per instance; None: all cores.
-    implementation: of custom operators: "kernel", "body", or "auto" (kernel if built).
-    live_versions: how many of the newest versions are served.
-    server_path: path of the repository on the server.
-    image_tag: of the official image; None keeps the one that the repository has.
+
+@dataclass(frozen=True, kw_only=True)
+class PackageSpec(Options):
+    """Settings for serving an artifact with Triton; None leaves a field to the artifact.
+
+    A model whose results depend on the rest of the batch gets no larger one, and no preferred sizes.
     """
 
-    name: str
-    backends: tuple[str, ...] = ()
-    version: int | None = None
-    max_batch: int | None = None
-    preferred_batch: tuple[int, ...] = ()
-    queue_delay_us: int = 500
-    max_queue: int = 0
-    instances: int = 1
-    kind: Literal["cpu", "gpu"] | None = None
-    threads: int | None = None
-    implementation: str = "auto"
+    name: str = field(metadata={"option": Option("Model name; default: the folder's.", metavar="NAME")})
+    backends: Sequence[BackendName] = option(
+        (), "onnxruntime, python or tensorrt; default: all.", flag="--backend", metavar="NAME"
+    )
+    version: int | None = option(None, "Version number; default: the next free one.", metavar=N)
+    max_batch: int | None = option(None, "Rows (default: 8), or texts generated (64).", metavar=N)
+    preferred_batch: Sequence[int] = option(
+        (), "Sizes that run at once, such as 4,8.", metavar="N,…", read=sizes_from_text
+    )
+    queue_delay_us: int = option(500, "Microseconds that a request waits.", metavar=N)
+    max_queue: int = option(0, "Requests that may wait; 0 (default): no limit.", metavar=N)
+    instances: int = option(1, "Copies that run at a time.", metavar=N)
+    kind: Literal["cpu", "gpu"] | None = option(None, "cpu (default), or gpu (default of tensorrt).", metavar="KIND")
+    threads: int | None = option(None, "Threads of an instance; default: all cores.", metavar=N)
+    implementation: str = option(
+        "auto", "Custom operators: auto (default), kernel, body.", metavar="HOW", choices=IMPLEMENTATIONS
+    )
     warm_up: bool = True
-    live_versions: int = 1
-    server_path: str = "/models"
-    image_tag: str | None = None
+    live_versions: int = option(1, "How many of the newest are served.", metavar=N)
+    server_path: str = option("/models", "Path on the server.", metavar="PATH")
+    image_tag: str | None = option(None, "Tag of the tritonserver image.", metavar="TAG")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not NAME.fullmatch(self.name):
             raise SpecError(
                 f"{self.name!r} cannot be the name of a model; expected letters, digits, '-', '_' and '.', at most "
                 "128, and a letter or digit first: choose one with --name"
             )
-        for backend in self.backends:
-            check_word("backend", backend, BACKENDS)
         require(len(set(self.backends)) == len(self.backends), f"a backend was given twice: {', '.join(self.backends)}")
-        check_word("implementation", self.implementation, IMPLEMENTATIONS)
-        require(self.kind in (None, "cpu", "gpu"), f"kind is {self.kind!r}; expected cpu or gpu")
         for name in ("version", "max_batch", "instances", "threads", "live_versions"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}; expected at least 1")
@@ -111,7 +112,3 @@ class PackageSpec:
     def model_name(self, backend: str, backends: tuple[str, ...]) -> str:
         """The model's name in one of the chosen backends."""
         return self.name if len(backends) == 1 and self.backends else f"{self.name}-{backend}"
-
-
-def check_word(option: str, value: str, known: tuple[str, ...]) -> None:
-    require(value in known, f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
