@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.environment import require_torch
 from effexport.one_line import say
+from effexport.option_fields import Options, argument, command_of, option
+from effexport.options import A_FOLDER, A_NUMBER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,22 +22,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SweepRequest:
-    """The options as they were given. command: the whole command line, for the reports."""
+class SweepRequest(Options):
+    """The options of `effexport sweep`."""
 
-    sweep_file: Path
-    output: Path | None
-    address: str | None
-    dry_run: bool
-    retry_failed: bool
-    only: tuple[str, ...]
-    jobs: int | None
-    processes: bool
-    cpus: float
-    wait: float
-    timeout: float | None
-    max_artifact: str | None
-    command: str
+    sweep_file: Path = field(metadata=argument("The combinations.", metavar="SWEEP.toml"))
+    _: KW_ONLY
+    output: Path | None = option(None, "Folder of the results; default: sweeps/NAME.", short="-o", metavar=A_FOLDER)
+    dry_run: bool = option(False, "List the cells, finished and to run.")
+    retry_failed: bool = option(False, "Also run cells that failed before.")
+    only: Sequence[str] = option((), "Run only this one, by name or hash. Repeatable.", metavar="CELL")
+    jobs: int | None = option(None, "Cells at a time on this machine; default: what fits.", metavar=A_NUMBER)
+    processes: bool = option(False, "On this machine: plain processes, not Ray.")
+    address: str | None = option(None, "Ray cluster to run on: host:port, or auto.", metavar="ADDRESS")
+    cpus: float = option(1.0, "On a cluster: CPUs per cell.", metavar=A_NUMBER)
+    wait: float = option(60.0, "On a cluster: longest wait for a node.", metavar="SECONDS")
+    timeout: float | None = option(None, "A cell is stopped after it; default: 14400.", metavar="SECONDS")
+    max_artifact: str | None = option(None, "Largest artifact, such as 4GiB; default: 16GB.", metavar="SIZE")
+
+    @property
+    def command(self) -> str:
+        """The command line, for the reports."""
+        return command_of("sweep", self)
 
     @property
     def folder(self) -> Path:

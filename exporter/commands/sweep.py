@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from effexport.commands._options import common_options, repeated, result_console, stderr_console, time_left
+from effexport.commands._options import result_console, stderr_console, time_left
 from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.commands._sweep_request import SweepRequest
+from effexport.commands._verbs import verb
 from effexport.one_line import say
 from effexport.shell import Word, command_line
 
@@ -26,41 +26,14 @@ INTERRUPTED = 130
 MESSAGES = "ray.log"
 
 
-@click.command("sweep")
-@click.argument("sweep_file", metavar="SWEEP.toml", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the results; default: sweeps/NAME.")
-@click.option("--address", help="Ray cluster to run on: host:port of its head node, or auto on one of its nodes.")
-@click.option("--dry-run", is_flag=True, help="List the cells, and whether each is finished or would run.")
-@click.option("--retry-failed", is_flag=True, help="Also run cells that failed before.")
-@click.option("--only", multiple=True, metavar="CELL", help="Run only this cell, given by name or hash. Repeatable.")
-@click.option(
-    "--jobs", type=int, help="On this machine: cells that run at a time; default: as many as cores and memory allow."
-)
-@click.option("--processes", is_flag=True, help="On this machine: use plain processes instead of Ray.")
-@click.option("--cpus", type=float, default=1.0, show_default=True, help="On a cluster: CPUs per cell.")
-@click.option(
-    "--wait",
-    type=float,
-    default=60.0,
-    show_default=True,
-    help="On a cluster: seconds to wait for a node that can run a cell.",
-)
-@click.option("--timeout", type=float, help="Seconds after which a cell is stopped; default: 14400.")
-@click.option(
-    "--max-artifact",
-    metavar="SIZE",
-    help="Largest artifact of a cell, such as 500MB (10^6 bytes) or 4GiB (2^30); default: 16GB.",
-)
-@common_options
-@click.pass_context
-def command(context: click.Context, /, as_json: bool, **flags: Any) -> None:
+@verb("sweep", SweepRequest)
+def command(request: SweepRequest, as_json: bool) -> None:
     """Build every combination in SWEEP.toml: variants × lengths × precisions × targets × GPUs.
 
     The file format is described in docs/sweep.md. The combinations (cells) run in parallel, with Ray if it is
     installed. Running an interrupted sweep again resumes it; finished cells are never rebuilt, and a cell that fails
     does not stop the others.
     """
-    request = SweepRequest(**flags, command=repeated(context))
     plan, store = request.resolve()
     if request.dry_run:
         show_plan(plan, store, as_json=as_json)
