@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.bench.grid import SCOPES
+from effexport.bench.presets import PRESETS
+from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.errors import UserError
-from effexport.runtimes import DEFAULT_RUNTIME
+from effexport.models.variants import ATTENTION_SPECS
+from effexport.option_fields import Options, command_of, option
+from effexport.options import A_FOLDER, A_NUMBER
+from effexport.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME
+from effexport.units import tokens_from_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from effexport.bench.advice import Limits, Plan
     from effexport.bench.grid import Grid, Model
     from effexport.bench.presets import Preset
@@ -21,18 +27,50 @@ if TYPE_CHECKING:
 
 # An advice is wanted within a minute.
 ADVICE_ROUNDS, ADVICE_SECONDS = 3, 3.0
-ADVICE_OPTIONS = ("seq_len", "latency_limit", "memory_limit", "spec_file", "quality")
+ADVICE_OPTIONS = ("seq_len", "latency_limit", "memory_limit", "spec", "quality")
+ADVICE = "An advice"
+NAMES = "NAME,…"
+DEFAULT_WAIT_SECONDS = 600.0
 SECONDS = "a number of seconds above 0"
 EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": SECONDS, "wait_idle": SECONDS}
 
 
-@dataclass(frozen=True)
-class BenchRequest:
-    """The options of a benchmark as they were given."""
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest(Options):
+    """The options of `effexport bench`. None leaves one to a preset, and then to its default."""
 
-    flags: dict[str, Any]
-    advise: bool
-    command: str
+    variants: str | None = option(
+        None, "Variants, such as lsh:num_hashes=4,softmax.", metavar=NAMES, choices=ATTENTION_SPECS, is_list=True
+    )
+    seq_lens: str | None = option(None, "Lengths in tokens, such as 512,2k,32k.", metavar="LENGTH,…")
+    batch: str | None = option(None, "Batch sizes, such as 1,8.", metavar="N,…")
+    precision: str | None = option(
+        None, "fp32 (default), fp16 or bf16.", metavar=NAMES, choices=FLOAT_PRECISIONS, is_list=True
+    )
+    runtimes: str | None = option(
+        None, "Such as torch,ort-body,ort; see docs/bench.md.", metavar=NAMES, choices=BENCH_RUNTIMES, is_list=True
+    )
+    scope: str | None = option(None, "core (default), attention or encoder.", metavar="WHAT", choices=SCOPES)
+    heads: int | None = option(None, "Attention heads; default: 8, with --advise 4.", metavar=A_NUMBER)
+    head_dim: int | None = option(None, "Channels per head; default: 64.", metavar=A_NUMBER)
+    dim: int | None = option(None, "Model width, in place of --head-dim.", metavar=A_NUMBER)
+    layers: int | None = option(None, "Blocks of the encoder; default: 2.", metavar=A_NUMBER)
+    threads: int | None = option(None, "Threads of every runtime; default: one per core.", metavar=A_NUMBER)
+    rounds: int | None = option(None, "Timed runs of a row; default: 15, with --advise 3.", metavar=A_NUMBER)
+    max_seconds: float | None = option(None, "Seconds of a row; default: 10, with --advise 3.", metavar="SECONDS")
+    preset: str | None = option(None, "Repeat a published experiment.", metavar="NAME", choices=PRESETS)
+    wait_idle: float | None = option(
+        None, "Wait, up to 600 s or this, for an idle machine.", metavar="[SECONDS]", bare=DEFAULT_WAIT_SECONDS
+    )
+    no_memory: bool = option(False, "Do not measure peak memory.")
+    advise: bool = option(False, "Recommend a variant for a length and limits.", ADVICE)
+    seq_len: int | None = option(None, "Tokens, such as 8192 or 32k.", ADVICE, metavar="LENGTH", read=tokens_from_text)
+    latency_limit: str | None = option(None, "Longest run, such as 200ms.", ADVICE, metavar="TIME")
+    memory_limit: str | None = option(None, "Most memory of a run, such as 2GiB.", ADVICE, metavar="SIZE")
+    spec: Path | None = option(None, "Describes the model, as for build.", ADVICE, metavar="FILE.toml")
+    quality: Sequence[str] = option((), "Results of evaluate, or their folder.", ADVICE, metavar="FILE.json,…")
+    output: Path | None = option(None, "Folder to write; default: bench.", short="-o", metavar=A_FOLDER)
+    force: bool = option(False, "Replace the folder of an earlier benchmark.")
 
     def resolve(self) -> tuple[Grid | Plan, Settings]:
         """What to measure, and how.
@@ -43,36 +81,35 @@ class BenchRequest:
 
         self.check_numbers()
         self.check_advice()
-        settings = Settings(command=self.command)
+        settings = Settings(command=command_of("bench", self))
         what: Grid | Plan
         if self.advise:
-            what = AdviceRequest(self.flags).plan()
+            what = AdviceRequest(self).plan()
             longest_ms = what.limits.latency_ms or settings.longest_ms
             settings = replace(settings, rounds=ADVICE_ROUNDS, max_seconds=ADVICE_SECONDS, longest_ms=longest_ms)
         else:
-            preset = self.preset()
+            preset = self.chosen_preset()
             what = self.grid(preset)
             check_any_runs_here(what.runtimes)
             if preset is not None:
                 settings = replace(settings, rounds=preset.rounds, max_seconds=preset.max_seconds, preset=preset.name)
-        chosen = {
-            name: self.flags[name] for name in ("rounds", "max_seconds", "threads") if self.flags[name] is not None
-        }
-        wait_seconds = self.flags["wait_idle"] or 0.0
-        return what, replace(settings, **chosen, memory=not self.flags["no_memory"], wait_seconds=wait_seconds)
+        names = ("rounds", "max_seconds", "threads")
+        chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
+        wait_seconds = self.wait_idle or 0.0
+        return what, replace(settings, **chosen, memory=not self.no_memory, wait_seconds=wait_seconds)
 
     def check_numbers(self) -> None:
         from effexport.models.validation import require
         from effexport.runners.options import MOST_THREADS
 
         for name in EXPECTED:
-            value = self.flags[name]
+            value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
             require(value is None or value > 0, f"{option} is {value}; expected {EXPECTED[name]}")
         most = max(MOST_THREADS, os.cpu_count() or 1)
-        threads = self.flags["threads"]
+        threads = self.threads
         require(threads is None or threads <= most, f"--threads is {threads}; expected at most {most}")
-        if self.flags["wait_idle"] is not None:
+        if self.wait_idle is not None:
             from effexport.bench.timing import STAT, Machine
 
             known = Machine().core_times() is not None
@@ -82,23 +119,23 @@ class BenchRequest:
         from effexport.models.validation import require
 
         for name in ADVICE_OPTIONS:
-            option = f"--{name.replace('_', '-')}".removesuffix("-file")
+            option = f"--{name.replace('_', '-')}"
             instead = "; use --seq-lens" if name == "seq_len" else ""
-            require(self.advise or self.flags[name] in (None, ()), f"{option} only works with --advise{instead}")
+            require(self.advise or getattr(self, name) in (None, ()), f"{option} only works with --advise{instead}")
         require(
-            self.flags["dim"] is None or self.flags["head_dim"] is None,
+            self.dim is None or self.head_dim is None,
             "--dim and --head-dim cannot be combined; the width is --heads times --head-dim",
         )
 
-    def preset(self) -> Preset | None:
+    def chosen_preset(self) -> Preset | None:
         from effexport.bench.presets import PRESETS
         from effexport.models.validation import require
 
-        name = self.flags["preset"]
+        name = self.preset
         if name is None:
             return None
         require(
-            self.flags["variants"] is None,
+            self.variants is None,
             f"--variants and --preset {name}, which chooses the variants, cannot be combined",
         )
         return PRESETS[name]
@@ -108,7 +145,7 @@ class BenchRequest:
         from effexport.models.validation import require
 
         grid = replace(Grid() if preset is None else preset.grid, **self.grid_fields())
-        dim, layers = self.flags["dim"], self.flags["layers"]
+        dim, layers = self.dim, self.layers
         if layers is not None:
             require(grid.scope == "encoder", "--layers only works with --scope encoder or --advise")
             grid = replace(grid, encoder={"layers": layers})
@@ -121,19 +158,19 @@ class BenchRequest:
         """Fields of the grid that options set."""
         from effexport.bench.grid import lengths, models_from_text, numbers, words
 
-        flags = self.flags
         fields: dict[str, Any] = {}
-        if flags["variants"] is not None:
-            fields["models"] = models_from_text(flags["variants"])
-        for name, option, field, read in (
+        if self.variants is not None:
+            fields["models"] = models_from_text(self.variants)
+        for name, flag, field, read in (
             ("seq_lens", "--seq-lens", "seq_lens", lengths),
             ("batch", "--batch", "batches", numbers),
             ("precision", "--precision", "precisions", words),
             ("runtimes", "--runtimes", "runtimes", words),
         ):
-            if flags[name] is not None:
-                fields[field] = read(flags[name], option)
-        return fields | {name: flags[name] for name in ("scope", "heads", "head_dim") if flags[name] is not None}
+            if (value := getattr(self, name)) is not None:
+                fields[field] = read(value, flag)
+        names = ("scope", "heads", "head_dim")
+        return fields | {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def check_any_runs_here(runtimes: Sequence[str]) -> None:
@@ -158,9 +195,9 @@ DESCRIBING = ("dim", "heads", "head_dim", "layers", "scope", "seq_len", "batch",
 
 @dataclass(frozen=True)
 class AdviceRequest:
-    """The options as they were given, by name; None for those that were not."""
+    """The options of an advice."""
 
-    flags: Mapping[str, Any]
+    given: BenchRequest
 
     def plan(self) -> Plan:
         """Raises UserError and SpecError for options that contradict each other or cannot work."""
@@ -171,7 +208,7 @@ class AdviceRequest:
         options = self.described(results)
         fields = self.grid_fields(options)
         grid, refused = grid_of(self.models(results, options), attention_options(options), fields)
-        plan = Plan(grid=grid, limits=limits, refused=refused, spec_file=str(self.flags["spec_file"] or ""))
+        plan = Plan(grid=grid, limits=limits, refused=refused, spec_file=str(self.given.spec or ""))
         if not results:
             return plan
         from effexport.bench.quality import quality_of_cases
@@ -181,11 +218,10 @@ class AdviceRequest:
     def check(self) -> None:
         from effexport.models.validation import require
 
-        flags = self.flags
-        require(flags["seq_lens"] is None, "--seq-lens does not work with --advise; give one --seq-len")
-        require(flags["preset"] is None, "--preset and --advise cannot be combined")
+        require(self.given.seq_lens is None, "--seq-lens does not work with --advise; give one --seq-len")
+        require(self.given.preset is None, "--preset and --advise cannot be combined")
         require(
-            flags["memory_limit"] is None or not flags["no_memory"],
+            self.given.memory_limit is None or not self.given.no_memory,
             "--memory-limit needs the peak memory of every row; leave --no-memory out",
         )
 
@@ -193,7 +229,7 @@ class AdviceRequest:
         from effexport.bench.advice import Limits
         from effexport.units import bytes_from_text, milliseconds_from_text
 
-        latency, size = self.flags["latency_limit"], self.flags["memory_limit"]
+        latency, size = self.given.latency_limit, self.given.memory_limit
         return Limits(
             latency_ms=None if latency is None else milliseconds_from_text(latency, "--latency-limit"),
             memory_bytes=None if size is None else bytes_from_text(size, "--memory-limit"),
@@ -201,12 +237,12 @@ class AdviceRequest:
 
     def results(self) -> tuple[Judged, ...]:
         """Those of --quality."""
-        if not self.flags["quality"]:
+        if not self.given.quality:
             return ()
         from effexport.bench.grid import words
         from effexport.bench.quality import judged_from_files
 
-        return judged_from_files(Path(word) for text in self.flags["quality"] for word in words(text, "--quality"))
+        return judged_from_files(Path(word) for text in self.given.quality for word in words(text, "--quality"))
 
     def described(self, results: Sequence[Judged]) -> dict[str, Any]:
         """The fields of the model and of its export: those of the spec file, or of the first model that was judged,
@@ -215,14 +251,14 @@ class AdviceRequest:
         from effexport.models.validation import require
         from effexport.spec import options_from_toml
 
-        file = self.flags["spec_file"]
+        file = self.given.spec
         if file or not results:
             options = options_from_toml(file) if file else {}
         else:
             from effexport.bench.quality import described_by
 
             options = described_by(results[0].spec)
-        given = {name: self.flags[name] for name in DESCRIBING if self.flags[name] is not None}
+        given = {name: getattr(self.given, name) for name in DESCRIBING if getattr(self.given, name) is not None}
         for name, read in (("batch", numbers), ("precision", words)):
             if name in given:
                 values = read(given[name], f"--{name}")
@@ -245,7 +281,7 @@ class AdviceRequest:
         from effexport.spec import ENCODER_FIELDS
 
         encoder = {name: options[name] for name in ENCODER_FIELDS if name in options}
-        scope = options.get("scope", "encoder" if self.flags["spec_file"] or encoder else "attention")
+        scope = options.get("scope", "encoder" if self.given.spec or encoder else "attention")
         require(
             scope in ("attention", "encoder"),
             f"--scope {scope} does not work with --advise, which measures what `effexport build` exports; expected "
@@ -255,7 +291,7 @@ class AdviceRequest:
             scope == "encoder" or not encoder,
             f"{', '.join(encoder)} belongs to the encoder; it does not apply to scope attention",
         )
-        runtimes = self.flags["runtimes"]
+        runtimes = self.given.runtimes
         return {
             "seq_lens": (options["seq_len"],),
             "batches": (options.get("batch", 1),),
@@ -270,7 +306,7 @@ class AdviceRequest:
         from effexport.bench.grid import Model, models_from_text
         from effexport.models.variants import ATTENTION_SPECS
 
-        text = self.flags["variants"]
+        text = self.given.variants
         if text is None and results:
             from effexport.bench.quality import models_of_results
 

@@ -9,25 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.bench.grid import SCOPES, Grid
-from effexport.bench.presets import PRESETS
+from effexport.bench.grid import Grid
 from effexport.commands._bench_request import BenchRequest
-from effexport.commands._options import (
-    common_options,
-    length_option,
-    repeated,
-    result_console,
-    stderr_console,
-    time_left,
-)
+from effexport.commands._options import result_console, stderr_console, time_left
 from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
-from effexport.commands._types import ListOf, OneOf
-from effexport.dtypes import FLOAT_PRECISIONS
+from effexport.commands._verbs import verb
 from effexport.environment import require_torch
 from effexport.errors import InterruptError
-from effexport.models.variants import ATTENTION_SPECS
 from effexport.one_line import say
-from effexport.runtimes import BENCH_RUNTIMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,79 +31,10 @@ if TYPE_CHECKING:
 
 DEFAULT_OUTPUT = Path("bench")
 INTERRUPTED = 130
-DEFAULT_WAIT_SECONDS = 600.0
 
 
-@click.command("bench")
-@click.option(
-    "--variants",
-    type=ListOf(ATTENTION_SPECS),
-    help="Attention variants, with fields after a colon, such as lsh:num_hashes=4,softmax.",
-)
-@click.option("--seq-lens", help="Lengths in tokens, such as 512,2k,32k; k is 1024.")
-@click.option("--batch", help="Batch sizes, such as 1,8.")
-@click.option("--precision", type=ListOf(FLOAT_PRECISIONS), help="fp32 (default), fp16, bf16, or several of them.")
-@click.option(
-    "--runtimes",
-    type=ListOf(BENCH_RUNTIMES),
-    help="On the CPU: torch, compile (torch.compile), naive (plain torch.onnx.export, without effexport's operators), "
-    "ort-body (ONNX Runtime with function bodies), ort (with kernels, if built), openvino. On a GPU: torch-cuda, "
-    "compile-cuda, ort-cuda, trt, trt-rtx.",
-)
-@click.option(
-    "--scope",
-    type=OneOf(SCOPES),
-    help="core (default): attention only; attention: with its projections; encoder: a whole encoder.",
-)
-@click.option("--heads", type=int, help="Attention heads; default: 8, with --advise 4.")
-@click.option("--head-dim", type=int, help="Channels per head; default: 64.")
-@click.option("--dim", type=int, help="Model width, in place of --head-dim.")
-@click.option("--layers", type=int, help="Blocks of the encoder; default: 2.")
-@click.option("--threads", type=int, help="Threads of every runtime; default: one per core.")
-@click.option("--rounds", type=int, help="Timed runs per row; default: 15, with --advise 5.")
-@click.option("--max-seconds", type=float, help="Timed seconds per row, at most; default: 10, with --advise 3.")
-@click.option("--preset", type=OneOf(PRESETS), help="Repeat a published experiment.")
-@click.option(
-    "--advise",
-    is_flag=True,
-    help="Recommend a variant for one length and for these limits; with --layers or --spec for a whole encoder.",
-)
-@length_option("--seq-len", help="With --advise: the length in tokens, such as 8192 or 32k.")
-@click.option("--latency-limit", metavar="TIME", help="With --advise: the longest that a run may take, such as 200ms.")
-@click.option(
-    "--memory-limit",
-    metavar="SIZE",
-    help="With --advise: the most memory a run may use, such as 500MB (10^6 bytes) or 2GiB (2^30).",
-)
-@click.option(
-    "--spec",
-    "spec_file",
-    type=click.Path(path_type=Path),
-    help="With --advise: TOML file that describes the model, as for build.",
-)
-@click.option(
-    "--quality",
-    multiple=True,
-    metavar="FILE.json,…",
-    help="With --advise: results of `effexport evaluate -o`, or a folder of them. Recommends the lowest loss within "
-    "the limits, and shows what faster models lose.",
-)
-@click.option(
-    "--wait-idle",
-    type=float,
-    is_flag=False,
-    flag_value=DEFAULT_WAIT_SECONDS,
-    metavar="[SECONDS]",
-    help="Wait until other programs leave the machine alone, for at most this many seconds in all; default: 600.",
-)
-@click.option("--no-memory", is_flag=True, help="Do not measure peak memory, which takes one more run per row.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: bench.")
-@click.option("--force", is_flag=True, help="Replace the folder of an earlier benchmark.")
-@common_options
-@click.pass_context
-def command(
-    context: click.Context, /, advise: bool, output: Path | None, force: bool, as_json: bool, **flags: Any
-) -> None:
+@verb("bench", BenchRequest)
+def command(request: BenchRequest, as_json: bool) -> None:
     """Time attention variants in several runtimes on this machine.
 
     Every candidate is first compared with PyTorch; candidates that disagree are not timed. Runs take turns. Each row
@@ -128,10 +48,10 @@ def command(
     from effexport.bench.page import BENCH_FOLDER, write_results
     from effexport.bench.recommendation import advice_from_results
 
-    what, settings = BenchRequest(flags, advise=advise, command=repeated(context)).resolve()
-    target = output or (None if advise else DEFAULT_OUTPUT)
+    what, settings = request.resolve()
+    target = request.output or (None if request.advise else DEFAULT_OUTPUT)
     if target is not None:
-        context.with_resource(BENCH_FOLDER.reserved(target, force=force))
+        click.get_current_context().with_resource(BENCH_FOLDER.reserved(target, force=request.force))
     require_torch("effexport bench")
     results = measured_grid(what, settings) if isinstance(what, Grid) else measured_plan(what, settings)
     if not results.complete and all(row.status == "not run" for row in results.rows):
@@ -140,7 +60,7 @@ def command(
     console = result_console(as_json=as_json)
     if not as_json:
         show_results(console, results, advice, as_json=as_json)  # first: a full disk must not cost the measurements
-    written = write_results(results, target, advice, force=force) if target is not None else ()
+    written = write_results(results, target, advice, force=request.force) if target is not None else ()
     if as_json:
         show_results(console, results, advice, as_json=as_json)  # last: one object on stdout, this or the error
     if written:

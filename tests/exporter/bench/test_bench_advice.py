@@ -29,7 +29,7 @@ from effexport.bench.recommendation import (
 )
 from effexport.bench.results import Case, Row, Status
 from effexport.bench.run import Settings
-from effexport.commands._bench_request import AdviceRequest
+from effexport.commands._bench_request import AdviceRequest, BenchRequest
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
 
@@ -340,13 +340,10 @@ def test_the_plan_begins_with_cheap_models_and_takes_less_time_under_a_limit() -
 
 def described(tmp_path: Path, toml: str = "", **flags: Any) -> Plan:
     """The plan of these options and this spec file."""
-    names = ("seq_lens", "preset", "no_memory", "memory_limit", "latency_limit", "spec_file", "variants", "runtimes")
-    names += ("quality",)
-    names += ("dim", "heads", "head_dim", "layers", "scope", "seq_len", "batch", "precision")
     if toml:
-        flags["spec_file"] = tmp_path / "spec.toml"
-        flags["spec_file"].write_text(toml)
-    return AdviceRequest(dict.fromkeys(names) | flags).plan()
+        flags["spec"] = tmp_path / "spec.toml"
+        flags["spec"].write_text(toml)
+    return AdviceRequest(BenchRequest(**flags)).plan()
 
 
 def test_layers_describe_an_encoder_and_nothing_describes_the_default_layer_of_build(tmp_path: Path) -> None:
