@@ -7,7 +7,6 @@ them, `doctor`, reports, benchmarks, sweeps and the servers.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -268,8 +267,3 @@ def engine_name(runtime: str, model: str = "model.onnx") -> str:
     """The place of an engine for a runtime, from an artifact's root. model: the ONNX file that it is built from."""
     graph = model.removesuffix(".onnx")
     return f"engine/{runtime}{'' if graph == 'model' else f'.{graph}'}{ENGINE_SUFFIX}"
-
-
-def described(runtimes: Mapping[str, Runtime]) -> str:
-    """Runtimes with their labels, for help texts."""
-    return "; ".join(f"{name}: {runtime.label}" for name, runtime in runtimes.items())

@@ -331,7 +331,7 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
         {"name": "output0", "dtype": "float32", "dims": ["batch", 3]},
         {"name": "output1", "dtype": "float32", "dims": ["batch", "seq", 32]},
     ]
-    verified = cli("verify", tmp_path / "out")
+    verified = cli("verify", tmp_path / "out", "--verbose")
     assert verified.code == 0
     reason = "came from my_models_for_a_test:make, code that an artifact does not hold"
     assert reason in verified.out
