@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import json
 import re
+import subprocess
 import sys
 import tarfile
 import tomllib
@@ -90,6 +91,38 @@ def test_the_wheel_holds_types_contracts_and_licence(wheel_path: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_holds_the_native_sources(wheel_path: Path) -> None:
     assert {f"effexport/plugins/{name}" for name in all_sources()} <= set(wheel_files(wheel_path))
+
+
+SCRIPT = """
+import effexport
+effexport.build(variant="lsh", precision="fp16", output="x")
+effexport.build(varaint="lsh")
+effexport.build(variant="lsh", precision="fp61")
+effexport.verify("x", runtime=3)
+reveal_type(effexport.build())
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_follows_an_editable_install(tmp_path: Path) -> None:
+    """It refuses arguments that are not there, and values that cannot be."""
+    made = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", made], cwd=copy_tree(tmp_path / "tree"), check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site_packages,) = tmp_path.glob("venv/lib/*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site_packages)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    checker = [sys.executable, "-m", "mypy", "--config-file=", "--python-executable", tmp_path / "venv/bin/python"]
+    done = subprocess.run([*checker, "script.py"], capture_output=True, text=True, cwd=tmp_path)
+    for line in (
+        'script.py:4: error: Unexpected keyword argument "varaint" for "build"; did you mean "variant"?',
+        'script.py:5: error: Argument "precision" to "build" has incompatible type "Literal[\'fp61\']"',
+        'script.py:6: error: Argument "runtime" to "verify" has incompatible type "int"; expected "str"',
+        'script.py:7: note: Revealed type is "effexport.api.BuildResult"',
+    ):
+        assert line in done.stdout
+    assert "script.py:3:" not in done.stdout
 
 
 @pytest.mark.slow

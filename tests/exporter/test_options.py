@@ -193,35 +193,6 @@ def test_an_error_of_a_function_names_arguments_and_keeps_the_flags_for_the_comm
     assert error.lines == (text,)
 
 
-SCRIPT = """
-import effexport
-effexport.build(variant="lsh", precision="fp16", output="x")
-effexport.build(varaint="lsh")
-effexport.build(variant="lsh", precision="fp61")
-effexport.verify("x", runtime=3)
-effexport.export(3)
-reveal_type(effexport.build())
-"""
-
-
-@pytest.mark.slow
-def test_a_type_checker_refuses_arguments_that_are_not_there_and_values_that_cannot_be(tmp_path: Path) -> None:
-    root = DOCS.parents[1]
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [root / "scripts" / "typecheck.sh", tmp_path / "script.py"], capture_output=True, text=True, cwd=root
-    )
-    for line in (
-        'script.py:4: error: Unexpected keyword argument "varaint" for "build"; did you mean "variant"?',
-        'script.py:5: error: Argument "precision" to "build" has incompatible type "Literal[\'fp61\']"',
-        'script.py:6: error: Argument "runtime" to "verify" has incompatible type "int"; expected "str"',
-        'script.py:7: error: Argument 1 to "export" has incompatible type "int"; expected "Module"',
-        'script.py:8: note: Revealed type is "effexport.api.BuildResult"',
-    ):
-        assert line in done.stdout
-    assert "script.py:3:" not in done.stdout
-
-
 def test_the_public_errors_are_names_of_the_package() -> None:
     assert issubclass(effexport.StageError, effexport.EffexportError)
     assert issubclass(effexport.UserError, effexport.EffexportError)
