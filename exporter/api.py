@@ -306,7 +306,7 @@ def evaluated(options: EvaluateOptions) -> Evaluation:
 
 @dataclass(frozen=True)
 class Description:
-    """What a path holds. details: as `effexport inspect --json` prints them, by the kind."""
+    """The content of a path. details: as `effexport inspect --json` prints them, by the kind."""
 
     kind: Kind
     path: Path
@@ -443,7 +443,7 @@ def check_settings(settings: RunOptions | None) -> None:
 
 
 def checked_options(settings: RunOptions | None, runtime: str | None) -> RunOptions:
-    """How to run a model, from settings or the name of a runtime.
+    """The options of a run, from settings or the name of a runtime.
 
     Raises UserError if both are given, or one is something else.
     """

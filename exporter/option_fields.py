@@ -31,7 +31,7 @@ OTHER = "Other options"
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is shown.
+    """The metadata of a field, which its type and default complete.
 
     help: one line.
     section: its place in --help.

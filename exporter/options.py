@@ -177,7 +177,7 @@ class EngineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Options):
-    """How a model runs."""
+    """The runtime of a model, and its options."""
 
     runtime: str = option(DEFAULT_RUNTIME, "Such as openvino or trt.", RUNS, metavar="NAME", choices=ARTIFACT_RUNTIMES)
     implementation: str = option(
@@ -193,7 +193,7 @@ class DeviceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class OrtOptions(DeviceOptions, ProgressOptions):
-    """How ONNX Runtime runs a new artifact, for its check."""
+    """The runtime of the check of a new artifact."""
 
     runtime: str = option(
         DEFAULT_RUNTIME, "Of the check, such as ort-cuda.", RUNS, metavar="NAME", choices=ORT_RUNTIMES
@@ -213,7 +213,7 @@ class OrtOptions(DeviceOptions, ProgressOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerOptions(DeviceOptions):
-    """How an artifact runs, in any runtime."""
+    """The runtime of an artifact."""
 
     precision_hint: str = option(
         "", "Compute in bf16, where the CPU supports it.", RUNS, metavar="TYPE", choices=HINTS, is_open=True
@@ -239,14 +239,14 @@ class ArtifactOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class NewArtifactOptions(OrtOptions):
-    """What all verbs have that write an artifact and check it."""
+    """Options of all verbs that write an artifact and check it."""
 
     force: bool = option(False, "Replace an existing artifact.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnyBuildOptions(SpecOptions, EngineOptions, NewArtifactOptions):
-    """What `build` and `export` have in common."""
+    """Options that `build` and `export` share."""
 
     calibration: str | Path | None = option(
         None, "At least 64 samples: a text, .jsonl or .npz.", QUANTISATION, metavar=A_FILE
@@ -278,7 +278,7 @@ class ExportOptions(AnyBuildOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(Options):
-    """Where the model of a build comes from."""
+    """The source of the model of a build."""
 
     variant: str | None = option(
         None,
@@ -344,7 +344,7 @@ class RefitOptions(ArtifactOptions, NewArtifactOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions(Options):
-    """What all verbs have that write a file on request."""
+    """Options of all verbs that write a file on request."""
 
     output: str | Path | None = option(None, "Also write the result, as FILE.json.", short="-o", metavar=A_FILE)
     force: bool = option(False, "Replace an existing file.")

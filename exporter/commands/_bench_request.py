@@ -73,7 +73,7 @@ class BenchRequest(Options):
     force: bool = option(False, "Replace the folder of an earlier benchmark.")
 
     def resolve(self) -> tuple[Grid | Plan, Settings]:
-        """What to measure, and how.
+        """The grid or the plan of an advice, and the settings of its measurement.
 
         Raises UserError and SpecError for options that contradict each other or cannot work.
         """

@@ -1,4 +1,4 @@
-"""What `effexport build` and `effexport refit` print about the artifact that they have written."""
+"""The lines of `effexport build` and `effexport refit` about the artifact that they have written."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def golden_note(artifact: Artifact) -> list[str]:
 
 
 def next_step(artifact: Artifact, report: Report) -> str:
-    """What to do with an artifact that was written: prove what could not be proven here, or try it out."""
+    """The next step with an artifact that was written: prove what could not be proven here, or try it out."""
     from effexport.report.reproduce import source_option
     from effexport.runtimes import BFLOAT16_RUNTIME
 
@@ -134,7 +134,7 @@ def next_step(artifact: Artifact, report: Report) -> str:
 
 
 def fill_mask_command(artifact: Artifact) -> str:
-    """How to try out a model that fills masks; "" for others, and without what reads texts."""
+    """A command that tries out a model that fills masks; "" for others, and without a tokenizer."""
     from effexport.text.tasks import FillMask, task_from_artifact
 
     try:

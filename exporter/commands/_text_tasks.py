@@ -41,7 +41,7 @@ AROUND = 30
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What `effexport run` asks about texts. option: the flag that names the task, "" for none."""
+    """The request of `effexport run` about texts. option: the flag that names the task, "" for none."""
 
     option: str
     text: str

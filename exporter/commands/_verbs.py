@@ -88,7 +88,7 @@ PATH = click.Path(path_type=Path)
 
 
 def reading(one: OptionField) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """What makes the value of an option from its text."""
+    """A callback that makes the value of an option from its text."""
 
     def read(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
         return None if text is None or one.option.read is None else one.option.read(text, one.flags[0])

@@ -41,7 +41,7 @@ def command(options: BuildOptions, as_json: bool, verbose: bool) -> None:
 
 
 def compared_text(report: Report, reference: str | Path | None) -> str:
-    """What a model was compared with whose weights come from another one."""
+    """The reference of a model whose weights come from another one."""
     layer = f"the {report.title} of effexport with the weights of {report.weights_from}"
     if reference is not None:
         return f"{layer} and to the answers in {reference}"

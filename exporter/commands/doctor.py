@@ -93,8 +93,8 @@ def int8_products() -> str | None:
 
 
 def examine_bfloat16() -> tuple[str | None, str]:
-    """Whether the processor multiplies bfloat16 in tiles (AMX), and the runtime that uses them, which is up to three
-    times as fast as float32: OpenVINO."""
+    """The processor's tiles for bfloat16 (AMX), and the runtime that uses them: OpenVINO, up to three times as fast as
+    in float32."""
     from effexport.processor import BFLOAT16_TILES, Processor
     from effexport.runtimes import BFLOAT16_RUNTIME
 
@@ -107,8 +107,7 @@ def examine_bfloat16() -> tuple[str | None, str]:
 
 
 def examine_driver() -> tuple[str | None, str]:
-    """What the driver of the GPU is good for (None: there is no driver), and what TensorRT plugins need, whose PTX is
-    refused by a driver that is older than it."""
+    """The CUDA version of the GPU's driver (None: no driver), and the remedy if our TensorRT plugins need a later one."""
     from effexport.plugins.building.ptx_text import MAX_ISA, cuda_of_isa, text_of
     from effexport.plugins.building.toolchain import driver_cuda
 
@@ -191,7 +190,7 @@ def print_findings(findings: list[dict[str, Any]], tools: list[dict[str, str | N
 
 
 def is_left_out(finding: dict[str, Any]) -> bool:
-    """Whether an optional part is not installed, which is fine, unlike one that is installed but does not load."""
+    """True for an optional part that is not installed; one that is installed and does not load is a fault."""
     return bool(finding["optional"] and finding["problem"] == MISSING)
 
 

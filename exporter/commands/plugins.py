@@ -168,7 +168,7 @@ def devices(library: Library) -> str:
 
 
 def is_intact(library: Library) -> bool | None:
-    """Whether the file is as it was built; None if its checksum is not known."""
+    """True if the file is as it was built; None if its checksum is not known."""
     from effexport.plugins.building.library import sha256_of
 
     return None if library.info is None else sha256_of(library.path) == library.info.sha256

@@ -108,7 +108,7 @@ def run_arrays(options: RunCommandOptions, how: RunOptions, *, as_json: bool) ->
 
 
 def amount_of(feeds: Mapping[str, Array], spec: BuildSpec) -> str:
-    """How much a model was given, in words: tokens, those that a mask hides left out; or samples, if it has none."""
+    """The amount that a model was given, in words: tokens, masked ones excluded; or samples, if it has none."""
     from effexport.dtypes import named_sizes
 
     sizes = named_sizes([tensor for tensor in spec.inputs if tensor.name in feeds], feeds)
