@@ -107,7 +107,7 @@ def examine_bfloat16() -> tuple[str | None, str]:
 
 
 def examine_driver() -> tuple[str | None, str]:
-    """The CUDA version of the GPU's driver (None: no driver), and the remedy if our TensorRT plugins need a later one."""
+    """The CUDA version of the driver (None: no driver), and the remedy if our TensorRT plugins need a later one."""
     from effexport.plugins.building.ptx_text import MAX_ISA, cuda_of_isa, text_of
     from effexport.plugins.building.toolchain import driver_cuda
 
