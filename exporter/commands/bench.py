@@ -11,7 +11,7 @@ import click
 
 from effexport.bench.grid import Grid
 from effexport.commands._bench_request import BenchRequest
-from effexport.commands._options import result_console, stderr_console, time_left
+from effexport.commands._console import result_console, stderr_console, time_left
 from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.commands._verbs import verb
 from effexport.environment import require_torch
