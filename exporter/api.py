@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from effexport.errors import Unavailable, UserError, check_type
-from effexport.option_fields import keywords, optional_path, path_of
+from effexport.option_fields import keywords, optional_path, path_of, python_errors
 from effexport.options import (
     MODULE,
     SETTINGS,
@@ -333,6 +333,7 @@ def inspected(options: InspectOptions) -> Description:
     return Description(kind, path, details)
 
 
+@python_errors()
 def report(artifact: str | Path) -> Report:
     """The report that an artifact was built with, as `effexport report` reads it; nothing is measured again.
 
@@ -352,6 +353,7 @@ def load(path: str | Path, settings: RunOptions | None = None) -> OrtRunner | Op
 def load(path: str | Path, *, runtime: str) -> Runner: ...
 
 
+@python_errors()
 def load(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> Runner:
     """Open an artifact folder in a runner, after checking every file against the manifest.
 
@@ -372,6 +374,7 @@ def load(path: str | Path, settings: RunOptions | None = None, *, runtime: str |
     return runner_from_artifact(open_artifact(path_of("path", path)), options)
 
 
+@python_errors()
 def load_text(
     path: str | Path,
     settings: RunOptions | None = None,
@@ -400,6 +403,7 @@ def load_text(
     return TextModel(runner_from_artifact(artifact, run_options), task, artifact.spec.batch)
 
 
+@python_errors()
 def load_decoder(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> DecodeRunner:
     """Open a causal `linear` or `aft-simple` artifact to read prompts and decode token by token, with a state.
 
@@ -415,6 +419,7 @@ def load_decoder(path: str | Path, settings: RunOptions | None = None, *, runtim
     return decoder_from_artifact(open_artifact(path_of("path", path)), options)
 
 
+@python_errors()
 def load_generator(path: str | Path, *, runtime: str = DEFAULT_RUNTIME) -> TextGenerator:
     """Open a causal `linear` or `aft-simple` artifact that has logits, to continue texts.
 

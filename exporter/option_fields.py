@@ -14,7 +14,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
@@ -225,29 +226,39 @@ _NAMED = re.compile(
 def keywords(record: Callable[P, Record]) -> Callable[[Callable[[Record], Result]], Callable[P, Result]]:
     """Let a function that takes a record take the fields of the record as arguments, with their types.
 
-    The message of its errors names arguments; their `lines` keep the names of flags, which the command line prints. A
-    spec that cannot work becomes a UserError, like everything else that users can mend.
+    Its errors are those of `python_errors`.
     """
     known = typing.cast(type, record)
 
     def decorate(function: Callable[[Record], Result]) -> Callable[P, Result]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            try:
+            with python_errors(record):
                 if unknown := [name for name in kwargs if name not in options_of(known)]:
                     similar = did_you_mean(unknown[0], options_of(known))
                     raise UserError(f"{function.__name__} has no argument {unknown[0]!r}{similar}")
                 return function(record(*args, **kwargs))
-            except SpecError as error:
-                raise in_python(UserError(str(error)), record) from error
-            except EffexportError as error:
-                in_python(error, record)
-                raise
 
         call.__signature__ = inspect.signature(record)  # type: ignore[attr-defined]
         return call
 
     return decorate
+
+
+@contextmanager
+def python_errors(record: Any = Options) -> Iterator[None]:
+    """Errors for callers in Python, of the function that takes the fields of a record.
+
+    Their messages name arguments; their `lines` keep the names of flags, which the command line prints. A spec that
+    cannot work becomes a UserError, like everything else that users can mend.
+    """
+    try:
+        yield
+    except SpecError as error:
+        raise in_python(UserError(str(error)), record) from error
+    except EffexportError as error:
+        in_python(error, record)
+        raise
 
 
 def in_python(error: EffexportError, record: Any) -> EffexportError:

@@ -48,7 +48,7 @@ class BenchRequest(Options):
         None, "fp32 (default), fp16 or bf16.", metavar=NAMES, choices=FLOAT_PRECISIONS, is_list=True
     )
     runtimes: str | None = option(
-        None, "Such as torch,ort-body,ort; see docs/bench.md.", metavar=NAMES, choices=BENCH_RUNTIMES, is_list=True
+        None, "Such as torch,ort-body,ort; see docs/benchmarks.md.", metavar=NAMES, choices=BENCH_RUNTIMES, is_list=True
     )
     scope: str | None = option(None, "core (default), attention or encoder.", metavar="WHAT", choices=SCOPES)
     heads: int | None = option(None, "Attention heads; default: 8, with --advise 4.", metavar=A_NUMBER)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.artifact import files_of_folder
-from effexport.commands._options import cell, implementation_text
+from effexport.commands._console import cell, implementation_text
 from effexport.errors import UserError
 from effexport.one_line import say
 from effexport.proof.check import (

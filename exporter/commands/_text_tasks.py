@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import implementation_text, result_console, stage_progress, stderr_console
+from effexport.commands._console import implementation_text, result_console, stage_progress, stderr_console
 from effexport.errors import UserError
 from effexport.generation.sampling import Sampling
 from effexport.one_line import one_line, say

@@ -11,8 +11,15 @@ import click
 
 from effexport.bench.grid import Grid
 from effexport.commands._bench_request import BenchRequest
-from effexport.commands._options import result_console, stderr_console, time_left
-from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
+from effexport.commands._console import (
+    bar_column,
+    bars_of,
+    clock_column,
+    result_console,
+    stderr_console,
+    text_column,
+    time_left,
+)
 from effexport.commands._verbs import verb
 from effexport.environment import require_torch
 from effexport.errors import InterruptError

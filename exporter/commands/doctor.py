@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from effexport.commands._options import result_console
+from effexport.commands._console import result_console
 from effexport.commands._verbs import verb
 from effexport.environment import MISSING
 from effexport.one_line import say

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from effexport import api
-from effexport.commands._options import cell, result_console, stage_progress, stderr_console
+from effexport.commands._console import cell, result_console, stage_progress, stderr_console
 from effexport.commands._verbs import verb
 from effexport.one_line import say
 from effexport.options import EvaluateOptions

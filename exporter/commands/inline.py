@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import check_output_file
-from effexport.commands._options import result_console, stage_progress, stderr_console
+from effexport.commands._console import result_console, stage_progress, stderr_console
 from effexport.commands._verbs import verb
 from effexport.errors import UserError
 from effexport.one_line import say

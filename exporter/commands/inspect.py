@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport import api
-from effexport.commands._options import cell, result_console
+from effexport.commands._console import cell, result_console
 from effexport.commands._verbs import verb
 from effexport.options import InspectOptions
 from effexport.runtimes import ENGINE_RUNTIMES

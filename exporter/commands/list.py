@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effexport.commands._options import result_console
+from effexport.commands._console import result_console
 from effexport.commands._verbs import verb
 from effexport.option_fields import Options
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.commands._options import result_console
+from effexport.commands._console import result_console
 from effexport.commands._verbs import verb
 from effexport.one_line import say
 from effexport.option_fields import Option, argument, option

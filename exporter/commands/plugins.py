@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.cli import SuggestingGroup
-from effexport.commands._options import result_console, stage_progress, stderr_console
+from effexport.commands._console import result_console, stage_progress, stderr_console
 from effexport.commands._verbs import verb
 from effexport.one_line import say
 from effexport.option_fields import Options, option

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from effexport import api
-from effexport.commands._options import result_console, stage_progress, stderr_console
+from effexport.commands._console import result_console, stage_progress, stderr_console
 from effexport.commands._result import json_of_result, print_result
 from effexport.commands._verbs import verb
 from effexport.options import RefitOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import check_output_file
-from effexport.commands._options import result_console
+from effexport.commands._console import result_console
 from effexport.commands._verbs import verb
 from effexport.files import write_output
 from effexport.one_line import say

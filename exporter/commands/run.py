@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import check_output_file
-from effexport.commands._options import implementation_text, result_console, stage_progress, stderr_console
+from effexport.commands._console import implementation_text, result_console, stage_progress, stderr_console
 from effexport.commands._text_tasks import TASKS, TextRequest, generate, run_task, sampling_of
 from effexport.commands._verbs import verb
 from effexport.errors import UserError

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.commands._options import implementation_text, stage_progress, stderr_console
+from effexport.commands._console import implementation_text, stage_progress, stderr_console
 from effexport.commands._verbs import verb
 from effexport.errors import MissingExtraError, UserError
 from effexport.one_line import say

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import result_console, stderr_console, time_left
-from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
+from effexport.commands._console import (
+    bar_column,
+    bars_of,
+    clock_column,
+    result_console,
+    stderr_console,
+    text_column,
+    time_left,
+)
 from effexport.commands._verbs import verb
 from effexport.environment import require_torch
 from effexport.one_line import say

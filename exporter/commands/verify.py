@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from effexport import api
-from effexport.commands._options import implementation_text, result_console, stage_progress, stderr_console
+from effexport.commands._console import implementation_text, result_console, stage_progress, stderr_console
 from effexport.commands._result import print_checks, verdict_text
 from effexport.commands._verbs import verb
 from effexport.errors import Unavailable

@@ -193,6 +193,15 @@ def test_an_error_of_a_function_names_arguments_and_keeps_the_flags_for_the_comm
     assert error.lines == (text,)
 
 
+def test_errors_of_functions_that_open_artifacts_name_arguments_too(tmp_path: Path) -> None:
+    opened = (effexport.load, effexport.load_text, effexport.load_decoder, effexport.load_generator)
+    for function in opened:
+        with pytest.raises(UserError, match="unknown runtime 'orrt'; did you mean 'ort'"):
+            function(tmp_path, runtime="orrt")
+    with pytest.raises(UserError, match=": effexport build --variant lsh -o nope"):  # a command stays one
+        effexport.report("nope")
+
+
 def test_the_public_errors_are_names_of_the_package() -> None:
     assert issubclass(effexport.StageError, effexport.EffexportError)
     assert issubclass(effexport.UserError, effexport.EffexportError)

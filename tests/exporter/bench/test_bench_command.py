@@ -317,7 +317,7 @@ def test_a_benchmark_that_fits_nowhere_fails_and_is_announced_as_short(cli: Cli,
 
 def test_progress_says_how_far_and_how_long() -> None:
     from effexport.bench.costs import Pace, Step
-    from effexport.commands._options import time_left
+    from effexport.commands._console import time_left
 
     now: Iterator[float] = iter([0.0, 0.0, 10.0, 20.0])
     steps: list[Step] = []

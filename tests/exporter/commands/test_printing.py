@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from effexport.commands import bench
-from effexport.commands._options import result_console, stage_progress, stderr_console
+from effexport.commands._console import result_console, stage_progress, stderr_console
 from effexport.commands.sweep import sweep_progress
 from effexport.one_line import say
 
