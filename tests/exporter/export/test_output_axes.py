@@ -252,7 +252,7 @@ def test_an_axis_that_is_declared_free_and_takes_few_sizes_is_named_with_the_siz
 
     with pytest.raises(
         UserError,
-        match=r"a batch of 3, width 11: .*; name width as free, in dynamic or --inputs, only if any size of it",
+        match=r"a batch of 3, width 11: .*; name width as free, in dynamic or inputs, only if any size of it",
     ):
         effexport.export(Halves(), torch.ones(2, 8), tmp_path / "o", dynamic={"x": {0: "batch", 1: "width"}})
 
