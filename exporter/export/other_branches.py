@@ -165,6 +165,8 @@ class Agreement:
                 return False
             if len(expected) != len(found) or not all(map(is_close, found, expected)):
                 return False
+            if [tuple(value.shape) for value in found] != declared_shapes(program, inputs):
+                return False
         return True
 
     def _run_module(self, size: int, index: int) -> list[torch.Tensor]:
@@ -173,6 +175,24 @@ class Agreement:
 
         with torch.no_grad():
             return tree_leaves(self._module(*(value.clone() for value in self._inputs(size)[index])))
+
+
+def declared_shapes(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """The shapes of the outputs of a program by its own formulas, for the sizes of these inputs."""
+    import torch
+
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    known = {
+        said.node.expr: size
+        for name, value in zip(program.graph_signature.user_inputs, inputs, strict=True)
+        for said, size in zip(values[name].shape, value.shape, strict=True)
+        if isinstance(said, torch.SymInt)
+    }
+
+    def size_of(said: Any) -> int:
+        return int(said.node.expr.subs(known)) if isinstance(said, torch.SymInt) else said
+
+    return [tuple(map(size_of, values[name].shape)) for name in program.graph_signature.user_outputs]
 
 
 def runnable(program: ExportedProgram) -> nn.Module:

@@ -285,10 +285,16 @@ class Slices(TorchFunctionMode):
     """Tells torch.export of slices `x[:, :k]` that k is from 0 to the size of x, where that is so at all sizes tried.
 
     Otherwise the size of the slice is unknown to it. The file has a Slice, which does as Python does at every size.
+    `split` and `chunk` of a free size become slices: onnxscript (0.7) fails on some, and their number is a condition.
     Of `x.squeeze()`, it keeps the free axes, which a graph would lose where their size is 1.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (size_of_part := PARTS.get(func)) is not None:
+            with self:
+                slices = parts(*args, **(kwargs or {}), size_of_part=size_of_part)
+            if slices is not None:
+                return slices
         if func is torch.ops.aten.slice:  # what torch.export makes of an index with a free size
             tensor, axis, *bounds = args[:4]
             for bound in bounds:
@@ -298,6 +304,31 @@ class Slices(TorchFunctionMode):
         if func in (torch.squeeze, Tensor.squeeze) and len(args) == 1 and not kwargs:
             return func(args[0], tuple(i for i, size in enumerate(args[0].shape) if type(size) is int and size == 1))
         return func(*args, **(kwargs or {}))
+
+
+PARTS: dict[Any, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys((torch.split, Tensor.split), lambda size, each: each),
+    **dict.fromkeys((torch.chunk, Tensor.chunk), lambda size, count: (size + count - 1) // count),
+}
+
+
+def parts(
+    tensor: Tensor,
+    split_size_or_sections: Any = None,
+    dim: int = 0,
+    *,
+    size_of_part: Callable[[Any, Any], Any],
+    **named: Any,
+) -> tuple[Tensor, ...] | None:
+    """The slices that `split` or `chunk` returns; None unless an axis of free size is cut into parts of one size."""
+    given = split_size_or_sections if split_size_or_sections is not None else next(iter(named.values()), None)
+    size = tensor.shape[dim]
+    if not isinstance(given, int | SymInt) or not any(isinstance(one, SymInt) for one in (given, size)):
+        return None
+    each = size_of_part(size, given)
+    count = int((size + each - 1) // each)
+    before = (slice(None),) * (dim % tensor.dim())
+    return tuple(tensor[*before, i * each : (i + 1) * each if i < count - 1 else None] for i in range(max(count, 1)))
 
 
 def is_between(bound: SymInt, size: Any) -> bool:

@@ -136,6 +136,14 @@ def by_blocks_of_8(x: Tensor) -> Tensor:
     return x.unflatten(1, (-1, 8)).mean(2)
 
 
+def first_300(x: Tensor) -> Tensor:
+    return x.split(300, dim=1)[0]
+
+
+def sums_of_largest_in_thirds(x: Tensor) -> Tensor:
+    return torch.stack([part.amax(1) for part in torch.chunk(x, 3, dim=-2)]).sum(0)
+
+
 class ByLevels(nn.Module):
     """Sums of 2, 4, … tokens, as often as a length padded to a power of two allows, which must be 4 at least."""
 
@@ -242,6 +250,8 @@ def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(tmp_path:
         (other_at_one_length, 6, (1, 8), 1),
         (doubled_in_a_part_of_a_side, 20, (1, 900), 3),
         (padded_if_needed_and_doubled_if_short, 24, (16, None), 1),
+        (first_300, 20, (1, 300), 1),
+        (sums_of_largest_in_thirds, 20, (5, None), 1),
     ],
 )
 def test_the_sizes_around_the_example_whose_branches_compute_the_same_are_taken(
