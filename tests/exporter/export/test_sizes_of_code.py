@@ -250,7 +250,7 @@ def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(tmp_path:
         (other_at_one_length, 6, (1, 8), 1),
         (doubled_in_a_part_of_a_side, 20, (1, 900), 3),
         (padded_if_needed_and_doubled_if_short, 24, (16, None), 1),
-        (first_300, 20, (1, 300), 1),
+        (first_300, 20, (1, 2400), 1),
         (sums_of_largest_in_thirds, 20, (5, None), 1),
     ],
 )
