@@ -215,10 +215,11 @@ def given(options: Options, base: type) -> dict[str, Any]:
     }
 
 
-# A command that is quoted, up to its end; and an option, with the word that stands for its value.
+# A command that is quoted, up to its end; and an option, with the word that stands for its value, or may be one.
 _NAMED = re.compile(
     r"effexport [a-z][^;:)\n]*"
-    r"|(?<![\w-])(--[a-z][a-z0-9-]*|-o(?=[,;.)]|$))((?: [A-Z][A-Z_]*(?:[.:][A-Za-z]+)?(?![\w-]))?)",
+    r"|(?<![\w-])(--[a-z][a-z0-9-]*|-o(?=[,;.)]|$))((?: [A-Z][A-Z_]*(?:[.:][A-Za-z]+)?(?![\w-]))?)"
+    r"(?: ([a-z][a-z0-9-]*))?",
     re.MULTILINE,
 )
 
@@ -269,8 +270,11 @@ def in_python(error: EffexportError, record: Any) -> EffexportError:
         if flag is None:
             return found[0]
         name, value = arguments_by_flag(record).get(flag, (flag[2:].replace("-", "_"), ""))
+        word, known = found[3], options_of(record).get(name)
+        if word and known and not known.is_repeated and word in known.choices:
+            return f'{name}="{word}"'
         value = value or "…" * (stands_for_value or flag == "-o")
-        return f"{name}={value}" if value else name
+        return (f"{name}={value}" if value else name) + (f" {word}" if word else "")
 
     error.args = (_NAMED.sub(argument_of, "\n".join(error.lines)),)
     return error

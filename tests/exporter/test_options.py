@@ -177,6 +177,7 @@ def test_the_tables_of_the_docs_are_those_of_the_records() -> None:
         ("expected --module MODULE:FUNCTION or --checkpoint DIR for", "expected module=… or checkpoint=… for"),
         ("unknown --runtime 'x'", "unknown runtime 'x'"),
         ("use --unfused, or --no-inline", "use fused=False, or inline=False"),
+        ("use --quantization dynamic, or --trace as well", 'use quantization="dynamic", or trace=True as well'),
         ("use a smaller --dim, --seq-len or --batch", "use a smaller dim, seq_len or batch"),
         ("export it first: effexport build --checkpoint x -o y", ": effexport build --checkpoint x -o y"),
         ("make it with: effexport build --variant lsh; or --force", "effexport build --variant lsh; or force=True"),

@@ -142,7 +142,7 @@ def test_samples_that_give_no_scale_are_refused(change: Any, sentence: str, tmp_
 def test_a_bare_layer_and_values_of_another_type_are_one_error(tmp_path: Path) -> None:
     with pytest.raises(EffexportError, match="put it into a module"):
         effexport.export(nn.Linear(32, 32).eval(), torch.randn(2, 5, 32), tmp_path / "built", precision="int8")
-    for name, value in {"max_loss": "0.1", "smooth": True, "keep_float": "a"}.items():
+    for name, value in {"max_loss": "0.1", "smooth": True, "keep_float": 3}.items():
         with pytest.raises(UserError, match=f"{name} is {value!r}; expected a"):
             built(Two(), tmp_path, precision="int8", **{name: value})
     assert not (tmp_path / "built").exists()
