@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from campaign import operators
-from campaign.operator_calls import VALID, Call, Dice
+from campaign.operator_calls import Call, Dice, valid
 from portability.environments import OLD_ORT, TOOLS, PythonVenv, pinned
 from portability.worker import Worker, WorkerRunner, open_in_worker
 from small_builds import built_artifact
@@ -54,10 +54,10 @@ def test_the_oldest_environment_has_the_first_release_that_is_declared_and_the_n
 
 
 @pytest.mark.requires("portability", "native", "torch", "onnx", "ort")
-@pytest.mark.parametrize("draw", VALID, ids=[draw.__name__ for draw in VALID])
-def test_kernels_give_what_function_bodies_give(draw: Callable[[Dice], Call], worker: Worker) -> None:
-    drawn = [draw(Dice(random.Random(f"{seed}"), np.random.default_rng(seed))) for seed in range(CALLS)]
-    assert {array.dtype.name for call in drawn for array in call.feeds.values()} >= set(OPS[drawn[0].op].element_types)
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_give_what_function_bodies_give(op: str, worker: Worker) -> None:
+    drawn = [valid(Dice(random.Random(f"{seed}"), np.random.default_rng(seed)), op) for seed in range(CALLS)]
+    assert {array.dtype.name for call in drawn for array in call.feeds.values()} >= set(OPS[op].element_types)
     for call in drawn:
         operators.compare(call, results_in(worker, call))
 

@@ -46,11 +46,12 @@ class Dice:
     numbers: np.random.Generator
 
 
-def valid(dice: Dice) -> Call:
-    """A case of a contract, often with other sizes. Inputs are as the contract makes them."""
+def valid(dice: Dice, op: str = "") -> Call:
+    """A case of a contract, of any operator if none is named, often with other sizes. Inputs are as the contract makes
+    them."""
     from emulated_plugins import array_of
 
-    op = dice.choices.choice(list(OPS))
+    op = op or dice.choices.choice(list(OPS))
     contract = load_contract(OPS[op])
     case = dice.choices.choice([*contract.small, *contract.cases])
     other = with_other_sizes(contract, case, dice)

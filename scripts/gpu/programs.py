@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -33,6 +34,8 @@ def run_program(
         text=True,
         errors="replace",
         process_group=0,
+        # programs that nohup started ignore SIGINT, and so would their children
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     output, errors, in_time = "", "", True
     try:

@@ -129,7 +129,7 @@ def test_with_an_older_driver_requested_kernels_are_one_error(built: Built, impl
 
 
 @pytest.mark.requires("ort")
-@pytest.mark.parametrize(("driver", "runtime"), [(12040, "ort"), (0, "ort"), (0, "ort-cuda"), (13000, "ort-cuda")])
+@pytest.mark.parametrize(("driver", "provider"), [(12040, "ort"), (0, "ort"), (0, "ort-cuda"), (13000, "ort-cuda")])
 def test_otherwise_kernels_run_and_nothing_is_said(built: Built, driver: int, provider: str) -> None:
     done = built.chosen(driver, provider, "auto")
     assert (done.stdout, done.stderr) == ("('MaskedAttention', 'LSHSort')\n" * 3, "")
