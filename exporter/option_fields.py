@@ -200,6 +200,11 @@ def _option_field(one: Field[Any], hint: Any) -> OptionField:
 class Options:
     """Base of the records, and that of a verb without options. Checks types, and that values are among the choices."""
 
+    @classmethod
+    def arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, by the names of the fields."""
+        return given
+
     def __post_init__(self) -> None:
         record: Any = type(self)
         for name, one in options_of(record).items():
@@ -235,6 +240,7 @@ def keywords(record: Callable[P, Record]) -> Callable[[Callable[[Record], Result
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             with python_errors(record):
+                kwargs = known.arguments(kwargs)  # type: ignore[attr-defined]
                 if unknown := [name for name in kwargs if name not in options_of(known)]:
                     similar = did_you_mean(unknown[0], options_of(known))
                     raise UserError(f"{function.__name__} has no argument {unknown[0]!r}{similar}")

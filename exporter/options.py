@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.dtypes import Scales
 from effexport.errors import UserError
+from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import tasks
 from effexport.models.encoder.spec import Pooling
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.option_fields import Option, Options, argument, file_option, given, option, python_option
 from effexport.runners.options import IMPLEMENTATIONS, RunOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES
-from effexport.spec import BuildSpec, Golden, Precision
+from effexport.spec import ENCODER_FIELDS, BuildSpec, Golden, Precision
 from effexport.tensorrt.spec import EngineSpec
 from effexport.units import tokens_from_text
 
@@ -317,6 +318,16 @@ class BuildOptions(AnyBuildOptions, SourceOptions):
         expected="a path, a BuildSpec or a dictionary of options",
     )
     output: str | Path | None = option(None, "Folder to write; default: artifacts/NAME.", short="-o", metavar=A_FOLDER)
+
+    @classmethod
+    def arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, with other fields of a variant and its encoder, such as num_landmarks, in `spec`."""
+        known = {name for one in ATTENTION_SPECS.values() for name in field_names(one)}.union(ENCODER_FIELDS)
+        spec = given.get("spec") or {}
+        fields = {name: value for name, value in given.items() if name in known.difference(cls.__dataclass_fields__)}
+        if not fields or not isinstance(spec, Mapping):
+            return given
+        return {name: value for name, value in given.items() if name not in fields} | {"spec": {**spec, **fields}}
 
     @classmethod
     def of_export(cls, given: ExportOptions) -> BuildOptions:

@@ -194,6 +194,17 @@ def test_an_error_of_a_function_names_arguments_and_keeps_the_flags_for_the_comm
     assert error.lines == (text,)
 
 
+def test_fields_of_a_variant_may_be_arguments() -> None:
+    given = {"variant": "lsh", "chunk_length": 8, "vocab_size": 99, "heads": 2, "spec": {"seed": 1}}
+    spec = {"seed": 1, "chunk_length": 8, "vocab_size": 99}
+    assert BuildOptions.arguments(given) == {"variant": "lsh", "heads": 2, "spec": spec}
+    assert BuildOptions.arguments({"spec": "x.toml", "chunk_length": 8}) == {"spec": "x.toml", "chunk_length": 8}
+    with pytest.raises(UserError, match="build has no argument 'forc'; did you mean 'force'"):
+        effexport.build(variant="lsh", forc=True)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="chunk_length does not apply to softmax"):
+        effexport.build(variant="softmax", chunk_length=8)  # type: ignore[call-arg]
+
+
 def test_errors_of_functions_that_open_artifacts_name_arguments_too(tmp_path: Path) -> None:
     opened = (effexport.load, effexport.load_text, effexport.load_decoder, effexport.load_generator)
     for function in opened:
