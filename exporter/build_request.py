@@ -75,6 +75,7 @@ class BuildRequest:
         flags = given(options, SpecOptions)
         named = {name: getattr(options, name) for name in ("variant", "task", INDEPENDENT)}
         flags |= {name: value for name, value in named.items() if value is not None}
+        flags |= options.others
         spec = None if isinstance(options.spec, BuildSpec) or options.spec is None else read_spec_file(options.spec)
         if spec is not None and (options.checkpoint is not None or options.module is not None):
             flags, spec = spec.values | flags, None

@@ -240,11 +240,11 @@ def keywords(record: Callable[P, Record]) -> Callable[[Callable[[Record], Result
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             with python_errors(record):
-                kwargs = known.arguments(kwargs)  # type: ignore[attr-defined]
-                if unknown := [name for name in kwargs if name not in options_of(known)]:
+                named = known.arguments(kwargs)  # type: ignore[attr-defined]
+                if unknown := [name for name in kwargs if name in named and name not in options_of(known)]:
                     similar = did_you_mean(unknown[0], options_of(known))
                     raise UserError(f"{function.__name__} has no argument {unknown[0]!r}{similar}")
-                return function(record(*args, **kwargs))
+                return function(typing.cast(Any, record)(*args, **named))
 
         call.__signature__ = inspect.signature(record)  # type: ignore[attr-defined]
         return call

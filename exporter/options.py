@@ -319,15 +319,16 @@ class BuildOptions(AnyBuildOptions, SourceOptions):
     )
     output: str | Path | None = option(None, "Folder to write; default: artifacts/NAME.", short="-o", metavar=A_FOLDER)
 
+    _: KW_ONLY
+    # fields of a variant and its encoder that have no option, such as num_landmarks; in Python, arguments like options
+    others: Mapping[str, Any] = field(default_factory=dict)
+
     @classmethod
     def arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, with other fields of a variant and its encoder, such as num_landmarks, in `spec`."""
+        """The arguments of a call, with fields that have no option in `others`."""
         known = {name for one in ATTENTION_SPECS.values() for name in field_names(one)}.union(ENCODER_FIELDS)
-        spec = given.get("spec") or {}
-        fields = {name: value for name, value in given.items() if name in known.difference(cls.__dataclass_fields__)}
-        if not fields or not isinstance(spec, Mapping):
-            return given
-        return {name: value for name, value in given.items() if name not in fields} | {"spec": {**spec, **fields}}
+        others = {name: given[name] for name in given.keys() & known.difference(cls.__dataclass_fields__)}
+        return {name: value for name, value in given.items() if name not in others} | {"others": others}
 
     @classmethod
     def of_export(cls, given: ExportOptions) -> BuildOptions:

@@ -165,7 +165,7 @@ class Agreement:
                 return False
             if len(expected) != len(found) or not all(map(is_close, found, expected)):
                 return False
-            if [tuple(value.shape) for value in found] != declared_shapes(program, inputs):
+            if not all(map(has_shape, found, declared_shapes(program, inputs))):
                 return False
         return True
 
@@ -177,8 +177,9 @@ class Agreement:
             return tree_leaves(self._module(*(value.clone() for value in self._inputs(size)[index])))
 
 
-def declared_shapes(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """The shapes of the outputs of a program by its own formulas, for the sizes of these inputs."""
+def declared_shapes(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[list[int | None]]:
+    """The shapes of the outputs of a program by its own formulas, for the sizes of these inputs; None for a size that
+    depends on something else."""
     import torch
 
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
@@ -189,10 +190,17 @@ def declared_shapes(program: ExportedProgram, inputs: Sequence[torch.Tensor]) ->
         if isinstance(said, torch.SymInt)
     }
 
-    def size_of(said: Any) -> int:
-        return int(said.node.expr.subs(known)) if isinstance(said, torch.SymInt) else said
+    def size_of(said: Any) -> int | None:
+        size = said.node.expr.subs(known) if isinstance(said, torch.SymInt) else said
+        return int(size) if isinstance(size, int) or size.is_number else None
 
-    return [tuple(map(size_of, values[name].shape)) for name in program.graph_signature.user_outputs]
+    return [list(map(size_of, values[name].shape)) for name in program.graph_signature.user_outputs]
+
+
+def has_shape(value: torch.Tensor, shape: Sequence[int | None]) -> bool:
+    """True for a tensor of this shape, in which None is any size."""
+    pairs = zip(shape, value.shape, strict=False)
+    return value.dim() == len(shape) and all(said in (None, size) for said, size in pairs)
 
 
 def runnable(program: ExportedProgram) -> nn.Module:

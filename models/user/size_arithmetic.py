@@ -290,7 +290,7 @@ class Slices(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (size_of_part := PARTS.get(func)) is not None:
+        if args and (size_of_part := PARTS.get(func)) is not None:
             with self:
                 slices = parts(*args, **(kwargs or {}), size_of_part=size_of_part)
             if slices is not None:
@@ -313,17 +313,15 @@ PARTS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 def parts(
-    tensor: Tensor,
-    split_size_or_sections: Any = None,
-    dim: int = 0,
-    *,
-    size_of_part: Callable[[Any, Any], Any],
-    **named: Any,
+    tensor: Tensor, given: Any = None, dim: int = 0, *, size_of_part: Callable[[Any, Any], Any], **named: Any
 ) -> tuple[Tensor, ...] | None:
-    """The slices that `split` or `chunk` returns; None unless an axis of free size is cut into parts of one size."""
-    given = split_size_or_sections if split_size_or_sections is not None else next(iter(named.values()), None)
+    """The slices that `split` or `chunk` returns; None unless an axis of free size is cut into parts of one size.
+
+    given: the size or the number of the parts, which may also have the name that PyTorch gives it.
+    """
+    given = next(iter(named.values()), given)
     size = tensor.shape[dim]
-    if not isinstance(given, int | SymInt) or not any(isinstance(one, SymInt) for one in (given, size)):
+    if not isinstance(given, int | SymInt) or not any(isinstance(one, SymInt) for one in (given, size)) or given <= 0:
         return None
     each = size_of_part(size, given)
     count = int((size + each - 1) // each)

@@ -18,6 +18,7 @@ from effexport.build_request import BuildRequest
 from effexport.cli import COMMANDS
 from effexport.commands._verbs import verb
 from effexport.errors import EffexportError, UserError
+from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.option_fields import OTHER, Options, file_option, in_python, keywords, option, options_of
 from effexport.options import (
     SECTIONS,
@@ -194,11 +195,17 @@ def test_an_error_of_a_function_names_arguments_and_keeps_the_flags_for_the_comm
     assert error.lines == (text,)
 
 
-def test_fields_of_a_variant_may_be_arguments() -> None:
-    given = {"variant": "lsh", "chunk_length": 8, "vocab_size": 99, "heads": 2, "spec": {"seed": 1}}
-    spec = {"seed": 1, "chunk_length": 8, "vocab_size": 99}
-    assert BuildOptions.arguments(given) == {"variant": "lsh", "heads": 2, "spec": spec}
-    assert BuildOptions.arguments({"spec": "x.toml", "chunk_length": 8}) == {"spec": "x.toml", "chunk_length": 8}
+def test_fields_of_a_variant_may_be_arguments(tmp_path: Path) -> None:
+    given = {"variant": "lsh", "chunk_length": 8, "vocab_size": 99, "heads": 2}
+    others = {"chunk_length": 8, "vocab_size": 99}
+    assert BuildOptions.arguments(given) == {"variant": "lsh", "heads": 2, "others": others}
+    file = tmp_path / "spec.toml"
+    file.write_text('variant = "lsh"\nchunk_length = 64\nnum_hashes = 3\n')
+    for spec in (file, {"variant": "lsh", "chunk_length": 64, "num_hashes": 3}):
+        request = BuildRequest.of(BuildOptions(spec, **BuildOptions.arguments({"chunk_length": 8, "seq_len": 64})))
+        built, _ = request.resolve()
+        assert isinstance(built.attention, LSHSpec)
+        assert (built.attention.chunk_length, built.attention.num_hashes, built.model.seq_len) == (8, 3, 64)
     with pytest.raises(UserError, match="build has no argument 'forc'; did you mean 'force'"):
         effexport.build(variant="lsh", forc=True)  # type: ignore[call-arg]
     with pytest.raises(UserError, match="chunk_length does not apply to softmax"):

@@ -21,7 +21,7 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph
-from effexport.export.other_branches import Agreement, Side, program_of_sides
+from effexport.export.other_branches import Agreement, Side, declared_shapes, has_shape, program_of_sides
 from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs import case_inputs
@@ -278,6 +278,16 @@ def test_logarithms_that_decide_how_often_code_runs_are_numbers_in_the_graph(tmp
         for length in (17, 21, 31, 32):
             x = vectors(3, length)
             np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+
+
+def test_a_program_must_declare_the_shapes_that_it_returns() -> None:
+    program = torch.export.export(
+        Written(lambda x: x[:, : 2 * (x.shape[1] // 2)]), (vectors(2, 6),), dynamic_shapes=({1: Dim.AUTO},)
+    )
+    assert declared_shapes(program, [vectors(2, 9)]) == [[2, 8, DIM]]
+    assert has_shape(vectors(2, 8), [2, None, DIM])
+    assert not has_shape(vectors(2, 8), [2, 9, DIM])
+    assert not has_shape(vectors(2, 8), [2, 8])
 
 
 def test_sizes_at_which_the_model_fails_are_no_other_side() -> None:
