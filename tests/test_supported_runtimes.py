@@ -41,7 +41,8 @@ CAUSAL = [variant for variant in ATTENTION_SPECS if variant != "nystrom"]  # whi
 MODELS = [*((variant, False) for variant in ATTENTION_SPECS), *((variant, True) for variant in CAUSAL)]
 
 
-@pytest.fixture(scope="module", params=[OLDEST, NEWEST], ids=["oldest", "newest"])
+# the newest is the release in which the suite runs the kernels anyway
+@pytest.fixture(scope="module", params=[OLDEST, pytest.param(NEWEST, marks=pytest.mark.soak)], ids=["oldest", "newest"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     with Worker(request.param, tmp_path_factory.mktemp("worker")) as worker:
         yield worker
