@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -92,9 +92,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.models.user.model import UserModel
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass

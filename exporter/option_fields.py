@@ -28,6 +28,8 @@ P = ParamSpec("P")
 Record = TypeVar("Record")
 Result = TypeVar("Result")
 OTHER = "Other options"
+# Placeholders of the values of options in --help.
+A_FILE, A_FOLDER, A_NUMBER, A_FACTORY = "FILE", "DIR", "N", "MODULE:FUNCTION"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,19 @@ from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import tasks
 from effexport.models.encoder.spec import Pooling
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.option_fields import Option, Options, argument, file_option, given, option, python_option
+from effexport.option_fields import (
+    A_FACTORY,
+    A_FILE,
+    A_FOLDER,
+    A_NUMBER,
+    Option,
+    Options,
+    argument,
+    file_option,
+    given,
+    option,
+    python_option,
+)
 from effexport.runners.options import IMPLEMENTATIONS, RunOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES
 from effexport.spec import ENCODER_FIELDS, BuildSpec, Golden, Precision
@@ -44,8 +56,6 @@ QUANTISATION = "Quantisation, with --precision int8 or fp8"
 CHECK, RUNS, ENGINES = "The check", "How the model runs", "TensorRT engines"
 # In the order of --help.
 SECTIONS = (WHAT, SIZES, RETURNS, FILE, QUANTISATION, CHECK, RUNS, ENGINES)
-# What stands for the value of an option.
-A_FILE, A_FOLDER, A_NUMBER, A_FACTORY = "FILE", "DIR", "N", "MODULE:FUNCTION"
 GENERATED = "With --generate: {}; default: {}."
 MODULE = "an nn.Module, not its class, or 'package.module:factory'"
 SETTINGS = "an effexport.RunOptions"

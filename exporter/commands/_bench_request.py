@@ -13,8 +13,7 @@ from effexport.bench.presets import PRESETS
 from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.errors import UserError
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.option_fields import Options, command_of, option
-from effexport.options import A_FOLDER, A_NUMBER
+from effexport.option_fields import A_FOLDER, A_NUMBER, Options, command_of, option
 from effexport.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME
 from effexport.units import tokens_from_text
 

@@ -11,8 +11,7 @@ from effexport.commands._console import result_console, stage_progress, stderr_c
 from effexport.commands._verbs import verb
 from effexport.errors import UserError
 from effexport.one_line import say
-from effexport.option_fields import Option, Options, argument, option
-from effexport.options import A_FILE
+from effexport.option_fields import A_FILE, Option, Options, argument, option
 from effexport.units import megabytes
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.commands._console import result_console
 from effexport.commands._verbs import verb
 from effexport.one_line import say
-from effexport.option_fields import Option, argument, option
-from effexport.options import A_FOLDER
+from effexport.option_fields import A_FOLDER, Option, argument, option
 from effexport.serving.triton.spec import PackageSpec
 from effexport.shell import command_line
 

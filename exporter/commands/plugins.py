@@ -14,8 +14,7 @@ from effexport.cli import SuggestingGroup
 from effexport.commands._console import result_console, stage_progress, stderr_console
 from effexport.commands._verbs import verb
 from effexport.one_line import say
-from effexport.option_fields import Options, option
-from effexport.options import A_FOLDER
+from effexport.option_fields import A_FOLDER, Options, option
 
 if TYPE_CHECKING:
     from rich.console import Console

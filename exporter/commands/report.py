@@ -11,8 +11,7 @@ from effexport.commands._console import result_console
 from effexport.commands._verbs import verb
 from effexport.files import write_output
 from effexport.one_line import say
-from effexport.option_fields import Options, argument, option
-from effexport.options import A_FILE
+from effexport.option_fields import A_FILE, Options, argument, option
 from effexport.report.rendering.formats import FORMAT_OF_SUFFIX, FORMATS, text_from_report
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from effexport.commands._console import implementation_text, stage_progress, std
 from effexport.commands._verbs import verb
 from effexport.errors import MissingExtraError, UserError
 from effexport.one_line import say
-from effexport.option_fields import Options, argument, option, options_of
-from effexport.options import A_FOLDER, A_NUMBER, DeviceOptions
+from effexport.option_fields import A_FOLDER, A_NUMBER, Options, argument, option, options_of
+from effexport.options import DeviceOptions
 from effexport.serving.engine.settings import TOKEN_VARIABLE, ServingSettings
 from effexport.units import counted
 

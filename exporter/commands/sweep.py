@@ -22,8 +22,7 @@ from effexport.commands._console import (
 from effexport.commands._verbs import verb
 from effexport.environment import require_torch
 from effexport.one_line import say
-from effexport.option_fields import Options, argument, command_of, option
-from effexport.options import A_FOLDER, A_NUMBER
+from effexport.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
 from effexport.shell import Word, command_line
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
-from effexport.option_fields import Option, Options, option
+from effexport.option_fields import A_NUMBER, Option, Options, option
 from effexport.process_memory import STATUS
 from effexport.runtimes import CPU
 from effexport.units import bytes_from_text, tokens_from_text
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from effexport.runtimes import Runtime
 
 TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
-N = "N"  # stands for a number
 # Longest sequence if neither the model nor --max-seq-len limits it.
 DEFAULT_MAX_SEQ_LEN = 16384
 # Number of request bodies of the largest size that may be in memory at once, complete or not.
@@ -40,14 +39,14 @@ TEXT_CHARACTERS_IN_MEMORY = 1 << 20
 class ServingSettings(Options):
     """Limits and waiting times of a server; `resolved` chooses those that depend on the machine."""
 
-    max_batch: int = option(8, "Most rows of a run.", metavar=N)
+    max_batch: int = option(8, "Most rows of a run.", metavar=A_NUMBER)
     max_padding: float = option(0.1, "Largest share of padding in a run.", metavar="SHARE")
-    max_run_tokens: int | None = option(None, "Most tokens of a shared run; default: 256 a core.", metavar=N)
-    concurrent_runs: int | None = option(None, "Runs of a model at a time; default: 1 or 2.", metavar=N)
+    max_run_tokens: int | None = option(None, "Most tokens of a shared run; default: 256 a core.", metavar=A_NUMBER)
+    concurrent_runs: int | None = option(None, "Runs of a model at a time; default: 1 or 2.", metavar=A_NUMBER)
     batch_delay_ms: float = option(0.0, "Milliseconds that a run waits for more requests.", metavar="MS")
-    queue_size: int = option(64, "Requests that may wait; then 503.", metavar=N)
-    max_sessions: int = option(64, "Texts generated at a time; then 503.", metavar=N)
-    max_request_bytes: int = option(64 << 20, "Largest body, also decompressed.", metavar=N)
+    queue_size: int = option(64, "Requests that may wait; then 503.", metavar=A_NUMBER)
+    max_sessions: int = option(64, "Texts generated at a time; then 503.", metavar=A_NUMBER)
+    max_request_bytes: int = option(64 << 20, "Largest body, also decompressed.", metavar=A_NUMBER)
     max_seq_len: int | None = option(
         None, "Longest sequence; default: the model's, or 16384.", metavar="LENGTH", read=tokens_from_text
     )

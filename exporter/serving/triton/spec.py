@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from effexport.errors import UserError
 from effexport.models.validation import SpecError, require
-from effexport.option_fields import Option, Options, option
+from effexport.option_fields import A_NUMBER, Option, Options, option
 from effexport.runners.options import IMPLEMENTATIONS
 
 # Triton's backends that can run an artifact, in order of preference.
@@ -27,7 +27,6 @@ DEFAULT_MAX_BATCH = 8
 DEFAULT_SESSIONS = 64
 DEFAULT_IMAGE_TAG = "26.07-py3"
 LARGEST_VERSION = 2**63 - 1
-N = "N"  # stands for a number
 # Of 32-bit fields in a configuration.
 LARGEST_NUMBER = 2**31 - 1
 
@@ -51,21 +50,21 @@ class PackageSpec(Options):
     backends: Sequence[BackendName] = option(
         (), "onnxruntime, python or tensorrt; default: all.", flag="--backend", metavar="NAME"
     )
-    version: int | None = option(None, "Version number; default: the next free one.", metavar=N)
-    max_batch: int | None = option(None, "Rows (default: 8), or texts generated (64).", metavar=N)
+    version: int | None = option(None, "Version number; default: the next free one.", metavar=A_NUMBER)
+    max_batch: int | None = option(None, "Rows (default: 8), or texts generated (64).", metavar=A_NUMBER)
     preferred_batch: Sequence[int] = option(
         (), "Sizes that run at once, such as 4,8.", metavar="N,…", read=sizes_from_text
     )
-    queue_delay_us: int = option(500, "Microseconds that a request waits.", metavar=N)
-    max_queue: int = option(0, "Requests that may wait; 0 (default): no limit.", metavar=N)
-    instances: int = option(1, "Copies that run at a time.", metavar=N)
+    queue_delay_us: int = option(500, "Microseconds that a request waits.", metavar=A_NUMBER)
+    max_queue: int = option(0, "Requests that may wait; 0 (default): no limit.", metavar=A_NUMBER)
+    instances: int = option(1, "Copies that run at a time.", metavar=A_NUMBER)
     kind: Literal["cpu", "gpu"] | None = option(None, "cpu (default), or gpu (default of tensorrt).", metavar="KIND")
-    threads: int | None = option(None, "Threads of an instance; default: all cores.", metavar=N)
+    threads: int | None = option(None, "Threads of an instance; default: all cores.", metavar=A_NUMBER)
     implementation: str = option(
         "auto", "Custom operators: auto (default), kernel, body.", metavar="HOW", choices=IMPLEMENTATIONS
     )
     warm_up: bool = True
-    live_versions: int = option(1, "How many of the newest are served.", metavar=N)
+    live_versions: int = option(1, "How many of the newest are served.", metavar=A_NUMBER)
     server_path: str = option("/models", "Path on the server.", metavar="PATH")
     image_tag: str | None = option(None, "Tag of the tritonserver image.", metavar="TAG")
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from ended import has_ended
 from sweep_cells import tiny_cells
 
 from effexport.bench import children as module
@@ -56,7 +55,7 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path, m
     )
     outcome = outcome_of(code, tmp_path, monkeypatch, CellLimits(seconds=1.0))
     assert outcome.reason == "took longer than 1 s; raise --timeout"
-    assert is_gone(int(outcome.log))
+    assert has_ended(int(outcome.log))
 
 
 def test_only_the_end_of_a_long_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +89,7 @@ def test_the_process_of_an_attempt_ends_with_the_one_that_waits_for_it(tmp_path:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-        assert is_gone(child)
+        assert has_ended(child)
 
 
 def test_a_node_with_other_versions_refuses_the_cell() -> None:
@@ -104,16 +103,3 @@ def test_what_a_request_asks_for_and_cannot_be_is_a_reason(tmp_path: Path) -> No
     broken = {"cell": {**CELL.to_dict(), "spec": {**CELL.spec.to_dict(), "batch": 0}}}
     outcome = outcome_of_request(broken, tmp_path / "artifact")
     assert (outcome.status, outcome.reason) == ("failed", "batch is 0; expected at least 1")
-
-
-def is_gone(pid: int, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
