@@ -40,9 +40,9 @@ BAD = ("wrong", "crashed")
 
 
 def prepare() -> None:
-    """Make .venv-wild, unless it is made from the present requirements, and the kernel library."""
-    from effexport.plugins.building.library import get_library_path
-
+    """Make .venv-wild, unless it is made from the present requirements; before it, all that the fast tests need."""
+    tests = ["bash", "-c", "source scripts/test_environment.sh && ensure_tests fast"]
+    subprocess.run(tests, check=True, cwd=ROOT)
     stamp, wanted = ENVIRONMENT / "effexport.stamp", hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
         print("creating .venv-wild (180 MB)", file=sys.stderr, flush=True)
@@ -54,8 +54,6 @@ def prepare() -> None:
             f"import site; site.addsitedir({packages_of(sys.executable)!r})\n", encoding="utf-8"
         )
         stamp.write_text(wanted, encoding="utf-8")
-    if get_library_path() is None:
-        subprocess.run([sys.executable, "-P", "-m", "effexport", "plugins", "build", "--no-cuda"], check=True)
 
 
 def packages_of(interpreter: str) -> str:
