@@ -1,7 +1,7 @@
-"""Runs README.md as its reader would: every command and every file it shows, from top to bottom, in one folder, then
-every other command on what was built.
+"""Runs README.md and docs/tour.md as their reader would: every command and every file they show, from top to bottom, in
+one folder, then every other command on what was built.
 
-`python tests/support/readme_run.py FOLDER` makes a fresh clone in FOLDER, runs the page there twice, and prints a
+`python tests/support/readme_run.py FOLDER` makes a fresh clone in FOLDER, runs the pages there twice, and prints a
 transcript.
 """
 
@@ -29,6 +29,7 @@ from transformers_models import saved
 from effexport.artifact import open_artifact
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/tour.md")
 # The reader's own checkpoint: here a small Nyströmformer with a tokenizer, saved by transformers.
 CHECKPOINT = "my-checkpoint"
 CONFIG = {"vocab_size": 258, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -74,6 +75,10 @@ class Done:
             return f"  saved {self.step.file}"
         result = f"not run: {self.skipped}" if self.skipped else f"exit {self.status}, {self.seconds:.1f} s"
         return f"$ {self.step.text}\n  {result}"
+
+
+def steps_of_pages() -> list[Step]:
+    return [step for page in PAGES for step in steps_of((ROOT / page).read_text(encoding="utf-8"))]
 
 
 def steps_of(page: str) -> Iterator[Step]:
@@ -173,7 +178,7 @@ def run_page(folder: Path) -> Iterator[Done]:
     port, shell = free_port(), Shell(folder)
     printed = ""
     try:
-        for step in steps_of((ROOT / "README.md").read_text(encoding="utf-8")):
+        for step in steps_of_pages():
             done = taken(step, shell, folder, port)
             yield done
             if done.status:
@@ -267,7 +272,7 @@ def write_files(folder: Path) -> None:
     """The page itself, the files that it shows, and what else its reader has, but for the clone."""
     shutil.copy2(ROOT / "README.md", folder)
     save_checkpoint(folder)
-    for step in steps_of((ROOT / "README.md").read_text(encoding="utf-8")):
+    for step in steps_of_pages():
         if step.file:
             save_file(step, folder)
 
