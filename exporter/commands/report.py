@@ -112,9 +112,11 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
 
 def comparison_text(comparison: Comparison, form: str) -> str:
     from effexport.files import json_text
-    from effexport.report.rendering.html import html_from_comparison
-    from effexport.report.rendering.markdown import markdown_from_comparison
+    from effexport.render.html import html_from_document
+    from effexport.render.markdown import markdown_from_document
+    from effexport.report.rendering.comparison import document_from_comparison
 
     if form == "json":
         return json_text(comparison.to_dict())
-    return html_from_comparison(comparison) if form == "html" else markdown_from_comparison(comparison)
+    document = document_from_comparison(comparison)
+    return html_from_document(document) if form == "html" else markdown_from_document(document)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from effexport.render.multiples import Chart
+from effexport.render.svg import Figure
 from effexport.units import NOTHING
 
 # Status of a sentence, a line or a cell → CSS class, style on a terminal, sign in Markdown. Other statuses are plain.
@@ -132,7 +133,14 @@ class Code:
     text: str
 
 
-Part = str | Sentence | Table | Facts | Item | Code | Chart
+@dataclass(frozen=True)
+class Plots:
+    """Plots beside each other, each with its own legend; on a page only."""
+
+    figures: tuple[Figure, ...]
+
+
+Part = str | Sentence | Table | Facts | Item | Code | Chart | Plots
 
 
 @dataclass(frozen=True)
@@ -158,12 +166,12 @@ class Document:
 
     program: str
     title: str
-    lead: str
-    created: str
     verdicts: tuple[Sentence, ...]
-    sentences: tuple[Sentence, ...]
-    parts: tuple[Part, ...]
     sections: tuple[Section, ...]
+    lead: str = ""
+    created: str = ""
+    sentences: tuple[Sentence, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sections", tuple(section for section in self.sections if section.parts))

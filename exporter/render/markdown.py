@@ -15,14 +15,14 @@ MAX_OPEN_LINES = 40
 
 def markdown_from_document(document: Document) -> str:
     """The conclusion, then the sections; their background is folded. Charts are left to pages."""
-    created = moment(document.created)
+    created = moment(document.created) if document.created else ""
     parts = [f"### {escaped(document.title)}"]
     parts += [f"{sign_of(one)}**{escaped(one.text)}**" for one in document.verdicts]
     parts.append("\n".join(f"* {sign_of(one)}{escaped(one.text)}" for one in document.sentences))
     parts += markdown_of_parts(document.parts)
     for section in document.sections:
         parts += markdown_of_section(section)
-    parts.append(escaped(f"{document.lead}, {created}" if document.lead else created))
+    parts.append(escaped(", ".join(filter(None, (document.lead, created)))))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from effexport.one_line import one_line, say
-from effexport.render.document import STATUSES, Code, Document, Facts, Item, Link, Part, Sentence, Table
+from effexport.render.document import STATUSES, Code, Document, Facts, Item, Link, Part, Plots, Sentence, Table
 from effexport.render.multiples import Chart
 from effexport.units import NOTHING
 
@@ -26,7 +26,7 @@ def print_document(console: Console, document: Document) -> None:
     for part in document.parts:
         print_part(console, part)
     for section in document.sections:
-        if not section.is_background and not all(isinstance(part, Chart) for part in section.parts):
+        if not section.is_background and not all(isinstance(part, Chart | Plots) for part in section.parts):
             console.print()
             say(console, section.title, "bold")
             for part in section.parts:

@@ -141,22 +141,6 @@ class Comparison:
         }
 
 
-def result_text(entry: Mapping[str, Any] | None) -> str:
-    """`passed, 2.6e-06 of 0.0002` for a summary of checks."""
-    if entry is None:
-        return "–"
-    value = "" if entry["worst"] is None else f", {measured_text(entry['worst'], entry['limit'])}"
-    return f"{entry['status']}{value}"
-
-
-def case_text(check: Check | None) -> str:
-    """`2.6e-06 of 0.0002 at 1 × 512`: what one side says of a case."""
-    if check is None:
-        return "–"
-    value = check.status if check.value is None else measured_text(check.value, check.limit)
-    return f"{value} at {check.case.shape_text}" if check.case.shape else value
-
-
 def measured_text(value: float, limit: float | None) -> str:
     """`2.6e-06 of 0.0002`, or the value alone where there is no limit."""
     return number(value) if limit is None else f"{number(value)} of {number(limit)}"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from effexport.models.sources import SEED
 from effexport.proof.check import Check, Kind, meaning_of, outcome_of, outcomes_text, summary
 from effexport.render.templates import template_environment
-from effexport.report.compare import Comparison, Side, case_text, result_text
+from effexport.report.compare import Side
 from effexport.report.problems import problems_of
-from effexport.report.rendering.figures import comparison_figures, error_figures
+from effexport.report.rendering.figures import error_figures
 from effexport.report.rendering.quantization import layer_rows, quantization_facts
 from effexport.report.rendering.text import (
     cases_text,
@@ -92,11 +92,6 @@ def quality_rows(report: Report) -> list[tuple[str, str, str, str]]:
     return [] if found is None else figure_rows(found.estimates, found.pytorch, found.differences)
 
 
-def html_from_comparison(comparison: Comparison) -> str:
-    figures = comparison_figures(comparison)
-    return _environment().get_template("comparison.html.j2").render(comparison=comparison, figures=figures)
-
-
 def bucket_rows(checks: Sequence[Check]) -> list[tuple[Check, Check | None]]:
     """Per case: how many buckets differ, and how wide the widest margin of one is."""
     ties = {(check.target, check.case): check for check in checks if check.kind == Kind.BUCKET_NEAR_TIES}
@@ -120,8 +115,6 @@ def _environment() -> jinja2.Environment:
         "meaning": meaning_of,
         "megabytes": megabytes,
         "seconds": seconds,
-        "case": case_text,
-        "result": result_text,
         "css": lambda status: status.replace(" ", "-"),
     }
     return template_environment(("report/rendering", "render"), filters)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from effexport.evaluation.figures import Quality
 from effexport.proof.check import Check, by_name, outcome_of, summary
 from effexport.quantize.record import Quantization
 from effexport.render.markdown import SIGNS, escaped, fenced, folded, indented, table
-from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import Report
 from effexport.report.problems import Problem, problems_of
 from effexport.report.rendering.quantization import layer_rows, quantization_facts
@@ -38,36 +37,6 @@ def markdown_from_report(report: Report, artifact: str) -> str:
     parts.append(folded("Check it again, build it again", fenced(commands)))
     versions = [(name, version or "not installed") for name, version in report.environment.items()]
     parts.append(folded("Environment", table(("part", "version"), versions)))
-    return "\n\n".join(parts) + "\n"
-
-
-def markdown_from_comparison(comparison: Comparison) -> str:
-    sides = (comparison.first, comparison.second)
-    names = tuple(side.name for side in sides)
-    checks = [
-        (
-            row.name,
-            result_text(row.first),
-            result_text(row.second),
-            "–" if row.ratio is None else f"× {number(row.ratio)}",
-        )
-        for row in comparison.checks
-    ]
-    cases = [(name, case, case_text(first), case_text(second)) for name, case, first, second in comparison.cases]
-    parts = [
-        f"### {escaped(names[0])} and {escaped(names[1])}",
-        "\n".join(f"* {SIGNS[s.report.verdict]} {escaped(s.name)}: {escaped(s.report.sentence)}" for s in sides),
-        _pairs("differs in the spec", names, comparison.spec)
-        if comparison.spec
-        else "Both were built from the same spec.",
-        *([_pairs("quantisation", names, comparison.quantization)] if comparison.quantization else []),
-        table(("check", *names, "ratio"), checks),
-        folded("Every case", table(("check", "case", *names), cases)),
-        _pairs("size", names, comparison.files),
-        folded("Build times", _pairs("stage", names, comparison.seconds)),
-    ]
-    if comparison.environment:
-        parts.append(_pairs("differs in the environment", names, comparison.environment))
     return "\n\n".join(parts) + "\n"
 
 
@@ -112,7 +81,3 @@ def _problem(problem: Problem, report: Report, artifact: str) -> str:
     head = f"{SIGNS[problem.outcome]} **{problem.outcome}**: {escaped(problem.subject)}"
     text = f"* {head}: {escaped('; '.join(part for part in (problem.finding, limit_text(problem.worst)) if part))}"
     return f"{text}\n{indented(fenced(verify_command(problem.worst, report, artifact)))}"
-
-
-def _pairs(title: str, names: tuple[str, ...], rows: Iterable[Row]) -> str:
-    return table((title, *names), [(row.name, row.first or "–", row.second or "–") for row in rows])

@@ -26,10 +26,12 @@ from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.dtypes import TensorInfo
 from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.proof.check import CaseLabel, Check, Worst, not_run
+from effexport.render.html import html_from_document
 from effexport.report.compare import Comparison, Side
 from effexport.report.model import LayerError, Report
 from effexport.report.reading import side_of_artifact
-from effexport.report.rendering.html import html_from_comparison, html_from_report
+from effexport.report.rendering.comparison import document_from_comparison
+from effexport.report.rendering.html import html_from_report
 
 pytestmark = pytest.mark.requires("browser")
 NARROW = 390
@@ -117,7 +119,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     texts = {
         "failed": html_from_report(first, "."),
         "empty": html_from_report(second),
-        "comparison": html_from_comparison(Comparison(first, second)),
+        "comparison": html_from_document(document_from_comparison(Comparison(first, second))),
     }
     folder = tmp_path_factory.mktemp("pages")
     for name, text in texts.items():
@@ -153,7 +155,9 @@ def test_the_pages_of_real_artifacts_are_as_good(
     assert browser.evaluate(OVERFLOW) <= 0
     assert browser.evaluate(HEADINGS)[0] == 1
     side = side_of_artifact(open_artifact(folder), str(folder))
-    (tmp_path / "two.html").write_text(html_from_comparison(Comparison(side, side)), encoding="utf-8")
+    (tmp_path / "two.html").write_text(
+        html_from_document(document_from_comparison(Comparison(side, side))), encoding="utf-8"
+    )
     browser.open(tmp_path / "two.html", NARROW)
     assert complaints(browser) == []
     assert browser.evaluate(OVERFLOW) <= 0
@@ -269,7 +273,7 @@ def test_no_number_of_a_comparison_is_cut_on_a_narrow_screen(browser: Browser, p
     browser.open(pages["comparison"], 600)
     browser.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
     widths = browser.evaluate(
-        "[...document.querySelectorAll('.checks')].map(e => [e.scrollWidth, e.parentElement.clientWidth])"
+        "[...document.querySelectorAll('.data')].map(e => [e.scrollWidth, e.parentElement.clientWidth])"
     )
-    assert len(widths) == 2
+    assert len(widths) == 5
     assert all(inner <= outer for inner, outer in widths)
