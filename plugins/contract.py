@@ -117,9 +117,11 @@ class Contract:
     input's two tokens, exact but for one rounding to T.
     hidden: values that hidden tokens of these inputs may hold without a change of any bit.
     body_hides: the body takes NaN there, too. body_limit: the error that its own roundings add in half types.
+    per_node: attributes in which nodes that share a body may differ.
     cuda_roundings: roundings in the limit that only the CUDA kernels make. torch_halves: the torch operator computes in
     float32 in half types, too.
-    wrong_attributes: with the words of the error. uncountable: sizes that the CUDA kernels refuse.
+    wrong_attributes: with the words of the error. wrong_sizes: in place of those of the last case, shapes of inputs,
+    and attributes, that the signature allows and the operator refuses. uncountable: sizes that the CUDA kernels refuse.
     checked: more sizes for the GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
     compared: the number of samples of a huge case to compare with `exact`, if that is too slow for all of them. All
     elements of the others must be finite, so that none is left unwritten.
@@ -154,8 +156,10 @@ class Contract:
     torch_halves: bool = True
     body_hides: bool = True
     body_limit: float = 0.0
+    per_node: tuple[str, ...] = ()
     cuda_roundings: int = 0
     wrong_attributes: tuple[tuple[Mapping[str, Any], str], ...] = ()
+    wrong_sizes: tuple[Mapping[str, Any], ...] = ()
     uncountable: tuple[tuple[int, ...], ...] = ()
 
     def attributes(self, case: Case) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from effexport.plugins.body_text import with_constants
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.signature import with_constants
 
 if TYPE_CHECKING:
     import onnx

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.plugins.body_text import with_constants
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ONNX_TYPE_NAMES = {"float32": "float", "float64": "double"}
+_LITERAL = re.compile(r"^([ \t]*\w+) = (-?[\d.][-+.\de]*|\[[-\d, ]*\])[ \t]*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Signature:
         return translate
 
     def function_body(self, opset: int, nodes: str) -> onnx.FunctionProto:
-        """The operator as a function of standard operators. nodes: one per line, see `body_text.with_constants`."""
+        """The operator as a function of standard operators. nodes: one per line, see `with_constants`."""
         import onnx.parser
 
         inputs, outputs = (", ".join(item.name for item in items) for items in (self.inputs, self.outputs))
@@ -257,3 +258,22 @@ class Signature:
 
 def _onnx_type(name: str) -> str:
     return f"tensor({ONNX_TYPE_NAMES.get(name, name)})"
+
+
+def with_constants(nodes: str) -> str:
+    """Nodes in the syntax of onnx.parser, with every line such as `eps = 1e-06`, `zero = 0` or `axes = [1, 3]` written
+    out as a Constant: a float32 scalar, an int64 scalar, or an int64 vector. Unused constants are left out."""
+
+    def constant(match: re.Match[str]) -> str:
+        name, literal = match.groups()
+        if len(re.findall(rf"\b{name.strip()}\b", nodes)) == 1:
+            return ""
+        if literal.startswith("["):
+            values = literal[1:-1]
+            tensor_type = f"int64[{len(values.split(','))}]"
+        else:
+            values = literal
+            tensor_type = "int64" if re.fullmatch(r"-?\d+", literal) else "float"
+        return f"{name} = Constant <value = {tensor_type} {{{values}}}> ()"
+
+    return _LITERAL.sub(constant, nodes)

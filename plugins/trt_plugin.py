@@ -246,7 +246,7 @@ class Plugin(Node):
 class Rewrite(Node):
     """Several plugins, and standard operators between them, in place of a node.
 
-    nodes: in the syntax of function bodies (`body_text.with_constants`), for T, the dimensions and the attributes
+    nodes: in the syntax of function bodies (`signature.with_constants`), for T, the dimensions and the attributes
     of a node; a dimension that is not a number is a name or None. A plugin is written
     `y = effexport.LSHAttentionAttend <causal: int = @causal, rounds = 4> (x)`; @ takes an attribute of the operator.
     """

@@ -104,8 +104,8 @@ def test_the_example_is_exported_and_proven_with_its_kernel_and_its_body(user: U
 def test_an_error_in_the_users_source_is_shown_with_its_file_and_line(user: User) -> None:
     source = user.work / "gated_rms_norm" / "ort.cc"
     text = source.read_text()
-    source.write_text(text.replace("class Kernel :", "klass Kernel :"))
-    line = text[: text.index("class Kernel :")].count("\n") + 1
+    source.write_text(text.replace("class Kernel {", "klass Kernel {"))
+    line = text[: text.index("class Kernel {")].count("\n") + 1
     try:
         error = user.effexport("plugins", "build", "--no-cuda", "--with", "gated_rms_norm", code=1)["error"]
     finally:

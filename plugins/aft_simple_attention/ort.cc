@@ -22,7 +22,7 @@ struct Arrays {
 };
 
 template <class T>
-Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x) {
+void attend_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x) {
   const std::int64_t slices = (x.seq + kSliceRows - 1) / kSliceRows;
   const auto partial_floats = static_cast<std::int64_t>(cpu_partial_floats(x.channels));
   const std::int64_t all_partials = x.heads * slices * partial_floats;
@@ -53,52 +53,41 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x)
       row = end;
     }
   });
-  return Ort::Status{nullptr};
 }
 
 template <class T>
-Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x) {
+void attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x) {
   const CudaShape shape{x.heads, x.heads_per_sample, x.seq, x.channels};
   const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(shape));
-  const int error = launch_cuda(x.q, x.k, x.v, x.keep, shape, scratch.get(), x.out, context.GetGPUComputeStream());
-  return cuda_status("AFTSimpleAttention", error);
+  check_launch(launch_cuda(x.q, x.k, x.v, x.keep, shape, scratch.get(), x.out, context.GetGPUComputeStream()));
 }
 
 template <class T, Device kOn>
-class Kernel : public KernelDefaults {
+class Kernel {
  public:
-  using Element = T;
   static constexpr const char* kName = "AFTSimpleAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kElementType<T>, kBool};
-  static constexpr std::size_t kShapeOf = 2;  // v
+  static constexpr Parameter kInputs[] = {{"q", kElementType<T>, "batch heads seq channels"},
+                                          {"k", kElementType<T>, "batch heads seq channels"},
+                                          {"v", kElementType<T>, "batch heads seq channels"},
+                                          {"keep", kBool, "batch seq"}};
+  static constexpr Parameter kOutputs[] = {{"out", kElementType<T>, "batch heads seq channels"}};
 
   explicit Kernel(Ort::ConstKernelInfo) {}
 
-  Ort::Status compute(const Ort::KernelContext& context) {
-    const auto [shape, k, v, keep] = shapes_of<4>(context);
-    if (shape.size() != 4) {
-      return invalid("AFTSimpleAttention: q has shape ", shape_text(shape), "; expected [batch, heads, seq, channels]");
-    }
-    if (k != shape || v != shape) {
-      return invalid("AFTSimpleAttention: ", k != shape ? "k" : "v", " has shape ", shape_text(k != shape ? k : v),
-                     "; expected that of q, ", shape_text(shape));
-    }
-    if (keep != Shape{shape[0], shape[2]}) {
-      return invalid("AFTSimpleAttention: keep has shape ", shape_text(keep), "; expected ",
-                     shape_text({shape[0], shape[2]}), ", batch and seq of q ", shape_text(shape));
-    }
+  void compute(const Ort::KernelContext& context) {
+    const auto [batch, heads, seq, channels] = sizes_of<Kernel>(context);
     const BoolInput<kOn> kept(context, 3);
     const Arrays<T> arrays{input<T>(context, 0),
                            input<T>(context, 1),
                            input<T>(context, 2),
                            kept.get(),
-                           output<T>(context, 0, shape),
-                           shape[0] * shape[1],
-                           shape[1],
-                           shape[2],
-                           shape[3]};
-    if (arrays.heads == 0 || arrays.seq == 0 || arrays.channels == 0) return Ort::Status{nullptr};
+                           output<T>(context, 0, {batch, heads, seq, channels}),
+                           batch * heads,
+                           heads,
+                           seq,
+                           channels};
+    if (arrays.heads == 0 || arrays.seq == 0 || arrays.channels == 0) return;
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, arrays);
     return attend_on_cpu(context, arrays);
   }

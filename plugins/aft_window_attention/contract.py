@@ -219,6 +219,11 @@ CONTRACT = Contract(
     ),
     hidden=dict.fromkeys("kv", (torch.nan, torch.inf, -torch.inf, 1e30)),
     averaged=("v", lambda heads, channels: Case((1, heads, 2, channels, channels, 1, 1, 1, 0), kind="mean")),
+    wrong_sizes=(
+        *({"bias": shape} for shape in ((3, 1, 201), (2, 64, 201), (2, 1, 0))),
+        {"bias": (2, 1, 200), "causal": 0},
+        {"k": (2, 2, 65, 2)},
+    ),
     uncountable=((2**31, 1, 4, 8, 8, 1, 1, 3, 0), (1, 1, 2**31 - 4, 8, 8, 1, 1, 3, 1)),
     checked=in_all_types(
         *(Case((2, 1, 1000, 100, 100, 1, 1000, taps, causal)) for taps in (5, 63, 255) for causal in (0, 1)),

@@ -8,7 +8,7 @@ namespace effexport::aft_window_attention {
 namespace {
 
 template <class T>
-Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
+void attend_on_cpu(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
   const auto floats = static_cast<std::int64_t>(cpu_sum_floats(problem));
   const std::int64_t blocks = cpu_blocks(problem), units = cpu_units(problem);
   const auto all_floats = static_cast<std::size_t>(problem.groups * (blocks + units) * floats);
@@ -27,61 +27,52 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
     const AlignedBlock workspace = aligned_block(cpu_workspace_bytes(problem));
     attend_cpu(problem, arrays, far, first, last, workspace.get());
   });
-  return Ort::Status{nullptr};
 }
 
 template <class T>
-Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
+void attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
   const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(problem));
-  return cuda_status("AFTWindowAttention", launch_cuda(problem, arrays, scratch.get(), context.GetGPUComputeStream()));
+  check_launch(launch_cuda(problem, arrays, scratch.get(), context.GetGPUComputeStream()));
 }
 
-// What is wrong with the shapes of the inputs; ok if nothing is.
-Ort::Status checked(const std::array<Shape, 5>& shapes, bool causal) {
-  const auto& [q, k, v, keep, bias] = shapes;
-  if (q.size() != 4) {
-    return invalid("AFTWindowAttention: q has shape ", shape_text(q), "; expected [batch, heads, seq, channels]");
-  }
-  if (k != q && k != Shape{q[0], q[1], q[2], 1}) {
-    return invalid("AFTWindowAttention: k has shape ", shape_text(k), "; expected that of q, ", shape_text(q),
-                   ", or one channel");
-  }
-  if (v != q) {
-    return invalid("AFTWindowAttention: v has shape ", shape_text(v), "; expected that of q, ", shape_text(q));
-  }
-  if (keep != Shape{q[0], q[2]}) {
-    return invalid("AFTWindowAttention: keep has shape ", shape_text(keep), "; expected ", shape_text({q[0], q[2]}));
-  }
-  const bool fits = bias.size() == 3 && (bias[0] == 1 || bias[0] == q[1]) && (bias[1] == 1 || bias[1] >= q[2]) &&
-                    bias[2] >= 1 && (causal || bias[2] % 2 == 1);
-  if (fits) return Ort::Status{nullptr};
-  return invalid("AFTWindowAttention: bias has shape ", shape_text(bias), "; expected [1 or ", q[1], ", 1 or at least ",
-                 q[2], ", taps] with ", causal ? "at least one tap" : "an odd number of taps");
+// Throws for sizes that the signature leaves open.
+void check(const Problem& problem) {
+  const auto expect = [](bool fits, const char* name, std::int64_t given, const char* of, const auto&... expected) {
+    if (!fits) throw_invalid(name, " has ", given, " ", of, "; expected ", expected...);
+  };
+  const auto& [groups, heads, seq, channels, key_channels, bias_heads, positions, taps, causal] = problem;
+  expect(key_channels == 1 || key_channels == channels, "k", key_channels, "channels", "1 or ", channels);
+  expect(bias_heads == 1 || bias_heads == heads, "bias", bias_heads, "heads", "1 or ", heads);
+  expect(positions == 1 || positions >= seq, "bias", positions, "positions", "1, or at least ", seq);
+  expect(causal ? taps >= 1 : taps % 2 == 1, "bias", taps, "taps", causal ? "at least one" : "an odd number");
 }
 
 template <class T, Device kOn>
-class Kernel : public KernelDefaults {
+class Kernel {
  public:
-  using Element = T;
   static constexpr const char* kName = "AFTWindowAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kElementType<T>, kBool,
-                                                              kElementType<float>};
+  static constexpr Parameter kInputs[] = {{"q", kElementType<T>, "batch heads seq channels"},
+                                          {"k", kElementType<T>, "batch heads seq key_channels"},
+                                          {"v", kElementType<T>, "batch heads seq channels"},
+                                          {"keep", kBool, "batch seq"},
+                                          {"bias", kElementType<float>, "bias_heads positions taps"}};
+  static constexpr Parameter kOutputs[] = {{"out", kElementType<T>, "batch heads seq channels"}};
 
   explicit Kernel(Ort::ConstKernelInfo info) {
     constexpr std::int64_t kNo = 0;
-    causal_ = integer_attribute(info, kName, "causal", kFlag, &kNo);
+    causal_ = integer_attribute(info, "causal", kFlag, &kNo);
   }
 
-  Ort::Status compute(const Ort::KernelContext& context) {
-    const std::array<Shape, 5> shapes = shapes_of<5>(context);
-    if (Ort::Status status = checked(shapes, causal_ != 0); !status.IsOK()) return status;
-    const auto& [q, k, v, keep, bias] = shapes;
-    const Problem problem{q[0] * q[1], q[1], q[2], q[3], k[3], bias[0], bias[1], bias[2], causal_ != 0};
+  void compute(const Ort::KernelContext& context) {
+    const auto [batch, heads, seq, channels, key_channels, bias_heads, positions, taps] = sizes_of<Kernel>(context);
+    const Problem problem{batch * heads, heads, seq, channels, key_channels, bias_heads, positions, taps, causal_ != 0};
+    check(problem);
     const BoolInput<kOn> kept(context, 3);
+    T* const out = output<T>(context, 0, {batch, heads, seq, channels});
     const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1),     input<T>(context, 2),
-                           kept.get(),           input<float>(context, 4), output<T>(context, 0, q)};
-    if (problem.groups == 0 || problem.seq == 0 || problem.channels == 0) return Ort::Status{nullptr};
+                           kept.get(),           input<float>(context, 4), out};
+    if (problem.groups == 0 || problem.seq == 0 || problem.channels == 0) return;
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, problem, arrays);
     return attend_on_cpu(context, problem, arrays);
   }

@@ -29,13 +29,13 @@ bool all_finite(const T* values, std::int64_t size) {
 }
 
 template <class T>
-Ort::Status not_finite(const Arrays<T>& x, std::int64_t i) {
-  if (!is_finite(x.scale[i])) return invalid("IterativePinv: scale[", i, "] is NaN or infinite; expected a number");
-  return invalid("IterativePinv: matrix ", i, " of A holds NaN or infinity; expected finite numbers");
+[[noreturn]] void throw_not_finite(const Arrays<T>& x, std::int64_t i) {
+  if (!is_finite(x.scale[i])) throw_invalid("scale[", i, "] is NaN or infinite; expected a number");
+  throw_invalid("matrix ", i, " of A holds NaN or infinity; expected finite numbers");
 }
 
 template <class T>
-Ort::Status iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
+void iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
   Lowest bad;
   parallel_ranges(context, x.count, [&](std::int64_t first, std::int64_t last) {
     const AlignedBlock workspace = aligned_block(cpu_workspace_bytes(x.m));
@@ -46,40 +46,31 @@ Ort::Status iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x
       iterate_cpu(a, x.scale + i, 1, x.m, iterations, workspace.get(), x.z + i * size);
     }
   });
-  return bad.found() ? not_finite(x, bad.value()) : Ort::Status{nullptr};
+  if (bad.found()) throw_not_finite(x, bad.value());
 }
 
 template <class T>
-Ort::Status iterate_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
+void iterate_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
   const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(x.count, x.m));
-  const int error =
-      launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, context.GetGPUComputeStream());
-  return cuda_status("IterativePinv", error);
+  check_launch(
+      launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, context.GetGPUComputeStream()));
 }
 
 template <class T, Device kOn>
-class Kernel : public KernelDefaults {
+class Kernel {
  public:
-  using Element = T;
   static constexpr const char* kName = "IterativePinv";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>};
+  static constexpr Parameter kInputs[] = {{"A", kElementType<T>, "N m m"}, {"scale", kElementType<T>, "N 1 1"}};
+  static constexpr Parameter kOutputs[] = {{"Z", kElementType<T>, "N m m"}};
 
   explicit Kernel(Ort::ConstKernelInfo info)
-      : iterations_(integer_attribute(info, kName, "iterations", {1}, &kIterations)) {}
+      : iterations_(integer_attribute(info, "iterations", {1}, &kIterations)) {}
 
-  Ort::Status compute(const Ort::KernelContext& context) {
-    const auto [shape, scale_shape] = shapes_of<2>(context);
-    if (shape.size() != 3 || shape[1] != shape[2]) {
-      return invalid("IterativePinv: A has shape ", shape_text(shape), "; expected square matrices, [N, m, m]");
-    }
-    if (scale_shape != Shape{shape[0], 1, 1}) {
-      return invalid("IterativePinv: scale has shape ", shape_text(scale_shape), "; expected ",
-                     shape_text({shape[0], 1, 1}), ", one for each matrix of A ", shape_text(shape));
-    }
-    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), output<T>(context, 0, shape), shape[0],
-                           shape[1]};
-    if (arrays.count == 0 || arrays.m == 0) return Ort::Status{nullptr};
+  void compute(const Ort::KernelContext& context) {
+    const auto [count, m] = sizes_of<Kernel>(context);
+    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), output<T>(context, 0, {count, m, m}), count, m};
+    if (arrays.count == 0 || arrays.m == 0) return;
     if constexpr (kOn == Device::kCuda) return iterate_on_cuda(context, arrays, iterations_);
     return iterate_on_cpu(context, arrays, iterations_);
   }

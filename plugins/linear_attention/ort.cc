@@ -79,62 +79,49 @@ class OnCpu {
 };
 
 template <class T>
-Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, bool causal) {
+void attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, bool causal) {
   const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(x, causal));
-  const int error = launch_cuda(x, causal, scratch.get(), context.GetGPUComputeStream());
-  return cuda_status("EluLinearAttention", error);
+  check_launch(launch_cuda(x, causal, scratch.get(), context.GetGPUComputeStream()));
 }
 
 template <class T, Device kOn>
-class Kernel : public KernelDefaults {
+class Kernel {
  public:
-  using Element = T;
   static constexpr const char* kName = "EluLinearAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kElementType<T>, kBool};
-  static constexpr std::size_t kShapeOf = 2;  // v: its last dimension may differ from that of q and k
+  static constexpr Parameter kInputs[] = {{"q", kElementType<T>, "batch heads seq head_dim"},
+                                          {"k", kElementType<T>, "batch heads seq head_dim"},
+                                          {"v", kElementType<T>, "batch heads seq value_dim"},
+                                          {"keep", kBool, "batch seq"}};
+  static constexpr Parameter kOutputs[] = {{"out", kElementType<T>, "batch heads seq value_dim"}};
 
   explicit Kernel(Ort::ConstKernelInfo info)
-      : eps_(float_attribute(info, kName, "eps")), causal_(integer_attribute(info, kName, "causal", kFlag, &kCausal)) {
+      : eps_(float_attribute(info, "eps")), causal_(integer_attribute(info, "causal", kFlag, &kCausal)) {
     if (!(eps_ >= 0) || !std::isfinite(eps_)) {
-      throw_invalid("EluLinearAttention: eps is ", eps_, "; expected a finite number that is not negative");
+      throw_invalid("eps is ", eps_, "; expected a finite number that is not negative");
     }
     // the block size of the function body, which kernels do not use
-    integer_attribute(info, kName, "chunk_length", {1}, &kChunkLength);
-    relu_ = integer_attribute(info, kName, "relu", kFlag, &kElu) != 0;
+    integer_attribute(info, "chunk_length", {1}, &kChunkLength);
+    relu_ = integer_attribute(info, "relu", kFlag, &kElu) != 0;
   }
 
-  Ort::Status compute(const Ort::KernelContext& context) {
-    const auto [q, k, v, keep] = shapes_of<4>(context);
-    if (q.size() != 4) {
-      return invalid("EluLinearAttention: q has shape ", shape_text(q), "; expected [batch, heads, seq, head_dim]");
-    }
-    if (k != q) {
-      return invalid("EluLinearAttention: k has shape ", shape_text(k), "; expected that of q, ", shape_text(q));
-    }
-    if (v.size() != 4 || !std::equal(q.begin(), q.end() - 1, v.begin())) {
-      return invalid("EluLinearAttention: v has shape ", shape_text(v), "; expected that of q, ", shape_text(q),
-                     ", but for the last dimension");
-    }
-    if (keep != Shape{q[0], q[2]}) {
-      return invalid("EluLinearAttention: keep has shape ", shape_text(keep), "; expected ", shape_text({q[0], q[2]}),
-                     ", [batch, seq] of q ", shape_text(q));
-    }
+  void compute(const Ort::KernelContext& context) {
+    const auto [batch, heads, seq, head_dim, value_dim] = sizes_of<Kernel>(context);
     const Arrays<T> arrays{input<T>(context, 0),
                            input<T>(context, 1),
                            input<T>(context, 2),
                            static_cast<const std::uint8_t*>(context.GetInput(3).GetTensorRawData()),
-                           output<T>(context, 0, v),
-                           q[0],
-                           q[1],
-                           q[2],
-                           q[3],
-                           v[3],
+                           output<T>(context, 0, {batch, heads, seq, value_dim}),
+                           batch,
+                           heads,
+                           seq,
+                           head_dim,
+                           value_dim,
                            eps_,
                            relu_};
-    if (q[0] == 0 || q[1] == 0 || q[2] == 0 || v[3] == 0) return Ort::Status{nullptr};
+    if (batch == 0 || heads == 0 || seq == 0 || value_dim == 0) return;
     // the sums of all slices of the sequence, which have at least 64 positions each
-    check_count("an intermediate result", {q[0], q[1], (q[2] + 63) / 64, q[3], v[3]});
+    check_count("an intermediate result", {batch, heads, (seq + 63) / 64, head_dim, value_dim});
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, arrays, causal_ != 0);
     OnCpu<T> run(context, arrays);
     if (causal_ != 0) {
@@ -142,7 +129,6 @@ class Kernel : public KernelDefaults {
     } else {
       run.over_all_positions();
     }
-    return Ort::Status{nullptr};
   }
 
  private:

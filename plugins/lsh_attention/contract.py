@@ -232,6 +232,10 @@ CONTRACT = Contract(
         (dict.fromkeys(ATTRIBUTES, 1) | {"chunk_length": "10"}, "attribute chunk_length has another type"),
         (dict.fromkeys(ATTRIBUTES[:-1], 1), "attribute rounded is missing"),
     ),
+    wrong_sizes=tuple(
+        {"qk": (2, 2, 15, 8), "v": (2, 2, 15, 8), "keep": (2, 15), "order": order, "rank": order}
+        for order in ((8, 25), (8, 10), (7, 20), (0, 20))
+    ),
     uncountable=(
         *((2**31, 2, 100, 8, 8, 2, 10, 1, 0, 0, 0, 0), (2, 2, -1, 8, 8, 2, 10, 1, 0, 0, 0, 0)),
         *((2, 2, 100, 8, 8, 0, 10, 1, 0, 0, 0, 0), (2, 2, 2**15, 8, 8, 2**16, 2**15, 1, 0, 0, 0, 0)),

@@ -2,43 +2,16 @@
 #include "lsh_attention/kernel.h"
 #include "native/gpu_check.h"
 
-using namespace effexport;
+using namespace effexport::lsh_attention;
 
-namespace {
-
-lsh_attention::Problem problem_of(const std::int64_t* sizes) {
-  lsh_attention::Problem problem = {};
-  problem.groups = sizes[0] * sizes[1];
-  problem.heads = sizes[1];
-  problem.seq = sizes[2];
-  problem.head_dim = sizes[3];
-  problem.value_dim = sizes[4];
-  problem.rounds = sizes[5];
-  problem.chunk_length = sizes[6];
-  problem.padded = (sizes[2] + sizes[6] - 1) / sizes[6] * sizes[6];
-  problem.chunks_before = sizes[7];
-  problem.chunks_after = sizes[8];
-  problem.causal = sizes[9] != 0;
-  problem.circular = sizes[10] != 0;
-  problem.rounded = sizes[11] != 0;
-  return problem;
+static Problem problem_of(const std::int64_t* sizes) {
+  const std::int64_t padded = (sizes[2] + sizes[6] - 1) / sizes[6] * sizes[6];
+  return {sizes[0] * sizes[1], sizes[1], sizes[2], padded, sizes[5], sizes[3], sizes[4], sizes[6], sizes[7],
+          sizes[8], sizes[9] != 0, sizes[10] != 0, sizes[11] != 0};
 }
-
-}  // namespace
 
 EFFEXPORT_GPU_CHECK(lsh_attention) {
-  return gpu_check::for_type(dtype, [&](auto element) {
-    using T = typename decltype(element)::Type;
-    return lsh_attention::launch_cuda(problem_of(sizes), gpu_check::array<const T>(arrays, 0),
-                                      gpu_check::array<const T>(arrays, 1),
-                                      gpu_check::array<const std::int32_t>(arrays, 2),
-                                      gpu_check::array<const bool>(arrays, 4), scratch, gpu_check::array<T>(arrays, 5),
-                                      stream);
-  });
+  return launch_cuda<T>(problem_of(sizes), arrays[0], arrays[1], arrays[2], arrays[4], scratch, arrays[5], stream);
 }
 
-EFFEXPORT_GPU_CHECK_SCRATCH(lsh_attention) {
-  return gpu_check::for_type(dtype, [&](auto element) {
-    return lsh_attention::cuda_scratch_bytes<typename decltype(element)::Type>(problem_of(sizes));
-  });
-}
+EFFEXPORT_GPU_CHECK_SCRATCH(lsh_attention) { return cuda_scratch_bytes<T>(problem_of(sizes)); }

@@ -8,13 +8,13 @@ namespace effexport::lsh_attention {
 namespace {
 
 template <class T>
-Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
-                          const std::int32_t* order, const bool* keep, T* out) {
+void attend_on_cpu(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
+                   const std::int32_t* order, const bool* keep, T* out) {
   const std::int64_t tokens = problem.groups * problem.rounds * problem.padded;
   const auto outside = [&](std::int32_t token) { return token < 0 || token >= problem.padded; };
   const std::int32_t* bad = std::find_if(order, order + tokens, outside);
   if (bad != order + tokens) {
-    return invalid("LSHAttention: order holds ", *bad, "; expected 0 to ", problem.padded - 1);
+    throw_invalid("order holds ", *bad, "; expected 0 to ", problem.padded - 1);
   }
   std::vector<std::int64_t> kept;  // of every group
   for (std::int64_t first = 0; first < problem.groups / problem.heads * problem.seq; first += problem.seq) {
@@ -45,62 +45,55 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
       combine_cpu(part, contexts, lses, first, last, rows_out);
     });
   }
-  return Ort::Status{nullptr};
 }
 
 template <class T>
-Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
-                           const std::int32_t* order, const bool* keep, T* out) {
+void attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
+                    const std::int32_t* order, const bool* keep, T* out) {
   const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes<T>(problem));
-  const int error = launch_cuda(problem, qk, v, order, keep, scratch.get(), out, context.GetGPUComputeStream());
-  return cuda_status("LSHAttention", error);
+  check_launch(launch_cuda(problem, qk, v, order, keep, scratch.get(), out, context.GetGPUComputeStream()));
 }
 
 template <class T, Device kOn>
-class Kernel : public KernelDefaults {
+class Kernel {
  public:
-  using Element = T;
   static constexpr const char* kName = "LSHAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kInt32, kInt32, kBool};
-  static constexpr std::size_t kShapeOf = 1;
+  static constexpr Parameter kInputs[] = {{"qk", kElementType<T>, "batch heads seq head_dim"},
+                                          {"v", kElementType<T>, "batch heads seq value_dim"},
+                                          {"order", kInt32, "rows padded"},
+                                          {"rank", kInt32, "rows padded"},
+                                          {"keep", kBool, "batch seq"}};
+  static constexpr Parameter kOutputs[] = {{"out", kElementType<T>, "batch heads seq value_dim"}};
 
   explicit Kernel(Ort::ConstKernelInfo info) : problem_{} {
-    problem_.chunk_length = integer_attribute(info, kName, "chunk_length", {1});
-    problem_.chunks_before = integer_attribute(info, kName, "chunks_before", {0});
-    problem_.chunks_after = integer_attribute(info, kName, "chunks_after", {0});
-    problem_.causal = integer_attribute(info, kName, "causal", kAny) != 0;
-    problem_.circular = integer_attribute(info, kName, "circular", kAny) != 0;
-    problem_.rounded = integer_attribute(info, kName, "rounded", kAny) != 0;
+    problem_.chunk_length = integer_attribute(info, "chunk_length", {1});
+    problem_.chunks_before = integer_attribute(info, "chunks_before", {0});
+    problem_.chunks_after = integer_attribute(info, "chunks_after", {0});
+    problem_.causal = integer_attribute(info, "causal", kAny) != 0;
+    problem_.circular = integer_attribute(info, "circular", kAny) != 0;
+    problem_.rounded = integer_attribute(info, "rounded", kAny) != 0;
   }
 
-  Ort::Status compute(const Ort::KernelContext& context) {
-    const auto [qk, v, order, rank, keep] = shapes_of<5>(context);
-    if (qk.size() != 4 || v.size() != 4 || !std::equal(qk.begin(), qk.begin() + 3, v.begin())) {
-      return invalid("LSHAttention: qk and v have shapes ", shape_text(qk), " and ", shape_text(v),
-                     "; expected [batch, heads, seq, head_dim] twice");
+  void compute(const Ort::KernelContext& context) {
+    const auto [batch, heads, seq, head_dim, value_dim, rows, padded] = sizes_of<Kernel>(context);
+    const std::int64_t groups = batch * heads;
+    const bool has_rounds = groups == 0 || (rows > 0 && rows % groups == 0);
+    if (!has_rounds || padded % problem_.chunk_length != 0 || padded < seq) {
+      throw_invalid("order has shape ", shape_text({rows, padded}), "; expected a positive multiple of ", groups,
+                    " rows, batch · heads, and a multiple of chunk_length ", problem_.chunk_length, " that holds ",
+                    seq, " tokens");
     }
-    if (keep != Shape{qk[0], qk[2]}) {
-      return invalid("LSHAttention: keep has shape ", shape_text(keep), "; expected ", shape_text({qk[0], qk[2]}));
-    }
-    const std::int64_t groups = qk[0] * qk[1];
-    if (order.size() != 2 || rank != order || order[1] % problem_.chunk_length != 0 || order[1] < qk[2] ||
-        (groups != 0 && order[0] % groups != 0)) {
-      return invalid("LSHAttention: order and rank have shapes ", shape_text(order), " and ", shape_text(rank),
-                     "; expected the same twice, a multiple of ", groups, " rows (batch · heads) by a multiple of ",
-                     problem_.chunk_length, " (chunk_length) that holds ", qk[2], " tokens");
-    }
-    T* out = output<T>(context, 0, v);
-    if (groups == 0 || qk[2] == 0 || v[3] == 0) return Ort::Status{nullptr};
+    T* out = output<T>(context, 0, {batch, heads, seq, value_dim});
+    if (groups == 0 || seq == 0 || value_dim == 0) return;
     Problem problem = problem_;
     problem.groups = groups;
-    problem.heads = qk[1];
-    problem.seq = qk[2];
-    problem.padded = order[1];
-    problem.rounds = order[0] / groups;
-    problem.head_dim = qk[3];
-    problem.value_dim = v[3];
-    if (problem.rounds == 0) return invalid("LSHAttention: order has no rows; expected some for each of ", groups);
+    problem.heads = heads;
+    problem.seq = seq;
+    problem.padded = padded;
+    problem.rounds = rows / groups;
+    problem.head_dim = head_dim;
+    problem.value_dim = value_dim;
     const T* queries = input<T>(context, 0);
     const T* values = input<T>(context, 1);
     const auto* tokens = input<std::int32_t>(context, 2);
@@ -110,7 +103,7 @@ class Kernel : public KernelDefaults {
       problem.chunks_after = std::min(problem.chunks_after, problem.chunks() - 1);
     }
     check_count("a window", {problem.window(), problem.chunk_length, problem.chunk_length});
-    check_count("an intermediate result", {order[0], problem.seq, problem.value_dim + 1});
+    check_count("an intermediate result", {rows, seq, value_dim + 1});
     if constexpr (kOn == Device::kCuda) {
       return attend_on_cuda(context, problem, queries, values, tokens, kept.get(), out);
     }

@@ -97,6 +97,7 @@ CONTRACT = Contract(
     larger=(case(130, 257, 33), *(case(6, 65536, num_buckets, "patterns") for num_buckets in (2, 33, 4096))),
     empty=(case(0, 7, 4), case(3, 0, 4), case(0, 0, 4)),
     body_refuses=(case(0, 7, 4), case(3, 0, 4), case(0, 0, 4)),
+    per_node=("num_buckets",),
     wrong_attributes=(
         ({"num_buckets": 0}, "num_buckets is 0"),
         ({"num_buckets": 2**31}, "num_buckets is 2147483648"),

@@ -2,12 +2,10 @@
 #include "lsh_sort/kernel.h"
 #include "native/gpu_check.h"
 
-using namespace effexport;
+using namespace effexport::lsh_sort;
 
 EFFEXPORT_GPU_CHECK(lsh_sort) {
-  return lsh_sort::launch_cuda(gpu_check::array<std::int32_t>(arrays, 0), sizes[0], sizes[1], sizes[2],
-                               gpu_check::array<std::int32_t>(arrays, 1), gpu_check::array<std::int32_t>(arrays, 2),
-                               stream);
+  return launch_cuda(arrays[0], sizes[0], sizes[1], sizes[2], arrays[1], arrays[2], stream);
 }
 
 EFFEXPORT_GPU_CHECK_SCRATCH(lsh_sort) { return 0; }

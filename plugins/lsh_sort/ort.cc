@@ -15,7 +15,7 @@ struct Arrays {
   std::int64_t n;
 };
 
-Ort::Status sort_on_cpu(const Ort::KernelContext& context, const Arrays& x, std::int64_t num_buckets) {
+void sort_on_cpu(const Ort::KernelContext& context, const Arrays& x, std::int64_t num_buckets) {
   Lowest bad;
   parallel_ranges(context, x.rows, [&](std::int64_t first, std::int64_t last) {
     std::vector<char> workspace(cpu_workspace_bytes(num_buckets));
@@ -27,40 +27,39 @@ Ort::Status sort_on_cpu(const Ort::KernelContext& context, const Arrays& x, std:
       if (found >= 0) return bad.offer(start + found);
     }
   });
-  if (!bad.found()) return Ort::Status{nullptr};
-  const std::int64_t index = bad.value();
-  return invalid("LSHSort: buckets[", index / x.n, ", ", index % x.n, "] is ", x.buckets[index], "; expected 0 to ",
-                 num_buckets - 1, " (num_buckets is ", num_buckets, ")");
+  if (bad.found()) {
+    const std::int64_t index = bad.value();
+    throw_invalid("buckets[", index / x.n, ", ", index % x.n, "] is ", x.buckets[index], "; expected 0 to ",
+                  num_buckets - 1, " (num_buckets is ", num_buckets, ")");
+  }
 }
 
 template <Device kOn>
-class Kernel : public KernelDefaults {
+class Kernel {
  public:
-  using Element = std::int32_t;
   static constexpr const char* kName = "LSHSort";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kInt32};
-  static constexpr std::size_t kOutputs = 2;
+  static constexpr Parameter kInputs[] = {{"buckets", kInt32, "N n"}};
+  static constexpr Parameter kOutputs[] = {{"order", kInt32, "N n"}, {"rank", kInt32, "N n", true}};
 
   static constexpr Range kBuckets{1, std::numeric_limits<std::int32_t>::max()};
 
-  explicit Kernel(Ort::ConstKernelInfo info) : num_buckets_(integer_attribute(info, kName, "num_buckets", kBuckets)) {}
+  explicit Kernel(Ort::ConstKernelInfo info) : num_buckets_(integer_attribute(info, "num_buckets", kBuckets)) {}
 
-  Ort::Status compute(const Ort::KernelContext& context) {
-    const auto [shape] = shapes_of<1>(context);
-    if (shape.size() != 2) return invalid("LSHSort: buckets has shape ", shape_text(shape), "; expected [N, n]");
-    if (shape[1] > std::numeric_limits<std::int32_t>::max()) {
-      return invalid("LSHSort: buckets has shape ", shape_text(shape), "; expected rows of at most 2147483647");
+  void compute(const Ort::KernelContext& context) {
+    const auto [rows, n] = sizes_of<Kernel>(context);
+    if (n > std::numeric_limits<std::int32_t>::max()) {
+      throw_invalid("buckets has shape ", shape_text({rows, n}), "; expected rows of at most 2147483647");
     }
-    const Arrays arrays{input<std::int32_t>(context, 0), output<std::int32_t>(context, 0, shape),
-                        optional_output<std::int32_t>(context, 1, shape), shape[0], shape[1]};
-    if (arrays.rows == 0 || arrays.n == 0) return Ort::Status{nullptr};
+    const Arrays arrays{input<std::int32_t>(context, 0), output<std::int32_t>(context, 0, {rows, n}),
+                        optional_output<std::int32_t>(context, 1, {rows, n}), rows, n};
+    if (arrays.rows == 0 || arrays.n == 0) return;
     if constexpr (kOn == Device::kCuda) {
       const std::size_t bytes = arrays.rank == nullptr ? cuda_rank_bytes(arrays.rows, arrays.n, num_buckets_) : 0;
       const Scratch<kOn> scratch(context, bytes);
       std::int32_t* const rank = arrays.rank == nullptr ? static_cast<std::int32_t*>(scratch.get()) : arrays.rank;
-      return cuda_status(kName, launch_cuda(arrays.buckets, arrays.rows, arrays.n, num_buckets_, arrays.order, rank,
-                                            context.GetGPUComputeStream()));
+      return check_launch(launch_cuda(arrays.buckets, arrays.rows, arrays.n, num_buckets_, arrays.order, rank,
+                                      context.GetGPUComputeStream()));
     }
     return sort_on_cpu(context, arrays, num_buckets_);
   }

@@ -152,6 +152,7 @@ CONTRACT = Contract(
     hidden={"k": (1e4,), "v": (1e4,)},
     averaged=("v", lambda heads, channels: Case((1, heads, 2, 2, 8, channels), (0.5,), "mean")),
     cuda_roundings=1,  # of weights
+    per_node=("scale",),
     wrong_attributes=(
         ({}, "scale is missing"),
         ({"scale": "1"}, "scale has another type"),

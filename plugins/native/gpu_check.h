@@ -9,16 +9,23 @@
 
 #include "native/element_types.h"
 
-#define EFFEXPORT_GPU_CHECK(op)                                                                                        \
-  extern "C" int effexport_check_##op([[maybe_unused]] int dtype, void* const* arrays, const std::int64_t* sizes,      \
-                                      [[maybe_unused]] const double* numbers, [[maybe_unused]] void* scratch,          \
-                                      void* stream)
-
-#define EFFEXPORT_GPU_CHECK_SCRATCH(op)                                                                                \
-  extern "C" std::size_t effexport_check_##op##_scratch([[maybe_unused]] int dtype,                                    \
-                                                        [[maybe_unused]] const std::int64_t* sizes)
-
 namespace effexport::gpu_check {
+
+// The address of an array of whatever type.
+struct Array {
+  void* address;
+
+  template <class T>
+  operator T*() const {
+    return static_cast<T*>(address);
+  }
+};
+
+struct Arrays {
+  void* const* addresses;
+
+  Array operator[](int index) const { return {addresses[index]}; }
+};
 
 template <class T>
 struct Element {
@@ -36,9 +43,28 @@ auto for_type(int dtype, Call call) -> decltype(call(Element<float>())) {
   }
 }
 
-template <class T>
-T* array(void* const* arrays, int index) {
-  return static_cast<T*>(arrays[index]);
-}
-
 }  // namespace effexport::gpu_check
+
+// The two functions, whose bodies follow, for an element type T.
+#define EFFEXPORT_GPU_CHECK(op)                                                                                        \
+  template <class T>                                                                                                   \
+  int check_##op(effexport::gpu_check::Arrays, const std::int64_t*, const double*, void*, void*);                      \
+  extern "C" int effexport_check_##op(int dtype, void* const* arrays, const std::int64_t* sizes,                       \
+                                      const double* numbers, void* scratch, void* stream) {                            \
+    return effexport::gpu_check::for_type(dtype, [&](auto element) {                                                   \
+      return check_##op<typename decltype(element)::Type>({arrays}, sizes, numbers, scratch, stream);                  \
+    });                                                                                                                \
+  }                                                                                                                    \
+  template <class T>                                                                                                   \
+  int check_##op(effexport::gpu_check::Arrays arrays, const std::int64_t* sizes,                                       \
+                 [[maybe_unused]] const double* numbers, [[maybe_unused]] void* scratch, void* stream)
+
+#define EFFEXPORT_GPU_CHECK_SCRATCH(op)                                                                                \
+  template <class T>                                                                                                   \
+  std::size_t scratch_of_##op(const std::int64_t*);                                                                    \
+  extern "C" std::size_t effexport_check_##op##_scratch(int dtype, const std::int64_t* sizes) {                        \
+    return effexport::gpu_check::for_type(                                                                             \
+        dtype, [&](auto element) { return scratch_of_##op<typename decltype(element)::Type>(sizes); });                \
+  }                                                                                                                    \
+  template <class T>                                                                                                   \
+  std::size_t scratch_of_##op([[maybe_unused]] const std::int64_t* sizes)

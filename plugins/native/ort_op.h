@@ -1,5 +1,5 @@
-// Shared by the operators' ort.cc: custom operators whose exceptions become statuses, shape inference, scratch memory,
-// and the distribution of work among ONNX Runtime's threads.
+// Shared by the operators' ort.cc: custom operators whose exceptions become statuses, checks of shapes and shape
+// inference from their signatures, scratch memory, and the distribution of work among ONNX Runtime's threads.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include <new>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -43,15 +44,10 @@ constexpr ONNXTensorElementDataType kElementType =
     : std::is_same_v<T, Half>     ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
     : std::is_same_v<T, BFloat16> ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16
                                   : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr ONNXTensorElementDataType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 
-// A status that says what was given and what was expected.
-template <class... Parts>
-Ort::Status invalid(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return Ort::Status(text.str().c_str(), ORT_INVALID_ARGUMENT);
-}
-
+// The error of a call or a node: what was given and what was expected. `CustomOp` puts the operator's name before it.
 template <class... Parts>
 [[noreturn]] void throw_invalid(const Parts&... parts) {
   std::ostringstream text;
@@ -70,32 +66,31 @@ constexpr Range kAny{std::numeric_limits<std::int64_t>::min(), std::numeric_limi
 
 // An integer attribute of a node, which must be in a range. `absent` is its value when the node does not carry it; null
 // when it must.
-inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name, Range range,
+inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const char* name, Range range,
                                       const std::int64_t* absent = nullptr) {
   const OrtApi& api = Ort::GetApi();
   std::int64_t value = 0;
   if (Ort::Status(api.KernelInfoGetAttribute_int64(info, name, &value)).IsOK()) {
     if (value >= range.lowest && value <= range.highest) return value;
-    if (range.highest == 1) throw_invalid(op, ": ", name, " is ", value, "; expected 0 or 1");
-    throw_invalid(op, ": ", name, " is ", value, "; expected at least ", range.lowest, " and at most ", range.highest);
+    if (range.highest == 1) throw_invalid(name, " is ", value, "; expected 0 or 1");
+    throw_invalid(name, " is ", value, "; expected at least ", range.lowest, " and at most ", range.highest);
   }
   float number = 0;
   std::size_t length = 0;
   if (Ort::Status(api.KernelInfoGetAttribute_float(info, name, &number)).IsOK() ||
       Ort::Status(api.KernelInfoGetAttribute_string(info, name, nullptr, &length)).IsOK()) {
-    throw_invalid(op, ": attribute ", name, " has another type; expected an integer");
+    throw_invalid("attribute ", name, " has another type; expected an integer");
   }
-  if (absent == nullptr) throw_invalid(op, ": attribute ", name, " is missing; expected an integer");
+  if (absent == nullptr) throw_invalid("attribute ", name, " is missing; expected an integer");
   return *absent;
 }
 
 // A list of integers that a node must carry.
-inline std::vector<std::int64_t> integers_attribute(const Ort::ConstKernelInfo& info, const char* op,
-                                                    const char* name) {
+inline std::vector<std::int64_t> integers_attribute(const Ort::ConstKernelInfo& info, const char* name) {
   const OrtApi& api = Ort::GetApi();
   std::size_t count = 0;
   if (!Ort::Status(api.KernelInfoGetAttributeArray_int64(info, name, nullptr, &count)).IsOK()) {
-    throw_invalid(op, ": attribute ", name, " is missing or has another type; expected integers");
+    throw_invalid("attribute ", name, " is missing or has another type; expected integers");
   }
   std::vector<std::int64_t> values(count);
   Ort::ThrowOnError(api.KernelInfoGetAttributeArray_int64(info, name, values.data(), &count));
@@ -103,7 +98,7 @@ inline std::vector<std::int64_t> integers_attribute(const Ort::ConstKernelInfo& 
 }
 
 // A float attribute of a node, which must carry it.
-inline float float_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name) {
+inline float float_attribute(const Ort::ConstKernelInfo& info, const char* name) {
   const OrtApi& api = Ort::GetApi();
   float value = 0;
   if (Ort::Status(api.KernelInfoGetAttribute_float(info, name, &value)).IsOK()) return value;
@@ -111,9 +106,9 @@ inline float float_attribute(const Ort::ConstKernelInfo& info, const char* op, c
   std::size_t length = 0;
   if (Ort::Status(api.KernelInfoGetAttribute_int64(info, name, &number)).IsOK() ||
       Ort::Status(api.KernelInfoGetAttribute_string(info, name, nullptr, &length)).IsOK()) {
-    throw_invalid(op, ": attribute ", name, " has another type; expected a float");
+    throw_invalid("attribute ", name, " has another type; expected a float");
   }
-  throw_invalid(op, ": attribute ", name, " is missing; expected a float");
+  throw_invalid("attribute ", name, " is missing; expected a float");
 }
 
 using Shape = std::vector<std::int64_t>;
@@ -139,15 +134,112 @@ inline void check_count(const char* what, const Shape& sizes) {
   }
 }
 
-// The shapes of the first inputs, none of them too large.
-template <std::size_t kCount>
-std::array<Shape, kCount> shapes_of(const Ort::KernelContext& context) {
-  std::array<Shape, kCount> shapes;
-  for (std::size_t i = 0; i < kCount; ++i) {
-    shapes[i] = context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape();
-    check_count("an input", shapes[i]);
+// An input or output of an operator, as its signature in Python has it. dims: its dimensions, such as
+// "batch heads seq 1": names, each of which stands for one size throughout the signature, and numbers. optional: an
+// output that a node need not name.
+struct Parameter {
+  const char* name;
+  ONNXTensorElementDataType type;
+  std::string_view dims;
+  bool optional = false;
+};
+
+// The dimensions of a parameter, one by one.
+struct Dims {
+  static constexpr std::size_t kMaxRank = 4;
+  std::array<std::string_view, kMaxRank> words{};
+  std::size_t rank = 0;
+
+  constexpr explicit Dims(std::string_view text) {
+    while (!text.empty()) {
+      const std::size_t end = std::min(text.find(' '), text.size());
+      words[rank++] = text.substr(0, end);
+      text.remove_prefix(std::min(end + 1, text.size()));
+    }
   }
-  return shapes;
+
+  // The first axis of this name; the rank if there is none.
+  constexpr std::size_t find(std::string_view word) const {
+    std::size_t axis = 0;
+    while (axis < rank && words[axis] != word) ++axis;
+    return axis;
+  }
+};
+
+// A dimension that is a number; -1 for a name.
+constexpr std::int64_t fixed_size(std::string_view word) {
+  std::int64_t size = 0;
+  for (const char digit : word) {
+    if (digit < '0' || digit > '9') return -1;
+    size = size * 10 + (digit - '0');
+  }
+  return size;
+}
+
+// The dimensions of all inputs. A name is known by its place in the order in which names occur first.
+template <std::size_t kInputs>
+struct InputDims {
+  struct Dim {
+    std::string_view word;
+    std::int64_t fixed = -1;
+    std::size_t place = 0;
+  };
+  std::array<std::array<Dim, Dims::kMaxRank>, kInputs> dims{};
+  std::array<std::size_t, kInputs> ranks{};
+  std::size_t names = 0;
+
+  constexpr explicit InputDims(const Parameter (&inputs)[kInputs]) {
+    std::array<std::string_view, kInputs * Dims::kMaxRank> known{};
+    for (std::size_t i = 0; i < kInputs; ++i) {
+      const Dims own(inputs[i].dims);
+      ranks[i] = own.rank;
+      for (std::size_t axis = 0; axis < own.rank; ++axis) {
+        const std::string_view word = own.words[axis];
+        std::size_t place = 0;
+        while (place < names && known[place] != word) ++place;
+        dims[i][axis] = {word, fixed_size(word), place};
+        if (fixed_size(word) < 0 && place == names) known[names++] = word;
+      }
+    }
+  }
+};
+
+// The sizes that a call gives to the names of the inputs' dimensions, in the order in which they occur first. Throws
+// for an input that is too large or does not fit the signature.
+template <class Kernel>
+auto sizes_of(const Ort::KernelContext& context) {
+  static constexpr InputDims<std::size(Kernel::kInputs)> kSignature(Kernel::kInputs);
+  std::array<std::int64_t, kSignature.names> sizes;
+  sizes.fill(-1);
+  for (std::size_t i = 0; i < std::size(Kernel::kInputs); ++i) {
+    const auto& dims = kSignature.dims[i];
+    const std::size_t rank = kSignature.ranks[i];
+    const Shape shape = context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape();
+    check_count("an input", shape);
+    const auto before = sizes;
+    bool fits = shape.size() == rank;
+    for (std::size_t axis = 0; fits && axis < rank; ++axis) {
+      std::int64_t expected = dims[axis].fixed;
+      if (expected < 0) {
+        std::int64_t& size = sizes[dims[axis].place];
+        expected = size = size < 0 ? shape[axis] : size;
+      }
+      fits = shape[axis] == expected;
+    }
+    if (fits) continue;
+    std::ostringstream expected;
+    for (std::size_t axis = 0; axis < rank; ++axis) {
+      const auto& [word, fixed, place] = dims[axis];
+      expected << (axis ? ", " : "");
+      if (fixed < 0 && before[place] >= 0) {
+        expected << before[place];
+      } else {
+        expected << word;
+      }
+    }
+    throw_invalid(Kernel::kInputs[i].name, " has shape ", shape_text(shape), "; expected [", expected.str(), "]");
+  }
+  return sizes;
 }
 
 template <class T>
@@ -196,12 +288,6 @@ inline std::string fresh_symbol() {
   return "effexport_dim_" + std::to_string(count++);
 }
 
-// A dimension of the outputs whose size is an integer attribute; without a name there is none.
-struct AttributeDim {
-  std::size_t dim;
-  const char* attribute;
-};
-
 // The value of an integer attribute during shape inference; -1 if the node lacks it, which the kernel reports.
 inline std::int64_t inferred_attribute(OrtShapeInferContext* context, const char* name) {
   const OrtApi& api = Ort::GetApi();
@@ -214,53 +300,56 @@ inline std::int64_t inferred_attribute(OrtShapeInferContext* context, const char
   return Ort::Status(api.ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof value, &length)).IsOK() ? value : -1;
 }
 
-// Gives an output the shape of an input, symbols included, and its type; `last_dim_of` is the input from which the last
-// dimension comes, `from_attribute` a dimension that comes from neither. (One operator's function serves all element
-// types, which the runtime takes for one operator, so the type is not Element.)
+// Gives an output the dimensions of its signature, symbols included: from the first input that has the name, from the
+// integer attribute of that name, or a symbol of its own. Its type is that of the first input that shares it in the
+// signature. (One operator's function serves all element types, which the runtime takes for one operator.)
 //
 // Ort::ShapeInferContext::SetOutputShape writes -2 beside a symbol, and newer runtimes drop such a shape; they take -1.
 // Hence the C functions. A -1 without a symbol would be compared with the actual size and warned about in every run.
-inline void pass_shape_on(OrtShapeInferContext* context, std::size_t input, std::size_t last_dim_of,
-                          AttributeDim from_attribute, std::size_t output) {
+template <std::size_t kInputs>
+void infer_output(OrtShapeInferContext* context, const Parameter (&inputs)[kInputs], const Parameter& output,
+                  std::size_t index) {
   const OrtApi& api = Ort::GetApi();
-  OrtTensorTypeAndShapeInfo* given = nullptr;  // these stay the property of the context
-  OrtTensorTypeAndShapeInfo* last = nullptr;
-  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, input, &given));
-  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, last_dim_of, &last));
-  std::size_t rank = 0;
-  std::size_t last_rank = 0;
-  Ort::ThrowOnError(api.GetDimensionsCount(given, &rank));
-  Ort::ThrowOnError(api.GetDimensionsCount(last, &last_rank));
-  // a shape that is not known looks like that of a scalar, which no operator here takes
-  if (rank == 0 || last_rank == 0) return;
-  std::vector<std::int64_t> dims(rank), last_dims(last_rank);
-  std::vector<const char*> symbols(rank, ""), last_symbols(last_rank, "");
-  std::vector<std::string> made_up(rank);
-  Ort::ThrowOnError(api.GetDimensions(given, dims.data(), rank));
-  Ort::ThrowOnError(api.GetSymbolicDimensions(given, symbols.data(), rank));
-  Ort::ThrowOnError(api.GetDimensions(last, last_dims.data(), last_rank));
-  Ort::ThrowOnError(api.GetSymbolicDimensions(last, last_symbols.data(), last_rank));
-  dims.back() = last_dims.back();
-  symbols.back() = last_symbols.back();
-  if (from_attribute.attribute != nullptr && from_attribute.dim < rank) {
-    dims[from_attribute.dim] = inferred_attribute(context, from_attribute.attribute);
-    symbols[from_attribute.dim] = "";
+  const Dims dims(output.dims);
+  ONNXTensorElementDataType type = output.type;
+  std::vector<std::int64_t> sizes(dims.rank, -1);
+  std::vector<std::string> symbols(dims.rank);
+  for (std::size_t axis = 0; axis < dims.rank; ++axis) {
+    const std::string word(dims.words[axis]);
+    sizes[axis] = std::max(fixed_size(word), inferred_attribute(context, word.c_str()));
   }
-  for (std::size_t i = 0; i < rank; ++i) {
-    if (dims[i] >= 0) continue;
-    dims[i] = -1;
-    if (symbols[i] == nullptr || *symbols[i] == '\0') symbols[i] = (made_up[i] = fresh_symbol()).c_str();
+  for (std::size_t i = kInputs; i-- > 0;) {  // the first one has the last word
+    OrtTensorTypeAndShapeInfo* given = nullptr;  // stays the property of the context
+    Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, i, &given));
+    if (inputs[i].type == output.type) Ort::ThrowOnError(api.GetTensorElementType(given, &type));
+    const Dims own(inputs[i].dims);
+    std::size_t rank = 0;
+    Ort::ThrowOnError(api.GetDimensionsCount(given, &rank));
+    if (rank != own.rank) continue;  // not known, which looks like that of a scalar, or wrong, which the kernel reports
+    std::vector<std::int64_t> own_sizes(rank);
+    std::vector<const char*> own_symbols(rank, "");
+    Ort::ThrowOnError(api.GetDimensions(given, own_sizes.data(), rank));
+    Ort::ThrowOnError(api.GetSymbolicDimensions(given, own_symbols.data(), rank));
+    for (std::size_t axis = 0; axis < dims.rank; ++axis) {
+      const std::size_t from = own.find(dims.words[axis]);
+      if (from == rank) continue;
+      sizes[axis] = std::max<std::int64_t>(own_sizes[from], -1);
+      symbols[axis] = own_symbols[from] == nullptr ? "" : own_symbols[from];
+    }
+  }
+  std::vector<const char*> texts;
+  for (std::size_t axis = 0; axis < dims.rank; ++axis) {
+    if (sizes[axis] < 0 && symbols[axis].empty()) symbols[axis] = fresh_symbol();
+    texts.push_back(symbols[axis].c_str());
   }
 
   OrtTensorTypeAndShapeInfo* info = nullptr;
   Ort::ThrowOnError(api.CreateTensorTypeAndShapeInfo(&info));
   Ort::TensorTypeAndShapeInfo owner(info);
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Ort::ThrowOnError(api.GetTensorElementType(given, &type));
   Ort::ThrowOnError(api.SetTensorElementType(info, type));
-  Ort::ThrowOnError(api.SetDimensions(info, dims.data(), rank));
-  Ort::ThrowOnError(api.SetSymbolicDimensions(info, symbols.data(), rank));
-  Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, output, info));
+  Ort::ThrowOnError(api.SetDimensions(info, sizes.data(), dims.rank));
+  Ort::ThrowOnError(api.SetSymbolicDimensions(info, texts.data(), dims.rank));
+  Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, index, info));
 }
 
 // Calls body(first, last) for ranges that cover [0, count), on the runtime's threads. How the work is divided must not
@@ -367,66 +456,41 @@ inline AlignedBlock aligned_block(std::size_t bytes) {
   return block;
 }
 
-// The status of a kernel launch; `error` is a cudaError_t.
-inline Ort::Status cuda_status(const char* op, int error);
+// Throws unless a kernel was launched; `error` is a cudaError_t.
+inline void check_launch(int error);
 #ifdef EFFEXPORT_CUDA
-inline Ort::Status cuda_status(const char* op, int error) {
-  if (error == 0) return Ort::Status{nullptr};
+inline void check_launch(int error) {
+  if (error == 0) return;
   const auto code = static_cast<cudaError_t>(error);
-  const std::string message = std::string(op) + ": the CUDA kernel was not launched: " + cudaGetErrorName(code) + ", " +
-                              cudaGetErrorString(code);
-  return Ort::Status(message.c_str(), ORT_EP_FAIL);
+  throw Ort::Exception(std::string("the CUDA kernel was not launched: ") + cudaGetErrorName(code) + ", " +
+                           cudaGetErrorString(code),
+                       ORT_EP_FAIL);
 }
 #endif
 
-constexpr ONNXTensorElementDataType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-
-// What most kernels have in common, as constants that a kernel may redefine: one output, required, with the shape of
-// input 0. kShapeOf is the input whose shape the outputs have, but for a last dimension from input kLastDimOf (kShapeOf
-// if it is kSame), and for one that an attribute gives. kInfersShapes: false if outputs have other shapes, known only
-// in a run.
-struct KernelDefaults {
-  static constexpr std::size_t kSame = std::numeric_limits<std::size_t>::max();
-  static constexpr std::size_t kOutputs = 1;
-  static constexpr std::size_t kRequiredOutputs = 1;  // a node need not name those after them
-  static constexpr std::size_t kShapeOf = 0;
-  static constexpr std::size_t kLastDimOf = kSame;
-  static constexpr AttributeDim kAttributeDim{0, nullptr};
-  static constexpr bool kInfersShapes = true;
-};
-
-// A custom operator whose outputs have the type kElementType<Element>.
+// A custom operator.
 //
-// Kernel derives from KernelDefaults and has the constants kName, kDevice and kInputTypes, an array of the inputs'
-// element types, and the type Element. It is constructible from Ort::ConstKernelInfo and throws Ort::Exception for bad
-// attributes; Ort::Status compute(Ort::KernelContext) runs it.
+// Kernel has the constants kName, kDevice, kInputs and kOutputs. It is constructible from Ort::ConstKernelInfo and
+// throws Ort::Exception for bad attributes; compute(Ort::KernelContext) runs it and throws for bad inputs.
 template <class Kernel>
 struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithStatus=*/true> {
   CustomOp() {
     this->InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatusPtr {
       return guarded([&] {
-        if (!Kernel::kInfersShapes) return Ort::Status{nullptr};
         // not of outputs that a node may leave out: the runtime would write their shapes beyond the end of an array
-        for (std::size_t i = 0; i < Kernel::kRequiredOutputs; ++i) {
-          constexpr bool kAllOfOne = Kernel::kLastDimOf == Kernel::kSame;
-          pass_shape_on(context, Kernel::kShapeOf, kAllOfOne ? Kernel::kShapeOf : Kernel::kLastDimOf,
-                        Kernel::kAttributeDim, i);
+        for (std::size_t i = 0; i < std::size(Kernel::kOutputs); ++i) {
+          if (!Kernel::kOutputs[i].optional) infer_output(context, Kernel::kInputs, Kernel::kOutputs[i], i);
         }
-        return Ort::Status{nullptr};
       });
     };
     this->KernelComputeV2 = [](void* kernel, OrtKernelContext* context) -> OrtStatusPtr {
-      return guarded([&] { return static_cast<Kernel*>(kernel)->compute(Ort::KernelContext(context)); });
+      return guarded([&] { static_cast<Kernel*>(kernel)->compute(Ort::KernelContext(context)); });
     };
     this->KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   }
 
   OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
-    return guarded([&] {
-      *kernel = new Kernel(Ort::ConstKernelInfo(info));
-      return Ort::Status{nullptr};
-    });
+    return guarded([&] { *kernel = new Kernel(Ort::ConstKernelInfo(info)); });
   }
 
   OrtStatusPtr ComputeV2(OrtKernelContext*) { return nullptr; }
@@ -435,12 +499,12 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   const char* GetExecutionProviderType() const {
     return Kernel::kDevice == Device::kCuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   }
-  std::size_t GetInputTypeCount() const { return std::size(Kernel::kInputTypes); }
-  std::size_t GetOutputTypeCount() const { return Kernel::kOutputs; }
-  ONNXTensorElementDataType GetInputType(std::size_t index) const { return Kernel::kInputTypes[index]; }
-  ONNXTensorElementDataType GetOutputType(std::size_t) const { return kElementType<typename Kernel::Element>; }
+  std::size_t GetInputTypeCount() const { return std::size(Kernel::kInputs); }
+  std::size_t GetOutputTypeCount() const { return std::size(Kernel::kOutputs); }
+  ONNXTensorElementDataType GetInputType(std::size_t index) const { return Kernel::kInputs[index].type; }
+  ONNXTensorElementDataType GetOutputType(std::size_t index) const { return Kernel::kOutputs[index].type; }
   OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(std::size_t index) const {
-    return index < Kernel::kRequiredOutputs ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+    return Kernel::kOutputs[index].optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
 
  private:
@@ -448,7 +512,8 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   template <class Body>
   static OrtStatusPtr guarded(Body body) noexcept {
     try {
-      return body().release();
+      body();
+      return nullptr;
     } catch (const Ort::Exception& error) {
       return named_status(error.GetOrtErrorCode(), error.what());
     } catch (const std::bad_alloc&) {
@@ -460,9 +525,7 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
 
   // A status whose message begins with the name of the operator.
   static OrtStatusPtr named_status(OrtErrorCode code, const std::string& message) {
-    const std::string name = Kernel::kName;
-    const bool is_named = message.compare(0, name.size(), name) == 0;
-    return Ort::GetApi().CreateStatus(code, (is_named ? message : name + ": " + message).c_str());
+    return Ort::GetApi().CreateStatus(code, (std::string(Kernel::kName) + ": " + message).c_str());
   }
 };
 

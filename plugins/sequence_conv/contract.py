@@ -125,6 +125,7 @@ CONTRACT = Contract(
     shared=("weight",),
     hidden={"x": (torch.nan, torch.inf, 1e30)},
     body_limit=ROUNDING["float16"],  # of the convolution
+    wrong_sizes=({"weight": (2, 1, 0, 1)}, {"weight": (2, 1, 4, 1)}),
     uncountable=((2**31, 1, 4, 8, 3), (1, 1, 2**31 - 1, 8, 3), (1, 1, 4, 8, 2**31 - 1), (2**30, 1, 4, 200, 3)),
     baselines=baselines,
     work=work,

@@ -2,17 +2,11 @@
 #include "sequence_conv/kernel.h"
 #include "native/gpu_check.h"
 
-using namespace effexport;
+using namespace effexport::sequence_conv;
 
 EFFEXPORT_GPU_CHECK(sequence_conv) {
-  const sequence_conv::Problem problem = {sizes[0] * sizes[1], sizes[1], sizes[2], sizes[3], sizes[4]};
-  return gpu_check::for_type(dtype, [&](auto element) {
-    using T = typename decltype(element)::Type;
-    const sequence_conv::Arrays<T> x = {gpu_check::array<T>(arrays, 0), gpu_check::array<T>(arrays, 1),
-                                        gpu_check::array<bool>(arrays, 2), gpu_check::array<T>(arrays, 3),
-                                        gpu_check::array<T>(arrays, 4)};
-    return sequence_conv::launch_cuda(problem, x, stream);
-  });
+  const Problem problem = {sizes[0] * sizes[1], sizes[1], sizes[2], sizes[3], sizes[4]};
+  return launch_cuda<T>(problem, {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]}, stream);
 }
 
 EFFEXPORT_GPU_CHECK_SCRATCH(sequence_conv) { return 0; }

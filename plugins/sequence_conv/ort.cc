@@ -8,44 +8,36 @@ namespace effexport::sequence_conv {
 namespace {
 
 template <class T>
-Ort::Status convolve_on_cpu(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
+void convolve_on_cpu(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
   parallel_ranges(context, cpu_units(problem), [&](std::int64_t first, std::int64_t last) {
     const AlignedBlock workspace = aligned_block(cpu_workspace_bytes(problem));
     convolve_cpu(problem, arrays, first, last, workspace.get());
   });
-  return Ort::Status{nullptr};
 }
 
 template <class T, Device kOn>
-class Kernel : public KernelDefaults {
+class Kernel {
  public:
-  using Element = T;
   static constexpr const char* kName = "SequenceConv";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kBool, kElementType<T>};
+  static constexpr Parameter kInputs[] = {{"x", kElementType<T>, "batch heads seq channels"},
+                                          {"weight", kElementType<T>, "heads 1 taps 1"},
+                                          {"keep", kBool, "batch seq"},
+                                          {"residual", kElementType<T>, "batch heads seq channels"}};
+  static constexpr Parameter kOutputs[] = {{"out", kElementType<T>, "batch heads seq channels"}};
 
   explicit Kernel(Ort::ConstKernelInfo) {}
 
-  Ort::Status compute(const Ort::KernelContext& context) {
-    const auto [x, weight, keep, residual] = shapes_of<4>(context);
-    if (x.size() != 4 || residual != x) {
-      return invalid("SequenceConv: x and residual have shapes ", shape_text(x), " and ", shape_text(residual),
-                     "; expected [batch, heads, seq, channels] twice");
-    }
-    if (weight.size() != 4 || weight != Shape{x[1], 1, weight[2], 1} || weight[2] % 2 != 1) {
-      return invalid("SequenceConv: weight has shape ", shape_text(weight), "; expected [", x[1],
-                     ", 1, taps, 1] with an odd number of taps");
-    }
-    if (keep != Shape{x[0], x[2]}) {
-      return invalid("SequenceConv: keep has shape ", shape_text(keep), "; expected ", shape_text({x[0], x[2]}));
-    }
-    const Problem problem{x[0] * x[1], x[1], x[2], x[3], weight[2]};
+  void compute(const Ort::KernelContext& context) {
+    const auto [batch, heads, seq, channels, taps] = sizes_of<Kernel>(context);
+    if (taps % 2 != 1) throw_invalid("weight has ", taps, " taps; expected an odd number");
+    const Problem problem{batch * heads, heads, seq, channels, taps};
     const BoolInput<kOn> kept(context, 2);
     const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), kept.get(), input<T>(context, 3),
-                           output<T>(context, 0, x)};
-    if (problem.groups == 0 || problem.seq == 0 || problem.channels == 0) return Ort::Status{nullptr};
+                           output<T>(context, 0, {batch, heads, seq, channels})};
+    if (problem.groups == 0 || problem.seq == 0 || problem.channels == 0) return;
     if constexpr (kOn == Device::kCuda) {
-      return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+      return check_launch(launch_cuda(problem, arrays, context.GetGPUComputeStream()));
     }
     return convolve_on_cpu(context, problem, arrays);
   }

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from aft_window_inputs import Sizes, error, made_inputs
 from implementations import implementation
-from kernel_sessions import session
-from one_node import one_node_model
 
 from effexport.models.layers import AttentionLayer, fused_operators
 from effexport.models.variants.aft_conv.layer import AFTConvAttention
 from effexport.models.variants.aft_conv.spec import AFTConvSpec
 from effexport.models.variants.aft_local.layer import AFTLocalAttention
 from effexport.models.variants.aft_local.spec import AFTLocalSpec
-from effexport.plugins.aft_window_attention.op import aft_window_attention
 from effexport.plugins.contract import Case
 
 OP = "AFTWindowAttention"
 BODY_FP32 = 1e-5
-FORBIDDEN = {"TopK", "Loop", "CumSum", "Scan", "Sort", "If"}
 
 native = pytest.mark.requires("native", "onnx", "ort")
 both_forms = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
@@ -166,51 +160,3 @@ def test_layers_give_the_same_with_the_operator_as_without(number: int) -> None:
             fused = layer(hidden, mask)
     # sums of 100 terms of about one, in two orders
     torch.testing.assert_close(fused, plain, rtol=0, atol=1e-5)
-
-
-ONES = torch.ones(2, 2, 4, 3)
-KEEP = torch.ones(2, 4, dtype=torch.bool)
-BIAS = torch.ones(2, 4, 5)
-
-
-@native
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("q", (4, 3), r"q has shape \[4, 3\]; expected \[batch, heads, seq, channels\]"),
-        ("k", (2, 2, 4, 2), r"k has shape \[2, 2, 4, 2\]; expected that of q, \[2, 2, 4, 3\], or one channel"),
-        ("v", (2, 4, 3), r"v has shape \[2, 4, 3\]; expected that of q, \[2, 2, 4, 3\]"),
-        ("keep", (4, 2), r"keep has shape \[4, 2\]; expected \[2, 4\]"),
-        (
-            "bias",
-            (2, 3, 5),
-            r"bias has shape \[2, 3, 5\]; expected \[1 or 2, 1 or at least 4, taps\] with an odd number",
-        ),
-        (
-            "bias",
-            (2, 4, 4),
-            r"bias has shape \[2, 4, 4\]; expected \[1 or 2, 1 or at least 4, taps\] with an odd number",
-        ),
-    ],
-)
-def test_the_kernel_says_what_is_wrong_with_its_input(name: str, shape: tuple[int, ...], message: str) -> None:
-    good = {"q": ONES, "k": ONES, "v": ONES, "keep": KEEP, "bias": BIAS}
-    feeds = {name: x.numpy() for name, x in good.items()}
-    feeds[name] = np.ones(shape, feeds[name].dtype)
-    with pytest.raises(Exception, match="AFTWindowAttention: " + message):
-        session(one_node_model(OP, feeds, body=False, causal=0)).run(None, feeds)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((ONES, ONES[..., :2], ONES, KEEP, BIAS), "k has 2 channels; expected 1 or 3"),
-        ((ONES, ONES, ONES, KEEP, BIAS[[0, 1, 0]]), "bias has 3 heads; expected 1 or 2"),
-        ((ONES, ONES, ONES, KEEP, BIAS[:, :3]), "bias has 3 positions; expected 1, or at least 4"),
-        ((ONES, ONES, ONES, KEEP, BIAS[..., :4]), "bias has 4 taps; expected an odd number"),
-        ((ONES, ONES, ONES, KEEP, BIAS[..., :0], True), "bias has 0 taps; expected at least one"),
-    ],
-)
-def test_wrong_sizes_of_keys_and_biases_are_refused(arguments: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(ValueError, match="aft_window_attention: " + text):
-        aft_window_attention(*arguments)

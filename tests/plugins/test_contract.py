@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -122,6 +123,24 @@ def test_the_body_works_in_every_opset(op: str, opset: int) -> None:
     assert_formula(op, "body", last_case(op), opset=opset)
 
 
+@operators
+def test_nodes_share_a_body_if_they_have_the_attributes_that_it_holds(op: str) -> None:
+    attributes, body = CONTRACTS[op].attributes(last_case(op)), OPS[op].load().onnx_function_body
+    inputs, outputs = ([parameter.name for parameter in x] for x in (SIGNATURES[op].inputs, SIGNATURES[op].outputs))
+
+    def nodes(**changed: Any) -> list[onnx.NodeProto]:
+        return [helper.make_node(op, inputs, outputs, domain=DOMAIN, **x) for x in (attributes, attributes | changed)]
+
+    body(nodes(), 20)
+    for name, value in attributes.items():
+        both = nodes(**{name: tuple(2 * x for x in value) if isinstance(value, tuple) else value + 1})
+        if name in CONTRACTS[op].per_node:
+            body(both, 20)
+        else:
+            with pytest.raises(ValueError, match=f"different {name} .*cannot share one body"):
+                body(both, 20)
+
+
 @table(
     "torch", "body", *KERNELS, ops=[name for name, contract in CONTRACTS.items() if contract.hidden], dtypes=ONE_TYPE
 )
@@ -211,17 +230,30 @@ def wrong_inputs(op: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
                 yield f"{name}-{axis}", inputs | {name: torch.cat([inputs[name]] * 2, axis)}
 
 
+def wrong_calls(op: str) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
+    """These, and what the names of dimensions do not say: inputs and attributes."""
+    case = last_case(op)
+    attributes, right = CONTRACTS[op].attributes(case), CONTRACTS[op].inputs(case, "cpu")
+    for name, inputs in wrong_inputs(op):
+        yield name, inputs, attributes
+    for changes in CONTRACTS[op].wrong_sizes:
+        inputs = {name: x.new_zeros(changes.get(name, x.shape)) for name, x in right.items()}
+        yield str(changes), inputs, {name: changes.get(name, value) for name, value in attributes.items()}
+
+
 @pytest.mark.parametrize(
-    ("op", "inputs"), [pytest.param(op, x, id=f"{op}-{name}") for op in CONTRACTS for name, x in wrong_inputs(op)]
+    ("op", "inputs", "attributes"),
+    [pytest.param(op, *x, id=f"{op}-{name}") for op in CONTRACTS for name, *x in wrong_calls(op)],
 )
-def test_wrong_shapes_are_errors_of_the_operator_and_of_the_kernel(op: str, inputs: dict[str, Tensor]) -> None:
-    attributes = CONTRACTS[op].attributes(last_case(op))
-    name = f"({'|'.join(inputs)})"
-    with pytest.raises(ValueError, match=f"{OPS[op].torch_name}: {name} has .*shape .*; expected "):
+def test_the_operator_and_the_kernel_refuse_a_wrong_shape_in_the_same_words(
+    op: str, inputs: dict[str, Tensor], attributes: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"{OPS[op].torch_name}: ({'|'.join(inputs)}) has .*; expected ") as refused:
         implementation(op, "torch").call(*inputs.values(), **attributes)
+    words = str(refused.value).partition(": ")[2].translate(str.maketrans("()", "[]")).replace(",]", "]")
     feeds = {name: array_of(x) for name, x in inputs.items()}
     opened = session(one_node_model(op, feeds, body=False, **attributes))
-    with pytest.raises(Exception, match=rf"{op}: ({name}(, | and |)?)+ ha\w+ .*; expected"):
+    with pytest.raises(Exception, match=re.escape(f"{op}: {words}")):
         opened.run(None, feeds)
 
 
@@ -280,6 +312,15 @@ def test_wrong_types_are_errors_of_the_operator(op: str) -> None:
         if not fixed:
             with pytest.raises(ValueError, match="expected a floating-point dtype"):
                 call(*(inputs | {name: x.int()}).values(), **attributes)
+
+
+@operators
+def test_the_operator_has_the_defaults_of_the_schema(op: str) -> None:
+    arguments = getattr(torch.ops.effexport, OPS[op].torch_name).default._schema.arguments[len(SIGNATURES[op].inputs) :]
+    for argument, attribute in zip(arguments, SIGNATURES[op].attributes, strict=True):
+        assert argument.name == attribute.name
+        if attribute.default is not None:
+            assert argument.default_value == attribute.default
 
 
 @operators

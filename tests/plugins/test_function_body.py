@@ -13,10 +13,10 @@ from one_node import one_node_model
 from slow_cases import slow
 
 from effexport.export.onnx_graph import FORBIDDEN_OPS
-from effexport.plugins.body_text import with_constants
 from effexport.plugins.contract import load_contract
 from effexport.plugins.function_body import LARGEST_FILL, rounded_down, traps
 from effexport.plugins.ops import DOMAIN, OPS, Op
+from effexport.plugins.signature import with_constants
 
 pytestmark = pytest.mark.requires("torch", "onnx")
 

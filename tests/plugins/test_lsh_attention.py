@@ -33,7 +33,6 @@ from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
 from effexport.plugins.lsh_sort.op import lsh_sort
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
-FORBIDDEN = {"TopK", "Loop", "CumSum", "Scan", "Sort", "If", "ReduceLogSumExp", "Unique", "NonZero"}
 Arrays = dict[str, np.ndarray]
 
 
@@ -200,55 +199,6 @@ def test_nan_reaches_those_that_see_it_and_no_others(poisoned: str) -> None:
     np.testing.assert_array_equal(out[~np.isnan(out)], clean[~np.isnan(out)])
 
 
-def changed(**arrays: np.ndarray) -> Arrays:
-    return {**Case().arrays(), **arrays}
-
-
-def int32s(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.int32)
-
-
-# What names of dimensions do not say: what changes, what the torch operator says, what the kernel says.
-WRONG_SHAPES: list[tuple[Arrays, str, str]] = [
-    (
-        {"order": int32s(8, 105), "rank": int32s(8, 105)},
-        r"order has shape \(8, 105\); .* a multiple of chunk_length 10 that holds 100 tokens",
-        r"\[8, 105\]; .* by a multiple of 10 \(chunk_length\) that holds 100 tokens",
-    ),
-    (
-        {"order": int32s(8, 90), "rank": int32s(8, 90)},
-        r"order has shape \(8, 90\); .* that holds 100 tokens",
-        r"\[8, 90\]; .* that holds 100 tokens",
-    ),
-    (
-        {"order": int32s(7, 100), "rank": int32s(7, 100)},
-        r"order has shape \(7, 100\); expected a positive multiple of 4 rows, batch · heads",
-        r"\[7, 100\]; expected the same twice, a multiple of 4 rows \(batch · heads\)",
-    ),
-    (
-        {"order": int32s(0, 100), "rank": int32s(0, 100)},
-        r"order has shape \(0, 100\); expected a positive multiple of 4 rows",
-        "order has no rows; expected some for each of 4",
-    ),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message", "_"), WRONG_SHAPES)
-def test_the_operator_says_what_is_wrong_with_a_shape(wrong: Arrays, message: str, _: str) -> None:
-    with pytest.raises(ValueError, match="lsh_attention: " + message):
-        torch_attention(Case(), changed(**wrong))
-
-
-@pytest.mark.requires("native", "onnx", "ort")
-@pytest.mark.parametrize(("wrong", "_", "message"), WRONG_SHAPES)
-def test_the_kernel_says_what_is_wrong_with_a_shape(wrong: Arrays, _: str, message: str) -> None:
-    from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
-
-    opened = session(attention_model(Case().attributes, known=False))
-    with pytest.raises(InvalidArgument, match="LSHAttention: .*" + message):
-        opened.run(None, changed(**wrong))
-
-
 @pytest.mark.requires("native", "onnx", "ort")
 def test_a_window_that_is_wider_than_a_round_sees_all_of_it() -> None:
     case = Case()
@@ -269,14 +219,6 @@ def test_the_kernel_names_a_token_that_does_not_exist(place: tuple[int, int], to
     arrays["order"][place] = token
     with pytest.raises(InvalidArgument, match=rf"LSHAttention: order holds {token}; expected 0 to 99"):
         session(attention_model(Case().attributes)).run(None, arrays)
-
-
-@pytest.mark.requires("onnx")
-def test_nodes_with_different_attributes_cannot_share_a_body() -> None:
-    nodes = [attention_model({**Case().attributes, "chunk_length": n}).graph.node[0] for n in (10, 16)]
-    with pytest.raises(ValueError, match=r"different chunk_length \[10, 16\] cannot share one body"):
-        onnx_function_body(nodes, 20)
-    onnx_function_body([nodes[0], nodes[0]], 20)
 
 
 @pytest.mark.requires("native")

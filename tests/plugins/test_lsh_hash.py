@@ -14,8 +14,8 @@ from effexport.models.variants.lsh.layer import LSHHash
 from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.plugins.contract import Case
 from effexport.plugins.lsh_hash.contract import CONTRACT, case
-from effexport.plugins.lsh_hash.op import lsh_hash, onnx_function_body
-from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, PLUGIN_NAMESPACE
+from effexport.plugins.lsh_hash.op import lsh_hash
+from effexport.plugins.ops import FLOAT_TYPES
 
 OP = "LSHHash"
 ATTRIBUTES: dict[str, Any] = {"bucket_factors": (4,), "chunk_length": 16}
@@ -94,17 +94,3 @@ def test_the_operator_gives_the_buckets_of_the_layer(num_buckets: Any, n: int) -
     layer, source = LSHHash(spec), torch.Generator().manual_seed(n)
     qk, keep = torch.randn(2, 2, n, 16, generator=source), torch.rand(2, n, generator=source) > 0.3
     assert torch.equal(layer(qk, keep, fused=True), layer(qk, keep))
-
-
-@pytest.mark.requires("onnx")
-@pytest.mark.parametrize("other", [{"bucket_factors": (8,)}, {"chunk_length": 32}])
-def test_nodes_with_different_attributes_cannot_share_a_body(other: dict[str, Any]) -> None:
-    from onnx import helper
-
-    names = ["qk", "rotations", "keep"]
-    nodes = [
-        helper.make_node(OP, names, ["buckets"], domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **given)
-        for given in (ATTRIBUTES, {**ATTRIBUTES, **other})
-    ]
-    with pytest.raises(ValueError, match=f"different {next(iter(other))}"):
-        onnx_function_body(nodes, 20)

@@ -58,28 +58,15 @@ def test_sort_leaves_out_a_rank_that_the_node_does_not_name(num_buckets: int, na
     assert np.array_equal(order, np.argsort(buckets, axis=1, kind="stable"))
 
 
-PINV_ERRORS = [
-    ((2, 3, 4), (2, 1, 1), 1, r"A has shape \[2, 3, 4\]; expected square matrices, \[N, m, m\]"),
-    ((3, 3), (3, 1, 1), 1, r"A has shape \[3, 3\]; expected square matrices"),
-    ((1, 2, 3, 3), (1, 1, 1), 1, r"A has shape \[1, 2, 3, 3\]"),
-    ((2, 3, 3), (2,), 1, r"scale has shape \[2\]; expected \[2, 1, 1\], one for each matrix of A"),
-    ((2, 3, 3), (1, 1, 1), 1, r"scale has shape \[1, 1, 1\]; expected \[2, 1, 1\]"),
-    ((2, 3, 3), (2, 1, 1), np.nan, "matrix 1 of A holds NaN or infinity; expected finite numbers"),
-    ((2, 3, 3), (2, 1, 1), np.inf, "matrix 1 of A holds NaN or infinity"),
-]
-
-
-@pytest.mark.parametrize(("shape", "scale_shape", "last", "message"), PINV_ERRORS)
-def test_pinv_says_what_is_wrong_with_its_input(
-    shape: tuple[int, ...], scale_shape: tuple[int, ...], last: float, message: str
-) -> None:
+@pytest.mark.parametrize("last", [np.nan, np.inf])
+def test_pinv_says_which_matrix_is_not_finite(last: float) -> None:
     from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
     opened = session(one_node_model("IterativePinv", "float32", None, body=False, iterations=6))
-    a = np.ones(shape, np.float32)
+    a = np.ones((2, 3, 3), np.float32)
     a.flat[-1] = last
-    with pytest.raises(InvalidArgument, match="IterativePinv: " + message):
-        opened.run(None, {"A": a, "scale": np.ones(scale_shape, np.float32)})
+    with pytest.raises(InvalidArgument, match="IterativePinv: matrix 1 of A holds NaN or infinity; expected finite"):
+        opened.run(None, {"A": a, "scale": np.ones((2, 1, 1), np.float32)})
     good = {"A": np.ones((1, 2, 2), np.float32), "scale": np.ones((1, 1, 1), np.float32)}
     assert np.isfinite(opened.run(None, good)[0]).all(), "a refused input does not spoil the session"
 

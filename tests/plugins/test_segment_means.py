@@ -10,8 +10,7 @@ from kernel_sessions import session
 from one_node import one_node_model
 
 from effexport.plugins.contract import Case
-from effexport.plugins.ops import DOMAIN
-from effexport.plugins.segment_means.op import onnx_function_body, segment_means
+from effexport.plugins.segment_means.op import segment_means
 
 OP = "SegmentMeans"
 
@@ -51,12 +50,3 @@ def test_more_means_than_any_machine_holds_are_refused() -> None:
     opened = session(one_node_model(OP, feeds, body=False, num_segments=2**20), library=True)
     with pytest.raises(Exception, match=r"an output of \[1, 1024, 1048576, 1025\] elements was requested"):
         opened.run(None, feeds)
-
-
-@pytest.mark.requires("onnx")
-def test_nodes_with_different_counts_cannot_share_a_body() -> None:
-    from onnx import helper
-
-    nodes = [helper.make_node(OP, ["x", "keep"], ["out"], domain=DOMAIN, num_segments=count) for count in (4, 2)]
-    with pytest.raises(ValueError, match=r"different num_segments \[2, 4\]"):
-        onnx_function_body(nodes, 20)

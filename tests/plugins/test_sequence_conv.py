@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from emulated_plugins import array_of
 from implementations import implementation
-from kernel_sessions import session
-from one_node import one_node_model
 from torch import Tensor
 
 from effexport.plugins.contract import Case
-from effexport.plugins.sequence_conv.op import sequence_conv
 
 OP = "SequenceConv"
 
@@ -36,14 +32,3 @@ def test_nan_reaches_its_channel_half_a_filter_around_it(how: str, dtype: str) -
     slack = 30 if how == "cuda" else 0
     found[0, 1, 96 - slack : 105 + slack, 66] = False
     assert not found.any()
-
-
-@pytest.mark.requires("native", "onnx", "ort")
-@pytest.mark.parametrize("taps", [0, 4])
-def test_filters_of_an_even_length_are_errors(taps: int) -> None:
-    inputs = ones(4, 8, taps)
-    with pytest.raises(ValueError, match=r"sequence_conv: weight has .*; expected "):
-        sequence_conv(*inputs.values())
-    feeds = {name: array_of(x) for name, x in inputs.items()}
-    with pytest.raises(Exception, match=r"SequenceConv: weight has shape.*expected"):
-        session(one_node_model(OP, feeds, body=False), library=True).run(None, feeds)

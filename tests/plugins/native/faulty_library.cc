@@ -10,46 +10,43 @@ namespace effexport {
 namespace {
 
 template <Device kOn>
-struct Crashing : KernelDefaults {
-  using Element = std::int32_t;
+struct Crashing {
   static constexpr const char* kName = "LSHSort";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kInt32};
-  static constexpr std::size_t kOutputs = 2;
-  static constexpr std::size_t kRequiredOutputs = 2;
+  static constexpr Parameter kInputs[] = {{"buckets", kInt32, "N n"}};
+  static constexpr Parameter kOutputs[] = {{"order", kInt32, "N n"}, {"rank", kInt32, "N n"}};
   explicit Crashing(Ort::ConstKernelInfo) {}
 
-  Ort::Status compute(const Ort::KernelContext&) {
-    std::raise(SIGSEGV);
-    return Ort::Status{nullptr};
-  }
+  void compute(const Ort::KernelContext&) { std::raise(SIGSEGV); }
 };
 
 template <class T, Device kOn>
-struct Wrong : KernelDefaults {
-  using Element = std::int32_t;
+struct Wrong {
   static constexpr const char* kName = "LSHHash";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<float>, kBool};
-  static constexpr bool kInfersShapes = false;
+  static constexpr Parameter kInputs[] = {{"qk", kElementType<T>, "batch heads seq head_dim"},
+                                          {"rotations", kElementType<float>, "heads head_dim rounds width"},
+                                          {"keep", kBool, "batch seq"}};
+  static constexpr Parameter kOutputs[] = {{"buckets", kInt32, "rows padded"}};
   explicit Wrong(Ort::ConstKernelInfo) {}
 
-  Ort::Status compute(const Ort::KernelContext& context) {
+  void compute(const Ort::KernelContext& context) {
     std::fill_n(output<std::int32_t>(context, 0, {4, 64}), 4 * 64, 1);
-    return Ort::Status{nullptr};
   }
 };
 
 template <class T, Device kOn>
-struct Refusing : KernelDefaults {
-  using Element = T;
+struct Refusing {
   static constexpr const char* kName = "MaskedAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kElementType<T>, kBool};
-  static constexpr bool kInfersShapes = false;
+  static constexpr Parameter kInputs[] = {{"q", kElementType<T>, "batch heads n d"},
+                                          {"k", kElementType<T>, "batch heads m d"},
+                                          {"v", kElementType<T>, "batch heads m e"},
+                                          {"keep", kBool, "batch m"}};
+  static constexpr Parameter kOutputs[] = {{"out", kElementType<T>, "batch heads n e"}};
   explicit Refusing(Ort::ConstKernelInfo) {}
 
-  Ort::Status compute(const Ort::KernelContext&) { return invalid("MaskedAttention: refused\non two lines"); }
+  void compute(const Ort::KernelContext&) { throw_invalid("refused\non two lines"); }
 };
 
 }  // namespace
