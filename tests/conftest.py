@@ -285,6 +285,7 @@ PROCESSORS = {
 }
 # What takes long to install, to start or to run: the fast part of the suite does without.
 SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "transformers5", "portability", "small-disk"}
+LONGEST_ID = 80
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
 PRESENT = pytest.StashKey[set[str]]()
 SECONDS = pytest.StashKey[Counter[str]]()
@@ -317,6 +318,11 @@ class FileTimes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid.split("::")[0]] += report.duration
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """The beginning of a long value: ids are sent to all workers, and stand in the environment of child processes."""
+    return str(val[:LONGEST_ID]) if isinstance(val, str | bytes) and len(val) > LONGEST_ID else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker

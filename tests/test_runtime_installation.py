@@ -62,7 +62,7 @@ def runtime(environment: Path, wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact() -> Path:
-    return built_artifact("lsh-encoder", spec_of("lsh", "encoder"))
+    return built_artifact(spec_of("lsh", "encoder"))
 
 
 def clean_variables() -> dict[str, str]:

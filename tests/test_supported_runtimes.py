@@ -98,7 +98,7 @@ def cast_outside(graph: onnx.GraphProto, value: onnx.ValueInfoProto, *, is_input
 @pytest.mark.parametrize(("variant", "causal"), MODELS)
 def test_every_variant_is_right_with_kernels(variant: str, causal: bool, worker: Worker) -> None:
     fields = {"causal": True} if causal else {}
-    artifact = open_artifact(built_artifact(f"supported-{variant}-{causal}", spec_of(variant, **fields)))
+    artifact = open_artifact(built_artifact(spec_of(variant, **fields)))
     cases = load_reference(artifact.reference_path)
     open_model = open_in_worker(worker, "onnxruntime", library=str(get_library_path()))
     checks = verify_in_runtime(
@@ -111,7 +111,7 @@ def test_every_variant_is_right_with_kernels(variant: str, causal: bool, worker:
 @pytest.mark.requires("portability", "native", "torch", "onnx", "ort")
 @pytest.mark.parametrize("variant", ["linear", "aft-simple"])
 def test_a_decode_step_continues_a_prompt(variant: str, worker: Worker) -> None:
-    artifact = open_artifact(built_artifact(f"supported-{variant}-True", spec_of(variant, causal=True)))
+    artifact = open_artifact(built_artifact(spec_of(variant, causal=True)))
     case = next(case for case in load_reference(artifact.reference_path) if case.keep.all() and case.keep.shape[1] > 8)
     step, prefill = (
         WorkerRunner(worker, "onnxruntime", path.read_bytes(), library=str(get_library_path()))

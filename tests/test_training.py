@@ -88,6 +88,7 @@ def test_held_out_rows_are_always_the_same_and_no_others() -> None:
 
 
 @pytest.mark.usefixtures("each_processor")
+@pytest.mark.parametrize("each_processor", ["AVX2", "AMX"], indirect=True)  # float32, bfloat16
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.training.trainer.SAVE_EVERY_S", 0.0)
     task, schedule = Duplication(16, symbols=7), Schedule(steps=6, rows=2, warmup=2)

@@ -82,7 +82,7 @@ class Launch:
 
 
 def compile_kernels(ops: Sequence[Op], architectures: Sequence[int], folder: Path) -> dict[tuple[str, int], Usage]:
-    """(kernel, architecture) → Usage. Raises SetupError if nvcc or nvdisasm is missing."""
+    """(kernel, architecture) → Usage. A warning is an error. Raises SetupError if nvcc or nvdisasm is missing."""
     nvcc, nvdisasm = find_nvcc(), find_nvdisasm()
     known = call([nvcc, "--list-gpu-code"]).split() if nvcc else []
     if nvcc is None or not {f"sm_{architecture}" for architecture in architectures} <= {*known}:
@@ -91,8 +91,9 @@ def compile_kernels(ops: Sequence[Op], architectures: Sequence[int], folder: Pat
 
     def compile_one(op: Op, architecture: int) -> dict[tuple[str, int], Usage]:
         cubin = str(folder / f"{op.torch_name}_{architecture}.cubin")
-        options = ("-std=c++17", "-O3", f"-I{PLUGINS}", f"-arch=sm_{architecture}", "--resource-usage", "-cubin")
-        usages = parse_usage(call([nvcc, *options, str(PLUGINS / op.cuda_source), "-o", cubin]))
+        options = ("-std=c++17", "-O3", f"-I{PLUGINS}", f"-arch=sm_{architecture}", "-Werror", "all-warnings")
+        command = [nvcc, *options, "--resource-usage", "-cubin", str(PLUGINS / op.cuda_source), "-o", cubin]
+        usages = parse_usage(call(command))
         products = tensor_products(call([nvdisasm, "-c", cubin]))
         return {key: replace(usage, tensor_products=products[key[0]]) for key, usage in usages.items()}
 

@@ -91,7 +91,7 @@ def built(worker_folder: Path) -> Callable[..., Artifact]:
         name = "-".join([variant, scope, *(f"{name}-{value}" for name, value in sorted(fields.items()))])
         with locked(worker_folder / f"{name}.lock"):
             if not (worker_folder / name).exists():
-                shutil.copytree(built_artifact(name, spec_of(variant, scope, **fields)), worker_folder / name)
+                shutil.copytree(built_artifact(spec_of(variant, scope, **fields)), worker_folder / name)
         return open_artifact(worker_folder / name)
 
     return artifact

@@ -608,6 +608,7 @@ def test_inspect_of_garbage(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_processor")
+@pytest.mark.parametrize("each_processor", ["AVX2", "AMX"], indirect=True)  # the shortest and the longest text
 def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
     result = cli("doctor", "--json")
     assert result.code == 0
@@ -670,7 +671,6 @@ def test_doctor_finds_a_part_that_does_not_load_if_asked(
     assert "openvino: does not load: libopenvino.so is missing" in broken.out
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = {"torch", "onnxscript", "tensorrt", "tensorrt_rtx", "openvino", "cuda.bindings", "ray"}
     left_out |= {"onnxruntime_ep_nv_tensorrt_rtx", "tokenizers", "transformers"}

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
     # the same name and spec as in the tests of the decoder, so that a full run builds it once
-    artifact = open_artifact(built_artifact("linear-encoder-causal-True", spec_of("linear", causal=True)))
+    artifact = open_artifact(built_artifact(spec_of("linear", causal=True)))
     made = Model("trt-rtx", artifact.spec, tmp_path)
     shutil.copytree(artifact.path, made.artifact)
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts((), artifact.spec))

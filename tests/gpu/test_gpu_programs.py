@@ -20,14 +20,15 @@ def test_output_exit_status_and_environment_are_those_of_the_program() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "value\n", "bad\n")
 
 
-def test_a_program_that_is_interrupted_in_time_may_write_its_results() -> None:
-    code = "import time\ntry:\n print('begun', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: print('kept')"
+def test_a_program_that_is_interrupted_in_time_may_write_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "GRACE_SECONDS", 60.0)  # for a busy machine; the program ends at once
+    script = "trap 'echo kept; exit' INT; echo begun; while :; do sleep 0.1; done"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        run_program([sys.executable, "-c", code], 2)
+        run_program(["sh", "-c", script], 2)
     assert caught.value.stdout == "begun\nkept\n"
 
 
-@pytest.mark.parametrize("seconds", [1.0, 0.0])
+@pytest.mark.parametrize("seconds", [3.0, 0.0])
 def test_a_program_that_ignores_signals_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
@@ -36,6 +37,6 @@ def test_a_program_that_ignores_signals_is_killed_with_its_children(
     begin = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
         run_program(["sh", "-c", script], seconds)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 60
     if seconds:
         assert has_ended(int((tmp_path / "child").read_text()))

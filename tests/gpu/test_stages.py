@@ -143,12 +143,16 @@ def test_a_stage_is_not_begun_when_no_time_is_left(run: Run) -> None:
     assert results_of(run, example("passes", seconds=0)).status == NOT_RUN
 
 
-def test_work_that_would_take_as_long_as_the_longest_before_it_is_not_begun(run: Run) -> None:
-    run = replace(run, end_before=time.time() + 0.5)
+def test_work_that_would_take_as_long_as_the_longest_before_it_is_not_begun(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    run = replace(run, end_before=now + 5)
     begun = []
-    for seconds, in_time in run.in_time([0.1, 0.3, 0.0, 0.0]):
+    for seconds, in_time in run.in_time([1, 3, 0, 0]):
         begun.append(in_time)
-        time.sleep(seconds)
+        now += seconds
     assert begun == [True, True, False, False]
     assert replace(run, end_before=0.0).seconds_left == 0
     assert [in_time for _, in_time in replace(run, end_before=0.0).in_time([1])] == [False]

@@ -57,17 +57,17 @@ def test_metrics_and_findings_of_each_launch_are_read_from_ncu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "status"),
+    ("program", "seconds", "status"),
     [
-        ("print('8 calls')", PASSED),
-        ("print('8 calls'); raise SystemExit(9)", FAILED),
-        ("print('nothing')", FAILED),
-        ("import time; time.sleep(60)", NOT_RUN),
+        ("print('8 calls')", 60, PASSED),
+        ("print('8 calls'); raise SystemExit(9)", 60, FAILED),
+        ("print('nothing')", 60, FAILED),
+        ("import time; time.sleep(600)", 1, NOT_RUN),
     ],
     ids=["clean", "an error was found", "the program did not run", "too slow"],
 )
-def test_a_sanitizer_passes_only_if_the_program_ran_to_its_end(program: str, status: str) -> None:
-    assert sanitizing.checked([sys.executable, "-c", program], seconds=3)["status"] == status
+def test_a_sanitizer_passes_only_if_the_program_ran_to_its_end(program: str, seconds: float, status: str) -> None:
+    assert sanitizing.checked([sys.executable, "-c", program], seconds=seconds)["status"] == status
 
 
 def test_the_summary_of_a_sanitizer_is_the_problem() -> None:

@@ -97,10 +97,10 @@ def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     ],
     ids=lambda spec: spec.title,
 )
-def test_the_size_of_a_huge_model_is_found_within_a_second(spec: AttentionSpec | EncoderSpec | PublishedSpec) -> None:
-    start = time.perf_counter()
+def test_the_size_of_a_huge_model_is_found_at_once(spec: AttentionSpec | EncoderSpec | PublishedSpec) -> None:
+    start = time.process_time()
     assert count(spec.weights()) + spec.least_elements(batch=1, seq_len=1) > 10**9
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_the_size_of_a_huge_model_is_found_within_a_second(spec: AttentionSpec |
     ],
 )
 def test_sizes_that_cannot_be_meant_are_refused_at_once(make: Any, message: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(SpecError, match=message) as failure:
         make()
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert len(str(failure.value)) < 400
 
 

@@ -11,42 +11,22 @@ import re
 from pathlib import Path
 
 import pytest
-from cuda_kernels import PLUGINS, SANITIZERS, plugin_entries, run
+from cuda_kernels import SANITIZERS, plugin_entries, run
 from cuda_programs import sanitized_programs
+from gpu.budget import ARCHITECTURES as SOME
 from gpu.calls import write_calls
-from gpu.compiled import Usage, parse_usage
-from kept import kept, native_sources
+from kernel_ptx import kept_usages
 
-from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc, machine_code_options
+from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
 
 BY_NAME = {op.torch_name: op for op in OPS.values()}
 KERNELS = tuple(sorted(BY_NAME))
-# The GPU of the measurements. For the oldest and the newest, test_ptx_of_kernels.py assembles the same code from PTX.
-SOME = (90,)
 for_some_and_every_architecture = pytest.mark.parametrize(
     "architectures",
     [pytest.param(SOME, id="some"), pytest.param(CUDA_ARCHITECTURES, id="every", marks=pytest.mark.soak)],
 )
-
-
-@functools.cache
-def compiled(kernel: str, architectures: tuple[int, ...]) -> dict[tuple[str, int], Usage]:
-    """The resources of each entry by ptxas, on those architectures that this nvcc knows. The code is the library's, and
-    warnings are errors."""
-    nvcc = find_nvcc()
-    strict = ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror"]
-    code = machine_code_options(known(architectures))
-    command = [nvcc, "-std=c++17", "-I", PLUGINS, *strict, *code, "--resource-usage", "-c"]
-
-    def compile_to(folder: Path) -> None:
-        messages = run(*command, PLUGINS / kernel / "kernel_cuda.cu", "-o", folder / "kernel.o")
-        (folder / "messages").write_text(messages, encoding="utf-8")
-
-    decided_by = [run(nvcc, "--version"), *map(str, command), *native_sources()]
-    folder = kept(f"cuda/{kernel}-{len(code)}", decided_by, compile_to)
-    return parse_usage((folder / "messages").read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -67,7 +47,8 @@ SANITIZED_IN_SOAK = ("aft_window_attention", "iterative_pinv", "linear_attention
 @for_some_and_every_architecture
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_compiles_without_warnings_for_every_gpu(kernel: str, architectures: tuple[int, ...]) -> None:
-    found = {sm: {entry for entry, own in compiled(kernel, architectures) if own == sm} for sm in known(architectures)}
+    usages = kept_usages([BY_NAME[kernel]], known(architectures))
+    found = {sm: {entry for entry, own in usages if own == sm} for sm in known(architectures)}
     assert {*plugin_entries(BY_NAME[kernel])} <= found[architectures[0]]
     assert set(map(frozenset, found.values())) == {frozenset(found[architectures[0]])}
 
@@ -76,7 +57,7 @@ def test_a_kernel_compiles_without_warnings_for_every_gpu(kernel: str, architect
 @for_some_and_every_architecture
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_spills_no_registers_and_fixes_no_shared_memory(kernel: str, architectures: tuple[int, ...]) -> None:
-    for (entry, architecture), usage in compiled(kernel, architectures).items():
+    for (entry, architecture), usage in kept_usages([BY_NAME[kernel]], known(architectures)).items():
         # shared memory is all dynamic, and the launches stay within 48 KiB of it
         assert usage.shared_bytes == 0, (entry, architecture, usage)
         # otherwise a tile would not fit in registers

@@ -1,14 +1,18 @@
-"""PTX of all kernels as TensorRT plugins get it, compiled once by each compiler, and what ptxas makes of it."""
+"""PTX of all kernels as TensorRT plugins get it, compiled once by each compiler, and the resources that ptxas finds."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 
 from cuda_kernels import run
+from gpu import compiled
 from gpu.compiled import Usage, parse_usage
 from kept import ROOT, kept
 
@@ -58,9 +62,30 @@ def ptx_by_nvrtc(op: Op, architecture: int) -> str:
 
 
 def _kept(name, op, decided_by, make) -> str:
-    own = [sources.FOLDER / source for source in ptx.kernel_sources(op)]
-    folder = kept(f"ptx/{name}", [*decided_by, Path(ptx.__file__), *own], make)
+    folder = kept(f"ptx/{name}", [*decided_by, Path(ptx.__file__), *sources_of(op)], make)
     return (folder / "kernel.ptx").read_text(encoding="utf-8")
+
+
+def sources_of(op: Op) -> list[Path]:
+    return [sources.FOLDER / source for source in ptx.kernel_sources(op)]
+
+
+def kept_usages(ops: Sequence[Op], architectures: Sequence[int], folder: object = None) -> dict[tuple[str, int], Usage]:
+    """`compile_kernels` of scripts/gpu, which compiles each kernel once for every test."""
+    return {key: usage for op in ops for sm in architectures for key, usage in _usages(op, sm).items()}
+
+
+@cache
+def _usages(op: Op, architecture: int) -> dict[tuple[str, int], Usage]:
+    def make(folder: Path) -> None:
+        found = compiled.compile_kernels([op], [architecture], folder)
+        rows = [[entry, sm, *astuple(usage)] for (entry, sm), usage in found.items()]
+        (folder / "usages.json").write_text(json.dumps(rows), encoding="utf-8")
+
+    decided_by = [run(find_nvcc(), "--version"), Path(compiled.__file__), *sources_of(op)]
+    folder = kept(f"cubin/{op.torch_name}_{architecture}", decided_by, make)
+    rows = json.loads((folder / "usages.json").read_text(encoding="utf-8"))
+    return {(entry, sm): Usage(*fields) for entry, sm, *fields in rows}
 
 
 def entries_of(text: str) -> dict[str, list[str]]:

@@ -29,12 +29,16 @@ def exported(spec: BuildSpec) -> Path:
     return folder / "model.onnx"
 
 
-def built_artifact(name: str, spec: BuildSpec) -> Path:
+def built_artifact(spec: BuildSpec) -> Path:
     """The folder of a healthy artifact. Copy it before changing it."""
     from effexport.build import artifact_from_spec
 
-    decided_by = [repr(spec), *what_decides_a_build()]
-    return kept(f"artifacts/{name}", decided_by, lambda folder: artifact_from_spec(spec, folder / "built")) / "built"
+    folder = kept(
+        f"artifacts/{digest_of([repr(spec)])}",
+        what_decides_a_build(),
+        lambda folder: artifact_from_spec(spec, folder / "built"),
+    )
+    return folder / "built"
 
 
 @functools.cache

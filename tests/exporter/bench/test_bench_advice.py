@@ -33,8 +33,6 @@ from effexport.commands._bench_request import AdviceRequest, BenchRequest
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
 
-pytestmark = pytest.mark.usefixtures("each_processor")
-
 LENGTH = 32_768
 MB = 10**6
 Cli = Callable[..., Any]

@@ -106,7 +106,6 @@ def test_a_benchmark_that_cannot_be_says_why_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_advice_measures_on_stdout_and_plans_on_stderr_and_writes_nothing_unasked(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +123,6 @@ def test_advice_measures_on_stdout_and_plans_on_stderr_and_writes_nothing_unaske
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_advice_without_any_measurement_exits_with_1_and_says_why(cli: Cli) -> None:
     import torch
 
@@ -151,7 +149,6 @@ def test_advice_without_any_measurement_exits_with_1_and_says_why(cli: Cli) -> N
     assert advice["build"] is None
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_advice_that_ctrl_c_ends_names_the_best_so_far(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     original = bench_run.Bench.size
 

@@ -99,7 +99,6 @@ def standings(advice: Advice) -> dict[str, str]:
     return {entry.label: entry.standing for entry in advice.entries}
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_the_lowest_loss_is_recommended_and_the_frontier_says_what_faster_models_lose(tmp_path: Path) -> None:
     plan = plan_of()
     advice, page = advice_of(
@@ -134,7 +133,6 @@ def test_the_lowest_loss_is_recommended_and_the_frontier_says_what_faster_models
     assert svg.count('<path class="line"') == 4
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_losses_within_their_intervals_are_no_difference(tmp_path: Path) -> None:
     plan = plan_of()
     for width in (0.07, None):
@@ -144,7 +142,6 @@ def test_losses_within_their_intervals_are_no_difference(tmp_path: Path) -> None
         assert "`effexport evaluate ARTIFACT --compare OTHER` compares two models row by row" in advice.sentences[2]
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_limits_come_first_and_a_disturbed_time_gives_no_ratio(tmp_path: Path) -> None:
     plan = plan_of(latency_ms=20.0)
     results = [result_of(plan, label) for label in FIGURES]
@@ -166,7 +163,6 @@ def test_limits_come_first_and_a_disturbed_time_gives_no_ratio(tmp_path: Path) -
     assert free.sentences[1] == "linear on ort takes 12.0 ms and loses 0.12 bits per byte."
 
 
-@pytest.mark.usefixtures("each_processor")
 def test_a_result_counts_for_all_runtimes_but_those_that_have_one_of_their_own(tmp_path: Path) -> None:
     plan = plan_of("linear", ("torch", "ort", "openvino"))
     other = replace(result_of(plan, "linear"), runtime="openvino", model="artifacts/linear, openvino")

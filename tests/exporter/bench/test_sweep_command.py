@@ -60,7 +60,7 @@ def children_of(folder: Path) -> list[int]:
     return found
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -86,7 +86,7 @@ def test_a_sweep_that_is_killed_or_interrupted_goes_on_where_it_stopped(
     interrupted = started(*arguments, "--json")
     assert until(lambda: len(children_of(out)) == 1)
     interrupted.send_signal(signal.SIGINT)
-    text, err = interrupted.communicate(timeout=60)
+    text, err = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130
     assert "run the same command again to resume" in err
     assert json.loads(text)["complete"] is False

@@ -338,5 +338,5 @@ def test_a_closed_executor_ends_what_runs(tmp_path: Path) -> None:
     executor = ProcessExecutor(CellLimits(), 1, work, ())
     for cell in tiny_cells(16, 17):
         executor.submit(cell, tmp_path)
-    assert started.wait(10)
+    assert started.wait(60)
     executor.close()

@@ -40,8 +40,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantised(variant: str, scheme: str, tokens: Path, folder: Path, **fields: Any) -> Artifact:
     if scheme == "dynamic":
-        name = "-".join(["int8", variant, *map(str, fields.values())])
-        return open_artifact(built_artifact(name, spec_of(variant, **SCHEMES[scheme], **fields)))
+        return open_artifact(built_artifact(spec_of(variant, **SCHEMES[scheme], **fields)))
     spec = spec_of(variant, **SCHEMES[scheme], **fields)
     return effexport.build(spec, folder / f"{variant}-{scheme}", calibration=tokens).artifact
 

@@ -25,8 +25,8 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 def test_weights_are_quantised_as_by_onnxruntime(tmp_path: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    ours = weights_of(open_artifact(built_artifact("int8-linear", spec_of("linear", precision="int8"))).model_path)
-    plain = open_artifact(built_artifact("fp32-linear", spec_of("linear"))).model_path
+    ours = weights_of(open_artifact(built_artifact(spec_of("linear", precision="int8"))).model_path)
+    plain = open_artifact(built_artifact(spec_of("linear"))).model_path
     quantize_dynamic(
         plain,
         tmp_path / "theirs.onnx",
@@ -49,7 +49,7 @@ def test_weights_are_quantised_as_by_onnxruntime(tmp_path: Path) -> None:
 
 def test_names_and_types_of_the_graph_stay() -> None:
     plain, ours = (
-        onnx.load(str(open_artifact(built_artifact(name, spec_of("linear", **fields))).model_path)).graph
+        onnx.load(str(open_artifact(built_artifact(spec_of("linear", **fields))).model_path)).graph
         for name, fields in (("fp32-linear", {}), ("int8-linear", {"precision": "int8"}))
     )
     assert [str(value) for value in plain.input] == [str(value) for value in ours.input]
@@ -87,8 +87,8 @@ def test_static_graphs_hold_symmetric_pairs(precision: str, tmp_path: Path) -> N
 
 
 def test_codes_stand_for_the_weights() -> None:
-    ours = weights_of(open_artifact(built_artifact("int8-linear", spec_of("linear", precision="int8"))).model_path)
-    plain = weights_of(open_artifact(built_artifact("fp32-linear", spec_of("linear"))).model_path)
+    ours = weights_of(open_artifact(built_artifact(spec_of("linear", precision="int8"))).model_path)
+    plain = weights_of(open_artifact(built_artifact(spec_of("linear"))).model_path)
     for name in [name.removesuffix(".int8") for name in ours if name.endswith(".int8")]:
         back = numbers_of(ours[f"{name}.int8"], "int8", ours[f"{name}.scale"])
         # at most half a step away

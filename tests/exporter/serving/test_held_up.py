@@ -162,10 +162,10 @@ def test_a_model_whose_client_is_slow_is_unloaded_while_others_are_loaded() -> N
 
         unloading = asyncio.create_task(repository.unload("slow"))
         await asyncio.sleep(0)
-        await asyncio.wait_for(repository.load("other"), 5)
+        await asyncio.wait_for(repository.load("other"), 30)
         assert await states() == {"other": "READY", "slow": "UNLOADING"}
         # and even the same one
-        await asyncio.wait_for(repository.load("slow"), 5)
+        await asyncio.wait_for(repository.load("slow"), 30)
         assert not unloading.done()
         slow.free.set()
         await unloading
@@ -218,7 +218,7 @@ def test_a_connection_that_is_closed_does_not_wait_forever_for_its_client_to_rea
         protocol.connection_made(transport)
         end(protocol)
         assert transport.closing
-        for _ in range(200):
+        for _ in range(3000):
             if transport.aborted:
                 break
             await asyncio.sleep(0.01)

@@ -183,7 +183,7 @@ def test_a_delay_for_one_shape_does_not_keep_other_runners_from_sleeping_through
         started = time.perf_counter()
         await asyncio.to_thread(batcher.close)
         assert (await job.answer)["y"].tolist() == [[2, 2, 2]]
-        assert time.perf_counter() - started < 10
+        assert time.perf_counter() - started < 20
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

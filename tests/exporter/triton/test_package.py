@@ -83,7 +83,7 @@ def test_an_artifact_that_ranks_tokens_generates_nothing_and_its_readme_names_th
     package: Packaging, tmp_path: Path
 ) -> None:
     spec = spec_of("linear", "encoder", causal=True, lm_head=True, top_k=4)
-    artifact = open_artifact(built_artifact("ranked-tokens", spec))
+    artifact = open_artifact(built_artifact(spec))
     result = package(artifact, tmp_path / "models", name="m", backends=("python",))
     assert [change.name for change in result.changes] == ["m"]
     assert result.remarks == ()
