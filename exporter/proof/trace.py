@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
-from effexport.export.onnx_graph import load_graph
-from effexport.export.quantized_products import module_of_node
+from effexport.export.onnx_graph import load_graph, module_of_node
 from effexport.models.sources import ModelSource
 from effexport.plugins.known_ops import known_ops
 from effexport.proof.candidate import GIVEN_SUFFIX, given_values, with_given_values
