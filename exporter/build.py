@@ -53,7 +53,6 @@ from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.other_answers import is_original, original_cases, with_hashes
 from effexport.proof.quantized import quantized_answers
-from effexport.proof.reference import reference_from_model
 from effexport.proof.trace import trace_if_it_runs
 from effexport.proof.verify import (
     Verification,
@@ -287,6 +286,8 @@ def artifact_from_refit(request: RefitRequest, options: BuildOptions = NOTHING_G
 
 def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
     """The reference: PyTorch's answers, of the user's own model if the module is a copy of one."""
+    from effexport.proof.reference import reference_from_model
+
     answers = reference_from_model(model, spec, spec.seed + REFERENCE_SEED_OFFSET)
     if spec.model.independent_samples and not any(check.kind == Kind.INDEPENDENT for check in answers.checks):
         title = spec.model.title

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.dtypes import Array
 from effexport.errors import StageError
 from effexport.export.onnx_graph import load_graph, module_of_node
 from effexport.plugins.ops import DOMAIN
-from effexport.proof.cases import Answers, Case
+from effexport.proof.cases import Answers, Arrays, Case
 from effexport.proof.check import RMS_METRIC, CaseLabel, Check, Kind, Status, judged, not_run
 from effexport.proof.checks.arithmetic import Figures, check_numbers
 from effexport.proof.metrics import rms_change
@@ -32,14 +33,11 @@ from effexport.proof.module_runs import (
 from effexport.proof.tolerances import foreign_limit, free_limit, rounding_flip_limit, with_exact_answers
 from effexport.quantize.record import PRODUCTS, Quantization
 from effexport.quantize.rounding import codes_of, precision_of, rounded_rows, steps_apart
+from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     import onnx
     from torch import nn
-
-    from effexport.dtypes import Array
-    from effexport.proof.candidate import Arrays
-    from effexport.spec import BuildSpec
 
 STAGE = "quantization"
 # What the roundings of all cases in a golden file may take. Beyond it, larger cases are compared by their free run.
