@@ -38,14 +38,10 @@ from effexport.build_quantization import (
 )
 from effexport.environment import free_memory_bytes, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, UserError, is_out_of_memory
-from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import model_from_source, weights_digest
-from effexport.export.onnx_from_module import example_inputs, modes_of_users_code, onnx_from_module
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
-from effexport.export.specialised_length import OtherSizesError, assumed_sizes
-from effexport.export.user_program import trace_of_user, with_sizes_of_code
-from effexport.export.written_attention import remarks_on_written
+from effexport.export.sizes_of_code import OtherSizesError, with_sizes_of_code
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.sources import ModelSource, source_from_seed
 from effexport.option_fields import optional_path
@@ -57,7 +53,6 @@ from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.other_answers import is_original, original_cases, with_hashes
 from effexport.proof.quantized import quantized_answers
-from effexport.proof.reference import reference_from_model
 from effexport.proof.trace import trace_if_it_runs
 from effexport.proof.verify import (
     Verification,
@@ -291,6 +286,8 @@ def artifact_from_refit(request: RefitRequest, options: BuildOptions = NOTHING_G
 
 def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
     """The reference: PyTorch's answers, of the user's own model if the module is a copy of one."""
+    from effexport.proof.reference import reference_from_model
+
     answers = reference_from_model(model, spec, spec.seed + REFERENCE_SEED_OFFSET)
     if spec.model.independent_samples and not any(check.kind == Kind.INDEPENDENT for check in answers.checks):
         title = spec.model.title
@@ -301,6 +298,10 @@ def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
 def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
     """Export the model, and its decode step and prefill if it has them. Returns what `attach_function_bodies` does, and
     the build with the names that quantised graphs have."""
+    from effexport.export.decode_step import onnx_with_state
+    from effexport.export.onnx_from_module import onnx_from_module
+    from effexport.models.encoder.module import DecodeStep, Prefill
+
     module, spec, quantized = build.module, build.spec, build.quantized
     record = None
     if quantized is not None:
@@ -310,8 +311,8 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
         raise OtherSizesError(EXPORT, written.changes.sizes)
     build = replace(build, spec=written.changes.applied(spec))
     if spec.has_decode_step:
-        onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced, record)
-        onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced, record)
+        onnx_with_state(DecodeStep, module, spec, build.folder / DECODE_STEP, build.traced, record)
+        onnx_with_state(Prefill, module, spec, build.folder / PREFILL, build.traced, record)
     if quantized is not None and record is not None:
         known = {product.layer for product in record.products}
         products = (*record.products, *(p for p in written.products if p.layer not in known))
@@ -330,6 +331,8 @@ def with_operators_of_graph(spec: BuildSpec, model: Path) -> BuildSpec:
     without those that were replaced by their bodies."""
     if not spec.model.is_traced_as_found or (found := operators_of_model(model)) == spec.custom_ops:
         return spec
+    from effexport.export.written_attention import remarks_on_written
+
     remarks = remarks_on_written(found, spec.custom_ops)
     return replace(spec, model=spec.model.with_custom_ops(found, spec.fused, remarks))
 
@@ -369,8 +372,13 @@ def why_sizes_fail(build: Build) -> str:
     """Lines of the user's own module that may have tied the export to some sizes; "" if there are none."""
     if not build.spec.model.is_traced_as_found:
         return ""
-    with quiet(streams=True), modes_of_users_code(build.module, build.spec):
-        return assumed_sizes(trace_of_user(build.module, example_inputs(build.spec), build.spec.inputs, build.spec))
+    from effexport.export.onnx_from_module import example_inputs, modes_of_users_code
+    from effexport.export.specialised_length import assumed_sizes
+    from effexport.export.user_program import UserProgram
+
+    spec = build.spec
+    with quiet(streams=True), modes_of_users_code(build.module, spec):
+        return assumed_sizes(UserProgram(build.module, example_inputs(spec), spec.inputs, spec).trace())
 
 
 def check_reference(checks: Sequence[Check]) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from effexport.artifact import is_bare_checkpoint, open_artifact
 from effexport.errors import UserError
 from effexport.export.module_source import why_too_large
-from effexport.export.onnx_graph import graph_summary, load_graph
+from effexport.export.onnx_graph import external_sizes, graph_tensors, load_graph, opset_of
 from effexport.models.checkpoints.spec import check_no_adapter, how_to_download
 from effexport.models.shapes import count
 from effexport.models.validation import near_path
+from effexport.plugins.ops import DOMAIN
 from effexport.runners.ort.kernels import kernel_library
 from effexport.shell import command_line
 from effexport.spec import build_spec_from_checkpoint
 from effexport.tensorrt.sidecar import check_engine_file, is_engine, read_sidecar
+
+if TYPE_CHECKING:
+    import onnx
 
 Kind = Literal["artifact", "model", "engine", "checkpoint"]
 # Files that belong to models, but cannot be described.
@@ -74,4 +80,35 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "spec": spec.to_dict()["model"],
         "notes": [*notes, *([f"It cannot be built here: {too_large}."] if too_large else [])],
         "build": command_line("effexport", "build", "--checkpoint", folder),
+    }
+
+
+def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> dict[str, Any]:
+    """The summary for `inspect`: inputs, outputs, operators by frequency, custom operators, size, parameters.
+
+    has_kernels: whether ONNX Runtime gets kernels for custom operators, which it prefers to their bodies.
+    """
+
+    def plain(values: object) -> list[dict[str, Any]]:
+        return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in graph_tensors(values)]
+
+    bodies = {(function.domain, function.name) for function in model.functions}
+    counts = Counter((node.domain, node.op_type) for node in model.graph.node)
+    sizes = [file.stat().st_size for file in (path, *(path.parent / name for name in external_sizes(model)))]
+    return {
+        "inputs": plain(model.graph.input),
+        "outputs": plain(model.graph.output),
+        "opset": opset_of(model),
+        "ops": {(f"{domain}::" if domain else "") + op: count for (domain, op), count in counts.most_common()},
+        "custom_ops": {
+            op: {
+                "count": count,
+                "body": (DOMAIN, op) in bodies,
+                "implementation": "kernel" if has_kernels else "body" if (DOMAIN, op) in bodies else "nothing",
+            }
+            for (domain, op), count in counts.items()
+            if domain == DOMAIN
+        },
+        "bytes": sum(sizes),
+        "parameters": sum(math.prod(tensor.dims) for tensor in model.graph.initializer),
     }

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
+else:  # a name for annotations, which does not load numpy
+    Array = Any
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from effexport.environment import versions
 from effexport.errors import EngineWarning, StageError, UserError
 from effexport.export.module_source import weights_digest
 from effexport.export.onnx_graph import graph_inputs, operators_of_model, why_not_readable
-from effexport.export.traced_graphs import REMEDY, read_traced
 from effexport.models.contract import ModelContract
 from effexport.models.sources import ModelSource, source_of_new_weights
 from effexport.runtimes import engine_name
@@ -185,6 +184,8 @@ def held_to_previous(previous: Artifact | None, source: ModelSource, model: Path
 
 def check_same_graph(previous: Artifact | None, source: ModelSource, model: Path, traced: Path) -> None:
     """The error of `held_to_previous`, as far as something was written."""
+    from effexport.export.traced_graphs import read_traced
+
     if previous is None or previous.spec.model.has_whole_state:
         return
     problem = ""
@@ -212,6 +213,8 @@ def why_other_graph(old: bytes, new: bytes, *, whole: bool) -> str:
     """
     import onnx
     from google.protobuf.message import DecodeError
+
+    from effexport.export.traced_graphs import REMEDY
 
     try:
         models = [onnx.ModelProto.FromString(graph) for graph in (old, new)]

@@ -3,70 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from effexport.dtypes import TensorInfo
 from effexport.export.onnx_from_module import at_precision, example_inputs, write_graph
 from effexport.export.onnx_graph import signature_with_state
+from effexport.models.encoder.module import DecodeStep, Prefill
+from effexport.quantize.record import Quantization
 from effexport.spec import BuildSpec
 
-if TYPE_CHECKING:
-    from torch import nn
 
-    from effexport.models.encoder.module import ModelWithState
-    from effexport.quantize.record import Quantization
-
-
-def onnx_from_decode_step(
+def onnx_with_state(
+    kind: type[DecodeStep | Prefill],
     module: nn.Module,
     spec: BuildSpec,
     path: Path,
     traced: Path | None = None,
     quantization: Quantization | None = None,
 ) -> None:
-    """Export the decode step of a causal module: token, position (for an encoder) and state → output and next state.
+    """Export the decode step of a causal module, or its prefill: token or tokens and mask, position (for an encoder)
+    and state → output and next state.
 
     traced, quantization: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
     """
-    from effexport.models.encoder.module import DecodeStep
-
-    model = DecodeStep(at_precision(module, spec.precision))  # type: ignore[arg-type]
-    write_with_state(model, spec, path, traced, quantization, one_token=True)
-
-
-def onnx_from_prefill(
-    module: nn.Module,
-    spec: BuildSpec,
-    path: Path,
-    traced: Path | None = None,
-    quantization: Quantization | None = None,
-) -> None:
-    """Export the prefill of a causal module: tokens, mask, position (for an encoder) and state → output and next state.
-
-    traced, quantization: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
-    """
-    from effexport.models.encoder.module import Prefill
-
-    model = Prefill(at_precision(module, spec.precision))  # type: ignore[arg-type]
-    write_with_state(model, spec, path, traced, quantization, one_token=False)
-
-
-def write_with_state(
-    model: ModelWithState,
-    spec: BuildSpec,
-    path: Path,
-    traced: Path | None,
-    quantization: Quantization | None,
-    *,
-    one_token: bool,
-) -> None:
-    """Export a module that takes the position and the state after its other inputs, and returns the next state."""
-    import torch
-
+    model: DecodeStep | Prefill = kind(at_precision(module, spec.precision))  # type: ignore[arg-type]
     states = tuple(
         TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
         for name, tensor in zip(model.state_names, model.initial_state(1), strict=True)
     )
+    one_token = kind is DecodeStep
     signature = signature_with_state(spec, states, one_token=one_token)
     tokens, *others = example_inputs(spec)
     batch = len(tokens)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.export.specialised_length import is_of_package
 from effexport.models.validation import LONGEST_REASON
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-STAGE = "export"
+STAGE, GRAPH_CHECK = "export", "graph check"
 # How torch.onnx ends a message whose reason is in the error that caused it.
 REFERS = "See the stack trace"
 # Of the message of an error → the same in words that say what to do; {0}, {1} are its groups.
@@ -107,3 +108,17 @@ def first_paragraph(text: str) -> str:
     """The lines of a message up to the first empty one, as one line."""
     lines = text.strip().partition("\n\n")[0].splitlines()
     return " ".join(line.strip() for line in lines).strip(" :")
+
+
+@functools.cache
+def is_of_package(file: str) -> bool:
+    """True if a file belongs to PyTorch or to us. file: its path, whose beginning may be cut off."""
+    specs = map(importlib.util.find_spec, ("torch", "effexport", "effexport.models", "effexport.plugins"))
+    return any(lies_in(file, Path(str(spec.origin)).parent) for spec in specs if spec is not None)
+
+
+def lies_in(file: str, folder: Path) -> bool:
+    """True if a path, whose first characters the tracer may have cut off, is that of a file in a folder."""
+    parts = Path(file).parts
+    paths = (folder.joinpath(*parts[i:]) for i in range(len(parts)))
+    return any(path.is_relative_to(folder) and str(path).endswith(file) and path.exists() for path in paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import re
@@ -9,18 +10,28 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import InlinePass
+from torch import nn
 
 from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.export.failures import STAGE, place_of, reason_of
 from effexport.export.inlined import inline_functions
-from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
+from effexport.export.onnx_graph import (
+    MODULE_KEY,
+    RANDOM_OPS,
+    GraphSignature,
+    check_graph,
+    check_portable,
+    why_not_traced,
+)
 from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
-from effexport.export.promoted import with_casts
-from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
-from effexport.export.recurrent_layers import recurrent_translation
-from effexport.export.size_arithmetic import size_translation
+from effexport.export.quantized_graph import float_products, quantize_graph
+from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
 from effexport.export.traced_graphs import (
     REMEDY,
     SCOPES_KEY,
@@ -32,24 +43,16 @@ from effexport.export.traced_graphs import (
     read_traced,
     traced_weights,
 )
-from effexport.export.user_program import NO_CHANGES, NotTracedError, SpecChanges, free_axes, program_of_user
-from effexport.export.written_attention import turn_attentions
-from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.encoder.spec import MASKS
+from effexport.models.layers import fused_operators
 from effexport.models.size_formula import shape_of
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 from effexport.plugins.user_operators import loaded
+from effexport.quantize.places import first_paths, reason_of_product
+from effexport.quantize.record import FloatProduct, Quantization
 from effexport.quiet import quiet
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    import torch
-    from torch import nn
-    from torch.export import ExportedProgram
-
-    from effexport.quantize.record import FloatProduct, Quantization
 
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
@@ -171,8 +174,6 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
     Layers keep what must stay float32 in float32; for the user's own code, see `OnePrecision`. Raises UserError for a
     weight that is too large for the precision.
     """
-    import torch
-
     from effexport.models.user.model import CalledByPosition
 
     if precision == "fp32" or precision in QUANTIZED:
@@ -203,9 +204,9 @@ def program_from_module(
     optimize: bool = True,
 ) -> torch.onnx.ONNXProgram:
     """The traced graph, as ONNX and as PyTorch's program, with the names and dynamic dimensions of the signature."""
-    import torch
-
-    from effexport.models.layers import fused_operators
+    # which load PyTorch's arithmetic of symbols
+    from effexport.export.translations import recurrent_translation, size_translation
+    from effexport.export.user_program import NotTracedError, UserProgram, free_axes
 
     dynamic = free_axes(module, signature.inputs, lambda axis: axis)
     register_schemas()
@@ -225,8 +226,7 @@ def program_from_module(
         try:
             traced: Any = module
             if spec.model.is_traced_as_found:
-                traced, changes = program_of_user(module, example, signature.inputs, spec)
-                traced = finished(traced, spec, written)
+                traced, changes, written = UserProgram(module, example, signature.inputs, spec).finished()
             program = torch.onnx.export(
                 traced,
                 example,
@@ -265,14 +265,6 @@ def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
         yield
 
 
-def finished(program: ExportedProgram, spec: BuildSpec, written: Counter[str]) -> ExportedProgram:
-    """The program of a user's own module as torch.onnx gets it. written: gets the operators that stand for what its
-    code writes out."""
-    if spec.fused:
-        written += turn_attentions(program, spec.model.seq_len) + turn_linear_attentions(program, {spec.model.mask})
-    return with_casts(program)
-
-
 def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:
     """The name of a value inside the graph that torch.onnx has named after its operation: another one if an output has
     it, which torch.onnx does not look at."""
@@ -300,8 +292,6 @@ def unknown_op(cause: str) -> str:
 
 def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     """Small inputs for tracing, whose sizes do not become constants in the graph."""
-    import torch
-
     model = spec.model
     sizes = {MASKS: 3, **model.trace_sizes}
     fills = {**INPUT_DEFAULTS, **{name: low for name, (low, _) in model.drawn_ranges.items()}}
@@ -325,8 +315,6 @@ def without_shape_cache() -> contextlib.AbstractContextManager[None]:
 
 def declared_ops() -> list[Op]:
     """Our operators, and those of users whose op.py was imported: a module can call no others."""
-    import torch
-
     return [op for op in known_ops().values() if op.onnx_name in OPS or hasattr(torch.ops.effexport, op.torch_name)]
 
 
@@ -344,8 +332,6 @@ def name_output_axes(model: ir.Model, signature: GraphSignature) -> None:
 
     That the axes have these sizes was seen when the module was run, and the proof compares the shapes of every case.
     """
-    import onnx_ir as ir
-
     for value, tensor in zip(model.graph.outputs, signature.outputs, strict=False):
         if value.shape is None or len(value.shape) != len(tensor.dims):
             continue
@@ -356,8 +342,6 @@ def name_output_axes(model: ir.Model, signature: GraphSignature) -> None:
 
 def mark_custom_nodes(model: ir.Model) -> None:
     """Name custom nodes after their module, and mark them for TensorRT."""
-    import onnx_ir as ir
-
     seen: Counter[str] = Counter()
     for node in model.graph:
         if node.domain != DOMAIN:
@@ -375,8 +359,6 @@ def mark_custom_nodes(model: ir.Model) -> None:
 
 def module_path(node: ir.Node) -> str:
     """Path of the attention module that a node came from, "" for the root: "blocks.0.attention"."""
-    import ast
-
     scopes: list[str] = ast.literal_eval(node.metadata_props.get(SCOPES_KEY, "[]"))
     # the last scope is the operator itself
     return scopes[-2] if len(scopes) > 1 else ""
@@ -384,10 +366,6 @@ def module_path(node: ir.Node) -> str:
 
 def use_first_paths(model: ir.Model, module: nn.Module) -> None:
     """Name the module of each node by the first of its paths, if several lead to it."""
-    import ast
-
-    from effexport.quantize.places import first_paths
-
     first = first_paths(module)
     for node in model.graph:
         path = module_path(node)
@@ -398,8 +376,6 @@ def use_first_paths(model: ir.Model, module: nn.Module) -> None:
 
 def declared_products(model: ir.Model, module: nn.Module) -> tuple[FloatProduct, ...]:
     """Every product of a finished graph that stays float, and why."""
-    from effexport.quantize.places import reason_of_product
-
     return float_products(model, lambda path: reason_of_product(module, path))
 
 
@@ -409,8 +385,6 @@ def attach_function_bodies(model: ir.Model, opset: int) -> Counter[str]:
     Functions are found by the name of their operator alone, so nodes whose attributes ask for another body than most
     nodes of theirs are replaced by that body. Returns the number of these by operator.
     """
-    from onnx_ir.passes.common import InlinePass
-
     bodies, replaced = [], Counter[str]()
     for op in known_ops().values():
         nodes = [n for n in model.graph if n.domain == DOMAIN and n.op_type == op.onnx_name]
@@ -447,8 +421,6 @@ def nodes_of_one_body(op: Op, nodes: Sequence[ir.Node], opset: int) -> list[list
 
 def body_of(op: Op, nodes: Sequence[ir.Node], opset: int) -> ir.Function:
     """The function body of these nodes. Raises ValueError if they need several."""
-    import onnx_ir as ir
-
     protos = [ir.serde.serialize_node(node) for node in nodes]
     return ir.serde.deserialize_function(loaded(op).onnx_function_body(protos, opset))
 
@@ -471,8 +443,6 @@ def strip_metadata(model: ir.Model) -> None:
 
 
 def save(model: ir.Model, spec: BuildSpec, path: Path) -> None:
-    import onnx_ir as ir
-
     weight_bytes = sum(
         value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
     )

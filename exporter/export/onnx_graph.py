@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
+from effexport.export.failures import GRAPH_CHECK
 from effexport.files import file_digest, is_inside
 from effexport.models.encoder.spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
@@ -23,7 +24,6 @@ from effexport.spec import NEXT_PREFIX, BuildSpec
 if TYPE_CHECKING:
     import onnx
 
-STAGE = "graph check"
 STANDARD_DOMAINS = ("", "ai.onnx")
 # Nodes that no exported graph may contain, each with its reason.
 RANDOM_OPS: dict[str, str] = {
@@ -42,6 +42,8 @@ FORBIDDEN_OPS: dict[str, str] = RANDOM_OPS | {
     "TopK": "TensorRT stops at 3840 elements",  # fewer are allowed, see `why_forbidden`
     "CumSum": "TensorRT's parser has made a sequential loop of it (10.1)",
 }
+# The path of the module that a node came from, in the metadata of a written file.
+MODULE_KEY = "effexport.module"
 # Runtimes replace calls of functions by their nodes. Models of ours have a few thousand, the largest published ones
 # some hundred thousand.
 MOST_NODES = 2_000_000
@@ -80,20 +82,20 @@ def signature_with_state(spec: BuildSpec, states: tuple[TensorInfo, ...], *, one
 def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, str] = FORBIDDEN_OPS) -> None:
     """Raise StageError unless the file is valid ONNX and has the signature, and no node of a forbidden type."""
     if problem := why_invalid(path, infer_shapes=True):
-        raise StageError(STAGE, f"onnx rejects the graph: {problem}")
+        raise StageError(GRAPH_CHECK, f"onnx rejects the graph: {problem}")
     model = graph_outline(path)
     if problem := why_another(model, signature):
-        raise StageError(STAGE, problem)
+        raise StageError(GRAPH_CHECK, problem)
     found = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}
     if bodies != found:
-        raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
+        raise StageError(GRAPH_CHECK, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
     constants = small_constants(model)
     for node in all_nodes(model):
         if reason := why_forbidden(node, constants, forbidden):
-            raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {reason}")
+            raise StageError(GRAPH_CHECK, f"node {node.name!r} is a {node.op_type}: {reason}")
         if node.domain == DOMAIN and (PLUGIN_NAMESPACE, DOMAIN.encode()) not in [(a.name, a.s) for a in node.attribute]:
-            raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
+            raise StageError(GRAPH_CHECK, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
 
 
 def why_invalid(path: Path, *, infer_shapes: bool = False) -> str:
@@ -207,7 +209,7 @@ def small_constants(model: onnx.ModelProto) -> dict[str, int]:
 def check_portable(path: Path) -> None:
     """Raise StageError if the graph or a function body holds a construct that a known tool misreads."""
     for trap in traps(graph_outline(path)):
-        raise StageError(STAGE, f"other tools would misread the graph: {trap}; see docs/function_bodies.md")
+        raise StageError(GRAPH_CHECK, f"other tools would misread the graph: {trap}; see docs/function_bodies.md")
 
 
 def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
@@ -224,6 +226,11 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         for attribute in node.attribute:
             for graph in (attribute.g, *attribute.graphs):
                 yield from nodes_within(graph.node)
+
+
+def module_of_node(node: onnx.NodeProto) -> str:
+    """The path of the module that a node came from; "" for the root, and where the file does not say."""
+    return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -483,34 +490,3 @@ def external_sizes(model: onnx.ModelProto) -> dict[str, int]:
             data = ExternalDataInfo(tensor)
             sizes[data.location] = max(sizes.get(data.location, 0), (data.offset or 0) + (data.length or 0))
     return sizes
-
-
-def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> dict[str, Any]:
-    """The summary for `inspect`: inputs, outputs, operators by frequency, custom operators, size, parameters.
-
-    has_kernels: whether ONNX Runtime gets kernels for custom operators, which it prefers to their bodies.
-    """
-
-    def plain(values: object) -> list[dict[str, Any]]:
-        return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in graph_tensors(values)]
-
-    bodies = {(function.domain, function.name) for function in model.functions}
-    counts = Counter((node.domain, node.op_type) for node in model.graph.node)
-    sizes = [file.stat().st_size for file in (path, *(path.parent / name for name in external_sizes(model)))]
-    return {
-        "inputs": plain(model.graph.input),
-        "outputs": plain(model.graph.output),
-        "opset": opset_of(model),
-        "ops": {(f"{domain}::" if domain else "") + op: count for (domain, op), count in counts.most_common()},
-        "custom_ops": {
-            op: {
-                "count": count,
-                "body": (DOMAIN, op) in bodies,
-                "implementation": "kernel" if has_kernels else "body" if (DOMAIN, op) in bodies else "nothing",
-            }
-            for (domain, op), count in counts.items()
-            if domain == DOMAIN
-        },
-        "bytes": sum(sizes),
-        "parameters": sum(math.prod(tensor.dims) for tensor in model.graph.initializer),
-    }

@@ -7,21 +7,16 @@ which sizes the code takes which path; and each program is run at sizes of all t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from effexport.export.specialised_length import TRIED
-from effexport.models.user import inputs as user_inputs
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.export import ExportedProgram
-
-    from effexport.dtypes import TensorInfo
-    from effexport.export.specialised_length import AxisOfTrace, Trace
-    from effexport.models.contract import ModelContract
+from effexport.export.specialised_length import TRIED, AxisOfTrace, Trace
 
 # Of a few branches in one module. A loop over the axis, whose traces hold for one size each, ends with the second.
 MOST_SIDES = 8
@@ -153,9 +148,6 @@ class Agreement:
     def __call__(self, program: ExportedProgram, size: int) -> bool:
         """True if a program answers at a size as the module does, up to half of the digits of each type; False if one
         of them does not run."""
-        import torch
-        from torch.utils._pytree import tree_leaves
-
         for index, inputs in enumerate(self._inputs(size)):
             try:
                 expected = self._answers(size, index)
@@ -170,9 +162,6 @@ class Agreement:
         return True
 
     def _run_module(self, size: int, index: int) -> list[torch.Tensor]:
-        import torch
-        from torch.utils._pytree import tree_leaves
-
         with torch.no_grad():
             return tree_leaves(self._module(*(value.clone() for value in self._inputs(size)[index])))
 
@@ -180,8 +169,6 @@ class Agreement:
 def declared_shapes(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[list[int | None]]:
     """The shapes of the outputs of a program by its own formulas, for the sizes of these inputs; None for a size that
     depends on something else."""
-    import torch
-
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     known = {
         said.node.expr: size
@@ -211,8 +198,6 @@ def runnable(program: ExportedProgram) -> nn.Module:
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    import torch
-
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if not expected.is_floating_point():
@@ -221,38 +206,3 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     finite = expected[expected.isfinite()].double()
     scale = float(finite.square().mean().sqrt()) if len(finite) else 0.0
     return torch.allclose(found.double(), expected.double(), rtol=0.0, atol=limit * scale, equal_nan=True)
-
-
-def resized(
-    example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], sizes: Mapping[str, int]
-) -> tuple[torch.Tensor, ...]:
-    """An example with other sizes of its free axes."""
-    pairs = zip(example, inputs, strict=True)
-    return tuple(user_inputs.resized(value, tensor.dims, sizes) for value, tensor in pairs)
-
-
-def drawn(
-    example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo], model: ModelContract, scale: float = 1.0
-) -> list[torch.Tensor]:
-    """Random values in the place of those of an example: integers within their ranges, and a mask that hides the last
-    third of the tokens of one sample. scale: standard deviation of floats."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for tensor, value in zip(inputs, example, strict=True):
-        if tensor.name == model.mask:
-            batch, tokens = model.mask_axes
-            hidden: list[Any] = [slice(None)] * value.dim()
-            hidden[batch], hidden[tokens] = 0, slice(value.shape[tokens] - value.shape[tokens] // 3, None)
-            value = value.clone()
-            value[tuple(hidden)] = int(model.mask_ignores)
-        elif value.is_floating_point():
-            value = (scale * torch.randn(value.shape, generator=generator)).to(value.dtype)
-        elif value.dtype == torch.bool:
-            value = torch.rand(value.shape, generator=generator) > 0.25
-        elif tensor.name in model.drawn_ranges:
-            low, high = model.drawn_ranges[tensor.name]
-            value = torch.randint(low, high, value.shape, generator=generator, dtype=value.dtype)
-        found.append(value)
-    return found

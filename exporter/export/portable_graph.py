@@ -3,14 +3,15 @@ docs/function_bodies.md."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import string
+from collections.abc import Sequence
+from typing import Any
 
-from effexport.export.einsum import name_axes_of_einsum
+import numpy as np
+import onnx.defs
+import onnx_ir as ir
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import onnx_ir as ir
+ELLIPSIS = "..."
 
 
 def make_portable(model: ir.Model) -> None:
@@ -29,8 +30,6 @@ def make_divisions_exact(model: ir.Model) -> None:
 
     The result is the same, but OpenVINO forgets to round the quotient.
     """
-    import onnx_ir as ir
-
     for node in list(model.graph.all_nodes()):
         dividend = node.inputs[0] if node.inputs else None
         if (node.domain, node.op_type) != ("", "Div") or dividend is None:
@@ -51,9 +50,6 @@ def select_instead_of_casting(model: ir.Model) -> None:
 
     onnxconverter-common, which converts files to float16, keeps the type of casts and so writes files that do not load.
     """
-    import numpy as np
-    import onnx_ir as ir
-
     graph = model.graph
     casts = [
         node
@@ -79,8 +75,6 @@ def reduce_parts_of_concatenations(model: ir.Model) -> None:
 
     The result has the same bits. OpenVINO before 2026.2 takes the first form for an elementwise maximum of the parts.
     """
-    import onnx_ir as ir
-
     elementwise = {"ReduceMax": "Max", "ReduceMin": "Min"}
     waiting = [node for node in model.graph.all_nodes() if node.domain == "" and node.op_type in elementwise]
     while waiting:
@@ -108,8 +102,6 @@ def halve_the_input_of_gelu(model: ir.Model) -> None:
     torch.onnx writes the first form before opset 20, which has Gelu; ONNX Runtime makes one kernel of the second form
     only. Halving is exact, so both have the same bits, but for numbers so small that halves of them are rounded.
     """
-    import onnx_ir as ir
-
     for node in [node for node in model.graph.all_nodes() if node.domain == "" and node.op_type in ("Erf", "Tanh")]:
         readers = _readers(node, "Add", "Mul", "Mul")
         if not readers:
@@ -135,9 +127,6 @@ def find_rows_without_keys(model: ir.Model) -> None:
 
     PyTorch's softmax gives NaN there, and its attention then writes zeros; ONNX Runtime's gives equal shares.
     """
-    import numpy as np
-    import onnx_ir as ir
-
     for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "IsNaN")]:
         shares = node.inputs[0]
         softmax = shares.producer() if shares is not None else None
@@ -166,9 +155,6 @@ def find_rows_without_keys(model: ir.Model) -> None:
 
 def write_out_sums_of_exponentials(model: ir.Model) -> None:
     """Replace ReduceLogSumExp by its formula, with the maximum subtracted, which TensorRT leaves out."""
-    import numpy as np
-    import onnx_ir as ir
-
     for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "ReduceLogSumExp")]:
         x, *axes = node.inputs
         if x is None or x.dtype is None:
@@ -197,10 +183,53 @@ def write_out_sums_of_exponentials(model: ir.Model) -> None:
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, result.outputs)
 
 
+def name_axes_of_einsum(model: ir.Model) -> None:
+    """Give every axis of every Einsum a lower-case letter, where the ranks are known.
+
+    TensorRT refuses capitals, and an ellipsis that stands for more axes in one operand than in another, which ONNX
+    Runtime does too. The results of up to two operands have the same bits.
+    """
+    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "Einsum")]:
+        shapes = [value.shape if value is not None else None for value in node.inputs]
+        ranks = [len(shape) for shape in shapes if shape is not None]
+        equation = node.attributes["equation"].as_string()
+        if len(ranks) == len(shapes):
+            node.attributes["equation"] = ir.AttrString("equation", plain_equation(equation, ranks))
+
+
+def plain_equation(equation: str, ranks: Sequence[int]) -> str:
+    """An equation with lower-case letters only, without an ellipsis and with "->"; the given one if it needs none of
+    that, or more than 26 letters. ranks: those of the operands."""
+    operands, arrow, output = equation.replace(" ", "").partition("->")
+    if arrow and ELLIPSIS not in equation and equation.islower():
+        return equation
+    terms = operands.split(",")
+    if not arrow:
+        # ONNX: what the ellipsis stands for, then the letters that occur once, in the order of the alphabet
+        letters = sorted(letter for letter in set(operands) if letter.isalpha() and operands.count(letter) == 1)
+        output = ELLIPSIS * (ELLIPSIS in operands) + "".join(letters)
+    named = sorted({letter for letter in operands if letter.isalpha()})
+    covered = [rank - len(term.replace(ELLIPSIS, "")) for term, rank in zip(terms, ranks, strict=True)]
+    most = max((n for term, n in zip(terms, covered, strict=True) if ELLIPSIS in term), default=0)
+    taken = [letter for letter in named if letter.islower()]
+    free = [letter for letter in string.ascii_lowercase if letter not in taken]
+    capitals = [letter for letter in named if letter.isupper()]
+    if len(free) < len(capitals) + most:
+        return equation
+    lower = {**{letter: letter for letter in taken}, **dict(zip(capitals, free, strict=False))}
+    axes = "".join(free[len(capitals) : len(capitals) + most])
+
+    def plain(term: str, count: int) -> str:
+        before, ellipsis, after = term.partition(ELLIPSIS)
+        # operands are aligned at the last of these axes
+        middle = axes[most - count :] if ellipsis else ""
+        return "".join(lower[letter] for letter in before) + middle + "".join(lower[letter] for letter in after)
+
+    return ",".join(map(plain, terms, covered)) + "->" + plain(output, most)
+
+
 def _initializer(graph: ir.Graph, name: str, array: Any) -> ir.Value:
     """A constant of a graph, made when it is first needed."""
-    import onnx_ir as ir
-
     if name not in graph.initializers:
         tensor = ir.tensor(array)
         graph.register_initializer(
@@ -212,8 +241,6 @@ def _initializer(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 def avoid_missing_bfloat16(model: ir.Model) -> None:
     """Compute in float32 what ONNX does not define for bfloat16 in the opset of the graph: in opset 20, sines, Elu,
     convolutions and recurrent layers among others."""
-    import onnx_ir as ir
-
     half = ir.DataType.BFLOAT16
     for node in [node for node in model.graph.all_nodes() if node.domain == ""]:
         takes, makes = _types_without_bfloat16(node, model.opset_imports[""])
@@ -239,8 +266,6 @@ def avoid_missing_bfloat16(model: ir.Model) -> None:
 
 
 def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
-    import onnx_ir as ir
-
     cast = ir.node("Cast", [value], {"to": dtype})
     cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(dtype), value.shape
     return cast
@@ -248,8 +273,6 @@ def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
 
 def _types_without_bfloat16(node: ir.Node, opset: int) -> tuple[dict[int, str], dict[int, str]]:
     """The inputs and the outputs of a node that may be float32 but not bfloat16, with their type variables."""
-    import onnx.defs
-
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     lacking = {
         one.type_param_str
@@ -280,8 +303,6 @@ def _readers(node: ir.Node, *op_types: str) -> list[ir.Node]:
 
 def _reduces_axis_of(reduction: ir.Node, concatenation: ir.Node) -> bool:
     """True if a reduction runs over the axis of a concatenation, and no part of it can be empty."""
-    import onnx_ir as ir
-
     given = reduction.inputs[1] if len(reduction.inputs) > 1 else None
     axes = ir.convenience.get_const_tensor(given) if given is not None else None
     axis = concatenation.attributes["axis"].as_int()

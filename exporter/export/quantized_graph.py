@@ -9,30 +9,23 @@ a zero point of 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
+from effexport.dtypes import Array
 from effexport.errors import StageError
+from effexport.export.onnx_graph import MODULE_KEY
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN
-from effexport.quantize.record import FloatProduct, Quantization, unrounded_name
+from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
 from effexport.quantize.rounding import LARGEST_CODE, SMALLEST_MAXIMUM, codes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import onnx_ir as ir
-
-    from effexport.dtypes import Array
 
 STAGE = "quantization"
 # The code of zero: activations are unsigned in MatMulInteger.
 ZERO_CODE = 128
-PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
-# The path of the module that a node came from, in the metadata of a written file.
-MODULE_KEY = "effexport.module"
 
 
 def quantize_graph(model: ir.Model, record: Quantization, paths: Mapping[ir.Node, str]) -> tuple[str, ...]:
@@ -115,8 +108,6 @@ class Rewrite:
         return weight.T if options.get("transB", 0) else weight
 
     def dynamic_product(self, x: ir.Value, weight: Array, own: str, name: str, dims: Any) -> ir.Value:
-        import onnx_ir as ir
-
         codes, scales = self.rounded_rows(x, name)
         weight_scale = weight_scales(weight, "int8")
         stored = self.constant(f"{own}.int8", codes_of(weight, "int8", weight_scale))
@@ -129,8 +120,6 @@ class Rewrite:
 
     def rounded_rows(self, x: ir.Value, name: str) -> tuple[ir.Value, ir.Value | None]:
         """The codes of x, uint8 around ZERO_CODE, and the scales of its rows, [..., 1]; written once for each x."""
-        import onnx_ir as ir
-
         if (x, None) not in self._inputs:
             shape = x.shape
             row = None if shape is None else ir.Shape([*shape[:-1], 1])
@@ -168,8 +157,6 @@ class Rewrite:
     def with_plain_bounds(self, x: ir.Value) -> ir.Value:
         """x, made by Max and Min if it was made by Relu or Clip: before a QuantizeLinear to float8, onnxruntime removes
         a Relu as if the codes had no sign, and refuses a Clip (1.31)."""
-        import onnx_ir as ir
-
         maker = x.producer()
         if maker is None or maker.op_type not in ("Relu", "Clip"):
             return x
@@ -191,8 +178,6 @@ class Rewrite:
 
     def table(self, node: ir.Node) -> None:
         """Replace the table of an embedding by int8 rows, which are scaled after they are looked up."""
-        import onnx_ir as ir
-
         self._before, self._metadata = node, dict(node.metadata_props)
         weight = constant_of(node.inputs[0])
         assert weight is not None
@@ -216,8 +201,6 @@ class Rewrite:
         self, op: str, inputs: list[Any], shape: Any, dtype: Any = None, attributes: Mapping[str, Any] | None = None
     ) -> ir.Value:
         """A node before the product that is being replaced; its output, float32 unless dtype says otherwise."""
-        import onnx_ir as ir
-
         node = ir.node(op, inputs, attributes or {})
         node.metadata_props.update(self._metadata)
         value = node.outputs[0]
@@ -229,8 +212,6 @@ class Rewrite:
 
     def constant(self, name: str, numbers: Array) -> ir.Value:
         """An initializer, written once, under a name that a graph of a user does not have."""
-        import onnx_ir as ir
-
         name = name if "." in name else f"effexport.{name}"
         if name not in self._constants:
             tensor = ir.tensor(numbers, name=name)
@@ -242,8 +223,6 @@ class Rewrite:
         return self._constants[name]
 
     def replace(self, node: ir.Node, product: ir.Value) -> None:
-        import onnx_ir as ir
-
         last = product.producer()
         assert last is not None
         last.name = node.name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import importlib.util
 import itertools
 import logging
 import math
@@ -13,22 +12,21 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from effexport.errors import StageError
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from effexport.dtypes import TensorInfo
+from effexport.export.failures import is_of_package
+from effexport.export.sizes_of_code import CHANGE, Sizes
 from effexport.models.validation import LARGEST_SIZE
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.export import ExportedProgram
-    from torch.utils._sympy.value_ranges import ValueRanges
-
-    from effexport.dtypes import TensorInfo
-    from effexport.spec import BuildSpec
 
 # torch.export reports here, at level INFO, each free size and each assumption about one.
 TRACER = "torch.fx.experimental.symbolic_shapes"
@@ -44,10 +42,6 @@ TRIED = 4096
 SIZES = (2, 3, 5, 8, 33, 100, 1000)
 EQUAL = re.compile(r"Eq\((\w+), (\w+)\)")
 CONSTANT = re.compile(r"Eq\((\w+), \d+\)")
-CHANGE = (
-    "Write it so that it holds for every size: no loop over tokens, no branch that depends on a size, arithmetic on "
-    "sizes with Python, math and numpy"
-)
 
 
 @dataclass(frozen=True)
@@ -86,49 +80,10 @@ class Trace:
         return "; ".join(lines[:LISTED]) + "; …" * (len(lines) > LISTED)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a free axis for which a program holds. highest: None without a limit. reason: which lines say so.
-    change: what to do for others."""
-
-    axis: str
-    lowest: int
-    highest: int | None
-    reason: str
-    change: str = CHANGE
-
-    @property
-    def is_one(self) -> bool:
-        return self.lowest == self.highest
-
-    @property
-    def is_limit(self) -> bool:
-        """True if the axis stays free, within limits; only that of tokens can have a highest size."""
-        return not self.is_one and (self.axis == "seq" or self.highest is None)
-
-
-class OtherSizesError(StageError):
-    """The code of a user's module ties the graph to other sizes than the spec has."""
-
-    def __init__(self, stage: str, sizes: Sequence[Sizes]) -> None:
-        texts = [
-            f"the code ties {one.axis} to one size"
-            if one.is_one
-            else f"the graph would be wrong outside of {range_text(one)}"
-            for one in sizes
-        ]
-        whole = "; ".join(f"{text}: {one.reason}" for text, one in zip(texts, sizes, strict=True))
-        changes = ". ".join(dict.fromkeys(one.change for one in sizes))
-        super().__init__(stage, f"{whole}. {changes}; or do not name the axis as free, for a file of one size")
-        self.sizes = tuple(sizes)
-
-
 def traced(
     module: nn.Module, example: tuple[torch.Tensor, ...], shapes: tuple[object, ...], inputs: Sequence[TensorInfo]
 ) -> Trace:
     """Trace a module, and record what is assumed of its free sizes. shapes: as torch.export takes them."""
-    import torch
-
     program, error = None, None
     messages: list[tuple[str, str]] = []
     # as torch.onnx does: with Python itself first, then with its bytecode, which also takes NumPy's functions of
@@ -200,8 +155,6 @@ def axes_of_trace(
 
     limits: the smallest and the largest size; of an axis without, any.
     """
-    import torch
-
     assert trace.program is not None
     values = {node.name: node.meta["val"] for node in trace.program.graph.nodes if node.op == "placeholder"}
     found: dict[str, list[tuple[int, int]]] = {}
@@ -290,8 +243,6 @@ def symbols_of(guard: Any) -> tuple[Any, ...]:
 def condition(guard: Any, symbols: tuple[Any, ...]) -> Callable[..., bool]:
     """An assumption as a function of the sizes that its symbols stand for: thousands are tried, and substitution takes
     a thousand times as long."""
-    import torch
-    from torch.utils._sympy.printers import PythonPrinter
 
     def substituted(*sizes: int) -> bool:
         return bool(guard.subs(dict(zip(symbols, sizes, strict=True))))
@@ -306,40 +257,6 @@ def condition(guard: Any, symbols: tuple[Any, ...]) -> Callable[..., bool]:
     return compiled
 
 
-def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> BuildSpec:
-    """A spec of a user's own module that takes these sizes only. batch: the size for a batch of one size."""
-    model = spec.model
-    for one in sizes:
-        if one.axis == "seq" and not one.is_one:
-            note = (
-                f"The file takes {range_text(one)}, because of a branch of the code: {one.reason}. For other lengths, "
-                f"build another artifact, from an example of such a length, or change the code. {CHANGE}."
-            )
-            model = model.with_range(one.axis, one.lowest, one.highest, note)
-            continue
-        if one.axis != "batch" and not one.is_one and one.highest is None:
-            note = f"The file takes {range_text(one)}: below, the code does something else or fails: {one.reason}."
-            model = model.with_range(one.axis, one.lowest, None, note)
-            continue
-        size = {"batch": batch, "seq": model.seq_len, **model.axis_sizes}[one.axis]
-        model = model.with_fixed(
-            one.axis,
-            size,
-            f"The file takes {one.axis} = {size} only, because the code ties it to one size: {one.reason}. For other "
-            "sizes, build an artifact for each, naming the other axes with dynamic if one size is meant, or change "
-            f"the code. {one.change}.",
-        )
-    return replace(spec, model=model)
-
-
-def range_text(sizes: Sizes) -> str:
-    if sizes.axis != "seq":
-        return f"{sizes.axis} of {sizes.lowest} {'and more' if sizes.highest is None else f'to {sizes.highest}'}"
-    if sizes.highest is None:
-        return f"{sizes.lowest} tokens and more"
-    return f"{sizes.lowest} to {sizes.highest} tokens"
-
-
 def assumptions(messages: Sequence[tuple[str, str]]) -> Iterator[Assumption]:
     """Each assumption, in the order of the trace. messages: with the innermost line of the user's code."""
     for message, place in messages:
@@ -350,20 +267,6 @@ def assumptions(messages: Sequence[tuple[str, str]]) -> Iterator[Assumption]:
                 continue
             is_direct = not is_of_package(file)
             yield Assumption(expression, f"{Path(file).name}, line {line}" if is_direct else place, is_direct)
-
-
-@functools.cache
-def is_of_package(file: str) -> bool:
-    """True if a file belongs to PyTorch or to us. file: its path, whose beginning may be cut off."""
-    specs = map(importlib.util.find_spec, ("torch", "effexport", "effexport.models", "effexport.plugins"))
-    return any(lies_in(file, Path(str(spec.origin)).parent) for spec in specs if spec is not None)
-
-
-def lies_in(file: str, folder: Path) -> bool:
-    """True if a path, whose first characters the tracer may have cut off, is that of a file in a folder."""
-    parts = Path(file).parts
-    paths = (folder.joinpath(*parts[i:]) for i in range(len(parts)))
-    return any(path.is_relative_to(folder) and str(path).endswith(file) and path.exists() for path in paths)
 
 
 def readable(expression: str, axes: Mapping[str, str]) -> str:

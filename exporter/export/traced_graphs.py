@@ -14,14 +14,15 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import PassError
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import nn
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import EffexportError, StageError, UserError, is_out_of_memory
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    from torch import nn
 
 # Of one traced graph; those of effexport have some kilobytes per layer. A larger one is not kept: a refit traces again.
 MOST_BYTES = 128 << 20
@@ -39,8 +40,6 @@ def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
 
     Its weights follow the other inputs. Stack traces and other metadata of the exporter are left out.
     """
-    import onnx_ir as ir
-
     graph = model.graph
     for node in graph.all_nodes():
         scopes = node.metadata_props.get(SCOPES_KEY)
@@ -63,8 +62,6 @@ def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
 
 def graph_without_numbers(traced: bytes) -> bytes:
     """A traced graph of a user's own module, without the values of tensors that are not weights."""
-    import onnx
-
     model = onnx.ModelProto.FromString(traced)
     kept = [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer]
     del model.graph.initializer[:]
@@ -80,11 +77,7 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
     traced: checked with `why_not_traced`. module: of the same classes and sizes as the one that was traced, at the same
     precision.
     """
-    import onnx
-    import onnx_ir as ir
     import torch.onnx
-    from onnx_ir.passes import PassError
-    from onnx_ir.tensor_adapters import TorchTensor
     from onnxscript import optimizer
 
     model = ir.from_proto(onnx.ModelProto.FromString(traced))
@@ -114,8 +107,6 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
 def leave_slices(model: ir.Model) -> None:
     """Forget the free sizes of what is cut at a fixed place, such as the first 100 tokens, where PyTorch takes them for
     those of the whole, as in the example. onnxscript would leave such a slice out (rewriter, collapse_slice2_rule)."""
-    import onnx_ir as ir
-
     for node in [node for node in model.graph.all_nodes() if node.op_type == "Slice" and len(node.inputs) > 3]:
         data, starts, ends, axes = node.inputs[:4]
         shape = node.outputs[0].shape
@@ -129,8 +120,6 @@ def leave_slices(model: ir.Model) -> None:
 
 def constants_of(value: ir.Value | None) -> list[int]:
     """The numbers of a value, by way of casts and shapes; none of a value that is not constant."""
-    import onnx_ir as ir
-
     while value is not None and (node := value.producer()) is not None and node.op_type in ("Cast", "Reshape"):
         value = node.inputs[0]
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
@@ -145,8 +134,6 @@ def hidden_constants(model: ir.Model) -> Iterator[bool]:
     It removes `x + 1e-8` and `x * 1.000001` as if they did nothing, within 1e-8 and 1e-5 (rewriter/_pattern_ir.py,
     Constant). The first stands in a division by what may be 0.
     """
-    import onnx_ir as ir
-
     graph, hidden = model.graph, []
     for node in [node for node in graph.all_nodes() if node.op_type == "Constant"]:
         value, tensor = node.outputs[0], ir.convenience.get_const_tensor(node.outputs[0])

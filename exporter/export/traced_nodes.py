@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.fx import Graph
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph
 
-    # a node of torch.fx, whose arguments have any type
-    Node = Any
+# a node of torch.fx, whose arguments have any type
+Node = Any
 
 
 def name_of(node: Any) -> str:
     """The name of PyTorch's operator, "" for others."""
-    import torch
-
     if not isinstance(node, torch.fx.Node):
         return ""
     if isinstance(node.target, torch._ops.OpOverload):
@@ -26,14 +25,10 @@ def name_of(node: Any) -> str:
 
 
 def is_tensor(x: Any) -> bool:
-    import torch
-
     return isinstance(x, torch.fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
 
 
 def value_of(x: Any) -> Any:
-    import torch
-
     return x.meta["val"] if isinstance(x, torch.fx.Node) else x
 
 
@@ -50,8 +45,6 @@ def dtype(node: Any) -> Any:
 
 
 def is_size(node: Node) -> bool:
-    import torch
-
     return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
@@ -76,8 +69,6 @@ def number_of(size: Any) -> float:
 def changed_in_place(graph: Graph) -> set[Node]:
     """The tensors that an operator changes later, or another one in the same memory: their numbers depend on when they
     are read."""
-    import torch
-
     memories: dict[Node, list[Node]] = {}
     changed: set[Node] = set()
     for node in graph.nodes:
@@ -104,3 +95,18 @@ def inserting(graph: Graph, place: Node) -> Iterator[Callable[..., Node]]:
 
     with graph.inserting_before(place):
         yield call
+
+
+def with_casts(program: ExportedProgram) -> ExportedProgram:
+    """Write `1.0 - mask` of integers as `1.0 - mask.float()`, in place: torch.onnx leaves the cast out and makes
+    `sub(1.0, mask)` of it, which PyTorch does not have."""
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.rsub.Scalar:
+            (source, *_), dtype = node.all_input_nodes, node.meta["val"].dtype
+            if source.meta["val"].dtype != dtype:
+                with program.graph.inserting_before(node):
+                    cast = program.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+                cast.meta = {**node.meta, "val": source.meta["val"].to(dtype)}
+                node.replace_input_with(source, cast)
+    program.graph_module.recompile()
+    return program

@@ -1,67 +1,43 @@
-"""The program of a user's own module as PyTorch traces it, and the build with the sizes that its code ties it to."""
+"""The program of a user's own module as PyTorch traces it, and the sizes that its code ties it to."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError
 from effexport.export.failures import STAGE, line_of_user, reason_of
-from effexport.export.onnx_graph import STAGE as GRAPH_CHECK
-from effexport.export.other_branches import Agreement, Side, Whole, drawn, program_of_sides, resized, side_of
-from effexport.export.sizes_of_draws import sizes_of_draws, sizes_of_traced_draws
-from effexport.export.specialised_length import (
-    SIZES,
-    AxisOfTrace,
-    OtherSizesError,
-    Sizes,
-    Trace,
-    axes_of_trace,
-    spec_with_sizes,
-    traced,
-)
+from effexport.export.other_branches import Agreement, Side, Whole, program_of_sides, side_of
+from effexport.export.sizes_of_code import OtherSizesError, Sizes, SpecChanges
+from effexport.export.specialised_length import SIZES, AxisOfTrace, Trace, axes_of_trace, traced
+from effexport.export.traced_nodes import with_casts
+from effexport.export.written_attention import turn_attentions
+from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import axes_of, size_of
-from effexport.models.sources import ModelSource
+from effexport.models.user.inputs import resized
+from effexport.models.user.model import CalledByPosition, drawing_model
+from effexport.models.user.probe import formula_of
+from effexport.models.user.size_arithmetic import decided_logarithms, decides_by_logarithm
 from effexport.models.validation import LARGEST_SIZE
 from effexport.spec import BuildSpec
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.export import ExportedProgram
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
 # In errors of code that calculates with a size as with a number, such as np.sqrt(x.shape[1]).
 OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for tensor subclasses")
-
-
-@dataclass(frozen=True)
-class SpecChanges:
-    """Facts that the program of a user's own module shows, and its spec lacks.
-
-    sizes: limits of free axes, outside of which the program would be wrong. outputs: axes by name, where those of the
-    spec hold near the example only, such as "seq" of x[:, :100].
-    """
-
-    sizes: tuple[Sizes, ...] = ()
-    outputs: Mapping[str, Dims] = field(default_factory=dict)
-
-    def applied(self, spec: BuildSpec) -> BuildSpec:
-        if self.sizes:
-            spec = spec_with_sizes(spec, self.sizes, spec.batch)
-        return replace(spec, model=spec.model.with_outputs(self.outputs)) if self.outputs else spec
-
-
-NO_CHANGES = SpecChanges()
+STORE = "To keep it free, draw the numbers once, in __init__, for the largest size, or switch the draw off"
+# An axis that a program does not take at all the sizes of the spec, and those at which it does.
+Tie = tuple[AxisOfTrace, Sizes]
 
 
 class NotTracedError(Exception):
@@ -72,91 +48,191 @@ class NotTracedError(Exception):
         super().__init__(str(reason))
 
 
-def program_of_user(
-    module: nn.Module, example: tuple[torch.Tensor, ...], inputs: Sequence[TensorInfo], spec: BuildSpec
-) -> tuple[ExportedProgram, SpecChanges]:
-    """PyTorch's program of a user's own module, and for which spec it is.
+@dataclass(frozen=True)
+class UserProgram:
+    """A user's own module, and what it is traced with. inputs: those of `example`, one after the other."""
 
-    Raises OtherSizesError if another program is needed, because the code ties an axis to one size, of which the proof
-    runs a few only, and NotTracedError if PyTorch cannot trace it.
-    """
-    from effexport.models.user.model import drawing_model
-    from effexport.models.user.size_arithmetic import decided_logarithms, decides_by_logarithm
+    module: nn.Module
+    example: tuple[torch.Tensor, ...]
+    inputs: Sequence[TensorInfo]
+    spec: BuildSpec
 
-    sizes = sizes_of_example(example, inputs)
-    drawing = drawing_model(module)
-    if drawing is not None and (drawn_for := sizes_of_draws(drawing, example, inputs, sizes)):
-        raise OtherSizesError(STAGE, drawn_for)
-    trace = trace_of_user(module, example, inputs, spec)
-    if drawing is not None and (drawn_for := sizes_of_traced_draws(drawing, trace, sizes)):
-        raise OtherSizesError(STAGE, drawn_for)
-    if trace.program is None:
-        assert trace.error is not None
-        # numpy.random refuses free sizes in words of its own
-        may_be_size = OF_SIZES.search(str(trace.error)) or (drawing is not None and drawing.draws_elsewhere)
-        if (place := line_of_user(trace.error)) and may_be_size:
-            for axis, size in sizes.items():
-                if trace_of_user(module, example, inputs, spec, fixed=axis).program is not None:
-                    raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
-        raise NotTracedError(trace.error)
-    ties = ties_of_trace(trace, sizes, inputs, spec)
-    if len(ties) == 1 and any(map(decides_by_logarithm, ties[0][0].guards)):
-        taken = side_of(trace, ties[0][0]).sizes
-        with decided_logarithms():
-            again = trace_of_user(module, example, inputs, spec)
-            same = [] if again.program is None else ties_of_trace(again, sizes, inputs, spec)
-            if len(same) == 1 and taken <= side_of(again, same[0][0]).sizes:
-                return program_of_ties(module, again, same, example, inputs, spec)
-    return program_of_ties(module, trace, ties, example, inputs, spec)
+    def finished(self) -> tuple[ExportedProgram, SpecChanges, Counter[str]]:
+        """As `traced`, for torch.onnx, and the operators that stand for what the code of the module writes out."""
+        program, changes = self.traced()
+        written = Counter[str]()
+        if self.spec.fused:
+            written += turn_attentions(program, self.spec.model.seq_len)
+            written += turn_linear_attentions(program, {self.spec.model.mask})
+        return with_casts(program), changes, written
 
+    def traced(self) -> tuple[ExportedProgram, SpecChanges]:
+        """PyTorch's program of the module, and for which spec it is.
 
-def ties_of_trace(
-    trace: Trace, example: Mapping[str, int], inputs: Sequence[TensorInfo], spec: BuildSpec
-) -> list[tuple[AxisOfTrace, Sizes]]:
-    """The axes that a program does not take at all the sizes of the spec, and at which it does."""
-    axes = axes_of_trace(trace, example, inputs, limits_of_spec(spec))
-    return [(axis, sizes) for axis in axes if (sizes := axis.sizes(example[axis.axis], trace)) is not None]
+        Raises OtherSizesError if another program is needed, because the code ties an axis to one size, of which the
+        proof runs a few only, and NotTracedError if PyTorch cannot trace it.
+        """
+        drawing = drawing_model(self.module)
+        if drawing is not None and (drawn_for := self.sizes_of_draws(drawing)):
+            raise OtherSizesError(STAGE, drawn_for)
+        trace = self.trace()
+        if drawing is not None and (drawn_for := self.sizes_of_traced_draws(drawing, trace)):
+            raise OtherSizesError(STAGE, drawn_for)
+        if trace.program is None:
+            assert trace.error is not None
+            # numpy.random refuses free sizes in words of its own
+            may_be_size = OF_SIZES.search(str(trace.error)) or (drawing is not None and drawing.draws_elsewhere)
+            if (place := line_of_user(trace.error)) and may_be_size:
+                for axis, size in self.sizes.items():
+                    if self.trace(fixed=axis).program is not None:
+                        raise OtherSizesError(STAGE, [Sizes(axis, size, size, f"{place}: {reason_of(trace.error)}")])
+            raise NotTracedError(trace.error)
+        ties = self.ties(trace)
+        if len(ties) == 1 and any(map(decides_by_logarithm, ties[0][0].guards)):
+            taken = side_of(trace, ties[0][0]).sizes
+            with decided_logarithms():
+                again = self.trace()
+                same = [] if again.program is None else self.ties(again)
+                if len(same) == 1 and taken <= side_of(again, same[0][0]).sizes:
+                    return self.with_ties(again, same)
+        return self.with_ties(trace, ties)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the free axes in the example."""
+        return {
+            axis: size
+            for tensor, values in zip(self.inputs, self.example, strict=True)
+            for axis, size in zip(tensor.dims, values.shape, strict=True)
+            if isinstance(axis, str)
+        }
 
-def program_of_ties(
-    module: nn.Module,
-    trace: Trace,
-    ties: Sequence[tuple[AxisOfTrace, Sizes]],
-    example: tuple[torch.Tensor, ...],
-    inputs: Sequence[TensorInfo],
-    spec: BuildSpec,
-) -> tuple[ExportedProgram, SpecChanges]:
-    """The program of a trace, or of another side of the branches that tie it; see `program_of_user`."""
-    assert trace.program is not None
-    if not ties:
-        return changed_program(trace.program, inputs, spec)
-    tied = [sizes for _, sizes in ties]
-    if len(ties) == 1:
-        ((axis, _),) = ties
-        whole = program_of_other_branches(module, trace, axis, example, inputs, spec)
-        if whole is not None:
-            found = axis.sizes_between(whole.lowest, whole.highest, whole.reason)
-            if found is None or found.is_limit:
-                return changed_program(whole.program, inputs, spec, () if found is None else (found,))
-            tied = [found]
-    raise OtherSizesError(STAGE, tied)
+    def at(self, sizes: Mapping[str, int]) -> UserProgram:
+        """The same on an example of other sizes."""
+        pairs = zip(self.example, self.inputs, strict=True)
+        return replace(self, example=tuple(resized(x, tensor.dims, {**self.sizes, **sizes}) for x, tensor in pairs))
 
+    def trace(self, fixed: str | None = None) -> Trace:
+        """The trace of the module at any size. fixed: an axis that is not free for once.
 
-def changed_program(
-    program: ExportedProgram, inputs: Sequence[TensorInfo], spec: BuildSpec, sizes: tuple[Sizes, ...] = ()
-) -> tuple[ExportedProgram, SpecChanges]:
-    """A program that holds for the sizes of the spec, within limits, and what changes in the spec."""
-    limited = SpecChanges(sizes).applied(spec)
-    return program, SpecChanges(sizes, other_outputs(program, inputs, limited))
+        PyTorch needs a limit to see that the first `seq` of so many positions are `seq`.
+        """
+        longest = self.spec.model.max_seq_len
+
+        def free(axis: str) -> Any:
+            limited = axis == "seq" and longest is not None
+            return None if axis == fixed else Dim.AUTO(max=longest) if limited else Dim.AUTO
+
+        return traced(self.module, self.example, free_axes(self.module, self.inputs, free), self.inputs)
+
+    def axes(self, trace: Trace) -> list[AxisOfTrace]:
+        return axes_of_trace(trace, self.sizes, self.inputs, limits_of_spec(self.spec))
+
+    def ties(self, trace: Trace) -> list[Tie]:
+        sizes = self.sizes
+        pairs = ((axis, axis.sizes(sizes[axis.axis], trace)) for axis in self.axes(trace))
+        return [(axis, found) for axis, found in pairs if found is not None]
+
+    def with_ties(self, trace: Trace, ties: Sequence[Tie]) -> tuple[ExportedProgram, SpecChanges]:
+        """The program of a trace, or of another side of the branches that tie it; see `traced`."""
+        assert trace.program is not None
+        if not ties:
+            return self.with_changes(trace.program)
+        tied = [sizes for _, sizes in ties]
+        if len(ties) == 1:
+            ((axis, _),) = ties
+            whole = self.of_other_branches(trace, axis)
+            if whole is not None:
+                found = axis.sizes_between(whole.lowest, whole.highest, whole.reason)
+                if found is None or found.is_limit:
+                    return self.with_changes(whole.program, () if found is None else (found,))
+                tied = [found]
+        raise OtherSizesError(STAGE, tied)
+
+    def with_changes(
+        self, program: ExportedProgram, sizes: tuple[Sizes, ...] = ()
+    ) -> tuple[ExportedProgram, SpecChanges]:
+        """A program that holds for the sizes of the spec, within limits, and what changes in the spec."""
+        limited = SpecChanges(sizes).applied(self.spec)
+        return program, SpecChanges(sizes, other_outputs(program, self.inputs, limited))
+
+    def of_other_branches(self, first: Trace, axis: AxisOfTrace) -> Whole | None:
+        """The program for the most sizes of an axis, if branches that tie it compute the same; see `other_branches`."""
+
+        def side(size: int) -> Side | None:
+            there = self.at({axis.axis: size})
+            trace = there.trace()
+            if trace.program is None:
+                return None
+            found = {one.axis: one for one in there.axes(trace)}
+            if any(one.sizes(there.sizes[name], trace) for name, one in found.items() if name != axis.axis):
+                return None
+            return side_of(trace, found[axis.axis])
+
+        def values(size: int) -> list[list[torch.Tensor]]:
+            # also large numbers, of which a side may cut off some
+            return [self.at({axis.axis: size}).drawn(scale) for scale in (1.0, 100.0)]
+
+        agrees = Agreement(self.module, values)
+        return program_of_sides(side_of(first, axis), self.sizes[axis.axis], axis.wanted, side, agrees)
+
+    def drawn(self, scale: float) -> list[torch.Tensor]:
+        """Random values in the place of those of the example: integers within their ranges, and a mask that hides the
+        last third of the tokens of one sample. scale: standard deviation of floats."""
+        generator, model = torch.Generator().manual_seed(0), self.spec.model
+        found = []
+        for tensor, value in zip(self.inputs, self.example, strict=True):
+            if tensor.name == model.mask:
+                batch, tokens = model.mask_axes
+                hidden: list[Any] = [slice(None)] * value.dim()
+                hidden[batch], hidden[tokens] = 0, slice(value.shape[tokens] - value.shape[tokens] // 3, None)
+                value = value.clone()
+                value[tuple(hidden)] = int(model.mask_ignores)
+            elif value.is_floating_point():
+                value = (scale * torch.randn(value.shape, generator=generator)).to(value.dtype)
+            elif value.dtype == torch.bool:
+                value = torch.rand(value.shape, generator=generator) > 0.25
+            elif tensor.name in model.drawn_ranges:
+                low, high = model.drawn_ranges[tensor.name]
+                value = torch.randint(low, high, value.shape, generator=generator, dtype=value.dtype)
+            found.append(value)
+        return found
+
+    def sizes_of_draws(self, drawing: CalledByPosition) -> list[Sizes]:
+        """The axes at whose neighbouring sizes other random numbers are drawn: a file can have one size of these.
+
+        The model then has numbers for the example, whose sizes may not be the user's.
+        """
+        assert drawing.drawn is not None
+        # what it raises is reported where it is traced
+        with drawing.drawn.learning(), torch.inference_mode(), contextlib.suppress(Exception):
+            drawing(*self.example)
+        found = []
+        here = drawing.draws_for(self.example)
+        for axis, size in self.sizes.items():
+            there = drawing.draws_for(self.at({axis: size - 1 if size > 2 else size + 1}).example)
+            if here is not None and there is not None and (reason := here.other_draw(there)):
+                found.append(Sizes(axis, size, size, f"{reason} {axis}", STORE))
+        return found
+
+    def sizes_of_traced_draws(self, drawing: CalledByPosition, trace: Trace) -> list[Sizes]:
+        """The same as a trace has shown them, also where neighbouring sizes have the same numbers.
+
+        Raises StageError for as many numbers as the values of a tensor say.
+        """
+        assert drawing.drawn is not None
+        reasons: dict[str, str] = {}
+        for symbol, reason in drawing.drawn.tied.items():
+            if symbol not in trace.axes:
+                raise StageError(STAGE, f"{reason} the values of a tensor; expected as many for all inputs of one size")
+            reasons.setdefault(trace.axes[symbol].partition(" of ")[0], reason)
+        sizes = self.sizes
+        return [Sizes(axis, sizes[axis], sizes[axis], f"{reason} {axis}", STORE) for axis, reason in reasons.items()]
 
 
 def other_outputs(program: ExportedProgram, inputs: Sequence[TensorInfo], spec: BuildSpec) -> dict[str, Dims]:
     """Axes of the outputs that are other sizes in a program than in the spec, where the program knows them; by name,
     those of the head excluded."""
-    import torch
-
-    from effexport.models.user.probe import formula_of
-
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     names: dict[Any, str] = {}
     for tensor, given in zip(inputs, program.graph_signature.user_inputs, strict=True):
@@ -192,68 +268,9 @@ def is_same_size(dim: int | str, other: int | str, limits: Mapping[str, tuple[in
     return all(size_of(dim, sizes) == size_of(other, sizes) for sizes in combinations)
 
 
-def sizes_of_example(example: Sequence[torch.Tensor], inputs: Sequence[TensorInfo]) -> dict[str, int]:
-    return {
-        axis: size
-        for tensor, values in zip(inputs, example, strict=True)
-        for axis, size in zip(tensor.dims, values.shape, strict=True)
-        if isinstance(axis, str)
-    }
-
-
 def limits_of_spec(spec: BuildSpec) -> dict[str, tuple[int, int]]:
     limits = {axis: (size, LARGEST_SIZE) for axis, size in spec.model.lowest.items()}
     return limits | {"seq": (spec.model.shortest, spec.model.max_seq_len or LARGEST_SIZE)}
-
-
-def program_of_other_branches(
-    module: nn.Module,
-    first: Trace,
-    axis: AxisOfTrace,
-    example: tuple[torch.Tensor, ...],
-    inputs: Sequence[TensorInfo],
-    spec: BuildSpec,
-) -> Whole | None:
-    """The program for the most sizes of an axis, if branches that tie it compute the same; see `other_branches`."""
-    traced_sizes = sizes_of_example(example, inputs)
-
-    def side(size: int) -> Side | None:
-        sizes = {**traced_sizes, axis.axis: size}
-        trace = trace_of_user(module, resized(example, inputs, sizes), inputs, spec)
-        if trace.program is None:
-            return None
-        found = {one.axis: one for one in axes_of_trace(trace, sizes, inputs, limits_of_spec(spec))}
-        if any(one.sizes(sizes[name], trace) for name, one in found.items() if name != axis.axis):
-            return None
-        return side_of(trace, found[axis.axis])
-
-    def values(size: int) -> list[list[torch.Tensor]]:
-        there = resized(example, inputs, {**traced_sizes, axis.axis: size})
-        # also large numbers, of which a side may cut off some
-        return [drawn(there, inputs, spec.model, scale) for scale in (1.0, 100.0)]
-
-    agrees = Agreement(module, values)
-    return program_of_sides(side_of(first, axis), traced_sizes[axis.axis], axis.wanted, side, agrees)
-
-
-def trace_of_user(
-    module: nn.Module,
-    example: tuple[torch.Tensor, ...],
-    inputs: Sequence[TensorInfo],
-    spec: BuildSpec,
-    fixed: str | None = None,
-) -> Trace:
-    """The trace of a user's own module at any size. fixed: an axis that is not free for once.
-
-    PyTorch needs a limit to see that the first `seq` of so many positions are `seq`.
-    """
-    from torch.export import Dim
-
-    def free(axis: str) -> Any:
-        limited = axis == "seq" and spec.model.max_seq_len is not None
-        return None if axis == fixed else Dim.AUTO(max=spec.model.max_seq_len) if limited else Dim.AUTO
-
-    return traced(module, example, free_axes(module, inputs, free), inputs)
 
 
 def free_axes(module: nn.Module, inputs: Sequence[TensorInfo], free: Callable[[str], Any]) -> tuple[Any, ...]:
@@ -266,60 +283,3 @@ def free_axes(module: nn.Module, inputs: Sequence[TensorInfo], free: Callable[[s
 def takes_star_args(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
-
-
-def with_sizes_of_code(
-    build: Callable[Concatenate[BuildSpec, P], R],
-) -> Callable[Concatenate[BuildSpec, P], R]:
-    """Build again with the sizes that the code of a user's own module is tied to, or with those of the example if
-    torch.onnx has no right graph for others, unless the user has declared the axis free: then that is an error."""
-
-    @functools.wraps(build)
-    def build_again(spec: BuildSpec, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        refused: StageError | None = None
-        while True:
-            try:
-                return build(spec, *args, **kwargs)
-            except OtherSizesError as error:
-                source, previous = kwargs.get("source"), kwargs.get("previous")
-                assert isinstance(source, ModelSource)
-                if previous is not None:
-                    raise
-                assert source.user is not None
-                if any(one.is_one and one.axis in source.user.declared for one in error.sizes):
-                    raise
-                spec = spec_with_sizes(spec, error.sizes, batch_of_example(source.user.examples, spec))
-            except StageError as error:
-                source = kwargs.get("source")
-                sizes = sizes_of_one_graph(error, spec) if refused is None else []
-                user = source.user if isinstance(source, ModelSource) and not kwargs.get("previous") else None
-                if user is None or not sizes or any(one.axis in user.declared for one in sizes):
-                    raise (refused or error) from error.__cause__
-                refused, spec = error, spec_with_sizes(spec, sizes, batch_of_example(user.examples, spec))
-
-    return build_again
-
-
-def sizes_of_one_graph(error: StageError, spec: BuildSpec) -> list[Sizes]:
-    """The free axes of a user's module, but for the batch, where torch.onnx has translated its program wrongly or not
-    at all; none for other errors, which fixed sizes do not mend."""
-    import torch
-
-    if error.stage != GRAPH_CHECK and not isinstance(error.__cause__, torch.onnx.OnnxExporterError):
-        return []
-    reason = f"with a free size, {str(error).partition(': ')[2].partition('; --debug')[0]}"
-    free = dict.fromkeys(axis for tensor in spec.inputs for axis in tensor.dims if isinstance(axis, str))
-    # their one size is that of the example
-    return [Sizes(axis, 0, 0, reason) for axis in free if axis != "batch"]
-
-
-def batch_of_example(examples: Mapping[str, torch.Tensor], spec: BuildSpec) -> int:
-    """The batch of the examples; that of the build without them."""
-    sizes = (
-        size
-        for tensor in spec.inputs
-        if tensor.name in examples
-        for axis, size in zip(tensor.dims, examples[tensor.name].shape, strict=True)
-        if axis == "batch"
-    )
-    return next(sizes, spec.batch)

@@ -10,16 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from effexport.export.traced_nodes import changed_in_place, dtype, inserting, rank
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-    from torch.fx import Graph
-
-    # a node of torch.fx, whose arguments have any type
-    Node = Any
+from effexport.export.traced_nodes import Node, changed_in_place, dtype, inserting, rank
+from effexport.plugins.linear_attention import SIGNATURE as LINEAR
+from effexport.plugins.masked_attention import SIGNATURE as SOFTMAX
+from effexport.plugins.masked_attention.op import HIDES, masked_attention
 
 # The speed of the kernel beside ONNX Runtime's own products and softmax, on one thread and on two: 0.65 to 0.9 for
 # heads of 16 and 32 channels, 0.96 to 0.99 for 64 and 128 channels and up to 512 tokens, 1.0 to 1.3 from 1,024 tokens
@@ -28,7 +29,7 @@ LEAST_CHANNELS, LEAST_TOKENS = 64, 1024
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenSoftmax:
     """One attention in a program.
 
     k_transposed: [batch, heads, channels, keys]. hidden: boolean, True where a key is hidden, broadcast to
@@ -52,8 +53,6 @@ def turn_attentions(program: ExportedProgram, tokens: int) -> Counter[str]:
 
     Heads may be an axis or not: [batch, heads, tokens, channels] or [batch, tokens, channels].
     """
-    from effexport.plugins.masked_attention import SIGNATURE
-
     if tokens < LEAST_TOKENS:
         return Counter()
     changed = changed_in_place(program.graph)
@@ -63,18 +62,14 @@ def turn_attentions(program: ExportedProgram, tokens: int) -> Counter[str]:
     if found:
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
-    return Counter({SIGNATURE.onnx_name: len(found)})
+    return Counter({SOFTMAX.onnx_name: len(found)})
 
 
-def written_at(softmax: Any, changed: Collection[Node] = ()) -> Written | None:
+def written_at(softmax: Any, changed: Collection[Node] = ()) -> WrittenSoftmax | None:
     """The attention around a softmax over keys, None if it is another one, or if its weights are used elsewhere.
 
     changed: tensors that are not to be read at another time, as the operator would.
     """
-    import torch
-
-    from effexport.plugins.masked_attention.op import HIDES
-
     aten = torch.ops.aten
     if softmax.target is not aten.softmax.int or softmax.args[1] not in (-1, rank(softmax) - 1):
         return None
@@ -90,7 +85,7 @@ def written_at(softmax: Any, changed: Collection[Node] = ()) -> Written | None:
     out = product_with_weights(softmax)
     if out is None or logits.target is not aten.matmul.default or len(logits.users) > 1:
         return None
-    written = Written(logits.args[0], logits.args[1], out.args[1], scale, hidden, math.isinf(low), out)
+    written = WrittenSoftmax(logits.args[0], logits.args[1], out.args[1], scale, hidden, math.isinf(low), out)
     if any(node in changed for node in (written.q, written.k_transposed, written.v, hidden)):
         return None
     return written if has_known_shapes(written) and scale > 0 and math.isfinite(scale) else None
@@ -98,8 +93,6 @@ def written_at(softmax: Any, changed: Collection[Node] = ()) -> Written | None:
 
 def scaled(node: Any) -> tuple[Node, float] | None:
     """The value that a node multiplies or divides by a number, and the factor. None for other nodes."""
-    import torch
-
     match node.target, node.args:
         case torch.ops.aten.mul.Tensor, (source, float() | int() as factor):
             return source, float(factor)
@@ -110,8 +103,6 @@ def scaled(node: Any) -> tuple[Node, float] | None:
 
 def product_with_weights(softmax: Any) -> Node | None:
     """The product of weights and values; a dropout that is off may lie between."""
-    import torch
-
     aten, weights = torch.ops.aten, softmax
     while len(weights.users) == 1:
         (user,) = weights.users
@@ -123,11 +114,8 @@ def product_with_weights(softmax: Any) -> Node | None:
     return None
 
 
-def has_known_shapes(written: Written) -> bool:
+def has_known_shapes(written: WrittenSoftmax) -> bool:
     """True if all tensors have the same batch and heads and one floating-point type, and the mask is one of keys."""
-    import torch
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     shapes = [node.meta["val"].shape for node in (written.q, written.k_transposed, written.v)]
     q, k, v = shapes
     if len(q) not in (3, 4) or not len(q) == len(k) == len(v):
@@ -150,15 +138,9 @@ def has_known_shapes(written: Written) -> bool:
     return mask.dtype == torch.bool and one_row and known
 
 
-def turn(graph: Graph, written: Written) -> None:
+def turn(graph: Graph, written: WrittenSoftmax) -> None:
     """Put the operator in the place of the product with the values."""
-    import torch
-
     aten = torch.ops.aten
-    # registers the operator
-    from effexport.plugins.masked_attention.op import masked_attention
-
-    assert masked_attention is not None
     with inserting(graph, written.out) as call:
         has_heads = rank(written.q) == 4
         k = call(aten.transpose.int, written.k_transposed, -2, -1)
@@ -174,7 +156,7 @@ def turn(graph: Graph, written: Written) -> None:
                 hidden = call(aten.select.int, hidden, 1, 0)
             none = call(aten.zeros_like.default, of_keys, dtype=torch.bool)
             keep = call(aten.logical_not.default, call(aten.logical_or.default, hidden, none))
-        out = call(torch.ops.effexport.masked_attention.default, q, k, v, keep, written.scale)
+        out = call(masked_attention._opoverload, q, k, v, keep, written.scale)
         if written.is_infinite:
             seen = call(aten.amax.default, call(aten.to.dtype, keep, dtype(out)), [1])
             one = call(aten.div.Tensor, seen, seen)  # 0 / 0 without a visible key
@@ -187,9 +169,6 @@ def turn(graph: Graph, written: Written) -> None:
 
 def remarks_on_written(found: Mapping[str, int], called: Mapping[str, int]) -> list[str]:
     """Sentences for the report. found: operators of the graph by name. called: those that the model itself calls."""
-    from effexport.plugins.linear_attention import SIGNATURE as LINEAR
-    from effexport.plugins.masked_attention import SIGNATURE as SOFTMAX
-
     ways = {
         SOFTMAX: ("attention", "products and a softmax", "softmax"),
         LINEAR: ("linear attention", "products", "linear"),

@@ -15,9 +15,15 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from effexport.export.traced_nodes import (
+    Node,
     changed_in_place,
     dtype,
     inserting,
@@ -30,14 +36,9 @@ from effexport.export.traced_nodes import (
     shape,
     size_of,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch.export import ExportedProgram
-    from torch.fx import Graph
-
-    # a node of torch.fx, whose arguments have any type
-    Node = Any
+from effexport.models.adapters.folding import ROUNDING
+from effexport.plugins.linear_attention import SIGNATURE
+from effexport.plugins.linear_attention.op import linear_attention
 
 # Operators that change no number, by their names in PyTorch: those of axes, and others.
 ORDERS = ("permute", "transpose", "mT", "swapaxes", "swapdims", "movedim")
@@ -111,13 +112,7 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     the model calls itself, or where a shape does not hold for all sizes. masks: the inputs of the program that are made
     of 0 and 1.
     """
-    import torch
-
-    from effexport.plugins.linear_attention import SIGNATURE
-    from effexport.plugins.linear_attention.op import linear_attention
-
-    assert linear_attention is not None  # registered
-    called = torch.ops.effexport.linear_attention.default
+    called = linear_attention._opoverload
     changed = changed_in_place(program.graph)
     if any(node.target is called or is_cut_at_other_sizes(node) for node in program.graph.nodes):
         return Counter()
@@ -199,8 +194,6 @@ def layers_off(node: Node, *, slices: bool = False) -> Factor:
 
 def axes_of(node: Node) -> Sequence[int]:
     """The order in which one of ORDERS has the axes of its argument."""
-    import torch
-
     numbered = torch.empty([*range(rank(node))])
     return list(node.target(numbered, *node.args[1:], **node.kwargs).shape)
 
@@ -221,16 +214,11 @@ def values_in(factor: Factor) -> Factor:
 
 
 def widens(node: Node) -> bool:
-    import torch
-
     return name_of(node) == "to" and torch.promote_types(dtype(node.args[0]), dtype(node)) == dtype(node)
 
 
 def has_known_shapes(written: WrittenLinear) -> bool:
     """True if the factors have shapes and a type that the operator takes, and its result those of `out`."""
-    import torch
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     q, k, v = (factor.shape for factor in written.factors)
     if not len(q) == len(k) == len(v) == rank(written.out):
         return False
@@ -283,8 +271,6 @@ def is_cut_at_other_sizes(part: Node) -> bool:
 
 def has_shape_of(node: Node, other: Node) -> bool:
     """True if two tensors have one shape, as far as torch.export knows."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     return all(map(statically_known_true, map(lambda a, b: a == b, shape(node), shape(other))))
 
 
@@ -296,8 +282,6 @@ def inputs_of(node: Node) -> list[Node]:
 
 def numbers_added(steps: Sequence[Node]) -> Iterator[float]:
     """Candidates for eps: normal numbers of float32, because kernels flush others to 0."""
-    import torch
-
     limits = torch.finfo(torch.float32)
     for node in steps:
         if name_of(node) == "add":
@@ -307,8 +291,6 @@ def numbers_added(steps: Sequence[Node]) -> Iterator[float]:
 
 def is_not_negative(x: Any, masks: Collection[str], changed: Collection[Node] = ()) -> bool:
     """True if no number of a tensor can be below 0. masks: inputs that are made of 0 and 1."""
-    import torch
-
     if isinstance(x, int | float):
         return x >= 0
     if isinstance(x, list | tuple):
@@ -343,10 +325,6 @@ def is_not_negative(x: Any, masks: Collection[str], changed: Collection[Node] = 
 
 def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
     """True if the steps compute the formula on random factors, in float64, also without features."""
-    import torch
-
-    from effexport.models.adapters.folding import ROUNDING
-
     q, k, v = written.factors
     generator = torch.Generator().manual_seed(0)
     tokens, channels = (size_of(size) for size in k.shape[-2:])
@@ -375,8 +353,6 @@ def has_the_answers(written: WrittenLinear, steps: Sequence[Node]) -> bool:
 
 def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
     """The result of the last step in float64; shapes are those of the example."""
-    import torch
-
     found = dict(given)
 
     def value(x: Any) -> Any:
@@ -397,8 +373,6 @@ def result_of(steps: Sequence[Node], given: Mapping[Node, torch.Tensor]) -> torc
 
 def turn(graph: Graph, written: WrittenLinear) -> None:
     """Put the operator in the place of the division."""
-    import torch
-
     aten = torch.ops.aten
     with inserting(graph, written.out) as call:
 
@@ -420,7 +394,7 @@ def turn(graph: Graph, written: WrittenLinear) -> None:
         q, k, v = (x if has_heads else call(aten.unsqueeze.default, x, 1) for x in (q, k, v))
         of_keys = call(aten.select.int, call(aten.select.int, k, 1, 0), -1, 0)
         keep = call(aten.ones_like.default, of_keys, dtype=torch.bool)
-        out = call(torch.ops.effexport.linear_attention.default, q, k, v, keep, written.eps, relu=True)
+        out = call(linear_attention._opoverload, q, k, v, keep, written.eps, relu=True)
         if not has_heads:
             out = call(aten.squeeze.dim, out, 1)
         if written.axes == (0, 1, 3, 2):

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from effexport.dtypes import named_sizes
+from effexport.dtypes import Array, named_sizes
 from effexport.errors import EffexportError
 from effexport.export.onnx_graph import graph_outline, load_graph, nodes_within, value_types
 from effexport.models.size_formula import shape_of
 from effexport.plugins.ops import DOMAIN, OPS
+from effexport.proof.cases import Arrays
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits
@@ -25,11 +26,6 @@ from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import Runner
 from effexport.spec import BuildSpec
-
-if TYPE_CHECKING:
-    from effexport.dtypes import Array
-
-Arrays = Mapping[str, "Array"]
 
 
 class ModelUnderTest(Protocol):

@@ -7,24 +7,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from effexport.dtypes import named_sizes
+from effexport.dtypes import Array, named_sizes
 from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
 from effexport.models.size_formula import shape_of
 from effexport.proof.check import CaseLabel, Check
 from effexport.quantize.rounding import numbers_of, precision_of
-from effexport.spec import BuildSpec
+from effexport.spec import BuildSpec, Golden
 from effexport.units import memory
 
-if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.spec import Golden
-
+Arrays = Mapping[str, Array]
 # The arrays of a case, in the order in which the golden file stores them.
 PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked", "codes", "scales", "exact")
 # In the part `tokens`: which of them count, boolean; see `kept_tokens`.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from effexport.dtypes import Array
 from effexport.environment import free_memory_bytes
 from effexport.models.user.modes import Observer
 from effexport.proof.cases import Case
@@ -21,9 +22,6 @@ from effexport.proof.module_runs import RepeatedRuns, run_module
 from effexport.proof.tolerances import reference_limit
 from effexport.spec import BuildSpec
 from effexport.units import memory
-
-if TYPE_CHECKING:
-    from effexport.dtypes import Array
 
 METRIC = "max |float32 − float64| / RMS"
 # The peak is that of PyTorch's tensors: the workspaces of its kernels, and other processes, need room too.

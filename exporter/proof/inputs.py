@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import TensorInfo, numpy_dtype
+from effexport.dtypes import Array, TensorInfo, numpy_dtype
 from effexport.models.contract import NONE, longer_length
 from effexport.models.encoder.spec import MASKS, POSITIONS
 from effexport.models.size_formula import shape_of
+from effexport.proof.cases import Case
 from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from effexport.dtypes import Array
-    from effexport.proof.cases import Case
 
 # Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
 REFERENCE_SEED_OFFSET = 7919

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.dtypes import Array
+
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
     from effexport.proof.cases import Case
 
 # Elements that a comparison works on at once, so that its float64 temporaries stay in the cache of a core.

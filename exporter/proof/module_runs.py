@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.dtypes import Array
 from effexport.errors import StageError
 from effexport.models.encoder.spec import TOKENS
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind
@@ -19,8 +20,6 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from effexport.dtypes import Array
 
 # The arrays of an answer by name, in parts: outputs, buckets, margins.
 Answer = Mapping[str, Mapping[str, "Array"]]

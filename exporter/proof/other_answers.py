@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import named_sizes, numpy_dtype
+from effexport.dtypes import Array, named_sizes, numpy_dtype
 from effexport.environment import require_torch
 from effexport.errors import UserError
 from effexport.models.contract import ModelContract
@@ -19,15 +19,12 @@ from effexport.models.size_formula import shape_of
 from effexport.proof.cases import Case, check_fits, checked_cases, kept_tokens, stored_cases
 from effexport.proof.check import Check, Kind, not_run
 from effexport.proof.module_runs import RepeatedRuns
-from effexport.proof.reference import answered_case, with_hash_noise
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import tensors_text
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from effexport.dtypes import Array
 
 # What numpy can read of the types of safetensors.
 NUMPY_DTYPES = ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
@@ -167,6 +164,8 @@ def with_hashes(cases: list[Case], module: nn.Module, spec: BuildSpec) -> list[C
     its scores of all indices if these are ranked."""
     if not spec.attention.is_hashed and not spec.ranked_outputs:
         return cases
+    from effexport.proof.reference import answered_case, with_hash_noise
+
     runs = RepeatedRuns("PyTorch")
     hashed = []
     for case in cases:

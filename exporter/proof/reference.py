@@ -10,18 +10,25 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from effexport.dtypes import named_sizes, numpy_dtype
+from effexport.dtypes import Array, named_sizes, numpy_dtype
 from effexport.errors import StageError, is_out_of_memory
 from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import at_precision
+from effexport.models.adapters.adapter import frozen, named
 from effexport.models.size_formula import shape_of
+from effexport.models.user.inputs import resized
+from effexport.models.user.model import UserModel, tensors_of
+from effexport.models.user.modes import OnePrecision
 from effexport.proof.cases import KEPT, Answers, Case, has_tokens, kept_tokens
 from effexport.proof.check import METRIC, OTHER_LAYER, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.invariance import LargestError, rows_of, worst_of_batches
+from effexport.proof.float64 import Float64Module, PeakMemory, warm_up
 from effexport.proof.inputs import EXAMPLE, EXPORT, NOTHING_KEPT, adversarial_inputs, case_inputs, case_shapes
 from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import (
@@ -35,12 +42,6 @@ from effexport.proof.module_runs import (
 )
 from effexport.proof.tolerances import OWN_ERROR_FACTOR, reference_limit
 from effexport.spec import BuildSpec
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from effexport.dtypes import Array
-    from effexport.models.user.model import UserModel
 
 STAGE = "reference"
 # The cases that also run in float64: the shape of the export, and one in which the mask hides tokens.
@@ -58,8 +59,6 @@ def answers_of_model(model: UserModel, spec: BuildSpec, inputs_by_case: Mapping[
     Cases to which a user's original has no answer are reported as not run. Raises StageError if it has none at the
     shape of the export or to the user's own inputs, or does not give the same answer twice.
     """
-    from effexport.proof.float64 import Float64Module, warm_up
-
     warm_up()
     runs = RepeatedRuns("PyTorch")
     original = Original(model, spec, runs)
@@ -136,8 +135,6 @@ def defined_answer(
 def with_examples(inputs: Mapping[str, Array], model: UserModel, spec: BuildSpec) -> Iterator[dict[str, Array]]:
     """Inputs of the same shapes with values of the user's example in the place of drawn ones: first in those that are
     integers or booleans, then in all; those of the mask of tokens stay."""
-    from effexport.models.user.inputs import resized
-
     if not model.examples:
         return
     sizes = named_sizes(spec.inputs, inputs)
@@ -205,7 +202,6 @@ class Original:
 
     def answer(self, case: Case) -> OwnAnswer:
         """Raises OriginalFailedError for a user's original without an answer, and StageError for a module of ours."""
-        from effexport.proof.float64 import PeakMemory
 
         def compute() -> dict[str, dict[str, Array]]:
             found = self._run_original(case)
@@ -309,19 +305,12 @@ class Original:
     def as_in(self, copy: nn.Module, case: Case) -> Iterator[None]:
         """Have a copy of the original in float64 use our numbers and the buckets of float32, as a hash in float64 may
         choose others, and compute in no other type."""
-        import torch
-
-        from effexport.models.adapters.adapter import frozen
-        from effexport.models.user.modes import OnePrecision
-
         in_float64 = OnePrecision(torch.float64) if self._mixes_types else nullcontext()
         with frozen(copy, self._user.adapted), given_buckets(copy, case.buckets), in_float64:
             yield
 
     def _run_original(self, case: Case) -> dict[str, dict[str, Array]]:
         """An answer of the original. Raises OriginalFailedError for a user's."""
-        from effexport.models.adapters.adapter import frozen
-
         user = self._user
         try:
             with frozen(user.original, user.adapted) as drawn:
@@ -342,19 +331,12 @@ def mixes_types(user: UserModel) -> bool:
 
 def in_float32(user: UserModel) -> AbstractContextManager[object]:
     """Have the original compute in float32 alone for the length of a `with` block, like our copy."""
-    import torch
-
-    from effexport.models.user.modes import OnePrecision
-
     return OnePrecision(torch.float32) if mixes_types(user) else nullcontext()
 
 
 def first_other_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
     """The first replaced layer of which ours, given the inputs of the original, gives another result; "" if none
     does."""
-    from effexport.models.adapters.adapter import frozen, named
-    from effexport.models.user.model import tensors_of
-
     limit = reference_limit(spec).value
     others: list[str] = []
 

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
+from effexport.dtypes import Array
 from effexport.environment import require_torch
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.export.module_source import model_from_source
 from effexport.export.onnx_graph import graph_inputs, graph_outline
 from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.candidate import ModelUnderTest
-from effexport.proof.cases import has_tokens
+from effexport.proof.candidate import ModelCandidate, ModelUnderTest
+from effexport.proof.cases import Answers, Case, has_tokens, stored_cases
 from effexport.proof.check import GOLDEN_SUFFIX, NAMED, Check, Kind, not_run
 from effexport.proof.checks.arithmetic import check_buckets
 from effexport.proof.inputs import REFERENCE_SEED_OFFSET
@@ -30,12 +31,10 @@ from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import tensors_text
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
+from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
     from effexport.models.user.model import UserModel
-    from effexport.proof.cases import Answers, Case
-    from effexport.spec import BuildSpec
 
 EXPECTED = f"{', '.join(NAMED)}, FILE{GOLDEN_SUFFIX}, or PATH@RUNTIME, such as other/artifact@ort"
 # New inputs: another draw than that of the golden file.
@@ -143,7 +142,6 @@ def references_from_choice(
 def all_references(
     choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
-    from effexport.proof.cases import stored_cases
     from effexport.proof.other_answers import load_answers
 
     golden: list[Case] = []
@@ -320,7 +318,6 @@ def opened_reference(
     choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
 ) -> tuple[ModelUnderTest, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
-    from effexport.proof.candidate import ModelCandidate
     from effexport.proof.verify import engine_candidate
     from effexport.tensorrt.sidecar import read_sidecar
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from effexport.proof.cases import Case
 from effexport.proof.check import Limit
 from effexport.proof.metrics import rms_change
 from effexport.spec import BuildSpec
-
-if TYPE_CHECKING:
-    from effexport.proof.cases import Case
 
 _DEEP = Limit(2e-4, "float32 sums in another order, amplified by each layer's norm and softmax")
 _FLOAT16 = Limit(1e-2, "weights and activations rounded to float16 (5e-4 each); what would overflow stays in float32")

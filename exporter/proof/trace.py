@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.artifact import Artifact
+from effexport.dtypes import Array
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
-from effexport.export.onnx_graph import load_graph
-from effexport.export.quantized_products import module_of_node
+from effexport.export.onnx_graph import load_graph, module_of_node
 from effexport.models.sources import ModelSource
 from effexport.plugins.known_ops import known_ops
 from effexport.proof.candidate import GIVEN_SUFFIX, given_values, with_given_values
+from effexport.proof.cases import Case
 from effexport.proof.check import Suspect, Trace, TracedValue
 from effexport.proof.metrics import magnitude, value_error
 from effexport.proof.rebuilt_module import model_of_artifact
 from effexport.proof.tolerances import bucket_flip_limit, case_limit
-from effexport.proof.traced_module import NodeOrigin, TracedModule
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
     import onnx
     from torch import nn
 
-    from effexport.artifact import Artifact
-    from effexport.dtypes import Array
-    from effexport.proof.cases import Case
+    from effexport.proof.traced_module import NodeOrigin, TracedModule
 
 # In low precision both sides round: PyTorch as far as its own run shows, the candidate up to three times as far. Its
 # worst element was up to 1.9 times as far as PyTorch's in all cases of 15 float16 models.
@@ -180,6 +179,8 @@ def trace_if_it_runs(
     """As `trace_from_model`, if the module can be exported again and the model runs."""
     if spec.is_quantized:
         return Unavailable("the layers of a quantised model are compared where they round, and are not traced")
+    from effexport.proof.traced_module import TracedModule
+
     try:
         return trace_from_model(model, exported, TracedModule(module, spec), case, settings)
     except (StageError, RuntimeUnsupportedError, RuntimeFailedError) as error:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.export import ExportedProgram
 
+from effexport.dtypes import Array
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import (
     BUCKETS_SUFFIX,
@@ -21,14 +26,6 @@ from effexport.export.onnx_from_module import (
 from effexport.export.onnx_graph import GraphSignature
 from effexport.proof.module_runs import tensor_from_array
 from effexport.spec import BuildSpec
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    import torch
-    from torch import nn
-    from torch.export import ExportedProgram
-
-    from effexport.dtypes import Array
 
 # Where the exporter puts what belongs to no module, such as the arithmetic on sizes.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
@@ -90,8 +87,6 @@ class TracedModule:
         buckets: per value of `hashes`, what the rest of the module goes on with.
         exact: in a wider type: float32 for lower precisions, float64 for float32.
         """
-        import torch
-
         names, low = self._values, getattr(torch, self.spec.dtype)
         wide = torch.float64 if low == torch.float32 else torch.float32
 
@@ -122,8 +117,6 @@ class TracedModule:
     def _arguments(self, inputs: Mapping[str, Array], dtype: torch.dtype) -> list[Any]:
         """Weights, constants and inputs in the order of the program's arguments, in `dtype` if they are of that of the
         spec."""
-        import torch
-
         low = getattr(torch, self.spec.dtype)
         given = iter(self.spec.inputs)
         arguments = []
@@ -140,7 +133,6 @@ class TracedModule:
         return arguments
 
     def _may_flip(self) -> frozenset[str]:
-        import torch
 
         def is_float(node: torch.fx.Node) -> bool:
             value = node.meta.get("val")
@@ -159,8 +151,6 @@ class TracedModule:
 
 def graph_names(program: ExportedProgram, spec: BuildSpec, made: Mapping[str, NodeOrigin]) -> dict[str, str]:
     """Operation of the program → its value in the graph: the same name, but for outputs and buckets."""
-    import torch
-
     names = {
         node.name: str(inner_name(node.name, spec.outputs))
         for node in program.graph.nodes
@@ -186,8 +176,6 @@ def origins_of_model(model: ir.Model) -> dict[str, NodeOrigin]:
 
 
 def array_from_result(result: torch.Tensor | float) -> Array:
-    import torch
-
     if not isinstance(result, torch.Tensor):
         return np.asarray(result)
     array: Array = (result.float() if result.dtype == torch.bfloat16 else result).numpy()

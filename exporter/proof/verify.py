@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
+from effexport.dtypes import Array
 from effexport.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import (
     custom_ops_of_model,
@@ -65,6 +66,8 @@ from effexport.proof.inputs import random_inputs
 from effexport.proof.metrics import rms_change
 from effexport.proof.quantized import check_quantized
 from effexport.proof.tolerances import foreign_limit, free_limit
+from effexport.runners.artifact_runner import OpenModel
+from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Runner
@@ -74,11 +77,6 @@ from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.sidecar import EngineInfo, EngineMismatchError, read_sidecar
 from effexport.tensorrt.spec import EngineSpec, Profile, Range, profile_from_shapes
-
-if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.runners.artifact_runner import OpenModel
-    from effexport.runners.decode import DecodeRunner
 
 # Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:
 # EluLinearAttention casts inside its body.

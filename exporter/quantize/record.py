@@ -10,6 +10,8 @@ from effexport.dtypes import Scales
 
 # The name of a value before it is rounded: the path of the layer that reads it, and this.
 UNROUNDED = "unrounded"
+# Operators of a graph whose products are quantised, or declared to stay float.
+PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
 
 
 class QuantizedLayer(msgspec.Struct, frozen=True, kw_only=True):

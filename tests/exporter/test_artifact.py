@@ -77,8 +77,7 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
         shutil.copy(artifact.model_path, path)
         return Written(Counter())
 
-    # effexport.build itself is the function
-    monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", copied_file)
+    monkeypatch.setattr(importlib.import_module("effexport.export.onnx_from_module"), "onnx_from_module", copied_file)
     return artifact.spec
 
 

@@ -827,7 +827,7 @@ def test_a_failed_stage_exits_1_and_leaves_nothing(cli: Cli, tmp_path: Path, mon
     def fail(*arguments: object, **options: object) -> None:
         raise StageError("export", "planted")
 
-    monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", fail)
+    monkeypatch.setattr(importlib.import_module("effexport.export.onnx_from_module"), "onnx_from_module", fail)
     arguments = ["build", "--variant", "softmax", *SMALL, "-o", tmp_path / "out"]
     assert cli(*arguments).error(1) == "export: planted"
     assert cli(*arguments, "--json").json == {"error": "export: planted", "exit_code": 1}

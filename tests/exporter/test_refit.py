@@ -169,7 +169,7 @@ def test_stale_weights_are_caught_by_the_proof_and_the_artifact_stays(
         path.write_bytes(before["model.onnx"])
         return Written(Counter())
 
-    monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", stale)
+    monkeypatch.setattr(importlib.import_module("effexport.export.onnx_from_module"), "onnx_from_module", stale)
     file = weights_file(tmp_path, open_artifact(folder).spec)
     with pytest.raises(StageError, match="parity: "):
         effexport.refit(folder, weights=file)

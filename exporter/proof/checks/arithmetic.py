@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.proof.cases import Case
+from effexport.dtypes import Array
+from effexport.proof.cases import Arrays, Case
 from effexport.proof.check import HISTOGRAM_EDGES, METRIC, RMS_METRIC, CaseLabel, Check, Kind, Limit, Worst, judged
 from effexport.proof.metrics import (
     MASK_CONSTANT,
@@ -23,10 +23,6 @@ from effexport.proof.metrics import (
 )
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
 from effexport.spec import BuildSpec
-
-if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.proof.candidate import Arrays
 
 SIGNATURE_METRIC = "names, dtypes, shapes"
 FINITE_METRIC = "NaN or Inf elements"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import Array, numpy_dtype
 from effexport.proof.cases import Case
 from effexport.proof.check import METRIC, OUTSIDE, RMS_METRIC, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.arithmetic import check_arithmetic
@@ -16,9 +15,6 @@ from effexport.proof.metrics import largest_error, overall_error, rms_change
 from effexport.proof.tolerances import arithmetic_limit, case_limit, free_limit
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.spec import MASK_NAME, BuildSpec
-
-if TYPE_CHECKING:
-    from effexport.dtypes import Array
 
 # Tokens of the export case that are decoded one by one.
 CHECKED_TOKENS = 48

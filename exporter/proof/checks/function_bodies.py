@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import DTYPE_OF_PRECISION, numpy_dtype
+from effexport.dtypes import DTYPE_OF_PRECISION, Array, numpy_dtype
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, UserError
 from effexport.export.onnx_graph import all_nodes, graph_outline, value_types
 from effexport.plugins.known_ops import known_ops
@@ -33,8 +33,6 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     import onnx
     import torch
-
-    from effexport.dtypes import Array
 
 Inputs = dict[str, "Array"]
 Attributes = Mapping[str, Any]

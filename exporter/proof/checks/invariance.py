@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.dtypes import Array
 from effexport.models.encoder.spec import MASKS
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Check, Kind, Limit, judged, not_run
@@ -17,9 +18,7 @@ from effexport.proof.tolerances import case_limit, free_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
     from effexport.proof.candidate import ModelUnderTest
-
 
 # A larger batch than that of any case, and as large as a server makes by default.
 MIXED_ROWS = 8

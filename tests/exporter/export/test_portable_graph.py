@@ -11,8 +11,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from effexport.export.einsum import plain_equation
-from effexport.export.portable_graph import make_portable
+from effexport.export.portable_graph import make_portable, plain_equation
 from effexport.plugins.function_body import traps
 from effexport.tensorrt.limits import limit_problems
 

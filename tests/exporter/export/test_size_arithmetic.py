@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import effexport
-from effexport.export.size_arithmetic import size_translation
+from effexport.export.translations import size_translation
 from effexport.models.user.size_arithmetic import Log2, arithmetic_of_sizes
 from effexport.quiet import quiet
 

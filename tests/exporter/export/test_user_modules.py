@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import effexport
 from effexport.build import Build, Stopwatch, why_sizes_fail
 from effexport.errors import StageError
-from effexport.export.failures import first_paragraph
+from effexport.export.failures import first_paragraph, lies_in
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.export.specialised_length import OtherSizesError, Sizes, lies_in
+from effexport.export.sizes_of_code import OtherSizesError, Sizes
 from effexport.models import attention_from_spec
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.models.variants.linear.spec import LinearSpec

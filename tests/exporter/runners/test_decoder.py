@@ -13,8 +13,9 @@ import pytest
 import effexport
 from effexport.artifact import PREFILL, Artifact, open_artifact
 from effexport.errors import EffexportError, UserError
-from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
+from effexport.export.decode_step import onnx_with_state
 from effexport.export.module_source import module_from_seed
+from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.user.model import model_of_ours
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.decode_step import check_decoder
@@ -362,8 +363,8 @@ def test_decoders_of_every_block_are_proven(
         name, "encoder", causal=True, layers=2, block=block, precision=precision, seq_len=300, batch=2, lm_head=True
     )
     module = module_from_seed(spec)
-    onnx_from_decode_step(module, spec, tmp_path / "step.onnx")
-    onnx_from_prefill(module, spec, tmp_path / PREFILL)
+    onnx_with_state(DecodeStep, module, spec, tmp_path / "step.onnx")
+    onnx_with_state(Prefill, module, spec, tmp_path / PREFILL)
     cases = reference_from_model(model_of_ours(module), spec, 7).cases
     with decoder_in_ort(tmp_path / "step.onnx", tmp_path / PREFILL, limits_from_spec(spec)) as decoder:
         checks = check_decoder(decoder, cases, spec)

@@ -1,4 +1,5 @@
-"""Arithmetic on sizes in a traced program → scalars of ONNX with the results that Python has."""
+"""Translations that torch.onnx.export lacks: of arithmetic on sizes, with the results that Python has, and of recurrent
+layers."""
 
 from __future__ import annotations
 
@@ -7,11 +8,16 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnxscript import values
+
+from effexport.models.user.traced_code import GATES
+
 
 def size_translation(opset: int) -> dict[Any, Callable[..., Any]]:
     """Translations for torch.onnx.export of functions of sizes, by function. For one export: they keep state."""
-    import torch
-
     sizes = _Sizes(opset)
     functions = {
         torch.sym_float: "float",
@@ -40,14 +46,11 @@ class _Sizes:
     """
 
     def __init__(self, opset: int) -> None:
-        from onnxscript import values
-
         self.op = values.Opset("", opset)
         self.origins: dict[Any, tuple[str, tuple[Any, ...]]] = {}  # the function and the arguments of float32 scalars
 
     def function(self, name: str) -> Callable[..., Any]:
         """The translation of a function: of ONNX, or "float"."""
-        import onnx_ir as ir
 
         def translate(*arguments: Any) -> Any:
             if name not in ("float", "Sqrt", "Div") and all(map(is_whole, arguments)):
@@ -60,7 +63,6 @@ class _Sizes:
 
     def rounding(self, name: str) -> Callable[..., Any]:
         """The translation of a function that makes an integer: Floor, Ceil or Round of ONNX, or "Trunc"."""
-        import onnx_ir as ir
 
         def translate(number: Any, digits: None = None) -> Any:
             if is_whole(number):
@@ -84,9 +86,6 @@ class _Sizes:
 
     def number(self, value: Any, dtype: Any) -> Any:
         """A number, or what a scalar of the graph was computed from, in a type of floating-point numbers."""
-        import numpy as np
-        import onnx_ir as ir
-
         if isinstance(value, int | float):
             return self.op.Constant(value=ir.tensor(np.array(value, dtype.numpy())))
         if dtype == ir.DataType.DOUBLE and value in self.origins:
@@ -110,8 +109,6 @@ class _Sizes:
 
     def root(self, name: str, n: Any) -> Any:
         """The square root, rounded down or up. Of float32 it may be off by one, which its square shows."""
-        import onnx_ir as ir
-
         op = self.op
         near = op.Cast(op.Sqrt(op.Cast(n, to=ir.DataType.FLOAT)), to=ir.DataType.INT64)
         low = op.Sub(near, self.count(op.Greater(op.Mul(near, near), n)))
@@ -120,12 +117,47 @@ class _Sizes:
         return op.Add(low, self.count(op.Less(op.Mul(low, low), n))) if name == "Ceil" else low
 
     def count(self, condition: Any) -> Any:
-        import onnx_ir as ir
-
         return self.op.Cast(condition, to=ir.DataType.INT64)
 
 
 def is_whole(value: Any) -> bool:
-    import onnx_ir as ir
-
     return isinstance(value, int) or (not isinstance(value, float) and value.dtype == ir.DataType.INT64)
+
+
+def recurrent_translation(opset: int) -> dict[Any, Callable[..., Any]]:
+    """Translations for torch.onnx.export of the operator of `models.user.traced_code`, by operator."""
+    op = values.Opset("", opset)
+
+    def translate(
+        kind: str,
+        x: Any,
+        input_weight: Any,
+        state_weight: Any,
+        input_bias: Any,
+        state_bias: Any,
+        hidden: Any,
+        cell: Any,
+        reverse: bool,
+    ) -> tuple[Any, ...]:
+        width = int(state_weight.shape[-1])
+        rows = np.concatenate([np.arange(gate * width, (gate + 1) * width) for gate in GATES[kind]])
+        order, first = op.Constant(value=ir.tensor(rows)), op.Constant(value_ints=[0])
+        weights = [op.Unsqueeze(op.Gather(weight, order), first) for weight in (input_weight, state_weight)]
+        biases = op.Concat(op.Gather(input_bias, order), op.Gather(state_bias, order), axis=0)
+        states = [op.Unsqueeze(state, first) for state in ((hidden, cell) if kind == "lstm" else (hidden,))]
+        attributes: dict[str, Any] = {"hidden_size": width}
+        if reverse:
+            attributes["direction"] = "reverse"
+        if kind == "gru":
+            attributes["linear_before_reset"] = 1
+        if kind == "rnn_relu":
+            attributes["activations"] = ["Relu"]
+        layer = getattr(op, kind.partition("_")[0].upper())
+        output, *last = layer(
+            x, *weights, op.Unsqueeze(biases, first), None, *states, _outputs=2 + (kind == "lstm"), **attributes
+        )
+        directions = op.Constant(value_ints=[1])
+        ends = [op.Squeeze(state, first) for state in last]
+        return op.Squeeze(output, directions), ends[0], ends[-1]
+
+    return {torch.ops.effexport_recurrent.layer.default: translate}
