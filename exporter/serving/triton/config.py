@@ -25,10 +25,10 @@ from effexport.proof.cases import load_reference
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.render.markdown import escaped
 from effexport.render.templates import template_environment
-from effexport.runners.joining import rows_of
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
 from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
+from effexport.serving.engine.queue import rows_of
 from effexport.serving.engine.signature import CONTEXT, TEXT, PackagedSignature, triton_type
 from effexport.serving.triton.repository import Content
 from effexport.serving.triton.spec import (
@@ -41,10 +41,10 @@ from effexport.serving.triton.spec import (
 )
 from effexport.spec import BuildSpec
 from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
-from effexport.text.fast_tokenizer import TOKENIZER_JSON
+from effexport.text.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
 from effexport.text.task import Task
 from effexport.text.tasks import task_from_artifact
-from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact
+from effexport.text.tokenizer import Tokenizer
 from effexport.units import listed
 from effexport.version import __version__
 
@@ -326,7 +326,7 @@ def accepts(profile: Mapping[str, Sequence[Sequence[int]]], inputs: dict[str, Ar
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The contents of config.pbtxt. library: the path of the kernel library on the server, "" without one."""
+    """The contents of config.pbtxt."""
 
     name: str
     title: str
@@ -338,7 +338,21 @@ class ModelConfig:
     version: int
 
     @property
+    def batched(self) -> int:
+        """1 if Triton makes batches, whose dimension a configuration does not have; else 0."""
+        return int(self.batching.max_batch > 0)
+
+    @property
+    def profiles(self) -> int:
+        return len(self.backend.engine.profiles) if self.backend.engine else 0
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {tensor.name: tensor.dtype for tensor in self.signature.inputs}
+
+    @property
     def library(self) -> str:
+        """The path of the kernel library on the server, "" if it is not named."""
         if self.backend.name == "python" or not self.backend.library:
             return ""
         return f"{self.spec.server_path.rstrip('/')}/{self.name}/{self.version}/{LIBRARY_NAME}"
@@ -356,16 +370,7 @@ class ModelConfig:
 
 
 def text_from_config(config: ModelConfig) -> str:
-    names = ("name", "title", "backend", "signature", "batching", "warm_ups", "spec", "library", "parameters")
-    values = {
-        **{name: getattr(config, name) for name in names},
-        "release": __version__,
-        # of a batch that Triton makes, configurations have no dimension
-        "batched": int(config.batching.max_batch > 0),
-        "profiles": len(config.backend.engine.profiles) if config.backend.engine else 0,
-        "dtypes": {tensor.name: tensor.dtype for tensor in config.signature.inputs},
-    }
-    return render("config.pbtxt.j2", values)
+    return render("config.pbtxt.j2", {"config": config, "release": __version__})
 
 
 def quoted(text: str) -> str:
@@ -381,7 +386,7 @@ def comment(text: str) -> str:
 
 def render(template: str, values: Mapping[str, Any]) -> str:
     """A file of a repository: Markdown, YAML, a Dockerfile or a configuration."""
-    filters = {
+    filters: dict[str, Callable[..., Any]] = {
         "listed": listed,
         "json": json.dumps,
         "escaped": escaped,

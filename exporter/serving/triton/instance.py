@@ -25,14 +25,13 @@ from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
 from effexport.runners.feeds import checked_feeds, limits_from_spec, limits_of_runner
-from effexport.runners.joining import Key, joining_key, rows_of
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable
 from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.generation import GenerationLoop
-from effexport.serving.engine.queue import run_together
+from effexport.serving.engine.queue import Key, joining_key, rows_of, run_together
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
@@ -45,7 +44,7 @@ from effexport.serving.engine.signature import (
     decoded,
 )
 from effexport.serving.engine.texts import Tasks
-from effexport.text.task import Prepared, Task, joined_outputs
+from effexport.text.task import PreparedText, Task, joined_outputs
 from effexport.text.tasks import Embedding
 from effexport.version import __version__
 
@@ -167,7 +166,7 @@ class TextJob:
 
     request: TritonRequest
     task: Task
-    prepared: Sequence[Prepared]
+    prepared: Sequence[PreparedText]
     runs: Sequence[Sequence[Mapping[str, Array]]]
 
     def answer(self, answers: Iterator[Answer]) -> Answer:
@@ -240,7 +239,7 @@ def check_inputs(tensors: Mapping[str, Array]) -> None:
         raise UserError(f"{TEXT} has the shape {list(texts.shape)}, which is empty; expected at least one text")
 
 
-def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
+def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[PreparedText]:
     """Raises UserError for a request whose texts cannot be answered."""
     texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
     prepared = []
@@ -259,7 +258,7 @@ def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
 
 
 def answers_of_texts(
-    task: Task, prepared: Sequence[Prepared], outputs: Sequence[Mapping[str, Array]], request: TritonRequest
+    task: Task, prepared: Sequence[PreparedText], outputs: Sequence[Mapping[str, Array]], request: TritonRequest
 ) -> dict[str, Array]:
     """outputs: of the runs of each text."""
     found: dict[str, Array] = {}

@@ -228,7 +228,7 @@ def check_unedited(folder: Path, old: ModelRecord | None, text: bytes, *, replac
 
 
 @dataclass(frozen=True)
-class Package:
+class PackageResult:
     """The result of packaging an artifact. serve: the command of the server. remarks: sentences for the user."""
 
     repository: Path
@@ -239,7 +239,7 @@ class Package:
 
 def package_artifact(
     artifact: Artifact, repository: Path, spec: PackageSpec, *, replace_config: bool = False
-) -> Package:
+) -> PackageResult:
     """Add an artifact to a model repository. Everything is written, or nothing.
 
     replace_config: overwrite a hand-edited config.pbtxt.
@@ -274,7 +274,7 @@ def package_artifact(
                 f"{change.name}: Triton serves the newest version, {newest}; to serve this artifact, give it a higher "
                 f"number with --version {newest + 1}",
             )
-    return Package(repository, tuple(changes), serve_arguments(records), remarks)
+    return PackageResult(repository, tuple(changes), serve_arguments(records), remarks)
 
 
 def check_repository(repository: Path, artifact: Artifact) -> None:

@@ -14,7 +14,7 @@ import pytest
 from effexport.export.einsum import plain_equation
 from effexport.export.portable_graph import make_portable
 from effexport.plugins.function_body import traps
-from effexport.tensorrt.limits import limit_problems
+from effexport.tensorrt.preparation import limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -12,11 +12,11 @@ from triton_server import ask_client
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.serving.triton.config import quoted
-from effexport.serving.triton.package import Package
+from effexport.serving.triton.package import PackageResult
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native", "triton")
 Built = Callable[..., Artifact]
-Packaging = Callable[..., Package]
+Packaging = Callable[..., PackageResult]
 
 
 def parsed(repository: Path) -> dict[str, Any]:

@@ -26,12 +26,12 @@ from effexport.proof.cases import load_reference
 from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
 from effexport.serving.triton.config import zip_of_effexport
-from effexport.serving.triton.package import Package
+from effexport.serving.triton.package import PackageResult
 from effexport.serving.triton.spec import LARGEST_VERSION, PackageSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
 Built = Callable[..., Artifact]
-Packaging = Callable[..., Package]
+Packaging = Callable[..., PackageResult]
 Snapshot = Callable[[Path], dict[str, Any]]
 
 
