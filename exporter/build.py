@@ -77,7 +77,7 @@ from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 from effexport.tensorrt.bindings import import_api
 from effexport.tensorrt.cuda import current_compute_capability
-from effexport.tensorrt.engine_from_engine import engine_from_engine
+from effexport.tensorrt.engine_from_onnx import engine_from_engine
 from effexport.tensorrt.sidecar import summary_of_engine
 from effexport.tensorrt.spec import EngineSpec, profile_remarks, within
 from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokenizer, tokenizer_of_refit

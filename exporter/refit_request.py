@@ -20,7 +20,7 @@ from effexport.models.sources import ModelSource, source_of_new_weights
 from effexport.runtimes import engine_name
 from effexport.shell import command_line
 from effexport.tensorrt.cuda import current_compute_capability
-from effexport.tensorrt.engine_from_engine import spec_of_engine, why_not_renewed
+from effexport.tensorrt.engine_from_onnx import spec_of_engine, why_not_renewed
 from effexport.tensorrt.sidecar import read_sidecar
 from effexport.tensorrt.spec import EngineSpec
 

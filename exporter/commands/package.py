@@ -16,7 +16,7 @@ from effexport.shell import command_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.serving.triton.package import Package
+    from effexport.serving.triton.package import PackageResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class PackageOptions(PackageSpec):
     """The options of `effexport package`."""
 
     artifact: Path = field(metadata=argument("An artifact folder."))
-    form: Literal["triton"] = option("triton", "Package format.", flag="--format", metavar="NAME")
+    form: Literal["triton"] = option("triton", "PackageResult format.", flag="--format", metavar="NAME")
     output: Path = field(
         metadata={"option": Option("Model repository; made if missing.", short="-o", metavar=A_FOLDER)}
     )
@@ -56,7 +56,7 @@ def command(options: PackageOptions, as_json: bool) -> None:
     print_package(package, result_console(as_json=as_json))
 
 
-def json_of_package(package: Package) -> dict[str, Any]:
+def json_of_package(package: PackageResult) -> dict[str, Any]:
     return {
         "repository": str(package.repository),
         "models": [
@@ -75,7 +75,7 @@ def json_of_package(package: Package) -> dict[str, Any]:
     }
 
 
-def print_package(package: Package, console: Console) -> None:
+def print_package(package: PackageResult, console: Console) -> None:
     sentences = {
         "added": "version {} added",
         "configured": "version {} already exists; its configuration was updated",

@@ -150,7 +150,7 @@ def serve_on_ray(targets: Sequence[ServingTarget], options: ServeOptions, *, as_
 
     require(*SERVER_MODULES, extra="serve")
     require("ray.serve", extra="serve-ray")
-    from effexport.proof.other_answers import VERSION
+    from effexport.serving.http.models import VERSION
     from effexport.serving.http.ray_deployment import ReplicaSettings, deploy_until_stopped
 
     target, address = targets[0], options.address

@@ -14,18 +14,17 @@ from effexport.evaluation.figures import LANGUAGE, Objective
 from effexport.files import load_npz
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import LOGITS
-from effexport.text.fast_tokenizer import json_of
-from effexport.text.reading import bytes_of_file, decoded, objects_of_lines
-from effexport.text.task import TOKENS, Prepared, Reader, reader_from_spec
+from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
+from effexport.text.reading import ARRAYS, JSON_LINES, LABELS, bytes_of_file, encoded, objects_of_lines
+from effexport.text.task import TOKENS, PreparedText, Reader, reader_from_spec
 from effexport.text.tasks import Labels, labels_from_config
-from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer, tokenizer_from_artifact
+from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
     from effexport.spec import BuildSpec
 
-LABELS = "labels"
 # Of places without an answer, as in PyTorch's cross_entropy.
 IGNORED = -100
 # Share of the tokens that are masked, as BERT was trained.
@@ -126,7 +125,7 @@ def with_masks(encoding: Encoding, tokenizer: Tokenizer, seed: int) -> Encoding:
     return replace(encoding, ids=tuple(np.where(chosen, mask, encoding.ids).tolist()))
 
 
-def masked_labels(prepared: Prepared, encoding: Encoding, inputs: Encoding) -> Array:
+def masked_labels(prepared: PreparedText, encoding: Encoding, inputs: Encoding) -> Array:
     """[rows, tokens]: the token behind each mask, in the first window that has it."""
     labels = np.full(prepared.feeds[TOKENS].shape, IGNORED, np.int64)
     for row, column, place in new_places(prepared):
@@ -135,7 +134,7 @@ def masked_labels(prepared: Prepared, encoding: Encoding, inputs: Encoding) -> A
     return labels
 
 
-def next_labels(prepared: Prepared, encoding: Encoding, inputs: Encoding) -> Array:
+def next_labels(prepared: PreparedText, encoding: Encoding, inputs: Encoding) -> Array:
     """[rows, tokens]: the token of the text that follows, in the first window that has it with a token before it."""
     labels = np.full(prepared.feeds[TOKENS].shape, IGNORED, np.int64)
     for row, column, place in new_places(prepared):
@@ -144,7 +143,7 @@ def next_labels(prepared: Prepared, encoding: Encoding, inputs: Encoding) -> Arr
     return labels
 
 
-def new_places(prepared: Prepared) -> Iterator[tuple[int, int, int]]:
+def new_places(prepared: PreparedText) -> Iterator[tuple[int, int, int]]:
     """(row, column, place in the text) of all tokens that no earlier row has."""
     end = -1
     for row, places in enumerate(prepared.places):
@@ -166,7 +165,7 @@ def bytes_of_tokens(encoding: Encoding, text: str) -> Array:
     return np.diff(ends[np.maximum.accumulate(covered)], prepend=0)
 
 
-def bytes_of_labels(prepared: Prepared, labels: Array, token_bytes: Array) -> Array:
+def bytes_of_labels(prepared: PreparedText, labels: Array, token_bytes: Array) -> Array:
     """Bytes that the scored tokens of each row cover.
 
     token_bytes: of each token of the text.
@@ -203,7 +202,7 @@ def rows_of_arrays(
     ]
 
 
-def rows_of_texts(prepared: Sequence[Prepared], labels: Sequence[int], batch: int) -> list[LabelledRows]:
+def rows_of_texts(prepared: Sequence[PreparedText], labels: Sequence[int], batch: int) -> list[LabelledRows]:
     """Texts with a class each, in their order. Those of equal length that follow each other run together, unless other
     rows could change an answer."""
     found: list[LabelledRows] = []
@@ -222,9 +221,6 @@ def same_labels(first: Sequence[LabelledRows], second: Sequence[LabelledRows]) -
     """True if both data sets have the same labels, however the rows are put together."""
     ours, theirs = ([row for some in data for row in some.labels] for data in (first, second))
     return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
-
-
-ARRAYS, JSON_LINES = ".npz", ".jsonl"
 
 
 def rows_of_data(data: Path | Mapping[str, Array], artifact: Artifact, windows: Windows) -> list[LabelledRows]:
@@ -249,8 +245,7 @@ def rows_of_text_file(
     path: Path, artifact: Artifact, objective: Objective, windows: Windows, batch: int
 ) -> list[LabelledRows]:
     spec = artifact.spec
-    tokenizer = tokenizer_from_artifact(artifact)
-    reader = reader_from_spec(spec, tokenizer)
+    reader = reader_from_spec(spec, tokenizer_from_artifact(artifact))
     if path.suffix == JSON_LINES:
         if objective != Objective.CLASSIFICATION:
             raise UserError(f"{path} has texts with a class each; {spec.model.title} is a {objective}: give a text")
@@ -265,11 +260,8 @@ def rows_of_text_file(
             f"{path} is a text without labels; for {objective}, expected {ARRAYS} with the inputs and labels"
             + (f", or {JSON_LINES} with text and label in each line" if objective == Objective.CLASSIFICATION else "")
         )
-    data = bytes_of_file(path)
-    if isinstance(tokenizer, ByteTokenizer):
-        return list(rows_of_text(reader, tokenizer.encode_bytes(data), "", objective, windows, batch))
-    text = decoded(data, path)
-    return list(rows_of_text(reader, reader.encode(text, None), text, objective, windows, batch))
+    text, encoding = encoded(bytes_of_file(path), path, reader)
+    return list(rows_of_text(reader, encoding, text, objective, windows, batch))
 
 
 def class_names(labels: Labels) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.generation.sampling import Sampling
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.runners.runner import Closeable
-from effexport.text.tokenizer import tokenizer_from_artifact
+from effexport.text.fast_tokenizer import tokenizer_from_artifact
 from effexport.units import counted
 
 if TYPE_CHECKING:

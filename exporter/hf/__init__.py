@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from effexport.hf.drop_in import DropIn
-    from effexport.hf.sentences import Sentences
+    from effexport.hf.drop_in import DropIn, Sentences
     from effexport.runners.options import RunOptions
 
 __all__ = ["SentenceModule", "model"]
@@ -48,7 +47,7 @@ def SentenceModule(path: str | Path, settings: RunOptions | None = None, *, runt
     that returns something else.
     """
     drop_in = model(path, settings, runtime=runtime)
-    from effexport.hf.sentences import sentences_from_model
+    from effexport.hf.drop_in import sentences_from_model
 
     return sentences_from_model(drop_in)
 

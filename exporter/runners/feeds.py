@@ -1,8 +1,9 @@
-"""Checks of the inputs of a runner, before a runtime sees them, and of the sizes of its outputs."""
+"""Checks of the inputs of a runner, before a runtime sees them, and of the sizes of its outputs; a runner with both."""
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from effexport.errors import RuntimeFailedError, UserError
 from effexport.models.encoder.spec import MASKS
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import did_you_mean
-from effexport.runners.runner import tensors_text
+from effexport.runners.runner import Closeable, tensors_text
 from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, is_optional
 
 if TYPE_CHECKING:
@@ -85,6 +86,47 @@ def check_answer(
                 f"output {tensor.name!r} is {list(shape)}; expected {list(expected)}, as the manifest says: {tensor}. "
                 "The model file is not the one that was proven, or does not hold for these sizes: run effexport verify"
             )
+
+
+class CheckedRunner(Closeable, ABC):
+    """A runner whose inputs and answers are checked. Thread-safe; use it as a context manager or call `close`."""
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    implementation: Mapping[str, str]
+    limits: FeedLimits
+
+    def __repr__(self) -> str:
+        signature = f"{tensors_text(self.inputs)} → {tensors_text(self.outputs)}"
+        ops = "".join(f"; {op}: {what}" for op, what in self.implementation.items())
+        return f"<{type(self).__name__}: {signature}{ops}>"
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays by input name → arrays by output name. An absent attention mask means no padding.
+
+        Raises UserError for a wrong name, dtype, rank, size or value, for a shape outside the profiles of an engine,
+        and for an engine's outputs without elements; RuntimeFailedError if the graph fails.
+        """
+        return self.run_complete(self.complete(feeds))
+
+    def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The feeds with all inputs. Raises UserError as `run` does, and EffexportError after `close`."""
+        self.check_open()
+        return checked_feeds(feeds, self.inputs, self.limits)
+
+    def run_complete(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        """As `run`, for feeds that `complete` has returned."""
+        answer = self._run(feeds)
+        check_answer(answer, feeds, self.inputs, self.limits)
+        return answer
+
+    @abstractmethod
+    def check_open(self) -> None:
+        """Raises EffexportError after `close`."""
+
+    @abstractmethod
+    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        """The outputs by name. feeds: complete."""
 
 
 def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:

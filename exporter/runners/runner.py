@@ -45,10 +45,3 @@ class Runner(Closeable, Protocol):
     def implementation(self) -> Mapping[str, str]: ...
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]: ...
-
-
-def runner_text(runner: Runner) -> str:
-    """The inputs and outputs of a runner, and what runs its custom operators, for its repr."""
-    signature = f"{tensors_text(runner.inputs)} → {tensors_text(runner.outputs)}"
-    ops = "".join(f"; {op}: {what}" for op, what in runner.implementation.items())
-    return f"<{type(runner).__name__}: {signature}{ops}>"

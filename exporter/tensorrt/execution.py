@@ -15,9 +15,19 @@ from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.runners.options import RunOptions
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.tensorrt.bindings import BuildLog, import_api, plain
-from effexport.tensorrt.context import Call, Context, EngineRefusalError, Graphs, Shapes, shapes_of
+from effexport.tensorrt.context import (
+    EAGER_BYTES,
+    Buffers,
+    Call,
+    Context,
+    EngineRefusalError,
+    Graphs,
+    Shapes,
+    largest_shapes,
+    nbytes_of,
+    shapes_of,
+)
 from effexport.tensorrt.cuda import Cuda, CudaError, DeviceMemory, open_cuda
-from effexport.tensorrt.memory import EAGER_BYTES, Buffers, largest_shapes, nbytes_of
 from effexport.tensorrt.sidecar import (
     REBUILD,
     EngineInfo,
@@ -178,9 +188,6 @@ class Work:
         self.buffers.reserve(room)
         self._call = Call(profile, shapes, tuple((name, self.buffers.address(name)) for name in room))
 
-    def reserve(self, shapes: Mapping[str, Shape]) -> None:
-        self.buffers.reserve(shapes)
-
     def write(self, feeds: Mapping[str, Array]) -> None:
         """Queue copies of inputs to the device."""
         for name, array in feeds.items():
@@ -202,10 +209,6 @@ class Work:
             self.buffers.fetch(name, shape)
         self._cuda.synchronize()
         return {name: self.buffers.read(name, shape) for name, shape in shapes.items()}
-
-    def swap(self, first: str, second: str) -> None:
-        """Let two tensors exchange their memory, before the next `prepare`."""
-        self.buffers.swap(first, second)
 
     def close(self) -> None:
         self._graphs.close()
@@ -269,7 +272,7 @@ class Execution:
         buffers.add(tensors, maxima)
         self.shared: Work = self._new_work(self._settings.max_graphs, buffers)
         if self._host is None and sum(maxima.values()) <= EAGER_BYTES:
-            self.shared.reserve(largest)
+            self.shared.buffers.reserve(largest)
 
     def _stream_weights(self, engine: ICudaEngine) -> None:
         budget = self._settings.weight_streaming_budget_bytes

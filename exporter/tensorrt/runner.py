@@ -12,15 +12,14 @@ from effexport.artifact import DECODE_STEP, PREFILL, Artifact
 from effexport.dtypes import TensorInfo
 from effexport.export.onnx_graph import model_digest
 from effexport.runners.decode import DecodeRunner, Graph, states_of, zero_state
-from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
+from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import Closeable, runner_text
+from effexport.runners.runner import Closeable
 from effexport.runtimes import engine_name
 from effexport.spec import NEXT_PREFIX
-from effexport.tensorrt.context import shapes_of
+from effexport.tensorrt.context import Profiles, shapes_of
 from effexport.tensorrt.cuda import Cuda
 from effexport.tensorrt.execution import Execution, Source, checked_sources
-from effexport.tensorrt.memory import Profiles
 from effexport.tensorrt.sidecar import EngineInfo, Shape
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 
-class TrtRunner(Closeable):
+class TrtRunner(CheckedRunner):
     """Runs an engine. Thread-safe: runs of several threads take turns. Use it as a context manager or call `close`.
 
     engine: path of the file, whose sidecar lies beside it. onnx_sha256: digest of the model.onnx that it should have
@@ -60,38 +59,25 @@ class TrtRunner(Closeable):
         # also frees the memory of a runner that is dropped without being closed
         self._finalizer = weakref.finalize(self, self._execution.close)
 
-    def __repr__(self) -> str:
-        return runner_text(self)
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays by input name → arrays by output name. An absent attention mask means no padding.
-
-        Raises UserError for a wrong name, dtype, rank, size or value, for a shape outside the profiles, and for inputs
-        whose outputs would have no elements, and RuntimeFailedError if TensorRT fails.
-        """
-        profile, complete = self._checked(feeds)
-        execution = self._execution
-        with execution.turn(complete):
-            work = execution.shared
-            work.prepare(profile, shapes_of(complete))
-            work.write(complete)
+    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        profile = self._profiles.covering(shapes_of(feeds))
+        with self._execution.turn(feeds):
+            work = self._execution.shared
+            work.prepare(profile, shapes_of(feeds))
+            work.write(feeds)
             work.launch()
-            answer = work.fetch()
-        check_answer(answer, complete, self.inputs, self.limits)
-        return answer
+            return work.fetch()
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundEngine:
         """Copy the inputs to the device and allocate the outputs there, for many runs of one shape without copies.
 
         Raises as `run` does.
         """
-        profile, complete = self._checked(feeds)
-        return BoundEngine(self, self._execution, profile, complete)
+        complete = self.complete(feeds)
+        return BoundEngine(self, self._execution, self._profiles.covering(shapes_of(complete)), complete)
 
-    def _checked(self, feeds: Mapping[str, Array]) -> tuple[int, dict[str, Array]]:
+    def check_open(self) -> None:
         self._execution.require_open()
-        complete = checked_feeds(feeds, self.inputs, self.limits)
-        return self._profiles.covering(shapes_of(complete)), complete
 
     def close(self) -> None:
         """Free the engine and all its memory, including what `bind` returned. `run` fails afterwards."""
@@ -222,7 +208,7 @@ class TrtGraphs(Closeable):
     def state(self, state: dict[str, Array]) -> None:
         if state:
             with self._step.turn(state):
-                self._step.shared.reserve(dict(shapes_of(state)))
+                self._step.shared.buffers.reserve(dict(shapes_of(state)))
                 self._step.shared.write(state)
                 self._step.cuda.synchronize()
         self._batch = len(next(iter(state.values()))) if state else None
@@ -243,7 +229,7 @@ class TrtGraphs(Closeable):
             work.launch()
             results = work.fetch([t.name for t in self.outputs(graph) if t.name not in nexts])
             for tensor, following in zip(self._states, nexts, strict=True):
-                work.swap(tensor.name, following)
+                work.buffers.swap(tensor.name, following)
             self._batch = batch
         return results
 

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from effexport.artifact import Artifact
 from effexport.errors import MissingExtraError, UserError
 from effexport.models.checkpoints.spec import CONFIG, read_json
 from effexport.models.validation import MOST_BYTES_OF_VOCABULARY, SpecError, bounded_bytes, shown, shown_reason
+from effexport.text.tokenizer import BYTE_OFFSET, ByteTokenizer, Encoding, Tokenizer, check_unicode
 
 if TYPE_CHECKING:
     import tokenizers
 
 
+NO_TOKENS = "build it with the tokenizer of the model: effexport build … --tokenizer DIR"
 REMEDY = "copy the tokenizer's files again from their source"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -60,6 +63,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (TOKENIZER_JSON, *VOCABULARIES))
 
 
+SPECIAL_IDS = ("mask_token", "cls_token", "unk_token", "eos_token", "pad_token")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -153,35 +157,55 @@ MOST_ADDED_TOKENS = 30_000
 MOST_TOKENS_AROUND_TEXT = 1_000
 
 
-@dataclass(frozen=True)
-class FastTokenizer:
-    """A tokenizer of the `tokenizers` library. special_tokens: by their name in tokenizer_config.json."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FastTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library with the settings of the files beside it."""
 
     tokenizer: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str]
-    vocab_size: int
-    max_length: int | None
     has_type_ids: bool
     cleans_up: bool
 
-    def special(self, name: str) -> str | None:
-        return self.special_tokens.get(name)
+    def encode(self, text: str, pair: str | None = None, *, special_tokens: bool = True) -> Encoding:
+        check_unicode(text)
+        check_unicode(pair or "")
+        given = text if pair is None else (text, pair)
+        try:
+            # unlike `encode`, this lets other threads run
+            (found,) = self.tokenizer.encode_batch([given], add_special_tokens=special_tokens)
+        except BaseException as error:
+            check_of_library(error)
+            raise UserError(f"the tokenizer cannot read this text: {error}") from error
+        return Encoding(
+            tuple(found.ids),
+            tuple(found.type_ids) if self.has_type_ids else (0,) * len(found.ids),
+            tuple(map(bool, found.special_tokens_mask)),
+            tuple(found.offsets),
+            tuple(found.sequence_ids),
+            tuple(found.word_ids),
+        )
 
-    def special_id(self, name: str) -> int | None:
-        token = self.special(name)
-        return None if token is None else self.tokenizer.token_to_id(token)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
         if self.cleans_up:
             for spaced in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
                 text = text.replace(spaced, spaced.strip())
         return text
 
+    def token(self, token_id: int) -> str:
+        return str(self.tokenizer.id_to_token(token_id))
 
-def fast_tokenizer(folder: Path) -> FastTokenizer:
+
+def check_of_library(error: BaseException) -> None:
+    """Raise what the library does not raise: it has Exception itself, and for its own defects one that is not an
+    Exception."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def fast_tokenizer(folder: Path, pad_token_id: int = 0) -> FastTokenizer:
     """The tokenizer of a folder with tokenizer.json. Runs no code of the folder's.
 
+    pad_token_id: of the model, for a tokenizer without a padding token.
     Raises UserError for a damaged file or one that asks for code of its own, MissingExtraError without tokenizers.
     """
     try:
@@ -210,15 +234,17 @@ def fast_tokenizer(folder: Path) -> FastTokenizer:
     except UserError:
         raise
     except BaseException as error:
-        # the library raises Exception itself, and for its own defects an error that is not an Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        check_of_library(error)
         raise UserError(f"the tokenizer in {folder} cannot be read: {shown_reason(error)}; {REMEDY}") from error
     limit = options.get("model_max_length", options.get("max_len"))
     names = options.get("model_input_names")
+    ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in special.items() if name in SPECIAL_IDS}
+    if ids.get("pad_token_id") is None:
+        ids["pad_token_id"] = pad_token_id
     return FastTokenizer(
-        tokenizer,
-        special,
+        tokenizer=tokenizer,
+        mask_token=special.get("mask_token"),
+        **ids,
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         max_length=int(limit) if isinstance(limit, int | float) and 0 < limit < LONGEST else None,
         has_type_ids="token_type_ids" in names if isinstance(names, list) else kind.has_type_ids,
@@ -398,3 +424,25 @@ def set_normalizer(tokenizer: tokenizers.Tokenizer, options: Mapping[str, Any], 
     if any(state.get(name, value) != value for name, value in wanted.items()):
         kind = getattr(normalizers, state.pop("type"))
         tokenizer.normalizer = kind(**(state | wanted))
+
+
+def tokenizer_from_artifact(artifact: Artifact) -> Tokenizer:
+    """The tokenizer of an artifact: from its files, or of bytes for a byte-level encoder without any.
+
+    Raises UserError if the artifact does not read text, MissingExtraError without the package tokenizers.
+    """
+    model = artifact.spec.model
+    if TOKENIZER_JSON in artifact.manifest.files:
+        return fast_tokenizer(artifact.path, model.pad_token_id)
+    if model.reads_bytes and model.input_limits["input_ids"] >= 256 + BYTE_OFFSET:
+        return ByteTokenizer(pad_token_id=model.pad_token_id)
+    if "input_ids" not in model.inputs:
+        raise UserError(
+            f"{artifact.path} does not read text: its inputs are {', '.join(model.inputs)}; give arrays with --input"
+        )
+    if any(name in artifact.manifest.files for name in TOKENIZER_FILES):
+        raise UserError(
+            f"{artifact.path} has the tokenizer in files that need transformers; build it again with transformers "
+            f"installed, which converts them to {TOKENIZER_JSON}"
+        )
+    raise UserError(f"{artifact.path} has no tokenizer; {NO_TOKENS}")

@@ -15,8 +15,9 @@ from effexport.errors import UserError
 from effexport.files import load_npz
 from effexport.models.validation import FileTooLargeError, bounded_bytes
 from effexport.runners.feeds import checked_feeds, limits_from_spec
-from effexport.text.task import Prepared, Reader, TextOptions, reader_from_spec
-from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
+from effexport.text.fast_tokenizer import tokenizer_from_artifact
+from effexport.text.task import PreparedText, Reader, TextOptions, reader_from_spec
+from effexport.text.tokenizer import ByteTokenizer, Encoding
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -98,18 +99,25 @@ def name_of(path: Path) -> str:
     return "standard input" if path == STDIN else str(path)
 
 
-def windows_of_file(path: Path, artifact: Artifact, options: TextOptions) -> Prepared:
+def windows_of_file(path: Path, artifact: Artifact, options: TextOptions) -> PreparedText:
     """A file as inputs of an artifact, in windows if it is longer than the model allows.
 
-    A byte-level model also reads files that are not text.
     Raises UserError for a file that cannot be read, and for a model that reads no text.
     """
-    tokenizer = tokenizer_from_artifact(artifact)
-    reader = reader_from_spec(artifact.spec, tokenizer)
-    data, limit, stride = bytes_of_file(path), options.max_window, options.stride or 0
-    if isinstance(tokenizer, ByteTokenizer):
-        return reader.cut("", None, tokenizer.encode_bytes(data), limit, stride)
-    return reader.split(decoded(data, path), None, limit=limit, stride=stride)
+    reader = reader_from_spec(artifact.spec, tokenizer_from_artifact(artifact))
+    text, encoding = encoded(bytes_of_file(path), path, reader)
+    return reader.cut(text, None, encoding, options.max_window, options.stride or 0)
+
+
+def encoded(data: bytes, path: Path, reader: Reader) -> tuple[str, Encoding]:
+    """The contents of a file as a text and its tokens. A byte-level model also reads bytes that are not a text: "".
+
+    Raises UserError for bytes that are not UTF-8, and for a text without tokens.
+    """
+    if isinstance(reader.tokenizer, ByteTokenizer):
+        return "", reader.tokenizer.encode_bytes(data)
+    text = decoded(data, path)
+    return text, reader.encode(text, None)
 
 
 ARRAYS, JSON_LINES = ".npz", ".jsonl"
@@ -191,11 +199,7 @@ def windows_of_text(path: Path, reader: Reader, artifact: Artifact) -> list[Feed
     data = bytes_of_file(path)
     if b"\0" in data:
         raise UserError(f"{path} is not a text: it has zero bytes; expected a text, FILE{JSON_LINES} or FILE{ARRAYS}")
-    if isinstance(reader.tokenizer, ByteTokenizer):
-        text, encoding = "", reader.tokenizer.encode_bytes(data)
-    else:
-        text = decoded(data, path)
-        encoding = reader.encode(text, None)
+    text, encoding = encoded(data, path, reader)
     window = min(artifact.spec.model.seq_len, max(SHORTEST_WINDOW, len(encoding) // FEWEST))
     prepared = reader.cut(text, None, encoding, window, 0)
     full = [place for place, tokens in enumerate(prepared.windows) if len(tokens) == window]

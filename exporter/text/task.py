@@ -46,7 +46,7 @@ DEFAULT_OPTIONS = TextOptions()
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedText:
     """A text as inputs of the model: one row for each window.
 
     windows: the tokens of each row. places: per row, where its tokens stand in `encoding`, the whole text.
@@ -92,10 +92,10 @@ class Task(Protocol):
     @property
     def name(self) -> str: ...
 
-    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+    def prepare(self, text: str, pair: str | None = None) -> PreparedText:
         """The inputs of a text, or of two. Raises UserError for a text that the task or the model cannot take."""
 
-    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+    def answer(self, prepared: PreparedText, outputs: Mapping[str, Array]) -> Any:
         """The answer, ready for JSON, in the form of transformers' pipeline. outputs: of all rows of `prepared`."""
 
 
@@ -134,7 +134,7 @@ class Reader:
     pad_token_id: int
     alone: bool
 
-    def whole(self, text: str, pair: str | None, task: str) -> Prepared:
+    def whole(self, text: str, pair: str | None, task: str) -> PreparedText:
         """A text as one row. Raises UserError for one that is empty, or too long."""
         encoding = self.encode(text, pair)
         if self.limit is not None and len(encoding) > self.limit:
@@ -144,7 +144,7 @@ class Reader:
             )
         return self.prepared(text, pair, encoding, [tuple(range(len(encoding)))])
 
-    def split(self, text: str, pair: str | None, *, limit: int | None, stride: int, sequence: int = 0) -> Prepared:
+    def split(self, text: str, pair: str | None, *, limit: int | None, stride: int, sequence: int = 0) -> PreparedText:
         """A text as windows; every row has the added tokens, and the whole of the other text.
 
         limit: tokens of a row, None for any number. stride: tokens that neighbouring windows share. sequence: which of
@@ -154,7 +154,7 @@ class Reader:
 
     def cut(
         self, text: str, pair: str | None, encoding: Encoding, limit: int | None, stride: int, sequence: int = 0
-    ) -> Prepared:
+    ) -> PreparedText:
         """As `split`, for tokens that have been made."""
         own = [place for place, number in enumerate(encoding.sequence) if number == sequence]
         before, after = range(own[0]), range(own[-1] + 1, len(encoding))
@@ -186,7 +186,9 @@ class Reader:
                 raise UserError(f"the {what} has no tokens: the tokenizer drops all of its characters")
         return encoding
 
-    def prepared(self, text: str, pair: str | None, encoding: Encoding, rows: Sequence[tuple[int, ...]]) -> Prepared:
+    def prepared(
+        self, text: str, pair: str | None, encoding: Encoding, rows: Sequence[tuple[int, ...]]
+    ) -> PreparedText:
         windows = tuple(part_of(encoding, row) for row in rows)
         length = self.length or max(map(len, windows))
         shape = (len(windows), length)
@@ -198,7 +200,7 @@ class Reader:
             mask[row, : len(window)] = self.kept
         found = {TOKENS: tokens, SEGMENTS: segments, self.mask: mask}
         feeds = {name: found[name] for name in self.inputs}
-        return Prepared(
+        return PreparedText(
             text, pair, encoding, windows, tuple(rows), feeds, self.alone or not self.mask, self.length is not None
         )
 

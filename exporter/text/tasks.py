@@ -16,11 +16,11 @@ from effexport.models.encoder.spec import EMBEDDING, POSITIONS, SCORES, Head, Po
 from effexport.models.encoder.spec import TOKENS as BEST_TOKENS
 from effexport.models.validation import SpecError
 from effexport.runners.runner import Closeable
-from effexport.text.fast_tokenizer import json_of
+from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
 from effexport.text.task import (
     DEFAULT_OPTIONS,
     TOKENS,
-    Prepared,
+    PreparedText,
     Reader,
     Task,
     TextOptions,
@@ -29,7 +29,7 @@ from effexport.text.task import (
     reader_from_spec,
     softmax,
 )
-from effexport.text.tokenizer import Encoding, Tokenizer, tokenizer_from_artifact
+from effexport.text.tokenizer import Encoding, Tokenizer
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -77,10 +77,10 @@ class TextClassification:
     labels: Labels
     top: int | None = None
 
-    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+    def prepare(self, text: str, pair: str | None = None) -> PreparedText:
         return self.reader.whole(text, pair, "classification")
 
-    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+    def answer(self, prepared: PreparedText, outputs: Mapping[str, Array]) -> Any:
         """A list of {label, score}, from the highest score."""
         scores = self.labels.scores(next(iter(outputs.values()))[0])
         places = best(scores, len(scores) if self.top is None else self.top)
@@ -97,10 +97,10 @@ class TokenClassification:
     stride: int
     max_window: int | None = None
 
-    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+    def prepare(self, text: str, pair: str | None = None) -> PreparedText:
         return self.reader.split(text, pair, limit=self.max_window, stride=self.stride)
 
-    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+    def answer(self, prepared: PreparedText, outputs: Mapping[str, Array]) -> Any:
         """A list of {entity, score, index, word, start, end} of all tokens whose label is not "O".
 
         index: the place of the token in the tokens of the whole text, with those that the tokenizer adds. start, end:
@@ -131,7 +131,7 @@ class TokenClassification:
         return entities
 
 
-def judged_in(prepared: Prepared) -> list[tuple[int, int]]:
+def judged_in(prepared: PreparedText) -> list[tuple[int, int]]:
     """For each token of the text, the row and column where the nearer end of the row is furthest away."""
     found: dict[int, tuple[int, int, int]] = {}
     for row, places in enumerate(prepared.places):
@@ -158,16 +158,16 @@ class Embedding:
     stride: int = 0
     max_window: int | None = None
 
-    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+    def prepare(self, text: str, pair: str | None = None) -> PreparedText:
         if not self.splits:
             return self.reader.whole(text, pair, "an embedding of this kind (--pool cls, or --normalize)")
         return self.reader.split(text, pair, limit=self.max_window, stride=self.stride)
 
-    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+    def answer(self, prepared: PreparedText, outputs: Mapping[str, Array]) -> Any:
         """{embedding: a list of numbers, tokens: their number in the text, with those that the tokenizer adds}."""
         return {"embedding": self.vector(prepared, outputs).tolist(), "tokens": len(prepared.encoding)}
 
-    def vector(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Array:
+    def vector(self, prepared: PreparedText, outputs: Mapping[str, Array]) -> Array:
         """The vector of a text, float32."""
         values = outputs[self.output].astype(np.float64)
         lengths = np.array([len(window) for window in prepared.windows])
@@ -207,7 +207,7 @@ class FillMask:
                 "larger --top-k, or without"
             )
 
-    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+    def prepare(self, text: str, pair: str | None = None) -> PreparedText:
         prepared = self.reader.whole(text, pair, "fill-mask")
         masks = self.masks(prepared)
         if not len(masks):
@@ -218,12 +218,12 @@ class FillMask:
             return prepared
         return dataclasses.replace(prepared, feeds={**prepared.feeds, POSITIONS: masks[None].astype(np.int64)})
 
-    def masks(self, prepared: Prepared) -> Array:
+    def masks(self, prepared: PreparedText) -> Array:
         """The places of the masks in the only row."""
         places: Array = np.flatnonzero(prepared.feeds[TOKENS][0] == self.reader.tokenizer.mask_token_id)
         return places
 
-    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+    def answer(self, prepared: PreparedText, outputs: Mapping[str, Array]) -> Any:
         """A list of {score, token, token_str, sequence}, from the most probable; a list of such lists for several
         masks, and the other masks stay in the sequences.
         """
@@ -244,7 +244,7 @@ class FillMask:
             )
         return answers[0] if len(answers) == 1 else answers
 
-    def proposal(self, prepared: Prepared, place: int, token: int, score: float, *, alone: bool) -> dict[str, Any]:
+    def proposal(self, prepared: PreparedText, place: int, token: int, score: float, *, alone: bool) -> dict[str, Any]:
         tokenizer = self.reader.tokenizer
         ids = list(prepared.windows[0].ids)
         ids[place] = token
@@ -277,13 +277,13 @@ class QuestionAnswering:
     stride: int
     max_answer_tokens: int
 
-    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+    def prepare(self, text: str, pair: str | None = None) -> PreparedText:
         """text: the question. pair: the context."""
         if pair is None:
             raise UserError("question-answering needs two texts: a question, and the context that answers it")
         return self.reader.split(text, pair, limit=self.max_window, stride=self.stride, sequence=CONTEXT)
 
-    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+    def answer(self, prepared: PreparedText, outputs: Mapping[str, Array]) -> Any:
         """{score, start, end, answer} with characters of the context; a list of these if several are wanted.
 
         Equal answers of several windows or places count as one, with the sum of their scores.
@@ -424,7 +424,7 @@ class TextModel(Closeable):
         prepared = self.task.prepare(text, pair)
         return self.task.answer(prepared, self.outputs(prepared))
 
-    def outputs(self, prepared: Prepared) -> Mapping[str, Array]:
+    def outputs(self, prepared: PreparedText) -> Mapping[str, Array]:
         """The outputs of all rows of a prepared text."""
         return joined_outputs([self.runner.run(rows) for rows in prepared.rows(self.batch)])
 

@@ -26,7 +26,7 @@ from effexport.proof.check import Limit
 from effexport.proof.checks.arithmetic import check_ranks
 from effexport.proof.verify import verify_candidate
 from effexport.runners.options import RunOptions
-from effexport.tensorrt.limits import limit_problems
+from effexport.tensorrt.preparation import limit_problems
 from effexport.tensorrt.spec import profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")

@@ -410,7 +410,7 @@ def test_an_engine_is_built_again_or_left_out(
     assert second.engine_sha256 != first.engine_sha256
     reason = "TensorRT-RTX is not installed; add it with: pip install 'effexport[rtx]'"
     monkeypatch.setattr(
-        "effexport.tensorrt.engine_from_engine.import_api", lambda target: (_ for _ in ()).throw(UserError(reason))
+        "effexport.tensorrt.engine_from_onnx.import_api", lambda target: (_ for _ in ()).throw(UserError(reason))
     )
     result = cli("refit", old.path, "--weights", file, "--verbose")
     assert result.code == 0, result.err

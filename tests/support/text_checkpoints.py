@@ -16,7 +16,6 @@ from effexport.spec import build_spec_from_checkpoint
 from effexport.text.fast_tokenizer import fast_tokenizer
 from effexport.text.task import DEFAULT_OPTIONS, Task, TextOptions, joined_outputs
 from effexport.text.tasks import task_from_spec
-from effexport.text.tokenizer import ArtifactTokenizer
 
 VOCAB_SIZE = 420
 NYSTROM: dict[str, Any] = {
@@ -78,7 +77,7 @@ def pipeline(task: str, folder: Path, model: Any, **options: Any) -> Any:
 
 def our_task(folder: Path, options: TextOptions = DEFAULT_OPTIONS) -> Task:
     spec, _ = build_spec_from_checkpoint({}, folder)
-    tokenizer = ArtifactTokenizer(fast_tokenizer(folder), spec.model.pad_token_id)
+    tokenizer = fast_tokenizer(folder, spec.model.pad_token_id)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return task_from_spec(spec, tokenizer, config, options)
 

@@ -1,7 +1,11 @@
-"""The runner of OpenVINO."""
+"""Compiles ONNX files in OpenVINO, with bodies in place of custom operators, and runs them."""
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,19 +14,113 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from effexport.errors import EffexportError, RuntimeFailedError
-from effexport.export.onnx_graph import custom_ops_of_model, graph_tensors
-from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
-from effexport.runners.openvino.loading import compiled_model, import_openvino, onnx_from_source, reason_of
+from effexport.errors import EffexportError, MissingExtraError, RuntimeFailedError, RuntimeUnsupportedError, UserError
+from effexport.export.inlined import inlined
+from effexport.export.onnx_graph import custom_ops_of_model, external_sizes, graph_tensors, load_graph
+from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import Closeable, runner_text
 from effexport.runtimes import BFLOAT16_RUNTIME
 
 if TYPE_CHECKING:
+    import onnx
+
     from effexport.dtypes import Array, TensorInfo
 
 
-class OpenVinoRunner(Closeable):
+DEVICE = "CPU"
+# --precision-hint → OpenVINO's name of the element type that it computes in.
+PRECISIONS: dict[str, str] = {"fp32": "f32", "bf16": "bf16"}
+LONGEST_REASON = 300
+
+
+def import_openvino() -> Any:
+    try:
+        import openvino
+    except ImportError as error:
+        raise MissingExtraError("openvino", BFLOAT16_RUNTIME.package.extra) from error
+    return openvino
+
+
+@functools.cache
+def core_of(openvino: Any) -> Any:
+    """The only Core of the process, which stays. Each Core sets an alternate stack for signals (OpenVINO 2026.4); if
+    Cores end in another order than that of their creation, a freed stack stays in use, and the next signal that Python
+    handles ends the process with SIGSEGV."""
+    return openvino.Core()
+
+
+def onnx_from_source(model: Path | bytes) -> onnx.ModelProto:
+    """A model without its external data. model: path of the file, or the serialised model."""
+    import onnx
+
+    return onnx.ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
+
+
+def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: RunOptions) -> Any:
+    """OpenVINO's compiled model. folder: of the external data, if there is any.
+
+    Raises MissingExtraError without OpenVINO, UserError for a model without function bodies and for a precision that
+    this CPU does not support, and RuntimeUnsupportedError if OpenVINO refuses the model.
+    """
+    core = core_of(import_openvino())
+    check_precision(core, options.precision_hint)
+    properties: dict[str, Any] = {
+        # OpenVINO would choose bfloat16 by itself where the CPU has it
+        "INFERENCE_PRECISION_HINT": PRECISIONS[options.precision_hint or "fp32"],
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    if options.threads is not None:
+        properties["INFERENCE_NUM_THREADS"] = options.threads
+    try:
+        # weights are read while the model is compiled, and not later
+        with tempfile.TemporaryDirectory(prefix="effexport-") as name:
+            path = standard_file(proto, folder, Path(name))
+            return core.compile_model(core.read_model(path), DEVICE, properties)
+    except RuntimeError as error:
+        raise RuntimeUnsupportedError(f"OpenVINO {version()} refuses the model: {reason_of(error)}") from error
+
+
+def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> Path:
+    """Write a model into `output`, with standard operators only, beside its external data.
+
+    OpenVINO does not know model-local functions, and does not follow symbolic links out of the model's folder.
+    """
+    for location in external_sizes(proto):
+        (output / location).parent.mkdir(parents=True, exist_ok=True)
+        source = ((folder or Path()) / location).resolve()
+        try:
+            os.link(source, output / location)
+        except OSError:  # on another file system
+            shutil.copyfile(source, output / location)
+    path = output / "model.onnx"
+    path.write_bytes(inlined(proto).SerializeToString())
+    return path
+
+
+def version() -> str:
+    """The release, such as 2026.4.1, without the name of the build."""
+    return BFLOAT16_RUNTIME.package.version or "of unknown version"
+
+
+def check_precision(core: Any, precision_hint: str) -> None:
+    """Raises UserError for a precision that OpenVINO would emulate, or ignore, on this CPU."""
+    capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
+    if precision_hint and precision_hint.upper() not in capabilities:
+        raise UserError(
+            f"--precision-hint {precision_hint}: OpenVINO {version()} computes on this CPU in "
+            f"{', '.join(sorted(capabilities))}; leave it out, or use a CPU with AVX512-BF16 or AMX"
+        )
+
+
+def reason_of(error: RuntimeError) -> str:
+    """The sentence that says why, on one line: OpenVINO puts places in its own sources around it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    words = [line for line in lines if line and not line.startswith(("Exception from ", "Check '", "FrontEnd API"))]
+    reason = " ".join(words or lines)
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} …"
+
+
+class OpenVinoRunner(CheckedRunner):
     """Runs an ONNX model in OpenVINO, on the CPU. Thread-safe; use it as a context manager or call `close`.
 
     model: path of the file, or the serialised model together with the folder of its external data.
@@ -51,30 +149,25 @@ class OpenVinoRunner(Closeable):
         self._idle: list[Any] = []
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        return runner_text(self)
+    def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        # OpenVINO reads contiguous and writable arrays where they are; all others are copied
+        return {name: np.require(array, None, ("C", "W")) for name, array in super().complete(feeds).items()}
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays by input name → arrays by output name. An absent attention mask means no padding.
-
-        Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError if the graph fails.
-        """
-        complete, request = self._checked(feeds), self._request()
+    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        request = self._request()
         try:
-            set_inputs(request, complete)
+            set_inputs(request, feeds)
             request.infer()
-            answer = outputs_of(request, self.outputs)
+            return outputs_of(request, self.outputs)
         except RuntimeError as error:
-            raise run_failure(complete, error) from error
+            raise run_failure(feeds, error) from error
         finally:
             with self._lock:
                 self._idle.append(request)
-        check_answer(answer, complete, self.inputs, self.limits)
-        return answer
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundRequest:
         """Copy the inputs once, for many runs of one shape without copies. Raises as `run` does."""
-        complete = self._checked(feeds)
+        complete = self.complete(feeds)
         try:
             return BoundRequest(self._request(), complete, self.outputs)
         except RuntimeError as error:
@@ -85,11 +178,9 @@ class OpenVinoRunner(Closeable):
         self._compiled = None
         self._idle = []
 
-    def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def check_open(self) -> None:
         if self._compiled is None:
             raise EffexportError("this runner is closed; load the artifact again")
-        # OpenVINO reads contiguous and writable arrays where they are; all others are copied
-        return {n: np.require(x, None, ("C", "W")) for n, x in checked_feeds(feeds, self.inputs, self.limits).items()}
 
     def _request(self) -> Any:
         """A request that no other thread uses."""

@@ -16,11 +16,11 @@ import numpy as np
 from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import EffexportError, RefusedNumbersError, RuntimeFailedError, UserError
 from effexport.runners.decode import DecodeRunner, Graph, checked_state, states_of, zero_state
-from effexport.runners.feeds import FeedLimits, check_answer, check_bound_feeds, checked_feeds, signature_of
+from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.runner import Closeable, runner_text
+from effexport.runners.runner import Closeable
 from effexport.spec import NEXT_PREFIX
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DTYPE_OF_ORT_TYPE = {dtype.ort: name for name, dtype in DTYPES.items()}
 
 
-class OrtRunner(Closeable):
+class OrtRunner(CheckedRunner):
     """Runs an ONNX model. Thread-safe; use it as a context manager or call `close`. With `cuda_graph`, one thread runs
     at a time.
 
@@ -61,51 +61,31 @@ class OrtRunner(Closeable):
         self.inputs = tuple(tensor_info(value) for value in self._session.get_inputs())
         self.outputs = tuple(tensor_info(value) for value in self._session.get_outputs())
 
-    def __repr__(self) -> str:
-        return runner_text(self)
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays by input name → arrays by output name. An absent attention mask means no padding.
-
-        Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError if the graph fails.
-        """
-        session = self._opened()
-        return self._run(session, checked_feeds(feeds, self.inputs, self.limits))
-
-    def run_checked(self, complete: dict[str, Array]) -> dict[str, Array]:
-        """As `run`, for feeds that `checked_feeds` has returned."""
-        return self._run(self._opened(), complete)
-
-    def _run(self, session: Any, complete: dict[str, Array]) -> dict[str, Array]:
-        names = [tensor.name for tensor in self.outputs]
+    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        session, names = self._opened(), [tensor.name for tensor in self.outputs]
         try:
             with self._lock:
                 if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
-                    answer = self._run_values(session, complete, names)
-                else:
-                    answer = dict(zip(names, session.run(names, complete, self._options), strict=True))
+                    return self._run_values(session, feeds, names)
+                return dict(zip(names, session.run(names, feeds, self._options), strict=True))
         except Exception as error:  # onnxruntime has no common base class for its errors
-            raise run_failure(complete, error) from error
-        check_answer(answer, complete, self.inputs, self.limits)
-        return answer
+            raise run_failure(feeds, error) from error
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundModel:
         """Copy the inputs to the device and allocate the outputs there, for many runs of one shape without copies.
 
         Raises as `run` does.
         """
-        session = self._opened()
-        complete = checked_feeds(feeds, self.inputs, self.limits)
+        complete = self.complete(feeds)
         try:
             lock = self._lock if self.settings.cuda_graph else Lock()
-            return BoundModel(session, complete, self.outputs, self.settings, lock)
+            return BoundModel(self._opened(), complete, self.outputs, self.settings, lock)
         except EffexportError:
             raise
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise run_failure(complete, error) from error
 
     def check_open(self) -> None:
-        """Raises EffexportError after `close`."""
         self._opened()
 
     def _opened(self) -> Any:
@@ -316,7 +296,7 @@ class OrtGraphs(Closeable):
 
     def run(self, graph: Graph, feeds: dict[str, Array]) -> dict[str, Array]:
         state = self.state or zero_state(self._states, len(next(iter(feeds.values()))))
-        results = self._runner(graph).run_checked({**feeds, **state})
+        results = self._runner(graph).run_complete({**feeds, **state})
         self.state = {t.name: results.pop(NEXT_PREFIX + t.name) for t in self._states}
         return results
 

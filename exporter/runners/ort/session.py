@@ -51,14 +51,14 @@ NO_SUCH_GPU = ("Invalid device ID", "invalid device ordinal")
 
 
 @dataclass(frozen=True)
-class Session:
+class OrtSession:
     """An open session. implementation: per custom operator of the model, "kernel" or "body"."""
 
     inference: Any
     implementation: dict[str, Literal["kernel", "body"]]
 
 
-def session_from_model(model: Path | bytes, settings: RunOptions, external_folder: Path | None = None) -> Session:
+def session_from_model(model: Path | bytes, settings: RunOptions, external_folder: Path | None = None) -> OrtSession:
     """Open a model: the path of a file, or the serialised model with the folder of its external data.
 
     Warns if a model on CUDA leaves the GPU. Raises MissingExtraError without onnxruntime, UserError for a provider or
@@ -99,7 +99,7 @@ def session_from_model(model: Path | bytes, settings: RunOptions, external_folde
         )
     if placement is not None and assigned is not None and assigned.get(CPU):
         placement.check()
-    return Session(inference, implementation_of(inference, kernels, settings))
+    return OrtSession(inference, implementation_of(inference, kernels, settings))
 
 
 def opened(ort: Any, source: Path | bytes, options: Any, providers: list[Any]) -> Any:

@@ -31,7 +31,7 @@ REQUEST_ID = "id"
 
 
 @dataclass(frozen=True)
-class Signature:
+class ServedSignature:
     """Inputs and outputs of a model. max_sizes: the largest size of every dimension that has a limit, by name."""
 
     inputs: tuple[TensorInfo, ...]
@@ -82,13 +82,13 @@ _REMEDY = {
 }
 
 
-def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> Signature:
+def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> ServedSignature:
     """Raises UserError for a --max-seq-len that the model has no positions for."""
     limits, own, wanted = limits_from_spec(spec), spec.model.max_seq_len, settings.max_seq_len
     if own is not None and wanted is not None and wanted > own:
         raise UserError(f"--max-seq-len is {wanted}; {longest_text(limits)}")
     longest = wanted or own or max(DEFAULT_MAX_SEQ_LEN, spec.model.seq_len)
-    return Signature(spec.inputs, spec.outputs, limits, {"batch": settings.max_batch, "seq": longest})
+    return ServedSignature(spec.inputs, spec.outputs, limits, {"batch": settings.max_batch, "seq": longest})
 
 
 def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:

@@ -15,11 +15,11 @@ from effexport.models.validation import did_you_mean, shown
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.queue import Batcher, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import ANSWER, CONTEXT, TEXT, Signature
-from effexport.text.fast_tokenizer import json_of
-from effexport.text.task import TOKENS, Prepared, Task, TextOptions, joined_outputs
+from effexport.serving.engine.signature import ANSWER, CONTEXT, TEXT, ServedSignature
+from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
+from effexport.text.task import TOKENS, PreparedText, Task, TextOptions, joined_outputs
 from effexport.text.tasks import Embedding, task_from_spec
-from effexport.text.tokenizer import Encoding, tokenizer_from_artifact
+from effexport.text.tokenizer import Encoding
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -60,14 +60,14 @@ class Unprepared:
     """A text that is not tokenised yet. prepare: raises UserError for a text that the task cannot take."""
 
     characters: int
-    prepare: Callable[[], Prepared]
+    prepare: Callable[[], PreparedText]
 
 
 class Texts:
     """The texts of a served model: each is a request to its queue, or several if its windows are more rows than a run
     has."""
 
-    def __init__(self, tasks: Tasks, batcher: Batcher, signature: Signature) -> None:
+    def __init__(self, tasks: Tasks, batcher: Batcher, signature: ServedSignature) -> None:
         self._tasks = tasks
         self._batcher = batcher
         self._signature = signature
@@ -156,7 +156,7 @@ def unprepared(task: Task, text: str, pair: str | None) -> Unprepared:
     return Unprepared(len(text) + len(pair or ""), partial(task.prepare, text, pair))
 
 
-def prepared_tokens(task: Embedding, ids: Sequence[int]) -> Prepared:
+def prepared_tokens(task: Embedding, ids: Sequence[int]) -> PreparedText:
     """Tokens as one row, with those that the tokenizer would add if the client has added them."""
     count, reader = len(ids), task.reader
     if reader.limit is not None and count > reader.limit:

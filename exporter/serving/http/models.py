@@ -28,15 +28,14 @@ from effexport.runners.artifact_runner import (
     options_from_flags,
     runner_from_artifact,
 )
-from effexport.runners.joining import Padding
 from effexport.runners.options import RunOptions
 from effexport.runtimes import RUNTIMES, engine_name
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.generation import Generations
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Batcher, why_not_joined
+from effexport.serving.engine.queue import Batcher, Padding, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
-from effexport.serving.engine.signature import Signature, signature_from_spec
+from effexport.serving.engine.signature import ServedSignature, signature_from_spec
 from effexport.serving.engine.texts import Tasks, Texts
 from effexport.spec import MASK_NAME, is_optional
 from effexport.units import listed, memory
@@ -77,7 +76,7 @@ class ServedModel:
         self.why_not_padded = why_not_padded(artifact, runtime)
         self.settings = replace(settings, max_padding=0.0) if self.why_not_padded else settings
         self.platform = runtime.platform
-        self.signature: Signature = signature_from_spec(spec, settings)
+        self.signature: ServedSignature = signature_from_spec(spec, settings)
         self.metrics = Metrics(name)
         self._runner = runner
         # the length of the build is only an example, however long it is
@@ -446,7 +445,6 @@ def repository_from_targets(
     allow_load: the folder of artifacts that may be loaded later; None: none may. on_stage: called with a text before
     each model.
     """
-
     names = [target.checked()[1] for target in targets]
     check_names(names)
     models: list[ServedModel] = []

@@ -15,9 +15,8 @@ from effexport.models.validation import shown
 from effexport.serving.engine.errors import UNAUTHORIZED, Refusal, RequestError
 from effexport.serving.engine.queue import Waiting
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.http.body import watched
 from effexport.serving.http.request import checked_texts, parsed_object
-from effexport.serving.http.service import Endpoint, Service, json_response
+from effexport.serving.http.service import Endpoint, Service, json_response, watched
 
 if TYPE_CHECKING:
     from effexport.serving.http.models import ServedModel
@@ -124,42 +123,22 @@ def openai_error(message: str, kind: Refusal, param: str | None = None) -> dict[
     return {"error": {"message": message, "type": name, "param": param, "code": code}}
 
 
-# Errors below this path have the form of OpenAI's API.
-PREFIX = "/v1"
+async def list_models(service: Service, request: Request) -> Response:
+    return json_response({"object": "list", "data": [model_card(model) for model in service.models]})
 
 
-def endpoints(service: Service) -> list[Endpoint]:
-    api = OpenAiApi(service)
-    return [
-        ("POST", f"{PREFIX}/embeddings", api.embeddings),
-        ("GET", f"{PREFIX}/models", api.models),
-        ("GET", f"{PREFIX}/models/{{name}}", api.model),
-    ]
+async def one_model(service: Service, request: Request) -> Response:
+    return json_response(model_card(service.model(request)))
 
 
-class OpenAiApi:
-    """Handlers of OpenAI's API."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [model_card(model) for model in self._service.models]})
-
-    async def model(self, request: Request) -> Response:
-        return json_response(model_card(self._service.model(request)))
-
-    async def embeddings(self, request: Request) -> Response:
-        return await self._service.counted(request, self._embeddings)
-
-    async def _embeddings(self, request: Request) -> Response:
-        async with self._service.body_of(request) as body:
-            wanted = await self._service.parsed(len(body), partial(embedding_request, body))
-            with self._service.using(request, wanted.model) as model, watched(request.receive) as gone:
-                check_embeds(model, wanted)
-                waiting = Waiting(self._service.settings.timeout_s, gone, self._service.text_memory)
-                answers = await model.texts.embeddings_of(wanted.inputs, waiting)
-        return json_response(embedding_answer(wanted, answers))
+async def embeddings(service: Service, request: Request) -> Response:
+    async with service.body_of(request) as body:
+        wanted = await service.parsed(len(body), partial(embedding_request, body))
+        with service.using(request, wanted.model) as model, watched(request.receive) as gone:
+            check_embeds(model, wanted)
+            waiting = Waiting(service.settings.timeout_s, gone, service.text_memory)
+            answers = await model.texts.embeddings_of(wanted.inputs, waiting)
+    return json_response(embedding_answer(wanted, answers))
 
 
 def check_embeds(model: ServedModel, wanted: EmbeddingRequest) -> None:
@@ -179,3 +158,12 @@ def check_embeds(model: ServedModel, wanted: EmbeddingRequest) -> None:
 
 def model_card(model: ServedModel) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": model.loaded_at, "owned_by": "effexport"}
+
+
+# Errors below this path have the form of OpenAI's API.
+PREFIX = "/v1"
+ENDPOINTS = (
+    Endpoint("POST", f"{PREFIX}/embeddings", embeddings, counts=True),
+    Endpoint("GET", f"{PREFIX}/models", list_models),
+    Endpoint("GET", f"{PREFIX}/models/{{name}}", one_model),
+)

@@ -15,7 +15,7 @@ from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
 from effexport.serving.engine.settings import MAX_TEXT_BYTES, MAX_TEXTS
-from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, Signature, named, unknown_name
+from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, ServedSignature, named, unknown_name
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
@@ -254,7 +254,7 @@ class InferRequest(Wanted):
     feeds: Mapping[str, Array]
 
 
-def infer_request(parsed: Fields, signature: Signature) -> InferRequest:
+def infer_request(parsed: Fields, signature: ServedSignature) -> InferRequest:
     """Check a request. Raises RequestError for anything that this model cannot run."""
     if "inputs" not in parsed.fields:
         raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
@@ -333,7 +333,7 @@ class TextRequest(Wanted):
     parameters: Mapping[str, Any]
 
 
-def has_texts(parsed: Fields, signature: Signature) -> bool:
+def has_texts(parsed: Fields, signature: ServedSignature) -> bool:
     """True if a request has an input `text` or `context` that is not a tensor of the model."""
     inputs = parsed.fields.get("inputs")
     names = [value.get("name") for value in inputs if isinstance(value, dict)] if isinstance(inputs, list) else []

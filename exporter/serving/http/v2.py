@@ -1,9 +1,10 @@
-"""The endpoints of the KServe V2 protocol: infer, metadata, health, metrics, and the model repository."""
+"""The KServe V2 protocol and its extensions: infer, generate, metadata, health, metrics, and the model repository."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,32 +15,39 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from effexport.dtypes import DTYPES
+from effexport.errors import UserError
+from effexport.generation.sampling import ALIASES, Sampling
 from effexport.models.encoder.spec import EMBEDDING
-from effexport.models.validation import shown
-from effexport.serving.engine.errors import STOPPING, RequestError
+from effexport.models.validation import did_you_mean, shown
+from effexport.serving.engine.errors import STOPPING, ClientGoneError, RequestError
 from effexport.serving.engine.metrics import exposition
 from effexport.serving.engine.queue import Gone, Waiting, aside
-from effexport.serving.engine.signature import ANSWER
-from effexport.serving.http.body import compress, wanted_encoding, watched
+from effexport.serving.engine.signature import ANSWER, STREAM, TEXT_INPUT
 from effexport.serving.http.request import (
     PIECE,
     InferRequest,
     TextRequest,
     Wanted,
+    checked_texts,
     fields_from_body,
     flag,
     has_texts,
+    id_of,
     infer_request,
     json_length,
     parameters_of,
     parsed_object,
     text_request,
 )
-from effexport.serving.http.service import Endpoint, Service, json_response
+from effexport.serving.http.service import Endpoint, Service, compress, json_response, wanted_encoding, watched
 from effexport.version import __version__
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from effexport.dtypes import Array
+    from effexport.generation.text_generator import Piece
+    from effexport.serving.engine.generation import Stream
     from effexport.serving.http.models import ServedModel
 
 
@@ -48,109 +56,87 @@ EXTENSIONS = ("binary_tensor_data", "model_repository")
 UNLOAD_DEPENDENTS = "unload_dependents"
 
 
-def endpoints(service: Service) -> list[Endpoint]:
-    v2 = V2(service)
-    prefixes = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
-    stored = "/v2/repository/models/{name}"
-    return [
-        # paths are compared in this order, and most requests are these
-        *(("POST", f"{prefix}/infer", v2.infer) for prefix in prefixes),
-        *(("GET", prefix, v2.model_metadata) for prefix in prefixes),
-        *(("GET", f"{prefix}/ready", v2.model_ready) for prefix in prefixes),
-        ("GET", "/v2/health/live", v2.live),
-        ("GET", "/v2/health/ready", v2.ready),
-        ("GET", "/v2", v2.server_metadata),
-        ("GET", "/metrics", v2.metrics),
-        ("POST", "/v2/repository/index", v2.index),
-        ("POST", f"{stored}/load", v2.load),
-        ("POST", f"{stored}/unload", v2.unload),
-    ]
+async def live(service: Service, request: Request) -> Response:
+    return json_response({"live": True})
 
 
-class V2:
-    """Handlers of the V2 protocol and of its model repository extension."""
+async def ready(service: Service, request: Request) -> Response:
+    return json_response({"ready": service.is_ready}, 200 if service.is_ready else 503)
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
-    async def live(self, request: Request) -> Response:
-        return json_response({"live": True})
+async def server_metadata(service: Service, request: Request) -> Response:
+    return json_response({"name": "effexport", "version": __version__, "extensions": EXTENSIONS})
 
-    async def ready(self, request: Request) -> Response:
-        is_ready = self._service.is_ready
-        return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
-    async def server_metadata(self, request: Request) -> Response:
-        return json_response({"name": "effexport", "version": __version__, "extensions": EXTENSIONS})
+async def model_metadata(service: Service, request: Request) -> Response:
+    return json_response(service.model(request).metadata())
 
-    async def model_metadata(self, request: Request) -> Response:
-        return json_response(self._service.model(request).metadata())
 
-    async def model_ready(self, request: Request) -> Response:
-        model = self._service.model(request)
-        is_ready = model.is_ready and not self._service.draining
-        return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
+async def model_ready(service: Service, request: Request) -> Response:
+    model = service.model(request)
+    is_ready = model.is_ready and not service.draining
+    return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
 
-    async def infer(self, request: Request) -> Response:
-        async def answer(request: Request) -> Response:
-            with self._service.using(request) as model:
-                return await infer(request, model, self._service)
 
-        return await self._service.counted(request, answer)
+async def metrics(service: Service, request: Request) -> Response:
+    text, content_type = exposition([service.metrics, *(model.metrics for model in service.models)])
+    return Response(text, headers={"content-type": content_type})
 
-    async def metrics(self, request: Request) -> Response:
-        text, content_type = exposition([self._service.metrics, *(model.metrics for model in self._service.models)])
-        return Response(text, headers={"content-type": content_type})
 
-    async def index(self, request: Request) -> Response:
-        only_ready = flag(await self._fields(request), "ready", False, "the request")
-        entries = await self._service.models.index()
-        if self._service.draining:
-            entries = [{**entry, "state": "UNAVAILABLE", "reason": "the server is stopping"} for entry in entries]
-        return json_response([entry for entry in entries if entry["state"] == "READY" or not only_ready])
+async def index(service: Service, request: Request) -> Response:
+    only_ready = flag(await fields_of(service, request), "ready", False, "the request")
+    entries = await service.models.index()
+    if service.draining:
+        entries = [{**entry, "state": "UNAVAILABLE", "reason": "the server is stopping"} for entry in entries]
+    return json_response([entry for entry in entries if entry["state"] == "READY" or not only_ready])
 
-    async def load(self, request: Request) -> Response:
-        await self._check_parameters(request, ())
-        await self._service.models.load(request.path_params["name"])
-        return Response()
 
-    async def unload(self, request: Request) -> Response:
-        await self._check_parameters(request, (UNLOAD_DEPENDENTS,))
-        await self._service.models.unload(request.path_params["name"])
-        return Response()
+async def load(service: Service, request: Request) -> Response:
+    await check_parameters(service, request, ())
+    await service.models.load(request.path_params["name"])
+    return Response()
 
-    async def _check_parameters(self, request: Request, accepted: tuple[str, ...]) -> None:
-        """Raises RequestError for a parameter that this server would have to ignore."""
-        if self._service.draining:
-            raise RequestError("the server is stopping; send the request to another one", STOPPING)
-        for name in parameters_of(await self._fields(request), "the request"):
-            if name not in accepted:
-                raise RequestError(
-                    f"the request has the parameter {shown(name)}, which this server does not support; leave it out"
-                )
 
-    async def _fields(self, request: Request) -> dict[str, Any]:
-        """The JSON object of the body; empty without a body, as curl sends it."""
-        async with self._service.body_of(request) as body:
-            read = partial(parsed_object, body, "a JSON object, or nothing")
-            return await self._service.parsed(len(body), read) if body else {}
+async def unload(service: Service, request: Request) -> Response:
+    await check_parameters(service, request, (UNLOAD_DEPENDENTS,))
+    await service.models.unload(request.path_params["name"])
+    return Response()
+
+
+async def check_parameters(service: Service, request: Request, accepted: tuple[str, ...]) -> None:
+    """Raises RequestError for a parameter that this server would have to ignore."""
+    if service.draining:
+        raise RequestError("the server is stopping; send the request to another one", STOPPING)
+    for name in parameters_of(await fields_of(service, request), "the request"):
+        if name not in accepted:
+            raise RequestError(
+                f"the request has the parameter {shown(name)}, which this server does not support; leave it out"
+            )
+
+
+async def fields_of(service: Service, request: Request) -> dict[str, Any]:
+    """The JSON object of the body; empty without a body, as curl sends it."""
+    async with service.body_of(request) as body:
+        read = partial(parsed_object, body, "a JSON object, or nothing")
+        return await service.parsed(len(body), read) if body else {}
 
 
 HEADER_LENGTH = "inference-header-content-length"
 
 
-async def infer(request: Request, model: ServedModel, service: Service) -> Response:
+async def infer(service: Service, request: Request) -> Response:
     """Answer an infer request. Raises RequestError if it is refused, ClientGoneError if the client has gone."""
-    # before its body is read, so that an overloaded server refuses at once
-    model.batcher.refuse_if_full()
-    async with service.body_of(request) as body:
-        header = request.headers.get(HEADER_LENGTH)
-        wanted = await service.parsed(json_length(body, header), partial(wanted_from_body, body, header, model))
-        with watched(request.receive) as gone:
-            outputs = await outputs_from_wanted(wanted, model, gone, service)
-    size = sum(array.nbytes for array in outputs.values() if not isinstance(array, Sequence))
-    answer = await aside(size, partial(answer_from_outputs, wanted, outputs, model.name, model.version))
-    return await encoded(answer, wanted_encoding(request.headers.get("accept-encoding")))
+    with service.using(request) as model:
+        # before its body is read, so that an overloaded server refuses at once
+        model.batcher.refuse_if_full()
+        async with service.body_of(request) as body:
+            header = request.headers.get(HEADER_LENGTH)
+            wanted = await service.parsed(json_length(body, header), partial(wanted_from_body, body, header, model))
+            with watched(request.receive) as gone:
+                outputs = await outputs_from_wanted(wanted, model, gone, service)
+        size = sum(array.nbytes for array in outputs.values() if not isinstance(array, Sequence))
+        answer = await aside(size, partial(answer_from_outputs, wanted, outputs, model.name, model.version))
+        return await encoded(answer, wanted_encoding(request.headers.get("accept-encoding")))
 
 
 def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest | TextRequest:
@@ -260,3 +246,170 @@ def check_finite(name: str, array: Array) -> None:
             f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data, and see "
             "whether the inputs are too large for the model"
         )
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A text to continue. id: to be returned."""
+
+    id: str | None
+    text: str
+    sampling: Sampling
+
+
+def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
+    """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises RequestError."""
+    given = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
+    identifier, text, parameters = id_of(given), given.pop(TEXT_INPUT, None), given.pop("parameters", None)
+    given.pop("id", None)
+    if not isinstance(text, str):
+        given_text = "missing" if text is None else shown(text)
+        raise RequestError(f"{TEXT_INPUT} is {given_text}; expected the text to continue")
+    checked_texts([text], TEXT_INPUT)
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"parameters are {shown(parameters)}; expected an object")
+    return GenerateRequest(identifier, text, sampling_from(given, parameters or {}, streaming=streaming))
+
+
+def sampling_from(beside: Mapping[str, Any], inside: Mapping[str, Any], *, streaming: bool) -> Sampling:
+    """The parameters of a request; None counts as not given. Raises RequestError."""
+    known = [field.name for field in fields(Sampling)]
+    found: dict[str, Any] = {}
+    for name, value in (*beside.items(), *inside.items()):
+        if name == STREAM:
+            if value not in (streaming, None):
+                other = "generate" if streaming else "generate_stream"
+                raise RequestError(f"stream is {shown(value)}; send the request to …/{other}, or leave stream out")
+            continue
+        own = ALIASES.get(name, name)
+        if own not in known:
+            names = (*known, *ALIASES)
+            raise RequestError(f"unknown parameter {shown(name)}{did_you_mean(name, names)} Known: {', '.join(names)}")
+        if own in found:
+            raise RequestError(f"the parameter {own} is given twice")
+        found[own] = value
+    try:
+        return Sampling(**{name: value for name, value in found.items() if value is not None})
+    except UserError as error:
+        raise RequestError(str(error)) from error
+
+
+# Proxies that buffer would hold back the events; this header turns that off in the most common one.
+EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def generate(service: Service, request: Request) -> Response:
+    """Answer with a whole text."""
+    with ExitStack() as stack:
+        text = await begun_text(service, request, stack, streaming=False)
+        pieces = await text.stream.pieces()
+        while pieces[-1].finish_reason is None:
+            pieces += await text.stream.pieces()
+        return json_response(text.answer(pieces))
+
+
+async def generate_stream(service: Service, request: Request) -> Response:
+    """Answer with a text as server-sent events."""
+    with ExitStack() as stack:
+        text = await begun_text(service, request, stack, streaming=True)
+        # what fails before the first token is answered with a status
+        first = await text.stream.pieces()
+        return EventStream(text, first, stack.pop_all())
+
+
+async def begun_text(service: Service, request: Request, stack: ExitStack, *, streaming: bool) -> Text:
+    """Begin the text that a request asks for. The model stays in use until the stack is closed."""
+    model = stack.enter_context(service.using(request))
+    # before the body is read, so that an overloaded server refuses at once
+    model.generations.refuse_if_full()
+    async with service.body_of(request) as body:
+        wanted = await service.parsed(len(body), partial(generate_request, body, streaming=streaming))
+    stream = await model.generations.submit(wanted.text, wanted.sampling)
+    stack.callback(stream.close)
+    gone = stack.enter_context(watched(request.receive))
+    gone.add_done_callback(lambda _: stream.put(ClientGoneError()))
+    return Text(model, wanted, stream)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that a client waits for."""
+
+    model: ServedModel
+    request: GenerateRequest
+    stream: Stream
+
+    def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The answer with pieces of the text: all of them, or those of one event. The last says how it ended."""
+        answer: dict[str, Any] = {
+            "model_name": self.model.name,
+            "model_version": self.model.version,
+            "text_output": "".join(piece.text for piece in pieces),
+            "tokens": [piece.token for piece in pieces if piece.finish_reason != "eos"],
+        }
+        if self.request.id is not None:
+            answer["id"] = self.request.id
+        if (reason := pieces[-1].finish_reason) is not None:
+            session = self.stream.session
+            answer |= {"finish_reason": reason, "prompt_tokens": len(session.prompt), "seed": session.seed}
+        return answer
+
+
+class EventStream(Response):
+    """The events of a text. The text ends with the response, however that ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, text: Text, first: list[Piece], until_end: ExitStack) -> None:
+        super().__init__(headers=EVENT_HEADERS)
+        del self.headers["content-length"]
+        self._text = text
+        self._first = first
+        self._until_end = until_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._until_end:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._send_events(send)
+            except ClientGoneError:
+                return
+            except RequestError as error:
+                await send_event(send, {"error": str(error)})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        pieces = self._first
+        while True:
+            # the text of a token that ends inside a character comes with a later token
+            if pieces[-1].finish_reason is not None or any(piece.text for piece in pieces):
+                await send_event(send, self._text.answer(pieces))
+                if pieces[-1].finish_reason is not None:
+                    return
+                pieces = []
+            pieces = [*pieces, *await self._text.stream.pieces()]
+
+
+async def send_event(send: Send, fields: Mapping[str, Any]) -> None:
+    """Send a server-sent event."""
+    body = b"data: " + orjson.dumps(fields) + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+OF_MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+STORED = "/v2/repository/models/{name}"
+ENDPOINTS = (
+    # paths are compared in this order, and most requests are these
+    *(Endpoint("POST", f"{prefix}/infer", infer, counts=True) for prefix in OF_MODEL),
+    *(Endpoint("GET", prefix, model_metadata) for prefix in OF_MODEL),
+    *(Endpoint("GET", f"{prefix}/ready", model_ready) for prefix in OF_MODEL),
+    Endpoint("GET", "/v2/health/live", live),
+    Endpoint("GET", "/v2/health/ready", ready),
+    Endpoint("GET", "/v2", server_metadata),
+    Endpoint("GET", "/metrics", metrics),
+    Endpoint("POST", "/v2/repository/index", index),
+    Endpoint("POST", f"{STORED}/load", load),
+    Endpoint("POST", f"{STORED}/unload", unload),
+    *(Endpoint("POST", f"{prefix}/generate", generate, counts=True) for prefix in OF_MODEL),
+    *(Endpoint("POST", f"{prefix}/generate_stream", generate_stream, counts=True) for prefix in OF_MODEL),
+)

@@ -1,84 +1,218 @@
-"""config.pbtxt, the configuration of a model for Triton."""
+"""Models of Triton that an artifact can be: the backends that run it, how requests are batched, and config.pbtxt."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import io
+import json
+import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from effexport.artifact import Artifact
-from effexport.dtypes import TensorInfo
+from effexport.artifact import MANIFEST, Artifact
 from effexport.errors import UserError
+from effexport.export.onnx_graph import external_files
+from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.proof.cases import load_reference
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
-from effexport.runners.joining import rows_of
-from effexport.serving.engine.signature import PackagedSignature, triton_type
-from effexport.serving.triton.backends import Backend
-from effexport.serving.triton.spec import DEFAULT_MAX_BATCH, DEFAULT_SESSIONS, PackageSpec
+from effexport.render.markdown import escaped
+from effexport.render.templates import template_environment
+from effexport.runners.options import RunOptions
+from effexport.runners.ort.kernels import library_for
+from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
+from effexport.serving.engine.queue import rows_of
+from effexport.serving.engine.signature import CONTEXT, TEXT, PackagedSignature, triton_type
+from effexport.serving.triton.repository import Content
+from effexport.serving.triton.spec import (
+    BACKENDS,
+    DEFAULT_MAX_BATCH,
+    DEFAULT_SESSIONS,
+    BackendName,
+    PackageName,
+    PackageSpec,
+)
 from effexport.spec import BuildSpec
-from effexport.tensorrt.sidecar import EngineInfo
+from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
+from effexport.text.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
+from effexport.text.task import Task
+from effexport.text.tasks import task_from_artifact
+from effexport.text.tokenizer import Tokenizer
+from effexport.units import listed
 from effexport.version import __version__
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 
-INDENT = "  "
+@dataclass(frozen=True)
+class Backend:
+    """A backend of Triton that can serve an artifact.
+
+    files: contents of the folder of a version. library: whether they include the kernel library.
+    engine: description of the engine, for the backend tensorrt. example: texts of a request, by input; {} for a model
+    of tensors only. generates: whether the model continues texts, instead of answering tensors and texts.
+    packages: what it imports in the server, besides NumPy.
+    """
+
+    name: BackendName
+    kind: Literal["cpu", "gpu"]
+    files: Content
+    library: bool = False
+    engine: EngineInfo | None = None
+    example: Mapping[str, str] = field(default_factory=dict)
+    generates: bool = False
+    packages: tuple[PackageName, ...] = ()
 
 
-class Word(str):
-    """A value of an enumeration, which is written without quotes."""
-
-    __slots__ = ()
-
-
-# The fields of a message in order; a value is text, a number, a bool, a Word, a tuple of these, or a message. A
-# repeated field has one entry for each value.
-Message = list[tuple[str, Any]]
+PLAN = "model.plan"
+# Every Python model imports them; one with a tokenizer, tokenizers as well.
+PYTHON_PACKAGES: tuple[PackageName, ...] = ("msgspec", "onnx", "onnxruntime")
 
 
-def text_from_message(message: Message) -> str:
-    return "\n".join(lines_of(message)) + "\n"
+def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
+    """The requested backends, or all that the artifact has files for; and why the others cannot be used.
+
+    The backend python gets a second model for an artifact that generates text.
+
+    Raises UserError if a requested backend cannot run the artifact.
+    """
+    chosen, remarks = [], []
+    for name in BACKENDS:
+        if spec.backends and name not in spec.backends:
+            continue
+        try:
+            chosen.append(MAKERS[name](artifact, spec))
+        except UserError as error:
+            if spec.backends:
+                raise
+            remarks.append(f"no model for the backend {name}: {error}")
+    if not chosen:
+        raise UserError(f"no backend of Triton can run {artifact.path}: {'; '.join(remarks)}")
+    if any(backend.name == "python" for backend in chosen) and artifact.spec.has_decode_step:
+        try:
+            chosen.append(generation_backend(artifact, spec))
+        except UserError as error:
+            remarks.append(f"no model that generates text: {error}")
+    return tuple(chosen), tuple(remarks)
 
 
-def lines_of(message: Message, indent: str = "") -> Iterator[str]:
-    for name, value in message:
-        if isinstance(value, list) and value:
-            yield f"{indent}{name} {{"
-            yield from lines_of(value, indent + INDENT)
-            yield f"{indent}}}"
-        elif isinstance(value, list):
-            yield f"{indent}{name} {{ }}"
-        else:
-            yield f"{indent}{name}: {text_of(value)}"
+def onnxruntime_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
+    model = artifact.model_path
+    kind = spec.kind or "cpu"
+    if artifact.spec.precision == "bf16" and kind == "cpu":
+        raise UserError(
+            "ONNX Runtime does not support bfloat16 on the CPU; expected --kind gpu, or a build with fp32 or fp16"
+        )
+    library = kernel_library(artifact, spec, kind)
+    # the model names the files of its weights as they lie beside it
+    weights = {path.relative_to(model.parent).as_posix(): path for path in external_files(model)}
+    if taken := weights.keys() & {model.name, *library}:
+        raise UserError(f"{model} keeps its weights in {min(taken)}, which is another file in Triton; build it again")
+    files: dict[str, bytes | Path] = {model.name: model, **weights}
+    return Backend("onnxruntime", kind, files | library, bool(library))
 
 
-def text_of(value: object) -> str:
-    if isinstance(value, Word):
-        return str(value)
-    if isinstance(value, str):
-        return quoted(value)
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(text_of, value))}]"
-    return str(value)
+def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
+    if artifact.spec.precision == "bf16":
+        raise UserError(
+            "Triton's Python backend uses NumPy arrays, which do not support bfloat16; build with fp32 or fp16"
+        )
+    try:
+        task = task_from_artifact(artifact)
+    except UserError:  # an artifact without a tokenizer, or whose outputs answer no text
+        return python_model(artifact, spec)
+    return python_model(artifact, spec, example=example_request(task, tokenizer_from_artifact(artifact)))
 
 
-def quoted(text: str) -> str:
-    """A quoted string; bytes of its UTF-8 form that are not printable ASCII become octal escapes."""
-    escapes = {ord("\\"): "\\\\", ord('"'): '\\"'}
-    return '"' + "".join(escapes.get(b, chr(b) if 32 <= b < 127 else f"\\{b:03o}") for b in text.encode()) + '"'
+def generation_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
+    """The backend python with a model that generates text. Raises UserError if the artifact cannot."""
+    check_generates(artifact)
+    tokenizer_from_artifact(artifact)
+    return python_model(artifact, spec, generates=True)
 
 
-def comment(text: str, width: int = 116) -> str:
-    """Lines of a comment."""
-    return "".join(f"# {line}\n" for line in textwrap.wrap(text, width, break_long_words=False))
+def python_model(
+    artifact: Artifact, spec: PackageSpec, *, example: Mapping[str, str] | None = None, generates: bool = False
+) -> Backend:
+    kind = spec.kind or "cpu"
+    library = kernel_library(artifact, spec, kind)
+    files: dict[str, bytes | Path] = {
+        f"artifact/{name}": artifact.path / name for name in (MANIFEST, *artifact.manifest.files)
+    }
+    files["model.py"] = Path(__file__).with_name("model.py")
+    files["effexport.zip"] = zip_of_effexport()
+    tokenizes = TOKENIZER_JSON in artifact.manifest.files and (example or generates)
+    packages: tuple[PackageName, ...] = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
+    return Backend(
+        "python", kind, files | library, bool(library), example=example or {}, generates=generates, packages=packages
+    )
+
+
+def example_request(task: Task, tokenizer: Tokenizer) -> dict[str, str]:
+    """The texts of a request for the README."""
+    if task.name == "question-answering":
+        return {TEXT: "Which city is the capital of France?", CONTEXT: "Paris is the capital of France."}
+    return {TEXT: f"Paris is the {tokenizer.mask_token if task.name == 'fill-mask' else 'capital'} of France."}
+
+
+def tensorrt_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
+    targets = [engine.target for engine in artifact.manifest.engines]
+    if "trt" not in targets:
+        only = ", only one for TensorRT-RTX, which Triton does not run" if targets else ""
+        raise UserError(
+            f"{artifact.path} has no TensorRT engine{only}; build one on the same kind of GPU as the server's with: "
+            "effexport build … --target trt"
+        )
+    if spec.kind == "cpu":
+        raise UserError("a TensorRT engine runs on a GPU only; expected --kind gpu, or another backend")
+    engine = artifact.engine_path("trt")
+    return Backend("tensorrt", "gpu", {PLAN: engine}, engine=read_sidecar(engine))
+
+
+MAKERS: dict[str, Callable[[Artifact, PackageSpec], Backend]] = {
+    "onnxruntime": onnxruntime_backend,
+    "python": python_backend,
+    "tensorrt": tensorrt_backend,
+}
+
+
+def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str, bytes | Path]:
+    """The kernel library of this machine; empty if function bodies are to run. Warns if kernels are missing."""
+    settings = RunOptions(
+        runtime=RUNTIME_OF_PROVIDER[CUDA if kind == "gpu" else CPU].name, implementation=spec.implementation
+    )
+    library = library_for(sorted(artifact.manifest.custom_ops), settings)
+    return {LIBRARY_NAME: library.path} if library is not None else {}
+
+
+def zip_of_effexport() -> bytes:
+    """A zip archive of the Python files of effexport; the same files give the same bytes."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path in sorted(python_files().items()):
+            entry = zipfile.ZipInfo(name)  # always dated 1980
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, path.read_bytes())
+    return stream.getvalue()
+
+
+def python_files() -> dict[str, Path]:
+    """Path within the package → file. In an editable installation, `models` and `plugins` are in other folders."""
+    files: dict[str, Path] = {}
+    for package in ("effexport", "effexport.models", "effexport.plugins"):
+        folder = Path(str(importlib.import_module(package).__file__)).parent
+        for path in folder.rglob("*.py"):
+            files[f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"] = path
+    return files
 
 
 @dataclass(frozen=True)
@@ -190,13 +324,6 @@ def accepts(profile: Mapping[str, Sequence[Sequence[int]]], inputs: dict[str, Ar
     )
 
 
-BEGINNINGS: dict[str, Message] = {
-    "onnxruntime": [("backend", "onnxruntime"), ("default_model_filename", "model.onnx")],
-    "python": [("backend", "python"), ("default_model_filename", "model.py")],
-    "tensorrt": [("platform", "tensorrt_plan"), ("default_model_filename", "model.plan")],
-}
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The contents of config.pbtxt."""
@@ -210,115 +337,65 @@ class ModelConfig:
     spec: PackageSpec
     version: int
 
+    @property
+    def batched(self) -> int:
+        """1 if Triton makes batches, whose dimension a configuration does not have; else 0."""
+        return int(self.batching.max_batch > 0)
+
+    @property
+    def profiles(self) -> int:
+        return len(self.backend.engine.profiles) if self.backend.engine else 0
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {tensor.name: tensor.dtype for tensor in self.signature.inputs}
+
+    @property
+    def library(self) -> str:
+        """The path of the kernel library on the server, "" if it is not named."""
+        if self.backend.name == "python" or not self.backend.library:
+            return ""
+        return f"{self.spec.server_path.rstrip('/')}/{self.name}/{self.version}/{LIBRARY_NAME}"
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Settings that the backend reads: of ONNX Runtime, and of generated texts."""
+        threads = self.spec.threads or 0
+        if self.backend.name != "python":
+            return {"intra_op_thread_count": threads} if self.backend.name == "onnxruntime" and threads else {}
+        if not self.backend.generates:
+            return {"threads": threads}
+        sessions = self.spec.max_batch or DEFAULT_SESSIONS
+        return {"threads": threads, "sessions": sessions, "max_queue": self.spec.max_queue}
+
 
 def text_from_config(config: ModelConfig) -> str:
-    message: Message = [
-        ("name", config.name),
-        *BEGINNINGS[config.backend.name],
-        ("max_batch_size", config.batching.max_batch),
-        *([("model_transaction_policy", [("decoupled", True)])] if config.backend.generates else []),
-        *[("input", input_message(config, tensor)) for tensor in config.signature.inputs],
-        *[("output", tensor_message(config, tensor)) for tensor in config.signature.outputs],
-        *batching_message(config),
-        ("instance_group", instance_message(config)),
-        ("version_policy", [("latest", [("num_versions", config.spec.live_versions)])]),
-        *runtime_message(config),
-        *[("model_warmup", warm_up_message(config, warm_up)) for warm_up in config.warm_ups],
-    ]
-    return header(config) + text_from_message(message)
+    return render("config.pbtxt.j2", {"config": config, "release": __version__})
 
 
-def header(config: ModelConfig) -> str:
-    text = comment(f"{config.title}, written by effexport {__version__} from the manifest of its artifact.")
-    if config.backend.generates:
-        text += "#\n" + comment(
-            "Generates text, for use with Triton's generate and generate_stream. The texts of concurrent requests grow "
-            "together, one token of each in a step of the model; parameter sessions: how many at most."
-        )
-    elif config.batching.reason:
-        text += "#\n" + comment(
-            f"No dynamic batching: results depend on the rest of the batch ({config.batching.reason}). Every request "
-            "runs on its own; its first dimension is the batch that the client chose."
-        )
-    elif config.batching.is_dynamic:
-        text += "#\n" + comment(
-            "Dynamic batching: results depend neither on the rest of the batch nor on padding, as the report of the "
-            "artifact proves. Requests of the same shape are batched."
-        )
-    return text + "\n"
+def quoted(text: str) -> str:
+    """A quoted string; bytes of its UTF-8 form that are not printable ASCII become octal escapes."""
+    escapes = {ord("\\"): "\\\\", ord('"'): '\\"'}
+    return '"' + "".join(escapes.get(b, chr(b) if 32 <= b < 127 else f"\\{b:03o}") for b in text.encode()) + '"'
 
 
-def input_message(config: ModelConfig, tensor: TensorInfo) -> Message:
-    message = tensor_message(config, tensor)
-    return [*message, ("optional", True)] if tensor.name in config.signature.optional else message
+def comment(text: str) -> str:
+    """Lines of a comment."""
+    return "\n".join(f"# {line}" for line in textwrap.wrap(text, 116, break_long_words=False))
 
 
-def tensor_message(config: ModelConfig, tensor: TensorInfo) -> Message:
-    """An input or output. If Triton batches requests, its dims are without the batch dimension."""
-    dims = tensor.dims[1:] if config.batching.max_batch else tensor.dims
-    return [
-        ("name", tensor.name),
-        ("data_type", Word(triton_type(tensor.dtype))),
-        ("dims", tuple(dim if isinstance(dim, int) else -1 for dim in dims)),
-    ]
-
-
-def batching_message(config: ModelConfig) -> Message:
-    if not config.batching.is_dynamic:
-        return []
-    message: Message = []
-    if config.batching.preferred:
-        message.append(("preferred_batch_size", config.batching.preferred))
-    message.append(("max_queue_delay_microseconds", config.spec.queue_delay_us))
-    if config.spec.max_queue:
-        message.append(("default_queue_policy", [("max_queue_size", config.spec.max_queue)]))
-    return [("dynamic_batching", message)]
-
-
-def instance_message(config: ModelConfig) -> Message:
-    message: Message = [
-        ("count", config.spec.instances),
-        ("kind", Word("KIND_GPU" if config.backend.kind == "gpu" else "KIND_CPU")),
-    ]
-    profiles = len(config.backend.engine.profiles) if config.backend.engine else 0
-    # by default, the backend loads only the first profile
-    return message + [("profile", str(i)) for i in range(profiles) if profiles > 1]
-
-
-def runtime_message(config: ModelConfig) -> Message:
-    """The settings of ONNX Runtime: kernel library and threads."""
-    backend, threads = config.backend, config.spec.threads
-    if backend.name == "python":
-        values = {"threads": threads or 0}
-        if backend.generates:
-            values |= {"sessions": config.spec.max_batch or DEFAULT_SESSIONS, "max_queue": config.spec.max_queue}
-        return [parameter(name, str(value)) for name, value in values.items()]
-    message: Message = []
-    if backend.library:
-        path = f"{config.spec.server_path.rstrip('/')}/{config.name}/{config.version}/{LIBRARY_NAME}"
-        message.append(("model_operations", [("op_library_filename", path)]))
-    if backend.name == "onnxruntime" and threads:
-        message.append(parameter("intra_op_thread_count", str(threads)))
-    return message
-
-
-def parameter(key: str, value: str) -> tuple[str, Message]:
-    return "parameters", [("key", key), ("value", [("string_value", value)])]
-
-
-def warm_up_message(config: ModelConfig, warm_up: WarmUp) -> Message:
-    message: Message = [
-        ("name", f"golden inputs, batch of {warm_up.batch}"),
-        # if Triton does not batch requests, the batch is one of the dims
-        ("batch_size", warm_up.batch if config.batching.max_batch else 1),
-    ]
-    dtypes = {tensor.name: tensor.dtype for tensor in config.signature.inputs}
-    for name, value in warm_up.inputs.items():
-        dims = value.shape[1:] if config.batching.max_batch else value.shape
-        entry: Message = [
-            ("data_type", Word(triton_type(dtypes[name]))),
-            ("dims", tuple(dims)),
-            ("input_data_file", warm_up.files[name]),
-        ]
-        message.append(("inputs", [("key", name), ("value", entry)]))
-    return message
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """A file of a repository: Markdown, YAML, a Dockerfile or a configuration."""
+    filters: dict[str, Callable[..., Any]] = {
+        "listed": listed,
+        "json": json.dumps,
+        "escaped": escaped,
+        "quoted": shlex.quote,
+        "text": quoted,
+        "comment": comment,
+        "triton_type": triton_type,
+    }
+    environment = template_environment(["serving/triton"], filters)
+    environment.autoescape = False  # `ModelRecord` has checked the names in them
+    environment.keep_trailing_newline = True
+    return environment.get_template(template).render(values)

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,13 @@ from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
 from effexport.runners.feeds import checked_feeds, limits_from_spec, limits_of_runner
-from effexport.runners.joining import Key, joining_key, rows_of
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable
 from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.generation import GenerationLoop
-from effexport.serving.engine.queue import run_together
+from effexport.serving.engine.queue import Key, joining_key, rows_of, run_together
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
@@ -45,7 +44,7 @@ from effexport.serving.engine.signature import (
     decoded,
 )
 from effexport.serving.engine.texts import Tasks
-from effexport.text.task import Prepared, Task, joined_outputs
+from effexport.text.task import PreparedText, Task, joined_outputs
 from effexport.text.tasks import Embedding
 from effexport.version import __version__
 
@@ -162,25 +161,11 @@ class TritonRequest:
 
 
 @dataclass(frozen=True)
-class TextJob:
-    """The texts of a request: what runs for each of them, and the task that makes answers from the outputs."""
+class TritonJob:
+    """The runs of a request, and what makes its answer from theirs."""
 
-    request: TritonRequest
-    task: Task
-    prepared: Sequence[Prepared]
-    runs: Sequence[Sequence[Mapping[str, Array]]]
-
-    def answer(self, answers: Iterator[Answer]) -> Answer:
-        """The outputs of the request from those of its runs, or its error."""
-        found = [[next(answers) for _ in of_text] for of_text in self.runs]
-        try:
-            for one in (one for of_text in found for one in of_text):
-                if isinstance(one, EffexportError):
-                    raise one
-            joined = [joined_outputs(of_text) for of_text in found]  # type: ignore[arg-type]
-            return answers_of_texts(self.task, self.prepared, joined, self.request)
-        except EffexportError as error:
-            return error
+    runs: Sequence[Mapping[str, Array]]
+    answer: Callable[[Sequence[Answer]], Answer]
 
 
 def run_requests(
@@ -194,35 +179,37 @@ def run_requests(
     in an answer as JSON. task_of: None for a model of tensors only. max_batch: see run_merged.
     """
     jobs = [job_from_request(task_of, request, max_batch) for request in requests]
-    runs = [run for job in jobs if isinstance(job, TextJob) for of_text in job.runs for run in of_text]
-    tensors = [job for job in jobs if isinstance(job, Mapping)]
-    answers = run_merged(runner, [*tensors, *runs], max_batch)
-    of_tensors, of_texts = iter(answers[: len(tensors)]), iter(answers[len(tensors) :])
-    return [
-        job
-        if isinstance(job, EffexportError)
-        else job.answer(of_texts)
-        if isinstance(job, TextJob)
-        else next(of_tensors)
-        for job in jobs
-    ]
+    answers = iter(run_merged(runner, [run for job in jobs for run in job.runs], max_batch))
+    return [job.answer([next(answers) for _ in job.runs]) for job in jobs]
 
 
-def job_from_request(
-    task_of: TaskOf | None, request: TritonRequest, max_batch: int
-) -> TextJob | Mapping[str, Array] | EffexportError:
-    """The tensors of a request, its texts, or its error."""
+def job_from_request(task_of: TaskOf | None, request: TritonRequest, max_batch: int) -> TritonJob:
+    """The job of a request with tensors or texts, or of one that has an error."""
     tensors = request.tensors
     if task_of is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
-        return tensors
+        return TritonJob([tensors], lambda answers: answers[0])
     try:
         check_inputs(tensors)
         task = task_of(request.parameters)
         prepared = prepared_texts(task, tensors)
     except EffexportError as error:
-        return error
+        refused = error
+        return TritonJob([], lambda _: refused)
     # of each text, at most as many windows as the model takes together
-    return TextJob(request, task, prepared, [one.rows(max(max_batch, 1)) for one in prepared])
+    runs = [one.rows(max(max_batch, 1)) for one in prepared]
+
+    def answer(answers: Sequence[Answer]) -> Answer:
+        outputs = [one for one in answers if not isinstance(one, EffexportError)]
+        if len(outputs) < len(answers):
+            return next(one for one in answers if isinstance(one, EffexportError))
+        left = iter(outputs)
+        try:
+            joined = [joined_outputs([next(left) for _ in of_text]) for of_text in runs]
+            return answers_of_texts(task, prepared, joined, request)
+        except EffexportError as error:
+            return error
+
+    return TritonJob([run for of_text in runs for run in of_text], answer)
 
 
 def check_inputs(tensors: Mapping[str, Array]) -> None:
@@ -240,7 +227,7 @@ def check_inputs(tensors: Mapping[str, Array]) -> None:
         raise UserError(f"{TEXT} has the shape {list(texts.shape)}, which is empty; expected at least one text")
 
 
-def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
+def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[PreparedText]:
     """Raises UserError for a request whose texts cannot be answered."""
     texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
     prepared = []
@@ -259,7 +246,7 @@ def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
 
 
 def answers_of_texts(
-    task: Task, prepared: Sequence[Prepared], outputs: Sequence[Mapping[str, Array]], request: TritonRequest
+    task: Task, prepared: Sequence[PreparedText], outputs: Sequence[Mapping[str, Array]], request: TritonRequest
 ) -> dict[str, Array]:
     """outputs: of the runs of each text."""
     found: dict[str, Array] = {}

@@ -22,7 +22,7 @@ def open_runner(engine: Path, settings: RunOptions | None = None) -> TrtRunner:
 
 def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> list[dict[str, int]]:
     """Distinct sizes of the dynamic dimensions within the first profile, including its two ends."""
-    from effexport.tensorrt.memory import dim_ranges
+    from effexport.tensorrt.context import dim_ranges
 
     ranges = dim_ranges(runner.inputs, runner.info.profiles[0])
     possible = math.prod(high - low + 1 for low, high in ranges.values())
@@ -40,7 +40,7 @@ def random_feeds(
 
     from effexport.dtypes import numpy_dtype
     from effexport.spec import MASK_NAME
-    from effexport.tensorrt.memory import resolved
+    from effexport.tensorrt.context import resolved
 
     feeds = {}
     for tensor in runner.inputs:

@@ -30,7 +30,7 @@ from effexport.runtimes import RUNTIMES
 from effexport.serving.engine.queue import why_not_joined
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel
-from effexport.tensorrt.memory import resolved
+from effexport.tensorrt.context import resolved
 from effexport.tensorrt.spec import default_profile, within
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

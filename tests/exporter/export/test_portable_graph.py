@@ -13,7 +13,7 @@ import pytest
 
 from effexport.export.portable_graph import make_portable, plain_equation
 from effexport.plugins.function_body import traps
-from effexport.tensorrt.limits import limit_problems
+from effexport.tensorrt.preparation import limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

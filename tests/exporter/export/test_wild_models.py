@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import effexport
 from effexport.errors import StageError, UserError
-from effexport.tensorrt.limits import limit_problems
+from effexport.tensorrt.preparation import limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -31,8 +31,7 @@ from effexport.runners.artifact_runner import (
     options_from_flags,
     runner_from_artifact,
 )
-from effexport.runners.openvino.loading import check_precision, reason_of
-from effexport.runners.openvino.runner import OpenVinoRunner
+from effexport.runners.openvino.runner import OpenVinoRunner, check_precision, reason_of
 from effexport.runners.options import RunOptions
 from effexport.runtimes import RUNTIMES
 

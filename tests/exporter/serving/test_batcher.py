@@ -14,10 +14,9 @@ import pytest
 from held_runner import HeldRunner
 
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.runners.joining import joined_feeds, split_outputs
 from effexport.serving.engine.errors import ClientGoneError, RequestError
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Batcher, Job, TextMemory, why_not_joined
+from effexport.serving.engine.queue import Batcher, Job, TextMemory, joined_feeds, split_outputs, why_not_joined
 from effexport.serving.engine.settings import ServingSettings
 from effexport.spec import BuildSpec
 

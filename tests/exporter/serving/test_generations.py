@@ -21,7 +21,7 @@ from effexport.serving.engine.errors import QUEUE_FULL, STOPPING, WAITED_TOO_LON
 from effexport.serving.engine.generation import Generations, Stream
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.http.generate import EventStream, Text, generate_request
+from effexport.serving.http.v2 import EventStream, Text, generate_request
 from effexport.text.tokenizer import ByteTokenizer
 
 COUNTING = Sampling(max_new_tokens=6, temperature=0)

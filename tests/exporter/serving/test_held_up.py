@@ -21,11 +21,11 @@ from uvicorn.server import ServerState
 from effexport.dtypes import TensorInfo
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.http import connection
-from effexport.serving.http.connection import Protocol
+from effexport.serving.http import server
 from effexport.serving.http.models import ModelRepository
 from effexport.serving.http.openai import embedding_request
 from effexport.serving.http.request import PIECE, Wanted, array_from_json, parsed_object
+from effexport.serving.http.server import Protocol
 from effexport.serving.http.service import Service
 from effexport.serving.http.v2 import answer_from_outputs
 
@@ -207,8 +207,8 @@ def test_a_connection_that_is_closed_does_not_wait_forever_for_its_client_to_rea
     monkeypatch: pytest.MonkeyPatch, end: Callable[[Protocol], None]
 ) -> None:
     """Of a small rest of an answer: one that is too small to pause the writing, which is watched anyway."""
-    monkeypatch.setattr(connection, "READ_CHECK_S", 0.01)
-    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(server, "READ_CHECK_S", 0.01)
+    monkeypatch.setattr(server, "READ_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         config = uvicorn.Config(lambda *_: None, http=Protocol, lifespan="off")

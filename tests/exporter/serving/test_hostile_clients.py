@@ -40,8 +40,7 @@ from effexport.artifact import Artifact
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.http.body import MAX_HEAD_BYTES, check_head
-from effexport.serving.http.service import Service
+from effexport.serving.http.service import MAX_HEAD_BYTES, Service, check_head
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 HOST = (b"host", b"x")

@@ -12,7 +12,7 @@ import pytest
 
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.engine.signature import Signature, signature_from_spec
+from effexport.serving.engine.signature import ServedSignature, signature_from_spec
 from effexport.serving.http.request import InferRequest, fields_from_body, infer_request
 from effexport.serving.http.v2 import answer_from_outputs
 from effexport.spec import BuildSpec
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.requires("serve")
 
 
 @pytest.fixture
-def signature(small_spec: Callable[..., BuildSpec]) -> Signature:
+def signature(small_spec: Callable[..., BuildSpec]) -> ServedSignature:
     return signature_from_spec(small_spec("linear"), ServingSettings(max_batch=4))
 
 
 @pytest.fixture
-def hidden_signature(small_spec: Callable[..., BuildSpec]) -> Callable[[str], Signature]:
+def hidden_signature(small_spec: Callable[..., BuildSpec]) -> Callable[[str], ServedSignature]:
     """precision → the signature of an attention layer, whose input is of that type."""
 
-    def make(precision: str) -> Signature:
+    def make(precision: str) -> ServedSignature:
         return signature_from_spec(small_spec("linear", "attention", precision=precision), ServingSettings())
 
     return make
@@ -39,37 +39,37 @@ def tensor(**changes: Any) -> dict[str, Any]:
     return {"name": "input_ids", "shape": [1, 4], "datatype": "INT64", "data": [1, 2, 3, 4], **changes}
 
 
-def request_from_body(body: bytes, header: str | None, signature: Signature) -> InferRequest:
+def request_from_body(body: bytes, header: str | None, signature: ServedSignature) -> InferRequest:
     return infer_request(fields_from_body(body, header), signature)
 
 
-def parsed(signature: Signature, inputs: list[dict[str, Any]], **fields: Any) -> InferRequest:
+def parsed(signature: ServedSignature, inputs: list[dict[str, Any]], **fields: Any) -> InferRequest:
     return request_from_body(json.dumps({"inputs": inputs, **fields}).encode(), None, signature)
 
 
-def binary(signature: Signature, inputs: list[dict[str, Any]], data: bytes, **fields: Any) -> InferRequest:
+def binary(signature: ServedSignature, inputs: list[dict[str, Any]], data: bytes, **fields: Any) -> InferRequest:
     head = json.dumps({"inputs": inputs, **fields}).encode()
     return request_from_body(head + data, str(len(head)), signature)
 
 
-def refusal(signature: Signature, *inputs: dict[str, Any], **fields: Any) -> str:
+def refusal(signature: ServedSignature, *inputs: dict[str, Any], **fields: Any) -> str:
     with pytest.raises(RequestError) as refused:
         parsed(signature, list(inputs), **fields)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]])
-def test_data_may_be_flat_or_nested(signature: Signature, data: list[Any]) -> None:
+def test_data_may_be_flat_or_nested(signature: ServedSignature, data: list[Any]) -> None:
     request = parsed(signature, [tensor(shape=[2, 2], data=data)])
     assert request.feeds["input_ids"].tolist() == [[1, 2], [3, 4]]
     assert request.feeds["input_ids"].dtype == np.int64
 
 
-def test_an_absent_mask_keeps_every_token(signature: Signature) -> None:
+def test_an_absent_mask_keeps_every_token(signature: ServedSignature) -> None:
     assert parsed(signature, [tensor()]).feeds["attention_mask"].tolist() == [[1, 1, 1, 1]]
 
 
-def test_json_and_binary_tensors_mix_in_one_request(signature: Signature) -> None:
+def test_json_and_binary_tensors_mix_in_one_request(signature: ServedSignature) -> None:
     mask = np.array([[1, 1, 0, 0]])
     second = {"name": "attention_mask", "shape": [1, 4], "datatype": "INT64", "parameters": {"binary_data_size": 32}}
     for inputs in ([tensor(), second], [second, tensor()]):
@@ -78,7 +78,7 @@ def test_json_and_binary_tensors_mix_in_one_request(signature: Signature) -> Non
         assert request.feeds["attention_mask"].tolist() == mask.tolist()
 
 
-def test_binary_data_that_begins_anywhere_is_read_right(signature: Signature) -> None:
+def test_binary_data_that_begins_anywhere_is_read_right(signature: ServedSignature) -> None:
     value = np.array([[5, 6, 7, 8]])
     part = {"name": "input_ids", "shape": [1, 4], "datatype": "INT64", "parameters": {"binary_data_size": 32}}
     for padding in range(8):
@@ -89,7 +89,7 @@ def test_binary_data_that_begins_anywhere_is_read_right(signature: Signature) ->
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_travels_as_binary_data_alone(
-    hidden_signature: Callable[[str], Signature], precision: str
+    hidden_signature: Callable[[str], ServedSignature], precision: str
 ) -> None:
     signature, datatype = hidden_signature(precision), {"fp16": "FP16", "bf16": "BF16"}[precision]
     part = {"name": "hidden_states", "shape": [1, 2, 32], "datatype": datatype}
@@ -140,7 +140,7 @@ def bfloat16() -> Any:
     ],
 )
 def test_a_wrong_tensor_is_refused_with_what_was_expected(
-    signature: Signature, changes: dict[str, Any], message: str
+    signature: ServedSignature, changes: dict[str, Any], message: str
 ) -> None:
     assert message in refusal(signature, tensor(**changes))
 
@@ -159,14 +159,14 @@ def test_a_wrong_tensor_is_refused_with_what_was_expected(
         (b'{"inputs": NaN}', "not JSON"),
     ],
 )
-def test_a_body_that_is_no_request_is_refused(signature: Signature, body: bytes, message: str) -> None:
+def test_a_body_that_is_no_request_is_refused(signature: ServedSignature, body: bytes, message: str) -> None:
     with pytest.raises(RequestError) as refused:
         request_from_body(body, None, signature)
     assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("header", ["-1", "0", "abc", "1e3", "9" * 30, " 5", "+5", "1_0", "٣"])
-def test_a_header_length_that_is_no_length_of_the_body_is_refused(signature: Signature, header: str) -> None:
+def test_a_header_length_that_is_no_length_of_the_body_is_refused(signature: ServedSignature, header: str) -> None:
     body = json.dumps({"inputs": [tensor()]}).encode()
     with pytest.raises(RequestError, match="Inference-Header-Content-Length is"):
         request_from_body(body, header, signature)
@@ -175,36 +175,38 @@ def test_a_header_length_that_is_no_length_of_the_body_is_refused(signature: Sig
 @pytest.mark.parametrize(
     ("size", "present"), [(32, 31), (32, 33), (32, 0), (31, 31), (2**64, 32), (-32, 32), (None, 32)]
 )
-def test_binary_sizes_must_agree_with_shape_and_body(signature: Signature, size: int | None, present: int) -> None:
+def test_binary_sizes_must_agree_with_shape_and_body(
+    signature: ServedSignature, size: int | None, present: int
+) -> None:
     part = {"name": "input_ids", "shape": [1, 4], "datatype": "INT64", "parameters": {"binary_data_size": size}}
     with pytest.raises(RequestError):
         binary(signature, [part], bytes(present))
 
 
-def test_an_input_may_be_given_once(signature: Signature) -> None:
+def test_an_input_may_be_given_once(signature: ServedSignature) -> None:
     assert "inputs name 'input_ids' twice" in refusal(signature, tensor(), tensor())
 
 
-def test_inputs_must_agree_about_their_dims(signature: Signature) -> None:
+def test_inputs_must_agree_about_their_dims(signature: ServedSignature) -> None:
     mask = {"name": "attention_mask", "shape": [1, 3], "datatype": "INT64", "data": [1, 1, 1]}
     assert "but seq is 4 in 'input_ids'" in refusal(signature, tensor(), mask)
 
 
-def test_outputs_that_are_not_there_are_refused(signature: Signature) -> None:
+def test_outputs_that_are_not_there_are_refused(signature: ServedSignature) -> None:
     assert "unknown output 'logits'" in refusal(signature, tensor(), outputs=[{"name": "logits"}])
     assert "twice" in refusal(signature, tensor(), outputs=[{"name": "last_hidden_state"}] * 2)
 
 
 @pytest.mark.parametrize("fields", [{"id": 5}, {"parameters": 3}, {"parameters": {"binary_data_output": "yes"}}])
-def test_fields_of_another_type_are_refused(signature: Signature, fields: dict[str, Any]) -> None:
+def test_fields_of_another_type_are_refused(signature: ServedSignature, fields: dict[str, Any]) -> None:
     assert "expected" in refusal(signature, tensor(), **fields)
 
 
-def test_a_long_value_does_not_fill_the_message(signature: Signature) -> None:
+def test_a_long_value_does_not_fill_the_message(signature: ServedSignature) -> None:
     assert len(refusal(signature, tensor(name="x" * 10_000))) < 300
 
 
-def test_float32_survives_json_exactly(hidden_signature: Callable[[str], Signature]) -> None:
+def test_float32_survives_json_exactly(hidden_signature: Callable[[str], ServedSignature]) -> None:
     """Every float32 has a shortest decimal that reads back as itself; random bits reach all magnitudes."""
     bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
     values = bits.view(np.float32)
@@ -217,12 +219,12 @@ def test_float32_survives_json_exactly(hidden_signature: Callable[[str], Signatu
     assert np.array(data, dtype=np.float32).tobytes() == values.tobytes()
 
 
-def test_numbers_outside_of_float32_are_refused(hidden_signature: Callable[[str], Signature]) -> None:
+def test_numbers_outside_of_float32_are_refused(hidden_signature: Callable[[str], ServedSignature]) -> None:
     part = {"name": "hidden_states", "shape": [1, 1, 32], "datatype": "FP32", "data": [1e39] * 32}
     assert "outside of FP32" in refusal(hidden_signature("fp32"), part)
 
 
-def test_outputs_that_json_cannot_hold_are_an_error_and_no_null(signature: Signature) -> None:
+def test_outputs_that_json_cannot_hold_are_an_error_and_no_null(signature: ServedSignature) -> None:
     request = parsed(signature, [tensor()])
     with pytest.raises(RequestError, match="ask for binary data"):
         answer_from_outputs(request, {"last_hidden_state": np.full((1, 4, 32), np.nan, np.float32)}, "m", "1")
@@ -235,7 +237,7 @@ def test_a_model_without_a_limit_of_length_gets_one(small_spec: Callable[..., Bu
     assert signature_from_spec(spec, ServingSettings(max_seq_len=20_000)).max_sizes["seq"] == 20_000
 
 
-def test_a_name_of_megabytes_is_refused_without_much_memory(signature: Signature) -> None:
+def test_a_name_of_megabytes_is_refused_without_much_memory(signature: ServedSignature) -> None:
     name = "x" * 2_000_000
     tracemalloc.start()
     try:

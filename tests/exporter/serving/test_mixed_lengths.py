@@ -19,11 +19,10 @@ from effexport.artifact import Artifact
 from effexport.environment import usable_cores
 from effexport.errors import RuntimeFailedError
 from effexport.proof.tolerances import arithmetic_limit
-from effexport.runners.joining import Padding, padding_share
 from effexport.runtimes import RUNTIMES
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Batcher, Job
+from effexport.serving.engine.queue import Batcher, Job, Padding, padding_share
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServingTarget, why_not_padded
 from effexport.spec import BuildSpec

@@ -67,6 +67,7 @@ def test_the_application_on_ray_answers_as_the_runner_does_and_stops_cleanly(
                     break
             ready = json.loads(lines or "{}")
             assert ready.get("url") == f"http://127.0.0.1:{port}", lines + log.read_text()
+            assert (ready["model"], ready["version"]) == ("small", "1")
             with tritonclient.http.InferenceServerClient(f"127.0.0.1:{port}", concurrency=8) as client:
                 assert client.is_server_ready()
                 assert client.is_model_ready("small")

@@ -23,7 +23,7 @@ from effexport.export.onnx_graph import FORBIDDEN_OPS
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
-from effexport.tensorrt.limits import check_limits, limit_problems
+from effexport.tensorrt.preparation import check_limits, limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx")
 Specs = Callable[..., BuildSpec]

@@ -20,7 +20,7 @@ from effexport.plugins.building.ptx_text import PtxTarget, ptx_target
 from effexport.plugins.ops import DOMAIN
 from effexport.tensorrt.bindings import BuildLog
 from effexport.tensorrt.engine_from_onnx import config_from_spec, network_from_model, save_timing_cache
-from effexport.tensorrt.preparation import Prepared, prepared_model
+from effexport.tensorrt.preparation import PreparedModel, prepared_model
 from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -183,7 +183,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def prepared_for(path: Path, spec: EngineSpec, gpu: int = 90) -> Prepared:
+def prepared_for(path: Path, spec: EngineSpec, gpu: int = 90) -> PreparedModel:
     return prepared_model(load_graph(path), spec, (gpu,))
 
 

@@ -24,8 +24,8 @@ from effexport.errors import EffexportError, GraphWarning, MissingExtraError, Ru
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Runner
+from effexport.tensorrt.context import EAGER_BYTES, Buffers
 from effexport.tensorrt.cuda import Cuda
-from effexport.tensorrt.memory import EAGER_BYTES, Buffers
 from effexport.tensorrt.runner import TrtRunner
 from effexport.tensorrt.sidecar import EngineInfo, sidecar_path, write_sidecar
 

@@ -16,7 +16,8 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
 from effexport.text.attaching import TokenizerSource, copy_tokenizer
-from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
+from effexport.text.fast_tokenizer import tokenizer_from_artifact
+from effexport.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 CONFIG: dict[str, Any] = {

@@ -11,17 +11,13 @@ import pytest
 from random_tokenizers import SENTENCES, TEXTS, TOKENIZERS, saved_tokenizer
 
 from effexport.errors import UserError
-from effexport.text.fast_tokenizer import fast_tokenizer
-from effexport.text.tokenizer import ArtifactTokenizer, ByteTokenizer
+from effexport.text.fast_tokenizer import FastTokenizer, fast_tokenizer
+from effexport.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.requires("transformers")
 
 
-def ours(folder: Path) -> ArtifactTokenizer:
-    return ArtifactTokenizer(fast_tokenizer(folder), pad_token_id=0)
-
-
-def assert_same(tokenizer: ArtifactTokenizer, expected: Any) -> None:
+def assert_same(tokenizer: FastTokenizer, expected: Any) -> None:
     """Ids, segments, offsets, special tokens and decoded text of several texts."""
     for name in ("mask_token", "mask_token_id", "unk_token_id", "cls_token_id", "eos_token_id"):
         if getattr(expected, name) is not None:
@@ -47,7 +43,7 @@ def assert_same(tokenizer: ArtifactTokenizer, expected: Any) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_offsets_and_decoded_text_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     expected = saved_tokenizer(name, tmp_path)
-    assert_same(ours(tmp_path), expected)
+    assert_same(fast_tokenizer(tmp_path), expected)
 
 
 def edited(folder: Path, file: str, **changes: Any) -> None:
@@ -66,7 +62,7 @@ def test_files_of_old_releases_are_read_as_transformers_reads_them(name: str, tm
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     special = [token for token in tokenizer["added_tokens"] if token["special"]]
     edited(tmp_path, "tokenizer.json", added_tokens=special)
-    assert_same(ours(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert_same(fast_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
 
 
 def test_tokens_that_only_the_configuration_lists_are_added_as_transformers_adds_them(tmp_path: Path) -> None:
@@ -76,7 +72,7 @@ def test_tokens_that_only_the_configuration_lists_are_added_as_transformers_adds
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     edited(tmp_path, "tokenizer.json", added_tokens=tokenizer["added_tokens"][:5])
     edited(tmp_path, "tokenizer_config.json", mask_token={"__type": "AddedToken", "content": "[MASK]", "lstrip": True})
-    assert_same(ours(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert_same(fast_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
 
 
 def test_a_checkpoint_that_names_no_class_gets_that_of_its_model(tmp_path: Path) -> None:
@@ -86,12 +82,12 @@ def test_a_checkpoint_that_names_no_class_gets_that_of_its_model(tmp_path: Path)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "special_tokens_map.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "nystromformer"}', encoding="utf-8")
-    assert_same(ours(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert_same(fast_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
 
 
 def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
     saved_tokenizer("bert", tmp_path)
-    for tokenizer in (ours(tmp_path), ByteTokenizer()):
+    for tokenizer in (fast_tokenizer(tmp_path), ByteTokenizer()):
         with pytest.raises(UserError, match=r"not valid Unicode: character 2 is U\+D800"):
             tokenizer.encode("ab\ud800")
 
@@ -110,7 +106,7 @@ def test_a_special_token_that_is_listed_as_an_ordinary_one_is_special(tmp_path: 
     tokens = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     edited(tmp_path, "tokenizer.json", added_tokens=[token | {"special": False} for token in tokens])
     edited(tmp_path, "tokenizer_config.json", added_tokens_decoder="removed")
-    assert_same(ours(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert_same(fast_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
@@ -127,7 +123,7 @@ def test_more_added_tokens_than_a_tokenizer_has_are_refused(file: str, tmp_path:
         edited(tmp_path, file, additional_special_tokens=[f"<{i}>" for i in range(10_000, 200_000)])
     started = time.process_time()
     with pytest.raises(UserError, match=r"it has [12]..,... added tokens; expected at most 30,000"):
-        ours(tmp_path)
+        fast_tokenizer(tmp_path)
     assert time.process_time() - started < 4
 
 
@@ -141,7 +137,7 @@ def test_a_template_that_adds_a_million_tokens_to_every_text_is_refused(tmp_path
     }
     edited(tmp_path, "tokenizer.json", post_processor=template)
     with pytest.raises(UserError, match="it adds 1,000,000 tokens to every text; expected at most 1,000"):
-        ours(tmp_path)
+        fast_tokenizer(tmp_path)
 
 
 def test_a_text_that_the_library_cannot_read_is_refused(tmp_path: Path) -> None:
@@ -149,7 +145,7 @@ def test_a_text_that_the_library_cannot_read_is_refused(tmp_path: Path) -> None:
     model = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     edited(tmp_path, "tokenizer.json", model=model | {"unk_id": None})
     with pytest.raises(UserError, match=r"the tokenizer cannot read this text: .*unk_id"):
-        ours(tmp_path).encode("☃")
+        fast_tokenizer(tmp_path).encode("☃")
 
 
 def test_a_panic_of_the_library_is_refused_like_any_other_text_that_it_cannot_read(tmp_path: Path) -> None:
@@ -162,4 +158,4 @@ def test_a_panic_of_the_library_is_refused_like_any_other_text_that_it_cannot_re
     tokenizer.add_tokens(["the", "  "])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="the tokenizer cannot read this text: AddedVocabulary bad split"):
-        ours(tmp_path).encode("  é")
+        fast_tokenizer(tmp_path).encode("  é")

@@ -12,12 +12,14 @@ import pytest
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.runtimes import engine_name
-from effexport.serving.triton.package import Package, package_artifact
+from effexport.serving.triton.package import PackageResult, package_artifact
 from effexport.serving.triton.spec import PackageSpec
 from effexport.tensorrt.sidecar import EngineInfo, summary_of_engine, write_sidecar
 
 
-def package(artifact: Artifact | Path, repository: Path, *, replace_config: bool = False, **fields: Any) -> Package:
+def package(
+    artifact: Artifact | Path, repository: Path, *, replace_config: bool = False, **fields: Any
+) -> PackageResult:
     """As `effexport package` does; the name is the artifact's folder unless it is given."""
     opened = open_artifact(artifact) if isinstance(artifact, Path) else artifact
     spec = PackageSpec(**{"name": opened.path.name, **fields})
@@ -25,7 +27,7 @@ def package(artifact: Artifact | Path, repository: Path, *, replace_config: bool
 
 
 @pytest.fixture(name="package", scope="session")
-def package_fixture() -> Callable[..., Package]:
+def package_fixture() -> Callable[..., PackageResult]:
     return package
 
 

@@ -11,12 +11,12 @@ from triton_server import ask_client
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.serving.triton.config import Word, quoted, text_from_message
-from effexport.serving.triton.package import Package
+from effexport.serving.triton.config import quoted
+from effexport.serving.triton.package import PackageResult
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native", "triton")
 Built = Callable[..., Artifact]
-Packaging = Callable[..., Package]
+Packaging = Callable[..., PackageResult]
 
 
 def parsed(repository: Path) -> dict[str, Any]:
@@ -207,8 +207,3 @@ def test_any_text_survives_the_text_format(tmp_path: Path) -> None:
     assert {i: config.get("name", "") for i, config in parsed(tmp_path).items()} == {
         str(i): text for i, text in enumerate(texts)
     }
-
-
-def test_fields_are_written_in_order_and_nested() -> None:
-    message = [("a", 1), ("b", [("c", Word("X")), ("d", (1, 2))]), ("e", True), ("f", [])]
-    assert text_from_message(message) == "a: 1\nb {\n  c: X\n  d: [1, 2]\n}\ne: true\nf { }\n"

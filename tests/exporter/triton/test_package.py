@@ -25,13 +25,13 @@ from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
-from effexport.serving.triton.backends import zip_of_effexport
-from effexport.serving.triton.package import Package
+from effexport.serving.triton.config import zip_of_effexport
+from effexport.serving.triton.package import PackageResult
 from effexport.serving.triton.spec import LARGEST_VERSION, PackageSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
 Built = Callable[..., Artifact]
-Packaging = Callable[..., Package]
+Packaging = Callable[..., PackageResult]
 Snapshot = Callable[[Path], dict[str, Any]]
 
 
@@ -278,7 +278,7 @@ def test_a_failure_at_any_step_leaves_everything_as_it_was(
     existing: bool,
 ) -> None:
     # neither the kernels nor effexport have to be copied again at each of the many steps
-    monkeypatch.setattr("effexport.serving.triton.backends.zip_of_effexport", lambda: b"zip")
+    monkeypatch.setattr("effexport.serving.triton.config.zip_of_effexport", lambda: b"zip")
     options = {"name": "m", "implementation": "body"}
     repository = tmp_path / "place" / "repo"
     if existing:

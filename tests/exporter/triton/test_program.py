@@ -14,7 +14,7 @@ import pytest
 import effexport
 from effexport.artifact import Artifact
 from effexport.generation.sampling import Sampling
-from effexport.serving.triton.package import Package
+from effexport.serving.triton.package import PackageResult
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
@@ -115,7 +115,7 @@ def answers(version: Path, inputs: list[str], *requests: tuple[dict[str, Any], s
 
 
 def test_a_packaged_model_answers_with_the_effexport_beside_it(
-    built: Built, package: Callable[..., Package], tmp_path: Path
+    built: Built, package: Callable[..., PackageResult], tmp_path: Path
 ) -> None:
     artifact = built("linear", pool="mean")
     package(artifact, tmp_path, name="m", backends=("python",))
@@ -137,7 +137,7 @@ def test_a_packaged_model_answers_with_the_effexport_beside_it(
 
 
 def test_a_packaged_model_generates_what_effexport_itself_generates(
-    built: Built, package: Callable[..., Package], tmp_path: Path
+    built: Built, package: Callable[..., PackageResult], tmp_path: Path
 ) -> None:
     artifact = built("linear", causal=True, lm_head=True)
     package(artifact, tmp_path, name="m", backends=("python",))

@@ -19,7 +19,7 @@ from effexport.artifact import Artifact
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
-from effexport.serving.triton.package import Package
+from effexport.serving.triton.package import PackageResult
 
 pytestmark = [
     pytest.mark.requires("torch", "onnx", "ort", "native", "triton"),
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.xdist_group("triton"),
 ]
 Built = Callable[..., Artifact]
-Packaging = Callable[..., Package]
+Packaging = Callable[..., PackageResult]
 IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 4], "data": [5, 6, 7, 8]}
 MODELS = ("lsh-python", "nystrom", "global", "attention")
 

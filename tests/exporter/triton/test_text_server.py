@@ -24,14 +24,14 @@ from triton_server import ENVIRONMENT, ROOT, TritonServer, ask_client, environme
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.generation.sampling import Sampling
-from effexport.serving.triton.package import Package
+from effexport.serving.triton.package import PackageResult
 
 pytestmark = [
     pytest.mark.requires("torch", "onnx", "ort", "native", "transformers", "triton"),
     pytest.mark.xdist_group("triton"),
 ]
 Built = Callable[..., Artifact]
-Packaging = Callable[..., Package]
+Packaging = Callable[..., PackageResult]
 CONFIG: dict[str, Any] = {
     "vocab_size": 210,
     "hidden_size": 16,

@@ -15,7 +15,7 @@ from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph, model_digest
-from effexport.tensorrt import engine_from_engine as refit
+from effexport.tensorrt import engine_from_onnx as refit
 from effexport.tensorrt.preparation import prepared_model
 from effexport.tensorrt.sidecar import EngineInfo, read_sidecar, write_sidecar
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
