@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.bench.cell import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
+from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
 from effexport.bench.results import Case
 from effexport.errors import EffexportError, StageError, UserError
 from effexport.files import json_text, write_file

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from effexport.artifact import CheckSummary, EngineEntry
-from effexport.bench.cell import ARTIFACT, LOG, Cell, Outcome
-from effexport.bench.children import Event, Executor
-from effexport.bench.store import CELLS, FAILED, CellRecord, Store
+from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, CellRecord, Outcome, Store
+from effexport.bench.executors import Event, Executor
 from effexport.disk import write_error
 from effexport.environment import versions
 from effexport.errors import EffexportError

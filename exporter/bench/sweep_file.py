@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from effexport.bench.cell import ONNX_ONLY, Cell, deciding_versions
+from effexport.bench.cells import ONNX_ONLY, Cell, deciding_versions
 from effexport.bench.grid import Model, model_from_text
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import UserError

@@ -28,9 +28,9 @@ from effexport.shell import Word, command_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.bench.cell import Cell
-    from effexport.bench.children import CellLimits, Executor
-    from effexport.bench.store import Store
+    from effexport.bench.cells import Cell, Store
+    from effexport.bench.children import CellLimits
+    from effexport.bench.executors import Executor
     from effexport.bench.sweep import Progress, SweepPlan, SweepResults
 
 INTERRUPTED = 130
@@ -66,7 +66,7 @@ class SweepRequest(Options):
 
     def resolve(self) -> tuple[SweepPlan, Store]:
         """Raises UserError and SpecError for a file or options that cannot work; nothing is written."""
-        from effexport.bench.store import Store
+        from effexport.bench.cells import Store
         from effexport.bench.sweep import plan_of
         from effexport.bench.sweep_file import cells_from_file, sweep_file_from_path
         from effexport.errors import UserError
@@ -132,16 +132,16 @@ class SweepRequest(Options):
         """Raises MissingExtraError and UserError."""
         import importlib.util
 
-        from effexport.bench.children import ProcessExecutor, jobs_of_machine
+        from effexport.bench.executors import ProcessExecutor, jobs_of_machine
 
         limits, jobs = self.limits(), self.jobs or jobs_of_machine()
         if self.address is not None:
-            from effexport.bench.cluster import cluster_executor
+            from effexport.bench.executors import cluster_executor
 
             return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
         require_torch("a sweep on this machine")
         if not self.processes and importlib.util.find_spec("ray") is not None:
-            from effexport.bench.cluster import local_executor
+            from effexport.bench.executors import local_executor
 
             return local_executor(limits, jobs=jobs)
         if not self.processes:

@@ -18,10 +18,11 @@ from golden_runs import CORPUS
 from sweep_cells import notes, pretend
 
 from effexport.bench import sweep_file as cells_module
-from effexport.bench.children import CellLimits, ProcessExecutor
+from effexport.bench.cells import ATTEMPTS, Store
+from effexport.bench.children import CellLimits
+from effexport.bench.executors import ProcessExecutor
 from effexport.bench.page import csv_from_results
 from effexport.bench.results import results_from_json
-from effexport.bench.store import ATTEMPTS, Store
 from effexport.bench.sweep import Sweep, plan_of, results_of_sweep, write_results
 from effexport.bench.sweep_file import cells_from_file, sweep_file_from_path
 

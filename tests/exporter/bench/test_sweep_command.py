@@ -16,7 +16,7 @@ import pytest
 
 from effexport.artifact import open_artifact
 from effexport.bench import children as attempt_module
-from effexport.bench.store import ATTEMPTS, CELLS, STAGING
+from effexport.bench.cells import ATTEMPTS, CELLS, STAGING
 
 TINY = '[build]\nscope = "attention"\ndim = 16\nheads = 2\n'
 ONE = f'variants = ["softmax"]\nseq_lens = [16]\n{TINY}'

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from effexport.bench.cell import Cell
+from effexport.bench.cells import Cell
 from effexport.bench.sweep_file import MAX_CELLS, cells_from_file, sweep_file_from_document, sweep_file_from_path
 from effexport.errors import UserError
 from effexport.models.validation import SpecError

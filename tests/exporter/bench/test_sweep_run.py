@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
 
-from effexport.bench.cell import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt, CellLimits, Event, ProcessExecutor
-from effexport.bench.cluster import Piece, Unpacking, pieces_of_folder
-from effexport.bench.store import ATTEMPTS, RECORD, STAGING, Store
+from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
+from effexport.bench.children import Attempt, CellLimits
+from effexport.bench.executors import Event, Piece, ProcessExecutor, Unpacking, pieces_of_folder
 from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep, SweepResults, plan_of, results_of_sweep, write_results
 from effexport.errors import EffexportError, UserError
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
