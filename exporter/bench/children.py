@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 from effexport.files import json_text, write_file
 from effexport.plugins.building.toolchain import ending
 
@@ -106,7 +106,7 @@ def run_request(
     return replace(outcome, log=tail(log), seconds=round(time.monotonic() - started, 3))
 
 
-def peak_memory(case: Case, model: Path | None, *, threads: int, memory_arena: bool) -> int:
+def peak_memory(case: BenchCase, model: Path | None, *, threads: int, memory_arena: bool) -> int:
     """Peak bytes of a case of a benchmark. Raises MemoryUnknownError when its process fails."""
     request = {
         "case": asdict(case),

@@ -262,7 +262,7 @@ class RayExecutor:
             if isinstance(message, str):
                 task.is_started = True
                 yield Event(kind="started", cell=task.cell, where=message)
-            elif isinstance(message, Piece) and task.unpacking is not None:
+            elif isinstance(message, FilePiece) and task.unpacking is not None:
                 task.unpacking.add(message)
             else:
                 task.outcome = msgspec.convert(message, Outcome)
@@ -340,14 +340,14 @@ PIECE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """The next bytes of a file. Files are sent one after the other, each from its start."""
 
     name: str
     data: bytes
 
 
-def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[FilePiece]:
     """Every file, in pieces of at most `piece_bytes`. An empty file is one empty piece."""
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
@@ -355,9 +355,9 @@ def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[P
         name = path.relative_to(folder).as_posix()
         with path.open("rb") as stream:
             data = stream.read(piece_bytes)
-            yield Piece(name, data)
+            yield FilePiece(name, data)
             while data := stream.read(piece_bytes):
-                yield Piece(name, data)
+                yield FilePiece(name, data)
 
 
 @dataclass
@@ -371,7 +371,7 @@ class Unpacking:
     expected: Mapping[str, int]
     _sizes: dict[str, int] = field(default_factory=dict)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: FilePiece) -> None:
         """Raises EffexportError for a file that was not announced, lies outside, or is longer than announced."""
         path = PurePosixPath(piece.name)
         size = self._sizes.get(piece.name, 0) + len(piece.data)
