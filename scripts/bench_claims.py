@@ -29,7 +29,7 @@ import torch
 from effexport import load_decoder
 from effexport.bench.grid import Grid, Model
 from effexport.bench.models import inputs_of_case, onnx_from_case
-from effexport.bench.results import BenchResults, Case, Row
+from effexport.bench.results import BenchCase, BenchResults, BenchRow
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall
 from effexport.build import artifact_from_spec
@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measured(
     variant: str, runtimes: Sequence[str], rounds: int, *, memory: bool = False, options: dict[str, Any], **sizes: Any
-) -> dict[str, Row]:
+) -> dict[str, BenchRow]:
     """Rows of one model by runtime. Exits if one was not timed or was disturbed."""
     grid = Grid(models=(Model(variant, options),), runtimes=tuple(runtimes), **grid_sizes(**sizes))
     return {row.case.runtime: checked(row) for row in run(grid, rounds, memory).rows}
@@ -114,7 +114,7 @@ def run(grid: Grid, rounds: int, memory: bool = False) -> BenchResults:
     return results
 
 
-def checked(row: Row) -> Row:
+def checked(row: BenchRow) -> BenchRow:
     if not row.is_quotable:
         sys.exit(
             f"bench_claims.py: {row.case.label} on {row.case.runtime} cannot be quoted: {row.status}, {row.reason}"
@@ -122,12 +122,12 @@ def checked(row: Row) -> Row:
     return row
 
 
-def ms(row: Row) -> float:
+def ms(row: BenchRow) -> float:
     assert row.timing is not None
     return row.timing.median_ms
 
 
-def above_floor(row: Row, limit: float, what: str) -> Claim:
+def above_floor(row: BenchRow, limit: float, what: str) -> Claim:
     floor, ratio = row.floor, row.times_floor
     assert floor is not None
     assert ratio is not None
@@ -183,8 +183,8 @@ def layer_with_projections(variant: str, seq_len: int) -> Callable[[], object]:
     return bound_in_ort(case_of(variant, seq_len, scope="attention"))
 
 
-def case_of(variant: str, seq_len: int, *, scope: str = "core", options: dict[str, Any] | None = None) -> Case:
-    return Case(
+def case_of(variant: str, seq_len: int, *, scope: str = "core", options: dict[str, Any] | None = None) -> BenchCase:
+    return BenchCase(
         label=variant,
         variant=variant,
         runtime="ort",
@@ -198,7 +198,7 @@ def case_of(variant: str, seq_len: int, *, scope: str = "core", options: dict[st
     )
 
 
-def bound_in_ort(case: Case) -> Callable[[], object]:
+def bound_in_ort(case: BenchCase) -> Callable[[], object]:
     """The model of a case in ONNX Runtime, with its inputs in place."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"

@@ -1,8 +1,14 @@
-"""The plan of `bench --advise`: the cases in order of measurement, and a rough duration. Loads no framework."""
+"""`bench --advise`: measure what an advice needs in little time, and no model that would clearly miss a limit.
+
+Cheap models come first. Two bounds leave a model out before its full length is measured: its matrix products alone take
+at least half of what `torch.matmul` needs for them, and a call takes at least as many times longer than a short one as
+its input is longer. What other programs disturbed counts as if it had taken a fraction of its time. A row that is left
+out says so and has no timing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,15 +16,20 @@ from effexport.bench.costs import (
     EXPORT_SECONDS,
     FLOPS_PER_CORE,
     START_SECONDS,
+    OnStep,
     call_seconds,
     memory_cost,
     prepare_cost,
     reason_too_large,
+    run_products,
     timing_cost,
 )
 from effexport.bench.grid import Grid, products_of_case
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase, BenchResults, BenchRow
+from effexport.bench.run import Bench, Settings, bench, describe
+from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
 from effexport.environment import usable_cores
+from effexport.models.shapes import Product
 from effexport.runtimes import RUNTIMES
 from effexport.units import duration, listed, memory
 
@@ -52,12 +63,10 @@ WORTH_LEAVING_OUT_MS = 100.0
 TIMES_FASTEST = 10.0
 # Kernels that work in tiles need down to half the time that the same products need in torch.matmul.
 SHARE_OF_PRODUCTS = 0.5
-# Other programs make a timing at most about this many times too long: each core is then shared with three of them.
-MOST_DISTURBED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class AdvicePlan:
     """The measurements for an advice. grid: of one length, batch and precision.
 
     refused: the reasons variants cannot be the described model, by variant. spec_file: its description, or "".
@@ -71,15 +80,15 @@ class Plan:
     quality: Mapping[tuple[str, str], CandidateQuality] = field(default_factory=dict)
 
     @property
-    def models(self) -> tuple[tuple[Case, ...], ...]:
+    def models(self) -> tuple[tuple[BenchCase, ...], ...]:
         """The cases of each model on all runtimes; the model that should be fastest comes first."""
-        models: dict[str, list[Case]] = {}
+        models: dict[str, list[BenchCase]] = {}
         for case in self.grid.cases():
             models.setdefault(case.label, []).append(case)
         return tuple(sorted(map(tuple, models.values()), key=lambda cases: min(map(call_seconds, cases))))
 
     @property
-    def cases(self) -> tuple[Case, ...]:
+    def cases(self) -> tuple[BenchCase, ...]:
         return tuple(case for model in self.models for case in model)
 
     @property
@@ -99,7 +108,7 @@ class Plan:
         longest = self.longest_ms(1e3 * min(map(call_seconds, self.cases)))
         return START_SECONDS + sum(self.case_seconds(case, rounds, max_seconds, longest) for case in self.cases)
 
-    def case_seconds(self, case: Case, rounds: int, max_seconds: float, longest_ms: float | None) -> float:
+    def case_seconds(self, case: BenchCase, rounds: int, max_seconds: float, longest_ms: float | None) -> float:
         """The same for one case. One that misses the limit or needs too much memory costs a probe only, or nothing."""
         by_products = least_ms_by_products(case, FLOPS_PER_CORE * usable_cores())
         if misses(by_products, longest_ms):
@@ -115,12 +124,12 @@ class Plan:
         return cost + prepare_cost(case) + timing_cost(case, rounds, max_seconds) + memory_cost(case)
 
 
-def probe_of(case: Case, length: int | None) -> Case | None:
+def probe_of(case: BenchCase, length: int | None) -> BenchCase | None:
     """The same model, made for the same length, with a shorter input."""
     return None if length is None else replace(case, seq_len=length, model_seq_len=case.seq_len)
 
 
-def least_ms_by_products(case: Case, flops_per_second: float) -> float | None:
+def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float | None:
     """A lower bound on the time of a case's matrix products, on a CPU with this speed in float32.
 
     None for lower precisions, and for GPUs: their matrix units are several times faster.
@@ -136,3 +145,98 @@ def misses(least_ms: float | None, longest_ms: float | None) -> bool:
     if least_ms is None or longest_ms is None:
         return False
     return least_ms > max(WORTH_LEAVING_OUT_MS, MARGIN * longest_ms)
+
+
+# A product that is large enough to reach the processor's speed; it takes about 20 ms per core.
+LARGE_PRODUCT, SPEED_ROUNDS, SPEED_SECONDS = Product(1, 1024, 1024, 1024), 3, 1.0
+
+
+def advise(plan: AdvicePlan, settings: Settings, on_step: OnStep = lambda step: None) -> BenchResults:
+    """Carry out a plan. The rows of the full length and of probes, also of an interrupted run."""
+    seconds = plan.seconds(settings.rounds, settings.max_seconds)
+    return bench(plan.grid, settings, on_step, measure=lambda running: Adviser(running, plan).run(), seconds=seconds)
+
+
+@dataclass
+class Adviser:
+    """A plan that is being carried out. bench: what measures and keeps the rows."""
+
+    bench: Bench
+    plan: AdvicePlan
+
+    def run(self) -> None:
+        self.bench.pace.say("measuring the speed of matrix products")
+        speed = speed_of_products(self.bench)
+        for cases in self.plan.models:
+            left = [case for case in cases if not self.leaves_out_by_products(case, speed)]
+            probes = self.probe(left)
+            self.bench.size([case for case in left if not self.leaves_out_by_probe(case, probes.get(case.runtime))])
+
+    def leaves_out_by_products(self, case: BenchCase, speed: Speed) -> bool:
+        least_ms = least_ms_by_products(case, speed.bound)
+        source = f"{speed.measured / 1e9:.0f} GFLOP/s of torch.matmul"
+        return self.leaves_out(case, least_ms, "its matrix products alone", source, speed.is_disturbed)
+
+    def probe(self, cases: Sequence[BenchCase]) -> dict[str, BenchRow]:
+        """The rows of these cases of one model at a shorter length, by runtime; parity is judged at the full length."""
+        probes = [probe for case in cases if (probe := probe_of(case, self.plan.probed_length))]
+        settings, done = self.bench.settings, len(self.bench.rows)
+        self.bench.settings = replace(settings, rounds=PROBE_ROUNDS, parity=False, memory=False)
+        try:
+            self.bench.size(probes)
+        finally:
+            self.bench.settings = settings
+        # what cannot run says so again at the full length
+        self.bench.rows[done:] = [row for row in self.bench.rows[done:] if row.timing is not None]
+        return {row.case.runtime: row for row in self.bench.rows[done:]}
+
+    def leaves_out_by_probe(self, case: BenchCase, probe: BenchRow | None) -> bool:
+        """True if a case would miss the limit even if its time grew only linearly with its length."""
+        if probe is None or probe.timing is None:
+            return False
+        short_ms, length = probe.timing.lowest_ms, probe.case.seq_len
+        least_ms = short_ms * case.seq_len / length / (1 if probe.is_quotable else MOST_DISTURBED)
+        source = f"{duration(short_ms)} for {length:,} tokens"
+        return self.leaves_out(case, least_ms, "it", source, not probe.is_quotable)
+
+    def leaves_out(self, case: BenchCase, least_ms: float | None, what: str, source: str, is_disturbed: bool) -> bool:
+        """Add a row that is not run if the case misses the limit by far. source: what that was extrapolated from."""
+        if least_ms is None or not misses(least_ms, self.plan.longest_ms(self.fastest_ms)):
+            return False
+        reason = f"left out: {what} would take at least {duration(least_ms)}, extrapolated from {source}"
+        if is_disturbed:
+            reason += f", {MOST_DISTURBED} times as fast because other programs disturbed that"
+        self.bench.rows.append(BenchRow(case=case, status="not run", reason=reason))
+        self.bench.pace.say(f"{describe(case)}: left out")
+        return True
+
+    @property
+    def fastest_ms(self) -> float | None:
+        """Of the full length, within the memory limit."""
+        limit = self.plan.limits.memory_bytes
+        full = [row for row in self.bench.rows if row.case.model_seq_len is None and row.timing is not None]
+        fits = [row for row in full if limit is None or row.peak_bytes is None or row.peak_bytes <= limit]
+        return min((row.timing.median_ms for row in fits if row.timing is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Operations per second of a large product in float32, with all threads. is_disturbed: by other programs."""
+
+    measured: float
+    is_disturbed: bool
+
+    @property
+    def bound(self) -> float:
+        """The speed that an undisturbed processor reaches at most."""
+        return self.measured * (MOST_DISTURBED if self.is_disturbed else 1)
+
+
+def speed_of_products(bench: Bench) -> Speed:
+    call = TimedCall("products", run_products([LARGE_PRODUCT]), "torch")
+    judges_waits = bench.threads <= bench.machine.cores
+    rotation = Rotation([call], SPEED_ROUNDS, SPEED_SECONDS, bench.machine, judges_waits)
+    rotation.run()
+    undisturbed = rotation.samples[call.name]
+    seconds = min((undisturbed or rotation.disturbed[call.name]).values())
+    return Speed(LARGE_PRODUCT.flops / seconds, not undisturbed)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.bench.grid import spec_from_case
-from effexport.bench.models import module_from_case, signature_of_case, synchronize, tensors_from_arrays
-from effexport.bench.results import Case, Parity
+from effexport.bench.models import module_from_case, signature_of_case, synchronize
+from effexport.bench.results import Agreement, BenchCase
 from effexport.dtypes import numpy_dtype
 from effexport.errors import EffexportError, RuntimeUnsupportedError
 from effexport.models.size_formula import shape_of
@@ -28,16 +26,18 @@ from effexport.runtimes import CUDA, DEFAULT_RUNTIME, RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     import torch
-
-    from effexport.dtypes import Array
-    from effexport.proof.candidate import OpenedCandidate as Bucketed
-    from effexport.runners.artifact_runner import OpenModel
-
-    OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
     from torch import nn
 
-    from effexport.proof.cases import Case as ReferenceCase
+    from effexport.dtypes import Array
+    from effexport.export.onnx_graph import GraphSignature
+    from effexport.proof.cases import Case
     from effexport.proof.check import Check
+    from effexport.proof.module_runs import Answer
+    from effexport.runners.artifact_runner import OpenModel
+    from effexport.runners.runner import Runner
+
+    RunModule = Callable[[nn.Module, GraphSignature, Mapping[str, Array]], Answer]
+    OpenGiven = Callable[[Sequence[str]], tuple[Runner | None, dict[str, str]]]
 
 # Messages of compilers and runtimes are long; their beginning names the cause.
 LONGEST_MESSAGE = 300
@@ -50,7 +50,7 @@ class NotRunnableError(Exception):
 class TorchCandidate:
     """A module in eager PyTorch, or compiled. Raises NotRunnableError if torch.compile finds no compiler."""
 
-    def __init__(self, case: Case, *, compiled: bool = False, device: str = "cpu") -> None:
+    def __init__(self, case: BenchCase, *, compiled: bool = False, device: str = "cpu") -> None:
         import torch
 
         from effexport.environment import has_compiler
@@ -70,8 +70,11 @@ class TorchCandidate:
         self._result: torch.Tensor | None = None
 
     def bind(self, feeds: Mapping[str, Array]) -> None:
+        from effexport.proof.module_runs import arguments
+
         # copies, like the bound inputs of other runtimes
-        self._given = tuple(x.clone() for x in tensors_from_arrays(self._case, feeds, self._device))
+        inputs = arguments(self._call, signature_of_case(self._case), feeds)
+        self._given = tuple(x.to(self._device, copy=True) for x in inputs)
 
     def run(self) -> None:
         import torch
@@ -98,9 +101,9 @@ class TorchCandidate:
 
 
 class RunnerCandidate:
-    """A runner of any runtime. open_given: see `with_buckets_as_inputs`."""
+    """A runner of any runtime. open_given: opens its model with the buckets of some hashes as inputs."""
 
-    def __init__(self, runner: Any, open_given: OpenGiven | None = None) -> None:
+    def __init__(self, runner: Any, open_given: OpenGiven = lambda hashes: (None, {})) -> None:
         self._runner = runner
         self._open_given = open_given
         self._bound: Any = None
@@ -119,11 +122,13 @@ class RunnerCandidate:
     def with_buckets(
         self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]
     ) -> tuple[dict[str, Array], dict[str, Array]] | None:
-        given = self._open_given and self._open_given(tuple(buckets))
-        if not given:
+        from effexport.proof.candidate import OpenedCandidate
+
+        runner, values = self._open_given(tuple(buckets))
+        if runner is None:
             return None
-        with given as candidate:
-            return candidate.run_with_given(feeds, buckets)
+        with runner:
+            return OpenedCandidate(runner, runner, values).run_with_given(feeds, buckets)
 
     def close(self) -> None:
         self._bound = None
@@ -137,7 +142,7 @@ class RunnerCandidate:
 Candidate = TorchCandidate | RunnerCandidate
 
 
-def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_arena: bool = True) -> Candidate:
+def candidate_from_case(case: BenchCase, model: Path | None, *, threads: int, memory_arena: bool = True) -> Candidate:
     """model: the ONNX file or engine, where the runtime reads one. memory_arena: see RunOptions.
 
     Raises NotRunnableError for what this machine cannot run, and EffexportError for a model that does not load.
@@ -150,12 +155,14 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
         from effexport.tensorrt.runner import TrtRunner
 
         return RunnerCandidate(TrtRunner(model))
-    open_model = model_opener(case, threads, memory_arena)
-    runner = open_model(model, FeedLimits(), None)
-    return RunnerCandidate(runner, lambda hashes: with_buckets_as_inputs(model, hashes, open_model))
+    from effexport.proof.candidate import opened_with_given
+
+    open_model, limits = model_opener(case, threads, memory_arena), FeedLimits()
+    runner = open_model(model, limits, None)
+    return RunnerCandidate(runner, lambda hashes: opened_with_given(model, hashes, limits, open_model))
 
 
-def model_opener(case: Case, threads: int, memory_arena: bool) -> OpenModel:
+def model_opener(case: BenchCase, threads: int, memory_arena: bool) -> OpenModel:
     """A function that opens ONNX files with the runtime of a case."""
     from effexport.runners.artifact_runner import runner_module
     from effexport.runners.options import RunOptions
@@ -171,30 +178,6 @@ def model_opener(case: Case, threads: int, memory_arena: bool) -> OpenModel:
     module = runner_module(runtime if runtime.folder else RUNTIMES[DEFAULT_RUNTIME])
     opener: OpenModel = partial(module.open_model, options)
     return opener
-
-
-def with_buckets_as_inputs(
-    model: Path, hashes: Sequence[str], open_model: OpenModel
-) -> AbstractContextManager[Bucketed] | None:
-    """The same model opened again, with the buckets of its hashes as inputs; None if they cannot be found.
-
-    hashes: names of the bucket values, as the reference has them.
-    """
-    from effexport.proof.candidate import OpenedCandidate as BucketedCandidate
-    from effexport.proof.candidate import given_values, with_given_values
-
-    values = given_values(model, hashes)
-    if not values:
-        return None
-
-    @contextmanager
-    def opened() -> Iterator[Bucketed]:
-        with open_model(
-            with_given_values(model, list(values.values())), FeedLimits(), model.parent.resolve()
-        ) as runner:
-            yield BucketedCandidate(runner, runner, values)
-
-    return opened()
 
 
 def reason_not_here(runtime: str) -> str | None:
@@ -238,7 +221,7 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
     return None
 
 
-def engine_from_case(case: Case, model: Path, output: Path) -> None:
+def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:
     """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
     from effexport.tensorrt.cuda import current_compute_capability
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
@@ -269,29 +252,31 @@ def short(error: BaseException) -> str:
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
 
 
-def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> ReferenceCase:
+def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     """The answers of the float32 module to the inputs that will be timed, as a case of the proof.
 
     Raises StageError if the module does not give the same answer twice.
     """
     from effexport.export.onnx_from_module import at_precision
-    from effexport.proof.cases import Case as ReferenceCase
+    from effexport.proof.cases import Case
     from effexport.proof.float64 import warm_up
     from effexport.proof.metrics import rms_change
-    from effexport.proof.module_runs import RepeatedRuns, other_rotations
+    from effexport.proof.module_runs import RepeatedRuns, other_rotations, recorded_run, run_module
 
     spec, module = spec_from_case(case), module_from_case(case)
     mask = np.ones((case.batch, case.seq_len), dtype=np.int64)
-    golden = ReferenceCase("timed inputs", {**feeds, "attention_mask": mask}, {})
+    golden = Case("timed inputs", {**feeds, "attention_mask": mask}, {})
     runs = RepeatedRuns("PyTorch")
 
+    def outputs_alone(other: nn.Module, signature: GraphSignature, inputs: Mapping[str, Array]) -> Answer:
+        return {"outputs": run_module(other, signature, inputs)}
+
     def noise(other: nn.Module) -> float:
-        repeated = runs.answer(golden.label, lambda: {"outputs": answer(other, case, feeds)})
+        repeated = runs.answer(golden.label, lambda: answer(outputs_alone, other, case, feeds))
         return rms_change(golden, repeated["outputs"])
 
     warm_up()
-    found = runs.answer(golden.label, lambda: answer_with_hashes(module, case, feeds))
-    golden = replace(golden, outputs=found["outputs"], buckets=found["buckets"], margins=found["margins"])
+    golden = golden.with_parts(runs.answer(golden.label, lambda: answer(recorded_run, module, case, feeds)))
     if not spec.attention.is_hashed:
         return golden
     with other_rotations(module):
@@ -300,65 +285,35 @@ def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> ReferenceCase:
     return replace(golden, seed_noise=seed_noise, precision_noise=precision_noise)
 
 
-def answer_with_hashes(module: nn.Module, case: Case, feeds: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """`answer`, and the buckets and margins of its hashes."""
-    from effexport.proof.module_runs import recorded_hashes
-
-    buckets: dict[str, list[Array]] = defaultdict(list)
-    margins: dict[str, list[Array]] = defaultdict(list)
-    with recorded_hashes(module) as recorded:
-
-        def keep_hashes() -> None:
-            for kept, of_sample in zip((buckets, margins), recorded, strict=True):
-                for name, array in of_sample.items():
-                    kept[name].append(array)
-
-        outputs = answer(module, case, feeds, keep_hashes)
-    return {
-        "outputs": outputs,
-        "buckets": {name: np.concatenate(arrays) for name, arrays in buckets.items()},
-        "margins": {name: np.concatenate(arrays) for name, arrays in margins.items()},
+def answer(run: RunModule, module: nn.Module, case: BenchCase, feeds: Mapping[str, Array]) -> Answer:
+    """The parts of a module's answer, tokens first; one sample at a time, to save memory."""
+    signature = signature_of_case(case)
+    samples = [run(module, signature, {name: x[i : i + 1] for name, x in feeds.items()}) for i in range(case.batch)]
+    parts = {
+        part: {name: np.concatenate([sample[part][name] for sample in samples]) for name in arrays}
+        for part, arrays in samples[0].items()
     }
+    return parts | {"outputs": tokens_first(case, parts["outputs"])}
 
 
-def answer(
-    module: nn.Module, case: Case, feeds: Mapping[str, Array], on_sample: Callable[[], None] = lambda: None
-) -> dict[str, Array]:
-    """Float32 outputs of a module by name, tokens first; one sample at a time, to save memory.
-
-    Inputs of lower precision are widened for a float32 module, so that both sides see the same numbers.
-    """
-    import torch
-
-    dtype = next(module.parameters()).dtype
-    given = [x.to(dtype) if x.is_floating_point() else x for x in tensors_from_arrays(case, feeds)]
-    samples = []
-    for i in range(case.batch):
-        with torch.inference_mode():
-            samples.append(module(*(x[i : i + 1] for x in given)).float())
-        on_sample()
-    (output,) = signature_of_case(case).outputs
-    return tokens_first(case, {output.name: torch.cat(samples).numpy()})
-
-
-def tokens_first(case: Case, outputs: Mapping[str, Array]) -> dict[str, Array]:
+def tokens_first(case: BenchCase, outputs: Mapping[str, Array]) -> dict[str, Array]:
     """[batch, heads, seq, channels] → [batch, seq, heads · channels], so that errors are judged token by token."""
     if case.scope != "core":
         return dict(outputs)
     return {name: x.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1) for name, x in outputs.items()}
 
 
-def agreement(candidate: Candidate, case: Case, golden: ReferenceCase) -> Parity:
+def agreement(candidate: Candidate, case: BenchCase, golden: Case) -> Agreement:
     """Compare the outputs of the candidate's last call. Names, types and shapes first, then NaN, then the numbers."""
     outputs = candidate.outputs()
     problem = signature_problem(case, outputs)
     if problem:
-        return Parity(passed=False, metric="names, dtypes, shapes", value=None, limit=None, detail=problem)
+        return Agreement(passed=False, metric="names, dtypes, shapes", value=None, limit=None, detail=problem)
     plain = tokens_first(case, outputs)
     checks = list(judged_checks(candidate, case, golden, plain))
     # the first failure, or the check with the most informative number: the first after finiteness
     shown = next((check for check in checks if check.status != "passed"), checks[1])
-    return Parity(
+    return Agreement(
         passed=shown.status == "passed",
         metric=shown.metric,
         value=shown.value if shown.value is None or math.isfinite(shown.value) else None,
@@ -367,40 +322,29 @@ def agreement(candidate: Candidate, case: Case, golden: ReferenceCase) -> Parity
     )
 
 
-def judged_checks(
-    candidate: Candidate, case: Case, golden: ReferenceCase, outputs: Mapping[str, Array]
-) -> Iterator[Check]:
+def judged_checks(candidate: Candidate, case: BenchCase, golden: Case, outputs: Mapping[str, Array]) -> Iterator[Check]:
     """The checks of `effexport verify` that apply to a single answer.
 
     A model that hashes runs again with the buckets of the reference, so that small faults show. If its buckets cannot
     be set, only the free run is judged, with a wider limit: one bucket that rounding flips shifts chunk boundaries, and
     changes a third of all tokens a little.
     """
-    from effexport.proof.checks.arithmetic import (
-        check_arithmetic,
-        check_finite,
-        check_free_run,
-        check_given_buckets,
-        check_overall,
-    )
-    from effexport.proof.tolerances import case_limit, overall_limit
+    from effexport.proof.check import Kind
+    from effexport.proof.checks.arithmetic import check_finite, check_free_run, check_given_buckets, check_numbers
 
     spec = spec_from_case(case)
     yield check_finite(golden.label, outputs)
-    if spec.attention.is_hashed:
-        given = candidate.with_buckets(
-            {tensor.name: golden.inputs[tensor.name] for tensor in signature_of_case(case).inputs}, golden.buckets
-        )
-        if given is not None:
-            yield from check_given_buckets(golden, tokens_first(case, given[0]), given[1], spec)
-        yield check_free_run(golden, outputs, spec)
+    if not spec.attention.is_hashed:
+        yield from check_numbers(golden, outputs, spec, Kind.ARITHMETIC)
         return
-    check = check_arithmetic(golden, outputs, case_limit(spec, golden.own_error))
-    yield check
-    yield from check_overall(golden, check, overall_limit(spec, golden.own_error))
+    feeds = {tensor.name: golden.inputs[tensor.name] for tensor in signature_of_case(case).inputs}
+    given = candidate.with_buckets(feeds, golden.buckets)
+    if given is not None:
+        yield from check_given_buckets(golden, tokens_first(case, given[0]), given[1], spec)
+    yield check_free_run(golden, outputs, spec)
 
 
-def signature_problem(case: Case, outputs: Mapping[str, Array]) -> str:
+def signature_problem(case: BenchCase, outputs: Mapping[str, Array]) -> str:
     """A mismatch of names, types or shapes; "" if there is none."""
     sizes = {"batch": case.batch, "seq": case.seq_len}
     expected = {tensor.name: (tensor.dtype, shape_of(tensor.dims, sizes)) for tensor in signature_of_case(case).outputs}

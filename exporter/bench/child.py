@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.bench.cell import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
-from effexport.bench.results import Case
+from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
+from effexport.bench.results import BenchCase
 from effexport.errors import EffexportError, StageError, UserError
 from effexport.files import json_text, write_file
 from effexport.models.validation import SpecError
@@ -167,7 +167,7 @@ def device_bytes_of(work: Callable[[], object]) -> int:
 
 def peak_bytes_of_case(request: dict[str, Any]) -> int:
     """The peak memory of a case. request: case, model (path or null), threads, memory_arena."""
-    case, model = Case(**request["case"]), request["model"]
+    case, model = BenchCase(**request["case"]), request["model"]
     if not RUNTIMES[case.runtime].graph:
         import torch
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from effexport.bench.grid import logits_bytes, products_of_case
 from effexport.bench.models import signature_of_case, synchronize
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.dtypes import DTYPES
 from effexport.environment import free_memory_bytes, usable_cores
@@ -73,7 +73,7 @@ def run_pass(nbytes: int, device: str = "cpu") -> Callable[[], None]:
     return run
 
 
-def traffic_bytes(case: Case) -> int:
+def traffic_bytes(case: BenchCase) -> int:
     """Bytes of all inputs and outputs of one call."""
     sizes = {"batch": case.batch, "seq": case.seq_len}
     signature = signature_of_case(case)
@@ -110,12 +110,12 @@ USABLE_SHARE = 0.9
 ARENA_SHARE = 0.25
 
 
-def needed_bytes(case: Case) -> int:
+def needed_bytes(case: BenchCase) -> int:
     """Roughly what a plain implementation needs at its peak."""
     return COPIES_OF_LOGITS * logits_bytes(case) + COPIES_OF_INPUTS * traffic_bytes(case)
 
 
-def reason_too_large(case: Case) -> str | None:
+def reason_too_large(case: BenchCase) -> str | None:
     """The reason a case does not fit into the free memory; None if it fits or the free memory is unknown."""
     free, needed = free_memory_bytes(), needed_bytes(case)
     if free is None or needed <= USABLE_SHARE * free:
@@ -123,7 +123,7 @@ def reason_too_large(case: Case) -> str | None:
     return f"would need about {memory(needed)} of memory, and this machine has {memory(free)} free"
 
 
-def arena_fits(case: Case) -> bool:
+def arena_fits(case: BenchCase) -> bool:
     free = free_memory_bytes()
     return free is None or needed_bytes(case) <= ARENA_SHARE * free
 
@@ -171,7 +171,7 @@ class Pace:
         self._done += cost
 
 
-def call_seconds(case: Case) -> float:
+def call_seconds(case: BenchCase) -> float:
     """Roughly how long one call takes."""
     flops = sum(product.flops for product in products_of_case(case))
     is_plain = RUNTIMES[case.runtime].graph != "ours"
@@ -179,13 +179,13 @@ def call_seconds(case: Case) -> float:
     return flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
 
 
-def prepare_cost(case: Case, parity: bool = True) -> float:
+def prepare_cost(case: BenchCase, parity: bool = True) -> float:
     """Loading, and comparing with PyTorch unless that is left out."""
     reference = replace(case, runtime=TORCH_OF_DEVICE["cpu"])
     return LOAD_SECONDS + parity * REFERENCE_CALLS * call_seconds(reference)
 
 
-def timing_cost(case: Case, rounds: int, max_seconds: float) -> float:
+def timing_cost(case: BenchCase, rounds: int, max_seconds: float) -> float:
     """Warming up and taking turns with the floors of the model."""
     call = call_seconds(case)
     is_short = call < WAKE_UP_BELOW_SECONDS
@@ -194,5 +194,5 @@ def timing_cost(case: Case, rounds: int, max_seconds: float) -> float:
     return TIMES_WITH_FLOORS * (WARM_UP_RUNS * call + timed + waking) + rounds * PAUSES_SECONDS
 
 
-def memory_cost(case: Case) -> float:
+def memory_cost(case: BenchCase) -> float:
     return CHILD_SECONDS + CHILD_CALLS * call_seconds(case)

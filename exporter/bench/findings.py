@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.bench.results import BenchResults, Case, Row, Status
+from effexport.bench.results import BenchResults, BenchRow, Status
 from effexport.render.document import Item
 from effexport.units import counted, duration, listed, memory, number, three_digits
 
@@ -85,22 +85,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class Curve:
-    """The rows of one model in one setting, in order of length.
-
-    name: what tells it from the others of its benchmark; place: the same without the model.
-    """
+    """The rows of one model in one setting, in order of length. place: what tells it from the model's others."""
 
     label: str
     setting: Setting
-    name: str
     place: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}, {self.place}"
 
     @property
     def is_baseline(self) -> bool:
         return self.rows[0].case.variant == BASELINE
 
-    def values(self, read: Callable[[Row], float | None]) -> dict[int, float]:
+    def values(self, read: Callable[[BenchRow], float | None]) -> dict[int, float]:
         """Values of the rows whose timing may be quoted, by length."""
         known = ((row.case.seq_len, read(row)) for row in self.rows if row.is_quotable)
         return {length: value for length, value in known if value is not None}
@@ -113,33 +113,25 @@ class Curve:
         return any(row.status == "disturbed" for row in self.rows)
 
 
-def median_ms(row: Row) -> float | None:
+def median_ms(row: BenchRow) -> float | None:
     return None if row.timing is None else row.timing.median_ms
 
 
 def curves(results: BenchResults) -> list[Curve]:
     """All curves, softmax first, the others in the order of the rows."""
-    groups: dict[tuple[str, Setting], list[Row]] = {}
+    groups: dict[tuple[str, Setting], list[BenchRow]] = {}
     batch_varies = has_several_batches(results.rows)
     for row in results.rows:
-        groups.setdefault((row.case.label, setting_of(row.case, batch_varies)), []).append(row)
+        case = row.case
+        setting = Setting(case.runtime, case.scope, case.precision, case.batch if batch_varies else 0)
+        groups.setdefault((case.label, setting), []).append(row)
     settings = list(dict.fromkeys(setting for _, setting in groups))
     places = {setting: _place(setting, settings) for setting in settings}
     found = [
-        Curve(
-            label,
-            setting,
-            f"{label}, {places[setting]}",
-            places[setting],
-            tuple(sorted(rows, key=lambda row: row.case.seq_len)),
-        )
+        Curve(label, setting, places[setting], tuple(sorted(rows, key=lambda row: row.case.seq_len)))
         for (label, setting), rows in groups.items()
     ]
     return sorted(found, key=lambda curve: not curve.is_baseline)
-
-
-def setting_of(case: Case, batch_varies: bool) -> Setting:
-    return Setting(case.runtime, case.scope, case.precision, case.batch if batch_varies else 0)
 
 
 def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
@@ -162,7 +154,7 @@ def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, Crossover]]:
     ]
 
 
-def has_several_batches(rows: Iterable[Row]) -> bool:
+def has_several_batches(rows: Iterable[BenchRow]) -> bool:
     """True if any length was measured with several batches. Batches that only shrink with length form one curve."""
     batches: dict[int, set[int]] = {}
     for row in rows:
@@ -259,7 +251,7 @@ def headlines(results: BenchResults) -> list[str]:
 
 def problems(results: BenchResults) -> list[Item]:
     """Rows that have no timing to quote, by reason."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[BenchRow]] = {}
     for row in results.rows:
         if not row.is_quotable:
             groups.setdefault((status_of(row), reason_of(row)), []).append(row)
@@ -282,14 +274,14 @@ def remarks(results: BenchResults) -> list[str]:
     return [*found, BELOW_FLOOR] if is_below else found
 
 
-def status_of(row: Row) -> Status:
+def status_of(row: BenchRow) -> Status:
     """The status of a row: failed if its parity failed, not run if it has no timing."""
     if _failed(row):
         return "failed"
     return "not run" if row.timing is None else row.status
 
 
-def reason_of(row: Row) -> str:
+def reason_of(row: BenchRow) -> str:
     """The reason a row has no timing; if its parity failed, with the values."""
     parts = [row.reason]
     if row.parity and not row.parity.passed:
@@ -299,11 +291,11 @@ def reason_of(row: Row) -> str:
     return "; ".join(dict.fromkeys(part for part in parts if part)) or "no reason is known"
 
 
-def _failed(row: Row) -> bool:
+def _failed(row: BenchRow) -> bool:
     return row.status == "failed" or (row.parity is not None and not row.parity.passed)
 
 
-def _labels(rows: Sequence[Row]) -> str:
+def _labels(rows: Sequence[BenchRow]) -> str:
     """`linear on torch and ort at 512 and 1,024 tokens; …`."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -341,7 +333,7 @@ def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, floa
     return -longest, 1 / (row.tokens_per_second or 1), f"{sentence}."
 
 
-def _beside_baseline(row: Row, curve: Curve, found: Sequence[Curve]) -> str:
+def _beside_baseline(row: BenchRow, curve: Curve, found: Sequence[Curve]) -> str:
     """`: 12.7 times as fast as softmax, and 22.8 times less memory (…)`."""
     parts = []
     if row.times_softmax is not None:
@@ -358,5 +350,5 @@ def _beside_baseline(row: Row, curve: Curve, found: Sequence[Curve]) -> str:
     return f": {', '.join(parts)}"
 
 
-def _row_at(curve: Curve, length: int) -> Row | None:
+def _row_at(curve: Curve, length: int) -> BenchRow | None:
     return next((row for row in curve.rows if row.case.seq_len == length), None)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.errors import UserError
 from effexport.models.attention_spec import AttentionSpec, attention_spec
@@ -72,11 +72,11 @@ class Grid:
         for case in self.cases():
             spec_from_case(case)
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[BenchCase]:
         """Shorter sequences first; of one size, model by model."""
         sizes = itertools.product(sorted(self.seq_lens), sorted(self.batches), self.precisions)
         for (seq_len, batch, precision), model, runtime in itertools.product(sizes, self.models, self.runtimes):
-            yield Case(
+            yield BenchCase(
                 label=model.label,
                 variant=model.variant,
                 runtime=runtime,
@@ -91,28 +91,26 @@ class Grid:
             )
 
 
-def models_from_text(text: str) -> tuple[Model, ...]:
+def models_from_text(text: str, option: str = "--variants") -> tuple[Model, ...]:
     """`softmax,nystrom:num_landmarks=32,lsh:num_hashes=4:chunk_length=32` → models.
 
     Raises UserError for text of another form; an unknown variant or field is reported by Grid.
     """
-    return tuple(model_from_text(part) for part in words(text, "--variants"))
+    return tuple(model_from_text(part, option) for part in words(text, option))
 
 
-def model_from_text(text: str) -> Model:
+def model_from_text(text: str, option: str) -> Model:
     variant, *settings = text.split(":")
     if variant not in ATTENTION_SPECS:
         raise UserError(
-            f"unknown variant {variant!r} in --variants{did_you_mean(variant, ATTENTION_SPECS)} "
+            f"unknown variant {variant!r} in {option}{did_you_mean(variant, ATTENTION_SPECS)} "
             f"Expected some of: {', '.join(ATTENTION_SPECS)}"
         )
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
-            raise UserError(
-                f"cannot read {text!r} in --variants; expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4"
-            )
+            raise UserError(f"cannot read {text!r} in {option}; expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4")
         options[name.replace("-", "_")] = value_from_text(value)
     return Model(variant, options)
 
@@ -164,7 +162,7 @@ def check_distinct(option: str, given: Collection[object]) -> None:
             raise UserError(f"{option} has {value} twice")
 
 
-def spec_from_case(case: Case) -> BuildSpec:
+def spec_from_case(case: BenchCase) -> BuildSpec:
     """The model of a case as it is exported: seq_len is the measured length, and our operators are fused if possible.
 
     Raises SpecError for options that cannot work.
@@ -172,19 +170,19 @@ def spec_from_case(case: Case) -> BuildSpec:
     return BuildSpec(model=model_of_case(case), batch=case.batch, precision=case.precision, fused=True)  # type: ignore[arg-type]
 
 
-def model_of_case(case: Case) -> AttentionSpec | EncoderSpec:
+def model_of_case(case: BenchCase) -> AttentionSpec | EncoderSpec:
     sizes = {"dim": case.heads * case.head_dim, "heads": case.heads, "seq_len": case.model_seq_len or case.seq_len}
     attention = attention_spec(case.variant, sizes | case.options)
     return EncoderSpec(attention=attention, **case.encoder) if case.scope == "encoder" else attention
 
 
-def products_of_case(case: Case) -> tuple[Product, ...]:
+def products_of_case(case: BenchCase) -> tuple[Product, ...]:
     """The matrix products of one call: for the scope "core" those of attention alone, else with all projections."""
     model = model_of_case(case)
     products = model.attention.core_products if case.scope == "core" else model.products
     return tuple(products(case.batch, case.seq_len))
 
 
-def logits_bytes(case: Case) -> int:
+def logits_bytes(case: BenchCase) -> int:
     """The largest intermediate value of the plain formula, float32, such as the logits of softmax."""
     return 4 * model_of_case(case).attention.largest_intermediate(case.batch, case.seq_len)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from effexport.bench.grid import spec_from_case
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.errors import StageError
 from effexport.export.onnx_graph import GraphSignature
@@ -26,7 +26,7 @@ INPUT_SEED = 20_240_101
 OUTPUT = "context"
 
 
-def module_from_case(case: Case) -> nn.Module:
+def module_from_case(case: BenchCase) -> nn.Module:
     """The module to time: the layer or encoder, or for the scope "core" the attention in it.
 
     Float32, in evaluation mode, not fused; the weights are drawn from a seed.
@@ -41,7 +41,7 @@ def module_from_case(case: Case) -> nn.Module:
     return AttentionCore(module).eval()
 
 
-def signature_of_case(case: Case) -> GraphSignature:
+def signature_of_case(case: BenchCase) -> GraphSignature:
     """Inputs and outputs of what is timed, in the order of the module's arguments.
 
     They are found without the module, so that measuring memory need not load PyTorch.
@@ -58,7 +58,7 @@ def signature_of_case(case: Case) -> GraphSignature:
     return GraphSignature(inputs, (output,), spec.custom_ops)
 
 
-def inputs_of_case(case: Case) -> dict[str, Array]:
+def inputs_of_case(case: BenchCase) -> dict[str, Array]:
     """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones."""
     spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
     sizes = {"batch": case.batch, "seq": case.seq_len}
@@ -76,20 +76,7 @@ def inputs_of_case(case: Case) -> dict[str, Array]:
     return arrays
 
 
-def tensors_from_arrays(case: Case, arrays: Mapping[str, Array], device: str = "cpu") -> tuple[torch.Tensor, ...]:
-    """The inputs as PyTorch takes them, at the precision of the case."""
-    import torch
-
-    tensors = []
-    for tensor in signature_of_case(case).inputs:
-        array = arrays[tensor.name]
-        # PyTorch does not know numpy's bfloat16; converting through float32 is exact
-        value = torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32, copy=False))
-        tensors.append(value.to(device=device, dtype=getattr(torch, tensor.dtype)))
-    return tuple(tensors)
-
-
-def onnx_from_case(case: Case, path: Path) -> None:
+def onnx_from_case(case: BenchCase, path: Path) -> None:
     """Export the model of a case with our operators and their bodies to `path`; batch and length stay free.
 
     Raises StageError when the exporter fails or the graph does not have the expected signature.
@@ -103,7 +90,7 @@ def onnx_from_case(case: Case, path: Path) -> None:
     write_graph(at_precision(module, spec.precision), example_of_case(case), signature_of_case(case), spec, path)
 
 
-def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:
+def example_of_case(case: BenchCase) -> tuple[torch.Tensor, ...]:
     """Small inputs for tracing, of the sizes of `example_inputs`.
 
     One token less than the longest: a length that equals the number of learned positions would become a constant.
@@ -126,7 +113,7 @@ def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:
 STAGE = "plain export"
 
 
-def naive_onnx_from_case(case: Case, path: Path) -> None:
+def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
     """Export the formulas as PyTorch runs them to `path`: only standard operators, with dynamic batch and length.
 
     Raises StageError when the exporter fails, or one of our operators is left.
@@ -158,7 +145,7 @@ def naive_onnx_from_case(case: Case, path: Path) -> None:
     exported.save(path)
 
 
-def plain_program(module: nn.Module, case: Case) -> torch.export.ExportedProgram:
+def plain_program(module: nn.Module, case: BenchCase) -> torch.export.ExportedProgram:
     """The traced module, with our operators replaced by the PyTorch code of their references."""
     import torch
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from effexport.bench.beside import mean_ratios, measured_table, published_tables
 from effexport.bench.findings import (
     BASELINE,
     Curve,
@@ -25,9 +24,9 @@ from effexport.bench.findings import (
     status_of,
     verdict,
 )
-from effexport.bench.presets import PRESETS
+from effexport.bench.presets import PRESETS, mean_ratios, measured_table, published_tables
 from effexport.bench.recommendation import Advice, on_frontier
-from effexport.bench.results import BenchResults, Row
+from effexport.bench.results import BenchResults, BenchRow
 from effexport.files import FolderKind, csv_text
 from effexport.proof.check import METRIC
 from effexport.render.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
@@ -71,7 +70,7 @@ COLUMNS: dict[str, str] = {
 What = Literal["latency", "memory", "ratio", "floor"]
 RATIO = Quantity("Times as fast as softmax", "times as fast", times)
 # each with its value in a row, in the unit of the axis
-QUANTITIES: dict[What, tuple[Quantity, Callable[[Row], float | None]]] = {
+QUANTITIES: dict[What, tuple[Quantity, Callable[[BenchRow], float | None]]] = {
     "latency": (Quantity("Latency against length", "milliseconds", duration), median_ms),
     "memory": (
         Quantity("Peak memory against length", "megabytes", lambda value: memory(value * 1e6)),
@@ -112,7 +111,7 @@ MEMORY = (
     "are powers of ten.",
 )
 # A column, and its text in a row. Those of the case come first; the others are empty for a row without a timing.
-OF_CASE: tuple[tuple[Column, Callable[[Row], str]], ...] = (
+OF_CASE: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
     (Column("Tokens", True, group="{} tokens"), lambda row: f"{row.case.seq_len:,}"),
     (Column("Model"), lambda row: row.case.label),
     (Column("Runtime"), lambda row: row.case.runtime),
@@ -123,11 +122,11 @@ OF_CASE: tuple[tuple[Column, Callable[[Row], str]], ...] = (
 )
 
 
-def median_text(row: Row) -> str:
+def median_text(row: BenchRow) -> str:
     return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
 
 
-def parity_text(row: Row) -> str:
+def parity_text(row: BenchRow) -> str:
     """`2.5e-06 of 0.0002`; the result in words if there is no number."""
     if row.parity is None:
         return NOTHING
@@ -136,13 +135,13 @@ def parity_text(row: Row) -> str:
     return f"{number(row.parity.value)} of {number(row.parity.limit)}"
 
 
-def implementation_text(row: Row) -> str:
+def implementation_text(row: BenchRow) -> str:
     """`kernel` if all custom operators ran so, else what ran each of them."""
     ran = list(dict.fromkeys(row.implementation.values()))
     return ran[0] if len(ran) == 1 else ", ".join(f"{op}: {what}" for op, what in row.implementation.items()) or NOTHING
 
 
-MEASURED: tuple[tuple[Column, Callable[[Row], str]], ...] = (
+MEASURED: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
     (Column("Median ± spread", True), median_text),
     (Column("Tokens/s", True, below="{} tokens/s"), lambda row: rate(row.tokens_per_second)),
     (Column("× softmax", True), lambda row: three_digits(row.times_softmax)),
@@ -230,11 +229,11 @@ def facts(title: str, values: dict[str, str]) -> Facts:
     return Facts(title, tuple(values.items()))
 
 
-def options_text(row: Row) -> str:
+def options_text(row: BenchRow) -> str:
     return ", ".join(f"{name} {value}" for name, value in row.case.options.items())
 
 
-def conditions_of(rows: Sequence[Row]) -> dict[str, str]:
+def conditions_of(rows: Sequence[BenchRow]) -> dict[str, str]:
     """The texts that all rows have in common, by the title of their column, in the order of CONDITIONS."""
     timed = [row for row in rows if row.is_quotable]
     texts = {column.title: {text(row) for row in rows} for column, text in OF_CASE}
@@ -271,7 +270,7 @@ def timing_note(results: BenchResults) -> str:
     )
 
 
-def line_of_problem(row: Row, cells: tuple[str, ...]) -> Line:
+def line_of_problem(row: BenchRow, cells: tuple[str, ...]) -> Line:
     """The reason a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
     status, reason = status_of(row), reason_of(row)
     if status != "disturbed" or row.timing is None:
@@ -423,7 +422,7 @@ def csv_from_results(results: BenchResults) -> str:
     return csv_text(COLUMNS, ([field_of(row, path) for path in COLUMNS.values()] for row in results.rows))
 
 
-def field_of(row: Row, path: str) -> Any:
+def field_of(row: BenchRow, path: str) -> Any:
     value: Any = row
     for name in path.split("."):
         value = None if value is None else getattr(value, name)

@@ -1,14 +1,24 @@
-"""Published experiments to repeat, and the figures that were published. Loads no framework."""
+"""Published experiments to repeat, and the figures that were published beside measured ones.
+
+A table has the published layout: one row per model, one column per length.
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
 from effexport.bench.grid import Grid, Model
+from effexport.bench.results import BenchResults, BenchRow
+from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.render.document import Column, Line, Table
+from effexport.units import NOTHING, duration_with, three_digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +127,171 @@ def tuples(value: Any) -> Any:
 def published_of(preset: str) -> tuple[Published, ...]:
     """The publications that a preset repeats; none for "" and for unknown names."""
     return tuple(one for one in publications() if one.preset == preset)
+
+
+# Figures, and below them their ratios to softmax.
+Pair = tuple[str, str]
+# (row, softmax at the same length if that was timed) → its figures
+PairOf = Callable[[BenchRow, BenchRow | None], Pair]
+MEAN_NOTE = "Mean ± standard deviation of all runs; below, the mean of softmax divided by that of the model."
+PAIR_NOTE = (
+    "Memory in MB / time in ms (median); below, how many times less memory and time than softmax in the same setting."
+)
+
+
+def published_tables(results: BenchResults) -> list[tuple[Published, Table | None]]:
+    """The publications that the preset of a benchmark repeats, and the table of those that have one."""
+    if results.preset == "nystrom-table1":
+        return [(one, alternating(one, results)) for one in published_of(results.preset)]
+    return [(one, as_published(one) if one.rows else None) for one in published_of(results.preset)]
+
+
+def measured_table(results: BenchResults) -> Table | None:
+    """All measured rows of a preset, in the layout of papers; None if they are shown among the published ones."""
+    if results.preset == "nystrom-table1" or not published_of(results.preset):
+        return None
+    # means for the blog, which published means
+    pair_of, note = (mean_pair, MEAN_NOTE) if results.preset == "linear-blog" else (median_pair, PAIR_NOTE)
+    places = columns_of(results.rows)
+    found = measured_lines(curves(results), places, pair_of)
+    where = list(dict.fromkeys(curve.place for curve, _ in found))
+    lines = []
+    for place in where:
+        here = [pairs for curve, pairs in found if curve.place == place]
+        names = [curve.label for curve, _ in found if curve.place == place]
+        lines += [line_of(name, place, pairs, n == 0) for n, (name, pairs) in enumerate(zip(names, here, strict=True))]
+    return sheet("Measured", places, lines, note, "Where" if len(where) > 1 else "")
+
+
+def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
+    """Mean time of softmax divided by that of each other model, by length."""
+    every = curves(results)
+    ratios = []
+    for curve in every:
+        baseline = baseline_of(curve, every)
+        if baseline:
+            own, other = curve.values(mean_ms), baseline.values(mean_ms)
+            ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
+    return [(curve, values) for curve, values in ratios if values]
+
+
+def mean_ms(row: BenchRow) -> float | None:
+    return None if row.timing is None else row.timing.mean_ms
+
+
+def as_published(published: Published) -> Table:
+    columns = (Column("Model"), *(Column(title, True) for title in published.columns[1:]))
+    lines = (Line((str(row[0]), *map(cell_text, row[1:]))) for row in published.rows)
+    return Table("Published", columns, tuple(lines))
+
+
+def alternating(published: Published, results: BenchResults) -> Table:
+    """Every published row followed by the measured rows that repeat it; then the rows that repeat none."""
+    lengths = [int(length) for length in published.columns[1:]]
+    # a measured length replaces the published one, whatever its batch
+    places = sorted((dict.fromkeys(lengths, 0) | dict(columns_of(results.rows))).items())
+    measured = measured_lines(curves(results), places, median_pair)
+    softmax = dict(zip(lengths, published.rows[0][1:], strict=True))
+    lines: list[Line] = []
+    for row in published.rows:
+        figures = dict(zip(lengths, row[1:], strict=True))
+        pairs = [published_pair(figures.get(length), softmax.get(length)) for length, _ in places]
+        lines.append(line_of(str(row[0]), "published", pairs, True))
+        lines += [measured_line(curve, pairs) for curve, pairs in measured if repeats(str(row[0]), curve)]
+    names = [str(row[0]) for row in published.rows]
+    others = [one for one in measured if not any(repeats(name, one[0]) for name in names)]
+    lines += [measured_line(*one, begins=n == 0) for n, one in enumerate(others)]
+    return sheet("Published and measured", places, lines, PAIR_NOTE, "Source")
+
+
+def sheet(title: str, places: Sequence[tuple[int, int]], lines: Sequence[Line], note: str, source: str) -> Table:
+    """A table with two columns for each length. source: the title of the second column, "" to leave it out."""
+    ratios = [Column("× softmax", True, below="{}") for _ in places]
+    pairs = zip((Column(head, True) for head in heads_of(places)), ratios, strict=True)
+    columns = (Column("Model"), Column(source), *(column for pair in pairs for column in pair))
+    if not source:
+        columns = columns[:1] + columns[2:]
+        lines = [Line(line.cells[:1] + line.cells[2:], begins=line.begins) for line in lines]
+    return Table(title, columns, tuple(lines), note)
+
+
+def line_of(name: str, source: str, pairs: Sequence[Pair], begins: bool = False) -> Line:
+    return Line((name, source, *(text for pair in pairs for text in pair)), begins=begins)
+
+
+def measured_line(curve: Curve, pairs: Sequence[Pair], begins: bool = False) -> Line:
+    return line_of(curve.label, f"measured, {curve.place}", pairs, begins)
+
+
+def repeats(name: str, curve: Curve) -> bool:
+    """True if a curve measures the model of a row of the Nyströmformer table: `Nyströmformer-64` has 64 landmarks."""
+    if name == "Transformer":
+        return curve.is_baseline
+    model, _, landmarks = name.partition("-")
+    case = curve.rows[0].case
+    named = re.search(r"\d+$", case.label)
+    given = case.options.get("num_landmarks", named[0] if named else NystromSpec.num_landmarks)
+    return model == "Nyströmformer" and case.variant == "nystrom" and str(given) == landmarks
+
+
+def measured_lines(
+    every: Sequence[Curve], places: Sequence[tuple[int, int]], pair_of: PairOf
+) -> list[tuple[Curve, list[Pair]]]:
+    """The figures of each curve at each length."""
+    found = []
+    for curve in every:
+        baseline = baseline_of(curve, every)
+        others = {row.case.seq_len: row for row in baseline.rows if row.is_quotable} if baseline else {}
+        rows = {row.case.seq_len: row for row in curve.rows}
+        pairs = [pair_of(rows[n], others.get(n)) if n in rows else (NOTHING, "") for n, _ in places]
+        found.append((curve, pairs))
+    return found
+
+
+def median_pair(row: BenchRow, softmax: BenchRow | None) -> Pair:
+    """`450 / 12.3`, and below `22.7 × / 12.6 ×`."""
+    if not row.is_quotable or row.timing is None:
+        return status_of(row), ""
+    size = None if row.peak_bytes is None else row.peak_bytes / 1e6
+    less = softmax.peak_bytes / row.peak_bytes if softmax and softmax.peak_bytes and row.peak_bytes else None
+    faster = row.times_softmax if softmax or row.case.variant != BASELINE else None
+    return f"{three_digits(size)} / {three_digits(row.timing.median_ms)}", ratios_text(less, faster)
+
+
+def mean_pair(row: BenchRow, softmax: BenchRow | None) -> Pair:
+    if not row.is_quotable or row.timing is None:
+        return status_of(row), ""
+    ratio = softmax.timing.mean_ms / row.timing.mean_ms if softmax and softmax.timing else None
+    below = "" if ratio is None else f"{three_digits(ratio)} ×"
+    return duration_with(row.timing.mean_ms, row.timing.deviation_ms), below
+
+
+def published_pair(cell: FigureCell, softmax: FigureCell) -> Pair:
+    if not isinstance(cell, tuple) or not isinstance(softmax, tuple) or cell == softmax:
+        return cell_text(cell), ""
+    return cell_text(cell), ratios_text(softmax[0] / cell[0], softmax[1] / cell[1])
+
+
+def ratios_text(less: float | None, faster: float | None) -> str:
+    if less is None and faster is None:
+        return ""
+    return " / ".join(NOTHING if ratio is None else f"{three_digits(ratio)} ×" for ratio in (less, faster))
+
+
+def cell_text(cell: FigureCell) -> str:
+    """A published cell with its original digits."""
+    if cell is None:
+        return NOTHING
+    return " / ".join(map(str, cell)) if isinstance(cell, tuple) else str(cell)
+
+
+def columns_of(rows: Sequence[BenchRow]) -> list[tuple[int, int]]:
+    """Length and batch of each column; batch 0 if batches differ at one length and are named by the curves."""
+    several = has_several_batches(rows)
+    return sorted({(row.case.seq_len, 0 if several else row.case.batch) for row in rows})
+
+
+def heads_of(places: Sequence[tuple[int, int]]) -> list[str]:
+    """`1,024`, or `1,024 × 16` with the batch where it changes with the length."""
+    varies = len({batch for _, batch in places if batch}) > 1
+    return [f"{length:,} × {batch}" if varies and batch else f"{length:,}" for length, batch in places]

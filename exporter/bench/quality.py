@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.bench.grid import Model, model_of_case
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 from effexport.errors import UserError
 from effexport.evaluation.figures import BITS, LANGUAGE, LOSS, Estimate, Evaluation
 from effexport.models.attention_spec import SHARED_FIELDS
@@ -121,7 +121,7 @@ def models_of_results(results: Sequence[Judged], options: Mapping[str, Any]) -> 
     return tuple(models.values())
 
 
-def quality_of_cases(cases: Sequence[Case], results: Sequence[Judged]) -> dict[tuple[str, str], CandidateQuality]:
+def quality_of_cases(cases: Sequence[BenchCase], results: Sequence[Judged]) -> dict[tuple[str, str], CandidateQuality]:
     """The quality of candidates by label and runtime: a result in the same runtime, else one in another runtime.
 
     Raises UserError for a result of a model that is not timed, and for two of one model in one runtime.
@@ -145,7 +145,7 @@ def quality_of_cases(cases: Sequence[Case], results: Sequence[Judged]) -> dict[t
     return quality
 
 
-def matching(cases: Sequence[Case], one: Judged) -> Case:
+def matching(cases: Sequence[BenchCase], one: Judged) -> BenchCase:
     """The case whose model was judged. Raises UserError, with what differs, if there is none."""
     alike = [case for case in cases if case.variant == one.spec.attention.variant]
     if not alike:
@@ -165,7 +165,7 @@ def matching(cases: Sequence[Case], one: Judged) -> Case:
     return closest
 
 
-def differences(case: Case, one: Judged) -> dict[str, tuple[object, object]]:
+def differences(case: BenchCase, one: Judged) -> dict[str, tuple[object, object]]:
     """By name, what was judged and what is timed, where the two differ."""
     judged, timed = facts(one.spec.model), facts(model_of_case(case))
     pairs = {name: (judged.get(name), timed.get(name)) for name in judged | timed}

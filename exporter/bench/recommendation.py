@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from effexport.bench.advice import MOST_DISTURBED, Limits, Plan
 from effexport.bench.grid import model_of_case
-from effexport.bench.results import BenchResults, Case, Row
+from effexport.bench.results import BenchCase, BenchResults, BenchRow
+from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
 from effexport.processor import Processor
 from effexport.report.rendering.text import interval_text
@@ -20,6 +20,7 @@ from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
 from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
 
 if TYPE_CHECKING:
+    from effexport.bench.advice import AdvicePlan, Limits
     from effexport.bench.quality import CandidateQuality
 
 Standing = Literal[
@@ -41,7 +42,7 @@ FITTING: tuple[Standing, ...] = ("use this", "frontier", "fits", "–")
 
 
 @dataclass(frozen=True)
-class Entry:
+class AdviceEntry:
     """One candidate of an advice. row: its measurement at the full length, or None. why: its standing in words.
 
     quality: None if it was not judged.
@@ -51,7 +52,7 @@ class Entry:
     runtime: str
     standing: Standing
     why: str = ""
-    row: Row | None = None
+    row: BenchRow | None = None
     quality: CandidateQuality | None = None
 
     @property
@@ -96,7 +97,7 @@ NO_DIFFERENCE = (
 OTHER_WEIGHTS = "The timed models have the sizes of those that were judged, but other weights."
 
 
-def with_frontier(entries: Sequence[Entry]) -> list[Entry]:
+def with_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     """The entries with the frontier marked. The one with the lowest loss is to be used, unless one with a lower loss
     may fit that other programs disturbed."""
     fitting = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
@@ -107,7 +108,7 @@ def with_frontier(entries: Sequence[Entry]) -> list[Entry]:
     is_sure = all(loss_of(entry) > loss_of(best) for entry in unsure)
     timed = sorted((entry for entry in fitting if not entry.is_disturbed), key=lambda entry: entry.latency_ms or 0.0)
 
-    def placed(entry: Entry) -> Entry:
+    def placed(entry: AdviceEntry) -> AdviceEntry:
         if entry is best:
             return replace(entry, standing="use this" if is_sure else "frontier")
         if entry not in timed:
@@ -118,24 +119,24 @@ def with_frontier(entries: Sequence[Entry]) -> list[Entry]:
     return [placed(entry) for entry in entries]
 
 
-def loss_of(entry: Entry) -> float:
+def loss_of(entry: AdviceEntry) -> float:
     assert entry.quality is not None
     return entry.quality.loss.value
 
 
-def beats(one: Entry, other: Entry) -> bool:
+def beats(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
     first, second = (((entry.latency_ms or 0.0), loss_of(entry)) for entry in (one, other))
     return first[0] <= second[0] and first[1] <= second[1] and first != second
 
 
-def on_frontier(entries: Sequence[Entry]) -> list[Entry]:
+def on_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     """The frontier, the lowest loss first."""
     found = [entry for entry in entries if entry.quality is not None and entry.standing in ("use this", "frontier")]
     return sorted(found, key=loss_of)
 
 
-def sentences_of_frontier(entries: Sequence[Entry], seq_len: int, limits: str) -> Iterator[str]:
+def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: str) -> Iterator[str]:
     """The lowest loss, then what each faster model of the frontier loses."""
     best, *faster = on_frontier(entries)
     assert best.quality is not None
@@ -158,14 +159,14 @@ def sentences_of_frontier(entries: Sequence[Entry], seq_len: int, limits: str) -
         yield f"{counted(unknown, 'model')} without a result cannot be placed."
 
 
-def speed_beside(entry: Entry, best: Entry) -> str:
+def speed_beside(entry: AdviceEntry, best: AdviceEntry) -> str:
     """`is 2.10 times as fast`; its time alone if that of the other is not known."""
     if best.is_disturbed or best.latency_ms is None or entry.latency_ms is None:
         return f"takes {duration(entry.latency_ms)}"
     return f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
 
 
-def loss_beside(entry: Entry, best: Entry) -> str:
+def loss_beside(entry: AdviceEntry, best: AdviceEntry) -> str:
     """`loses 0.12 bits per byte`."""
     assert entry.quality is not None
     if are_alike(entry, best):
@@ -173,7 +174,7 @@ def loss_beside(entry: Entry, best: Entry) -> str:
     return f"loses {loss_of(entry) - loss_of(best):.2g} {entry.quality.unit}"
 
 
-def are_alike(one: Entry, other: Entry) -> bool:
+def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if the confidence intervals of the losses overlap, or one of them is unknown."""
     assert one.quality is not None
     assert other.quality is not None
@@ -207,7 +208,7 @@ class BuildCommand:
         return f"First {' and '.join(steps)}." if steps else ""
 
 
-def command_from_case(case: Case, spec_file: str = "") -> BuildCommand | None:
+def command_from_case(case: BenchCase, spec_file: str = "") -> BuildCommand | None:
     """The command that exports the model of a case; None if its runtime does not run an export of ours.
 
     spec_file: the TOML file that described the model, or "".
@@ -269,7 +270,7 @@ class Advice:
     that was judged.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[AdviceEntry, ...]
     limits: Limits
     sentences: tuple[str, ...]
     model: str
@@ -281,7 +282,7 @@ class Advice:
         return next((entry.quality.loss.name for entry in self.entries if entry.quality is not None), "")
 
 
-def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
+def advice_from_results(results: BenchResults, plan: AdvicePlan) -> Advice:
     """The advice that the rows of a plan support; those of shorter lengths are not ranked."""
     entries = ranked(results, plan)
     measured = any(row.timing is not None for row in results.rows)
@@ -293,7 +294,7 @@ def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
     return Advice(entries, plan.limits, sentences, model_text(plan), build)
 
 
-def model_text(plan: Plan) -> str:
+def model_text(plan: AdvicePlan) -> str:
     """The measured model: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
     case = plan.cases[0]
     model = model_of_case(case)
@@ -302,7 +303,7 @@ def model_text(plan: Plan) -> str:
     return f"{name} ({size}), {case.batch} × {case.seq_len:,} tokens, {case.precision}"
 
 
-def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
+def ranked(results: BenchResults, plan: AdvicePlan) -> tuple[AdviceEntry, ...]:
     """All candidates, the best first. The one with the lowest loss that fits is to be used; if none of those that fit
     was judged, the fastest, if no disturbed one could be faster."""
     rows = {(row.case.label, row.case.runtime): row for row in results.rows if row.case.model_seq_len is None}
@@ -315,31 +316,31 @@ def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
             for case in plan.cases
         ]
     )
-    entries += [Entry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
+    entries += [AdviceEntry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
     entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
     if entries[0].standing in ("fits", "–") and is_fastest(entries[0], entries):
         entries[0] = replace(entries[0], standing="use this")
     return tuple(entries)
 
 
-def is_fastest(best: Entry, entries: Sequence[Entry]) -> bool:
+def is_fastest(best: AdviceEntry, entries: Sequence[AdviceEntry]) -> bool:
     """True if no disturbed entry, the best one included, could be faster than it was measured."""
     disturbed = [entry.latency_ms for entry in entries if entry.is_disturbed and entry.latency_ms is not None]
     return all(best.latency_ms is not None and ms / MOST_DISTURBED > best.latency_ms for ms in disturbed)
 
 
-def entry_of(case: Case, row: Row | None, limits: Limits) -> Entry:
+def entry_of(case: BenchCase, row: BenchRow | None, limits: Limits) -> AdviceEntry:
     if row is None:
-        return Entry(case.label, case.runtime, "not reached", "interrupted before it was measured")
+        return AdviceEntry(case.label, case.runtime, "not reached", "interrupted before it was measured")
     if row.timing is None:
         standing: Standing = "failed" if row.status == "failed" else "not measured"
-        return Entry(case.label, case.runtime, standing, row.reason, row)
+        return AdviceEntry(case.label, case.runtime, standing, row.reason, row)
     standing, why = judged(row, limits)
     disturbed = "" if row.is_quotable else f"disturbed: {row.reason}"
-    return Entry(case.label, case.runtime, standing, "; ".join(filter(None, (why, disturbed))), row)
+    return AdviceEntry(case.label, case.runtime, standing, "; ".join(filter(None, (why, disturbed))), row)
 
 
-def judged(row: Row, limits: Limits) -> tuple[Standing, str]:
+def judged(row: BenchRow, limits: Limits) -> tuple[Standing, str]:
     """The standing of a timed row, with a reason. A disturbed time is too long: it proves a fit, never a miss."""
     assert row.timing is not None
     late = over_limit("latency", row.timing.median_ms, limits.latency_ms)
@@ -359,7 +360,7 @@ def over_limit(name: str, value: float | None, limit: float | None) -> str:
     return f"{name} {three_digits(value / limit)} times the limit"
 
 
-def sentences_of_best(best: Entry, entries: Sequence[Entry], plan: Plan) -> Iterator[str]:
+def sentences_of_best(best: AdviceEntry, entries: Sequence[AdviceEntry], plan: AdvicePlan) -> Iterator[str]:
     """The model to use; if disturbed rows leave that open, one that fits, or without limits the fastest so far.
 
     With --quality, the frontier.
@@ -387,7 +388,7 @@ def sentences_of_best(best: Entry, entries: Sequence[Entry], plan: Plan) -> Iter
         yield f"That is the median; the slowest of {counted(timing.runs, 'run')} took {slowest}, over the limit."
 
 
-def sentences_of_none(entries: Sequence[Entry], plan: Plan, *, measured: bool) -> Iterator[str]:
+def sentences_of_none(entries: Sequence[AdviceEntry], plan: AdvicePlan, *, measured: bool) -> Iterator[str]:
     """The reason there is nothing to recommend, and the closest candidate."""
     if not measured:
         yield NOTHING_MEASURED
@@ -409,7 +410,7 @@ def sentences_of_none(entries: Sequence[Entry], plan: Plan, *, measured: bool) -
         yield f"The fastest that was measured is {over[0].name} with {over[0].figures}."
 
 
-def caveats(results: BenchResults, entries: Sequence[Entry]) -> Iterator[str]:
+def caveats(results: BenchResults, entries: Sequence[AdviceEntry]) -> Iterator[str]:
     disturbed = sum(entry.is_disturbed for entry in entries)
     if disturbed:
         yield DISTURBED.format(counted(disturbed, "measurement"))
@@ -424,7 +425,7 @@ def caveats(results: BenchResults, entries: Sequence[Entry]) -> Iterator[str]:
         yield from bfloat16_here(entries)
 
 
-def bfloat16_here(entries: Sequence[Entry]) -> Iterator[str]:
+def bfloat16_here(entries: Sequence[AdviceEntry]) -> Iterator[str]:
     """That a variant which may be computed in bfloat16 is faster so, where the processor has tiles for it and the
     runtime that uses them is installed."""
     able = [entry.label for entry in entries if entry.label.partition(",")[0].partition("-")[0] in BFLOAT16_VARIANTS]

@@ -13,7 +13,7 @@ Status = Literal["measured", "disturbed", "failed", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class BenchCase:
     """One cell of a benchmark: a model on a runtime.
 
     label: what tables call the model: the variant, and what is special about it ("nystrom-32", "lsh, 4 rounds").
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parity:
+class Agreement:
     """The comparison before timing. value, limit: of the metric; None if nothing could be compared."""
 
     passed: bool
@@ -100,7 +100,7 @@ class Disturbance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BenchRow:
     """A case and its measurements.
 
     status: "disturbed" if other programs changed the timing, which is kept for the record only.
@@ -112,10 +112,10 @@ class Row:
     note: what a reader should know about how the numbers were measured.
     """
 
-    case: Case
+    case: BenchCase
     status: Status
     reason: str = ""
-    parity: Parity | None = None
+    parity: Agreement | None = None
     timing: Timing | None = None
     floor: Floor | None = None
     peak_bytes: int | None = None
@@ -152,7 +152,7 @@ class BenchResults:
     """
 
     format_version: Literal[1] = 1
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     created: str
     command: str
     rounds: int

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ from effexport.bench.costs import (
 )
 from effexport.bench.grid import Grid, model_of_case, products_of_case
 from effexport.bench.models import inputs_of_case, naive_onnx_from_case, onnx_from_case
-from effexport.bench.results import BenchResults, Case, Floor, Row
+from effexport.bench.results import BenchCase, BenchResults, BenchRow, Floor
 from effexport.bench.timing import (
     Machine,
     Rotation,
@@ -61,7 +61,7 @@ from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.proof.cases import Case as ReferenceCase
+    from effexport.proof.cases import Case
 
 # torch.compile silently falls back to eager mode after 8 shapes or models that share code.
 RECOMPILE_LIMIT = 1024
@@ -88,10 +88,10 @@ class Settings:
 
 
 @dataclass
-class Prepared:
+class PreparedCase:
     """A case being measured; once the status of `row` is not "measured", nothing more is done with it."""
 
-    row: Row
+    row: BenchRow
     candidate: Candidate | None = None
     model: Path | None = None
     memory_arena: bool = True
@@ -114,14 +114,14 @@ class Prepared:
 class Question:
     """The inputs of all runtimes of one model, and PyTorch's answer; both made when first needed."""
 
-    case: Case
+    case: BenchCase
 
     @cached_property
     def feeds(self) -> dict[str, Array]:
         return inputs_of_case(self.case)
 
     @cached_property
-    def reference(self) -> ReferenceCase:
+    def reference(self) -> Case:
         return reference_of_case(self.case, self.feeds)
 
 
@@ -135,9 +135,8 @@ class Bench:
     pace: Pace
     threads: int
     machine: Machine
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     _models: dict[str, Path | Exception] = field(default_factory=dict)
-    _not_here: dict[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._wait_seconds = self.settings.wait_seconds
@@ -147,9 +146,9 @@ class Bench:
         for _, cases in sizes:
             self.size(list(cases))
 
-    def size(self, cases: Sequence[Case]) -> None:
+    def size(self, cases: Sequence[BenchCase]) -> None:
         """All cases of one length, batch and precision."""
-        found: list[Prepared] = []
+        found: list[PreparedCase] = []
         judges_waits = self.threads <= self.machine.cores
         rotation = Rotation([], self.settings.rounds, self.settings.max_seconds, self.machine, judges_waits)
         try:
@@ -174,14 +173,14 @@ class Bench:
             for item in found:
                 item.close()
 
-    def prepared(self, cases: Sequence[Case]) -> Iterator[Prepared]:
+    def prepared(self, cases: Sequence[BenchCase]) -> Iterator[PreparedCase]:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
         question = Question(cases[0])
         for case in cases:
             files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
-            item = Prepared(Row(case=case, status="measured"))
-            reason = reason_not_run(case, self._not_here)
+            item = PreparedCase(BenchRow(case=case, status="measured"))
+            reason = reason_not_run(case)
             if reason is not None:
                 item.stop(reason, failed=False)
             else:
@@ -189,7 +188,7 @@ class Bench:
                 self.pace.pay(prepare_cost(case, self.settings.parity) + EXPORT_SECONDS * (len(self._models) - files))
             yield item
 
-    def prepare(self, item: Prepared, question: Question) -> None:
+    def prepare(self, item: PreparedCase, question: Question) -> None:
         """Load the candidate, run it once and compare."""
         case = item.row.case
         item.memory_arena = not RUNTIMES[case.runtime].graph or arena_fits(case)
@@ -214,7 +213,7 @@ class Bench:
                 f"parity: {parity.metric} {digits(parity.value)} > {digits(parity.limit)}; {parity.detail}", failed=True
             )
 
-    def model_of_case(self, case: Case) -> Path | None:
+    def model_of_case(self, case: BenchCase) -> Path | None:
         """The file that the runtime reads, made at the first request. A failure is raised again at every request."""
         runtime = RUNTIMES[case.runtime]
         if not runtime.graph:
@@ -241,7 +240,7 @@ class Bench:
             raise found
         return found
 
-    def calls(self, ready: Sequence[Prepared]) -> Iterator[TimedCall]:
+    def calls(self, ready: Sequence[PreparedCase]) -> Iterator[TimedCall]:
         """The candidates of one size, and the floors of their models."""
         devices = {(item.row.case.label, RUNTIMES[item.row.case.runtime].device): item.row.case for item in ready}
         for item in ready:
@@ -253,7 +252,7 @@ class Bench:
             yield TimedCall(f"products of {label} on {device}", run_products(products_of_case(case), device), "torch")
             yield TimedCall(f"pass of {label} on {device}", run_pass(traffic_bytes(case), device), "torch")
 
-    def time(self, rotation: Rotation, ready: Sequence[Prepared]) -> None:
+    def time(self, rotation: Rotation, ready: Sequence[PreparedCase]) -> None:
         if not ready:
             return
         settings = self.settings
@@ -271,7 +270,7 @@ class Bench:
         self.pace.say(f"{title}: warming up")
         rotation.run(on_round)
 
-    def finish(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
+    def finish(self, rotation: Rotation, found: Sequence[PreparedCase]) -> None:
         """Fill in timings, floors and ratios of a rotation, also of one that was interrupted."""
         for item in found:
             seconds = rotation.used_rounds(item.name)
@@ -290,7 +289,7 @@ class Bench:
                 item.row = replace(row, status="disturbed", reason=reason) if reason else row
         self.fill_in_ratios(rotation, found)
 
-    def fill_in_ratios(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
+    def fill_in_ratios(self, rotation: Rotation, found: Sequence[PreparedCase]) -> None:
         """Fill in the speedup of each undisturbed row over undisturbed softmax, and over PyTorch."""
         good = {item.name: rotation.samples[item.name] for item in found if item.row.is_quotable}
         for item in found:
@@ -309,7 +308,7 @@ class Bench:
         labels = [model.label for model in self.grid.models if model.variant == "softmax" and not model.options]
         return next(iter(labels), "")
 
-    def measure_memory(self, found: Sequence[Prepared]) -> None:
+    def measure_memory(self, found: Sequence[PreparedCase]) -> None:
         for item in found:
             if item.row.timing is None or item.row.timing.median_ms > self.settings.longest_ms:
                 continue
@@ -373,17 +372,18 @@ def bench(
     )
 
 
-def reason_not_run(case: Case, not_here: dict[str, str | None]) -> str | None:
-    """The reason this machine cannot run a case; None if it can. not_here: a cache of reasons, by runtime."""
-    if case.runtime not in not_here:
-        not_here[case.runtime] = reason_not_here(case.runtime)
-    return not_here[case.runtime] or reason_too_large(case)
+# Asking a GPU takes time.
+reason_of_runtime = cache(reason_not_here)
+
+
+def reason_not_run(case: BenchCase) -> str | None:
+    """The reason this machine cannot run a case; None if it can."""
+    return reason_of_runtime(case.runtime) or reason_too_large(case)
 
 
 def total_cost(grid: Grid, settings: Settings) -> float:
     """Roughly how many seconds a benchmark takes, without the rows that this machine cannot run."""
-    not_here: dict[str, str | None] = {}
-    cases = [case for case in grid.cases() if reason_not_run(case, not_here) is None]
+    cases = [case for case in grid.cases() if reason_not_run(case) is None]
     files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
     return (
         START_SECONDS
@@ -397,7 +397,7 @@ def total_cost(grid: Grid, settings: Settings) -> float:
     )
 
 
-def file_name(case: Case) -> str:
+def file_name(case: BenchCase) -> str:
     """The name of a case's exported file, without its suffix. Some models have one file for every length."""
     model, graph = model_of_case(case), RUNTIMES[case.runtime].graph
     length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
@@ -411,7 +411,7 @@ def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
     return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
 
 
-def describe(case: Case) -> str:
+def describe(case: BenchCase) -> str:
     batch = f"{case.batch} × " if case.batch > 1 else ""
     runtime = f" on {case.runtime}" if case.runtime else ""
     return f"{case.label}, {batch}{case.seq_len} tokens{runtime}"

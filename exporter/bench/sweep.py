@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from effexport.artifact import CheckSummary, EngineEntry
-from effexport.bench.cell import ARTIFACT, LOG, Cell, Outcome
-from effexport.bench.children import Event, Executor
-from effexport.bench.store import CELLS, FAILED, CellRecord, Store
+from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, CellRecord, Outcome, Store
+from effexport.bench.executors import Event, Executor
 from effexport.disk import write_error
 from effexport.environment import versions
 from effexport.errors import EffexportError
@@ -132,14 +131,6 @@ class SweepResults:
         summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
         rows = [asdict(row) for row in self.rows]
         return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows})
-
-
-def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> SweepRow:
-    known |= {name: getattr(cell, name) for name in ("id", "label", "target", "gpu")}
-    spec, model = cell.spec, cell.spec.model
-    known |= {"variant": spec.attention.variant, "scope": model.scope, "seq_len": model.seq_len}
-    known |= {"batch": spec.batch, "precision": spec.precision}
-    return SweepRow(status=status, command=command, **known)
 
 
 def fields_of_record(record: CellRecord) -> dict[str, Any]:
@@ -466,22 +457,24 @@ def results_of_sweep(
 
 
 def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep | None, command: str) -> SweepRow:
-    record = store.finished(cell)
-    if record is not None:
-        folder = f"{CELLS}/{cell.id}"
-        is_new = sweep is not None and cell.id in sweep.new
-        paths = {"artifact": f"{folder}/{ARTIFACT}", "log": f"{folder}/{LOG}"}
-        return row_of_cell(cell, "finished", command, is_new=is_new, **paths, **fields_of_record(record))
-    if sweep is not None and cell.id in sweep.not_run:
-        return row_of_cell(cell, "not run", command, reason=sweep.not_run[cell.id])
-    record = store.failed(cell)
-    if record is not None:
+    spec, known = cell.spec, {name: getattr(cell, name) for name in ("id", "label", "target", "gpu")}
+    known |= {"variant": spec.attention.variant, "scope": spec.model.scope, "seq_len": spec.model.seq_len}
+    known |= {"batch": spec.batch, "precision": spec.precision, "command": command}
+    if record := store.finished(cell):
+        folder, is_new = f"{CELLS}/{cell.id}", sweep is not None and cell.id in sweep.new
+        known |= {"status": "finished", "is_new": is_new, **fields_of_record(record)}
+        known |= {"artifact": f"{folder}/{ARTIFACT}", "log": f"{folder}/{LOG}"}
+    elif sweep is not None and cell.id in sweep.not_run:
+        known |= {"status": "not run", "reason": sweep.not_run[cell.id]}
+    elif record := store.failed(cell):
         is_new = sweep is not None and cell.id in sweep.attempts
-        log = f"{FAILED}/{cell.id}/{LOG}"
-        return row_of_cell(cell, "failed", command, is_new=is_new, log=log, **fields_of_record(record))
-    is_asked = any(cell.id == other.id for other in plan.to_run)
-    reason = "the sweep was interrupted before it finished" if is_asked else "left out by --only"
-    return row_of_cell(cell, "not run", command, reason=reason)
+        known |= {"status": "failed", "is_new": is_new, **fields_of_record(record)}
+        known |= {"log": f"{FAILED}/{cell.id}/{LOG}"}
+    else:
+        is_asked = any(cell.id == other.id for other in plan.to_run)
+        reason = "the sweep was interrupted before it finished" if is_asked else "left out by --only"
+        known |= {"status": "not run", "reason": reason}
+    return SweepRow(**known)
 
 
 def write_results(results: SweepResults, folder: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from effexport.bench.cell import ONNX_ONLY, Cell, deciding_versions
+from effexport.bench.cells import ONNX_ONLY, Cell, deciding_versions
 from effexport.bench.grid import Model, model_from_text
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import UserError
@@ -64,38 +64,33 @@ def require_distinct(name: str, values: Sequence[Any]) -> None:
         seen.add(key)
 
 
-def is_length(name: str, value: Any) -> None:
-    require(type(value) is int and value >= 1, f"{name} has {value!r}; expected lengths in tokens, integers from 1")
+@dataclass(frozen=True)
+class CellKey:
+    """A key of a cell, whose plural is an axis. known: its values; if they are not listed, is_valid and expected."""
+
+    known: Collection[str] = ()
+    is_valid: Callable[[Any], bool] = lambda value: False
+    expected: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        if self.known:
+            listed = f"{did_you_mean(value, self.known)} Expected: {', '.join(self.known)}"
+            require(isinstance(value, str) and value in self.known, f"{name} has {value!r}{listed}")
+        else:
+            require(self.is_valid(value), f"{name} has {value!r}; expected {self.expected}")
 
 
-def is_precision(name: str, value: Any) -> None:
-    require(
-        isinstance(value, str) and value in DTYPE_OF_PRECISION,
-        f"{name} has {value!r}{did_you_mean(value, DTYPE_OF_PRECISION)} Expected: {', '.join(DTYPE_OF_PRECISION)}",
-    )
-
-
-def is_target(name: str, value: Any) -> None:
-    known = (ONNX_ONLY, *ENGINE_RUNTIMES)
-    require(
-        isinstance(value, str) and value in known,
-        f"{name} has {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}",
-    )
-
-
-def is_gpu(name: str, value: Any) -> None:
-    require(
-        isinstance(value, str) and _GPU.fullmatch(value) is not None,
-        f'{name} has {value!r}; expected architectures by their compute capability, such as "sm_90" for 9.0',
-    )
-
-
-# Checks of the values of one cell, by key; the axes are their plurals.
-CHECKS: Mapping[str, Callable[[str, Any], None]] = {
-    "seq_len": is_length,
-    "precision": is_precision,
-    "target": is_target,
-    "gpu": is_gpu,
+# The keys of a cell, but for its variant.
+KEYS: Mapping[str, CellKey] = {
+    "seq_len": CellKey(
+        is_valid=lambda value: type(value) is int and value >= 1, expected="lengths in tokens, integers from 1"
+    ),
+    "precision": CellKey(DTYPE_OF_PRECISION),
+    "target": CellKey((ONNX_ONLY, *ENGINE_RUNTIMES)),
+    "gpu": CellKey(
+        is_valid=lambda value: isinstance(value, str) and _GPU.fullmatch(value) is not None,
+        expected='architectures by their compute capability, such as "sm_90" for 9.0',
+    ),
 }
 
 
@@ -104,10 +99,7 @@ def model_of(value: Any, name: str) -> Model:
         isinstance(value, str),
         f'{name} has {value!r}; expected names such as "lsh", with fields after colons: "lsh:num_hashes=4"',
     )
-    try:
-        return model_from_text(value)
-    except UserError as error:
-        raise UserError(str(error).replace("--variants", name)) from error
+    return model_from_text(value, name)
 
 
 def toml_text(value: Any) -> str:
@@ -117,9 +109,9 @@ def toml_text(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-AXES = ("variants", "seq_lens", "precisions", "targets", "gpus")
-# The same for one cell: the keys of [[include]] and [[exclude]].
-CELL_KEYS = ("variant", "seq_len", "precision", "target", "gpu")
+# The keys of [[include]] and [[exclude]]; the axes are their plurals.
+CELL_KEYS = ("variant", *KEYS)
+AXES = tuple(f"{key}s" for key in CELL_KEYS)
 TABLES = ("build", "options", "engine", "include", "exclude")
 # Keys of [build]: all fields of the specs that are not axes and do not belong to a single variant.
 BUILD_KEYS = (
@@ -158,11 +150,11 @@ class SweepFile:
     exclude: Sequence[Mapping[str, Any]] = ()
 
 
-def sweep_file_from_path(path: Path) -> SweepFile:
-    """Raises UserError, with the name of the file, if it cannot be read or has errors."""
+def cells_from_path(path: Path) -> list[Cell]:
+    """The cells of a sweep file. Raises UserError, with its name, if it cannot be read or has errors."""
     document = read_toml(path, "sweep", "docs/sweep.md has a complete example")
     try:
-        return sweep_file_from_document(document)
+        return cells_from_file(sweep_file_from_document(document))
     except (SpecError, UserError) as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -179,10 +171,10 @@ def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
     variants = tuple(model_of(entry, "variants") for entry in axes.get("variants", ()))
     require_distinct("variants", [model.label for model in variants])
     engine = engine_tables(table("engine", document))
-    for name, check in CHECKS.items():
+    for name, key in KEYS.items():
         for value in axes.get(f"{name}s", ()):
-            check(f"{name}s", value)
-    lists: dict[str, Any] = {f"{name}s": tuple(axes.get(f"{name}s", ())) for name in CHECKS}
+            key.check(f"{name}s", value)
+    lists: dict[str, Any] = {f"{name}s": tuple(axes.get(f"{name}s", ())) for name in KEYS}
     found = SweepFile(
         variants=variants,
         **lists,
@@ -198,11 +190,9 @@ def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
 
 
 def build_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    axes = {"variant": "variants", "seq_len": "seq_lens", "precision": "precisions", "target": "targets"}
-    for name, axis in axes.items():
-        require(
-            name not in given, f"[build] has {name}, which a sweep varies; give {axis} = [{toml_text(given.get(name))}]"
-        )
+    for name in ("variant", "seq_len", "precision", "target"):
+        remedy = f"give {name}s = [{toml_text(given.get(name))}]"
+        require(name not in given, f"[build] has {name}, which a sweep varies; {remedy}")
     owners = {name: variant for variant, spec in ATTENTION_SPECS.items() for name in field_names(spec)}
     for name in given:
         if name not in BUILD_KEYS and name in owners:
@@ -254,9 +244,9 @@ def check_engine_options(where: str, given: Mapping[str, Any], known: Collection
 
 def include_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
     require("variant" in given, f"an [[include]] has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
-    for name, check in CHECKS.items():
+    for name, key in KEYS.items():
         if name in given:
-            check(f"{name} of [[include]]", given[name])
+            key.check(f"{name} of [[include]]", given[name])
     return {**given, "variant": model_of(given["variant"], "variant of [[include]]")}
 
 
@@ -271,7 +261,7 @@ def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
             if name == "variant":
                 model_of(entry, "variant of [[exclude]]")
             else:
-                CHECKS[name](f"{name} of [[exclude]]", entry)
+                KEYS[name].check(f"{name} of [[exclude]]", entry)
         found[name] = tuple(model_of(entry, name).label if name == "variant" else entry for entry in values)
     return found
 
@@ -309,8 +299,8 @@ MAX_CELLS = 10_000
 
 
 @dataclass(frozen=True)
-class Point:
-    """A point in the product of the axes. None and "": not given, or not applicable."""
+class Combination:
+    """A combination of values of the axes. None and "": not given, or not applicable."""
 
     model: Model
     seq_len: int | None
@@ -354,7 +344,7 @@ def cells_from_file(file: SweepFile) -> list[Cell]:
     return list({cell.digest: cell for cell in cells}.values())
 
 
-def product_of(file: SweepFile) -> list[Point]:
+def product_of(file: SweepFile) -> list[Combination]:
     if not file.variants:
         return []
     targets = file.targets or (ONNX_ONLY,)
@@ -365,7 +355,7 @@ def product_of(file: SweepFile) -> list[Point]:
         count <= MAX_CELLS,
         f"the sweep has {count:,} cells; expected at most {MAX_CELLS:,}: split it into several files",
     )
-    return [Point(model, seq, precision, *place) for model, seq, precision, place in itertools.product(*axes)]
+    return [Combination(model, seq, precision, *place) for model, seq, precision, place in itertools.product(*axes)]
 
 
 def included(entry: Mapping[str, Any], file: SweepFile) -> Cell:
@@ -375,12 +365,14 @@ def included(entry: Mapping[str, Any], file: SweepFile) -> Cell:
         "gpu" not in entry or target != ONNX_ONLY,
         'an [[include]] has a gpu and no target; add target = "trt" or "trt-rtx", or leave the gpu out',
     )
-    point = Point(model, entry.get("seq_len"), entry.get("precision"), target, entry.get("gpu", ""))
+    point = Combination(model, entry.get("seq_len"), entry.get("precision"), target, entry.get("gpu", ""))
     own = {name: value for name, value in entry.items() if name not in CELL_KEYS}
     return cell_of(point, {**file.build, **file.options.get(model.variant, {}), **own}, file, own)
 
 
-def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mapping[str, Any] | None = None) -> Cell:
+def cell_of(
+    point: Combination, fields: Mapping[str, Any], file: SweepFile, own: Mapping[str, Any] | None = None
+) -> Cell:
     """own: fields that an [[include]] sets; they become part of the label."""
     axes = {"seq_len": point.seq_len, "precision": point.precision}
     flags = {**fields, **point.model.options, **axes, "variant": point.model.variant}
@@ -399,13 +391,13 @@ def tuples(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def exclusion(point: Point) -> str:
+def exclusion(point: Combination) -> str:
     """The table that excludes a point, for an error message."""
     texts = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in point.named.items() if value)
     return f"[[exclude]] with some of {texts}"
 
 
-def engine_of(point: Point, spec: BuildSpec, file: SweepFile) -> EngineSpec | None:
+def engine_of(point: Combination, spec: BuildSpec, file: SweepFile) -> EngineSpec | None:
     if point.target == ONNX_ONLY:
         return None
     options = dict(file.engine.get(point.target, {}))

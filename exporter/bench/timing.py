@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from effexport.bench.results import Disturbance, Row, Timing
+from effexport.bench.results import BenchRow, Disturbance, Timing
 from effexport.units import rough_duration
 
 TASKS, STAT = Path("/proc/self/task"), Path("/proc/stat")
@@ -189,6 +189,8 @@ MOST_TIMES_ROUNDS = 2
 # Waiting lengthens a run by at most the time that its threads waited, so an undisturbed run is at most 5 % too long.
 # Waking a thread takes up to 0.05 ms on an idle machine; that belongs to the call. Other programs get a core for 3 ms.
 WAITED_SHARE, WAKING_SECONDS = 0.05, 5e-5
+# Other programs make a timing at most about this many times too long: each core is then shared with three of them.
+MOST_DISTURBED = 4
 
 
 @dataclass(frozen=True)
@@ -419,7 +421,7 @@ def disturbance_of(rotation: Rotation, name: str) -> Disturbance:
     )
 
 
-def reason_disturbed(row: Row, rotation: Rotation, name: str) -> str:
+def reason_disturbed(row: BenchRow, rotation: Rotation, name: str) -> str:
     """The reason the timing of a row may not be quoted; "" if it may."""
     machine, use = rotation.machine, rotation.use
     used = "" if use is None else f"; other programs used {use.others:.1f} of {machine.cores} cores"

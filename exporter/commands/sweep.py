@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from effexport.bench.cells import Cell, Store
+from effexport.bench.children import CellLimits
+from effexport.bench.executors import Executor, ProcessExecutor, cluster_executor, jobs_of_machine, local_executor
+from effexport.bench.sweep import (
+    CSV,
+    JSON,
+    PAGE,
+    Progress,
+    Sweep,
+    SweepPlan,
+    SweepResults,
+    document_from_results,
+    plan_of,
+    results_of_sweep,
+    write_results,
+)
+from effexport.bench.sweep_file import cells_from_path
+from effexport.cli import print_json
 from effexport.commands._console import (
     bar_column,
     bars_of,
@@ -20,20 +41,19 @@ from effexport.commands._console import (
     time_left,
 )
 from effexport.commands._verbs import verb
+from effexport.disk import write_error
 from effexport.environment import require_torch
+from effexport.errors import InterruptError, UserError
+from effexport.models.validation import did_you_mean, require
 from effexport.one_line import say
 from effexport.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
+from effexport.render.document import Column, Line, Table
 from effexport.shell import Word, command_line
+from effexport.units import bytes_from_text, counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.bench.cell import Cell
-    from effexport.bench.children import CellLimits, Executor
-    from effexport.bench.store import Store
-    from effexport.bench.sweep import Progress, SweepPlan, SweepResults
-
-INTERRUPTED = 130
 MESSAGES = "ray.log"
 
 
@@ -56,36 +76,19 @@ class SweepRequest(Options):
     max_artifact: str | None = option(None, "Largest artifact, such as 4GiB; default: 16GB.", metavar="SIZE")
 
     @property
-    def command(self) -> str:
-        """The command line, for the reports."""
-        return command_of("sweep", self)
-
-    @property
     def folder(self) -> Path:
         return self.output or Path("sweeps") / self.sweep_file.stem
 
     def resolve(self) -> tuple[SweepPlan, Store]:
         """Raises UserError and SpecError for a file or options that cannot work; nothing is written."""
-        from effexport.bench.store import Store
-        from effexport.bench.sweep import plan_of
-        from effexport.bench.sweep_file import cells_from_file, sweep_file_from_path
-        from effexport.errors import UserError
-        from effexport.models.validation import SpecError
-
         self.check_options()
-        file = sweep_file_from_path(self.sweep_file)
-        try:
-            cells = cells_from_file(file)
-        except (SpecError, UserError) as error:
-            raise UserError(f"{self.sweep_file}: {error}") from error
+        cells = cells_from_path(self.sweep_file)
         store = Store(self.folder)
         store.check()
         only = self.chosen(cells) if self.only else None
         return plan_of(store, cells, retry_failed=self.retry_failed or only is not None, only=only), store
 
     def check_options(self) -> None:
-        from effexport.models.validation import require
-
         for name in ("jobs", "timeout", "cpus"):
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name} is {value}; expected a number above 0")
@@ -100,19 +103,13 @@ class SweepRequest(Options):
         self.limits()
 
     def limits(self) -> CellLimits:
-        from effexport.bench.children import CellLimits
-        from effexport.units import bytes_from_text
-
         limits = CellLimits() if self.timeout is None else CellLimits(seconds=self.timeout)
         if self.max_artifact is None:
             return limits
         return replace(limits, artifact_bytes=bytes_from_text(self.max_artifact, "--max-artifact"))
 
-    def chosen(self, cells: Any) -> list[Cell]:
+    def chosen(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells that --only names, or all cells. Raises UserError for a name that does not match one cell."""
-        from effexport.errors import UserError
-        from effexport.models.validation import did_you_mean
-
         if not self.only:
             return list(cells)
         found: dict[str, Cell] = {}
@@ -130,19 +127,11 @@ class SweepRequest(Options):
 
     def executor(self, console: Console) -> Executor:
         """Raises MissingExtraError and UserError."""
-        import importlib.util
-
-        from effexport.bench.children import ProcessExecutor, jobs_of_machine
-
         limits, jobs = self.limits(), self.jobs or jobs_of_machine()
         if self.address is not None:
-            from effexport.bench.cluster import cluster_executor
-
             return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
         require_torch("a sweep on this machine")
         if not self.processes and importlib.util.find_spec("ray") is not None:
-            from effexport.bench.cluster import local_executor
-
             return local_executor(limits, jobs=jobs)
         if not self.processes:
             say(
@@ -171,7 +160,7 @@ def command(request: SweepRequest, as_json: bool) -> None:
     show_results(store, results, as_json=as_json)
     if not complete:
         say(console, "Interrupted; run the same command again to resume.", "yellow")
-        raise click.exceptions.Exit(INTERRUPTED)
+        raise click.exceptions.Exit(InterruptError.exit_code)
     asked = {cell.id for cell in request.chosen(plan.cells)}
     if any(row.status != "finished" for row in results.rows if row.id in asked):
         raise click.exceptions.Exit(1)
@@ -179,11 +168,6 @@ def command(request: SweepRequest, as_json: bool) -> None:
 
 def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) -> tuple[SweepResults, bool]:
     """Run the cells of the plan and write the result files, also after an interrupt."""
-    import time
-
-    from effexport.bench.sweep import Sweep, results_of_sweep, write_results
-    from effexport.disk import write_error
-
     started, complete, where = time.monotonic(), True, ""
     sweep = None
     with ExitStack() as stack:
@@ -210,7 +194,7 @@ def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) 
             store,
             sweep,
             name=request.sweep_file.stem,
-            command=request.command,
+            command=command_of("sweep", request),
             command_of_cell=command_of_cell(request),
             where=where,
             seconds=round(time.monotonic() - started, 3),
@@ -231,8 +215,6 @@ def messages_of_ray(store: Store) -> Iterator[None]:
 
 
 def say_plan(console: Console, plan: SweepPlan, store: Store, request: SweepRequest) -> None:
-    from effexport.units import counted
-
     states = [plan.states[cell.id] for cell in plan.cells]
     parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]
     failed = sum(plan.states[cell.id] == "failed" for cell in plan.cells if cell not in plan.to_run)
@@ -255,8 +237,6 @@ def command_of_cell(request: SweepRequest) -> Callable[[str], str]:
 
 def show_plan(plan: SweepPlan, store: Store, *, as_json: bool) -> None:
     """Print every cell with its hash, and whether it would run."""
-    from effexport.cli import print_json
-    from effexport.render.document import Column, Line, Table
     from effexport.render.terminal import print_part
 
     to_run = {cell.id for cell in plan.to_run}
@@ -286,10 +266,6 @@ def show_plan(plan: SweepPlan, store: Store, *, as_json: bool) -> None:
 
 
 def show_results(store: Store, results: SweepResults, *, as_json: bool) -> None:
-    import json
-
-    from effexport.bench.sweep import CSV, JSON, PAGE, document_from_results
-    from effexport.cli import print_json
     from effexport.render.terminal import print_document
 
     if as_json:
@@ -304,23 +280,22 @@ def sweep_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
     """Yield a function that prints a line per event; on a terminal also a bar with the time left."""
     if not console.is_terminal:
 
-        def print_progress(progress: Progress) -> None:
-            left = time_left(progress.seconds_left)
-            say(console, f"[{progress.done}/{progress.total}{left and f', {left}'}] {progress.text}")
+        def print_progress(now: Progress) -> None:
+            left = time_left(now.seconds_left)
+            say(console, f"[{now.done}/{now.total}{left and f', {left}'}] {now.text}")
 
         yield print_progress
         return
-    from rich.progress import MofNCompleteColumn
-    from rich.table import Column
+    from rich import progress, table
 
-    count = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    count = progress.MofNCompleteColumn(table_column=table.Column(no_wrap=True))
     columns = (bar_column(), count, clock_column(), text_column("{task.description}"))
     with bars_of(console, *columns, redirect_stdout=False) as bars:
         task = bars.add_task("", total=None)
 
-        def show(progress: Progress) -> None:
-            running = f"{progress.running} running {time_left(progress.seconds_left)}"
-            bars.update(task, total=progress.total, completed=progress.done, description=running)
-            say(bars.console, progress.text)
+        def show(now: Progress) -> None:
+            running = f"{now.running} running {time_left(now.seconds_left)}"
+            bars.update(task, total=now.total, completed=now.done, description=running)
+            say(bars.console, now.text)
 
         yield show

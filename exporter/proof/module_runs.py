@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from effexport.export.onnx_graph import GraphSignature
+
+    # Names the inputs and outputs of a module.
+    Named = BuildSpec | GraphSignature
+
 # The arrays of an answer by name, in parts: outputs, buckets, margins.
 Answer = Mapping[str, Mapping[str, "Array"]]
 # Two equal runs are enough if no other run differs. A reference that is wrong in every second run must not win by
@@ -133,7 +138,7 @@ def difference(a: Answer, b: Answer) -> str:
 NOISE_SEED_OFFSET = 1_000_003
 
 
-def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, Array]:
+def run_module(module: nn.Module, spec: Named, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """The outputs of a module by name: float32, or float64 from a module in float64."""
     import torch
 
@@ -145,7 +150,7 @@ def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) 
     return {t.name: np.asarray(at_least_float32(value).numpy()) for t, value in zip(spec.outputs, values, strict=True)}
 
 
-def scores_of_indices(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, Array]:
+def scores_of_indices(module: nn.Module, spec: Named, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """The part `ranked` of a case: for a model that returns the likeliest tokens, the probability of every token."""
     import torch
 
@@ -157,7 +162,7 @@ def scores_of_indices(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, A
         return {TOKENS: probabilities(module.logits(*arguments(module, spec, inputs))).numpy()}
 
 
-def arguments(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> list[torch.Tensor]:
+def arguments(module: nn.Module, spec: Named, inputs: Mapping[str, Array]) -> list[torch.Tensor]:
     """The inputs in the order and the precision of a module."""
     import torch
 
@@ -206,7 +211,7 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
             handle.remove()
 
 
-def recorded_run(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+def recorded_run(module: nn.Module, spec: Named, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     """The answer of a module to the inputs of a case, in the parts of a case."""
     with recorded_hashes(module) as (buckets, margins):
         outputs = run_module(module, spec, inputs)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from effexport.bench.presets import PRESETS
-from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing
+from effexport.bench.results import Agreement, BenchCase, BenchResults, BenchRow, Floor, Timing
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 # label → variant, and milliseconds and bytes at 1024 tokens with the powers of the length by which they grow
@@ -19,11 +19,11 @@ MODELS: dict[str, tuple[str, float, float, float, float]] = {
 }
 # how many times the time of the first runtime
 RUNTIMES = {"torch": 1.0, "ort": 0.8, "ort-cuda": 0.05}
-PASSED = Parity(passed=True, metric="max |error| / RMS", value=2.5e-6, limit=2e-4)
-FAILED = Parity(passed=False, metric="max |error| / RMS", value=3e-3, limit=2e-4, detail="worst at y[0, 63, 17]")
+PASSED = Agreement(passed=True, metric="max |error| / RMS", value=2.5e-6, limit=2e-4)
+FAILED = Agreement(passed=False, metric="max |error| / RMS", value=3e-3, limit=2e-4, detail="worst at y[0, 63, 17]")
 
 
-def case(label: str = "linear", seq_len: int = 1024, runtime: str = "ort", **fields: Any) -> Case:
+def case(label: str = "linear", seq_len: int = 1024, runtime: str = "ort", **fields: Any) -> BenchCase:
     variant = MODELS[label][0] if label in MODELS else label
     sizes: dict[str, Any] = {
         "variant": variant,
@@ -33,7 +33,7 @@ def case(label: str = "linear", seq_len: int = 1024, runtime: str = "ort", **fie
         "heads": 4,
         "head_dim": 64,
     }
-    return Case(label=label, runtime=runtime, seq_len=seq_len, **(sizes | fields))
+    return BenchCase(label=label, runtime=runtime, seq_len=seq_len, **(sizes | fields))
 
 
 def timing(median_ms: float) -> Timing:
@@ -48,13 +48,13 @@ def timing(median_ms: float) -> Timing:
     )
 
 
-def row(label: str, seq_len: int, runtime: str = "ort", **fields: Any) -> Row:
+def row(label: str, seq_len: int, runtime: str = "ort", **fields: Any) -> BenchRow:
     """A measured row of a model of MODELS. fields: of the case."""
     _, ms, ms_power, size, size_power = MODELS[label]
     growth, share = seq_len / 1024, RUNTIMES.get(runtime, 1.0)
     median = ms * growth**ms_power * share
     softmax = MODELS["softmax"][1] * growth**2 * share
-    return Row(
+    return BenchRow(
         case=case(label, seq_len, runtime, **fields),
         status="measured",
         parity=None if runtime == "torch" else PASSED,
@@ -67,7 +67,7 @@ def row(label: str, seq_len: int, runtime: str = "ort", **fields: Any) -> Row:
     )
 
 
-def results(rows: tuple[Row, ...] | None = None, **fields: Any) -> BenchResults:
+def results(rows: tuple[BenchRow, ...] | None = None, **fields: Any) -> BenchResults:
     """A benchmark of all models, lengths and runtimes, or of the rows that are given."""
     if rows is None:
         rows = tuple(row(label, n, runtime) for n in LENGTHS for runtime in RUNTIMES for label in MODELS)
@@ -82,8 +82,8 @@ def results(rows: tuple[Row, ...] | None = None, **fields: Any) -> BenchResults:
     return BenchResults(rows=rows, **(known | fields))
 
 
-def without_timing(status: Any, reason: str, parity: Parity | None = None, **fields: Any) -> Row:
-    return Row(case=case(**fields), status=status, reason=reason, parity=parity)
+def without_timing(status: Any, reason: str, parity: Agreement | None = None, **fields: Any) -> BenchRow:
+    return BenchRow(case=case(**fields), status=status, reason=reason, parity=parity)
 
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
@@ -109,7 +109,7 @@ def broken_results() -> BenchResults:
 def two_hundred_rows() -> BenchResults:
     runtimes = ("torch", "ort", "ort-cuda", "ort-trt", "trt")
     models = itertools.product(range(2), MODELS)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for (n, label), runtime, length in itertools.product(models, runtimes, LENGTHS):
         one = row(label, length, runtime)
         variant = one.case.variant if n == 0 else f"other-{one.case.variant}"

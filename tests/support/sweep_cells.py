@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from effexport.artifact import Manifest, write_manifest
-from effexport.bench.cell import ARTIFACT, Cell, Outcome
+from effexport.bench.cells import ARTIFACT, Cell, Outcome
 from effexport.bench.children import Attempt
 from effexport.bench.sweep_file import cells_from_file, sweep_file_from_document
 

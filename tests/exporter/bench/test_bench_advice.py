@@ -13,10 +13,9 @@ import bench_results
 import pytest
 from build_words import options_from_words
 
-from effexport.bench import adviser as advise_module
+from effexport.bench import advice as advise_module
 from effexport.bench import recommendation as advise_rendering
-from effexport.bench.advice import Limits, Plan, least_ms_by_products, misses
-from effexport.bench.adviser import Adviser, Speed
+from effexport.bench.advice import AdvicePlan, Adviser, Limits, Speed, least_ms_by_products, misses
 from effexport.bench.grid import Grid, model_of_case, models_from_text
 from effexport.bench.page import html_from_results
 from effexport.bench.recommendation import (
@@ -27,9 +26,9 @@ from effexport.bench.recommendation import (
     command_from_case,
     model_text,
 )
-from effexport.bench.results import Case, Row, Status
+from effexport.bench.results import BenchCase, BenchRow, Status
 from effexport.bench.run import Settings
-from effexport.commands._bench_request import AdviceRequest, BenchRequest
+from effexport.commands.bench import BenchRequest
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
 
@@ -38,27 +37,31 @@ MB = 10**6
 Cli = Callable[..., Any]
 
 
-def plan_of(variants: str = "linear,nystrom,softmax", runtimes: tuple[str, ...] = ("ort",), **limits: Any) -> Plan:
+def plan_of(
+    variants: str = "linear,nystrom,softmax", runtimes: tuple[str, ...] = ("ort",), **limits: Any
+) -> AdvicePlan:
     grid = Grid(models=models_from_text(variants), seq_lens=(LENGTH,), runtimes=runtimes, scope="attention", heads=4)
-    return Plan(grid=grid, limits=Limits(**limits))
+    return AdvicePlan(grid=grid, limits=Limits(**limits))
 
 
-def case_of(plan: Plan, label: str) -> Case:
+def case_of(plan: AdvicePlan, label: str) -> BenchCase:
     return next(case for case in plan.cases if case.label == label)
 
 
-def row_of(plan: Plan, label: str, median_ms: float, peak_mb: float | None = 100.0, **fields: Any) -> Row:
+def row_of(plan: AdvicePlan, label: str, median_ms: float, peak_mb: float | None = 100.0, **fields: Any) -> BenchRow:
     peak = None if peak_mb is None else int(peak_mb * MB)
     timing = bench_results.timing(median_ms)
-    row = Row(case=case_of(plan, label), status="measured", parity=bench_results.PASSED, timing=timing, peak_bytes=peak)
+    row = BenchRow(
+        case=case_of(plan, label), status="measured", parity=bench_results.PASSED, timing=timing, peak_bytes=peak
+    )
     return replace(row, **fields)
 
 
-def left_out(plan: Plan, label: str, reason: str) -> Row:
-    return Row(case=case_of(plan, label), status="not run", reason=reason)
+def left_out(plan: AdvicePlan, label: str, reason: str) -> BenchRow:
+    return BenchRow(case=case_of(plan, label), status="not run", reason=reason)
 
 
-def advice_of(plan: Plan, *rows: Row, complete: bool = True) -> Advice:
+def advice_of(plan: AdvicePlan, *rows: BenchRow, complete: bool = True) -> Advice:
     return advice_from_results(bench_results.results(rows, complete=complete), plan)
 
 
@@ -163,13 +166,9 @@ def test_a_model_of_one_layer_and_one_head_is_told_in_the_singular() -> None:
         head_dim=32,
         encoder={"layers": 1},
     )
-    assert model_text(Plan(grid=grid, limits=Limits())).startswith("an encoder of 1 layer (width 32, 1 head), 1 × 64")
-
-
-def test_without_any_timing_there_is_no_advice() -> None:
-    plan = plan_of("linear", latency_ms=100.0)
-    advice = advice_of(plan, left_out(plan, "linear", "onnxruntime is not installed"))
-    assert advice.sentences == ("Nothing was measured, so there is no advice; the table says why.",)
+    assert model_text(AdvicePlan(grid=grid, limits=Limits())).startswith(
+        "an encoder of 1 layer (width 32, 1 head), 1 × 64"
+    )
 
 
 def test_an_interrupted_run_gives_the_advice_so_far_and_counts_what_is_missing() -> None:
@@ -226,7 +225,7 @@ class MadeUpBench:
     speeds: dict[str, float]
     status: Status
     settings: Settings = field(default_factory=Settings)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     sizes: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
@@ -236,15 +235,15 @@ class MadeUpBench:
     def say(self, text: str) -> None:
         self.said = text
 
-    def size(self, cases: list[Case]) -> None:
+    def size(self, cases: list[BenchCase]) -> None:
         for case in cases:
             self.sizes.append((case.label, case.seq_len, self.settings.rounds))
             timing = bench_results.timing(self.speeds[case.label] * case.seq_len / 1024)
-            self.rows.append(Row(case=case, status=self.status, timing=timing, peak_bytes=MB))
+            self.rows.append(BenchRow(case=case, status=self.status, timing=timing, peak_bytes=MB))
 
 
 def carried_out(
-    plan: Plan, speeds: dict[str, float], monkeypatch: pytest.MonkeyPatch, *, disturbed: bool = False
+    plan: AdvicePlan, speeds: dict[str, float], monkeypatch: pytest.MonkeyPatch, *, disturbed: bool = False
 ) -> MadeUpBench:
     monkeypatch.setattr(advise_module, "speed_of_products", lambda bench: Speed(1e11, disturbed))
     bench: Any = MadeUpBench(speeds, "disturbed" if disturbed else "measured")
@@ -336,12 +335,12 @@ def test_the_plan_begins_with_cheap_models_and_takes_less_time_under_a_limit() -
     assert 0 < plan_of("softmax,nystrom,linear", latency_ms=1.0).seconds(5, 3.0) < seconds
 
 
-def described(tmp_path: Path, toml: str = "", **flags: Any) -> Plan:
+def described(tmp_path: Path, toml: str = "", **flags: Any) -> AdvicePlan:
     """The plan of these options and this spec file."""
     if toml:
         flags["spec"] = tmp_path / "spec.toml"
         flags["spec"].write_text(toml)
-    return AdviceRequest(BenchRequest(**flags)).plan()
+    return BenchRequest(**flags).plan()
 
 
 def test_layers_describe_an_encoder_and_nothing_describes_the_default_layer_of_build(tmp_path: Path) -> None:

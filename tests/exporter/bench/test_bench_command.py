@@ -14,7 +14,7 @@ from planted_machine import PlantedMachine
 
 from effexport.bench import run as bench_run
 from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.results import Parity, results_from_json
+from effexport.bench.results import Agreement, results_from_json
 from effexport.bench.run import Settings, bench
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -31,6 +31,19 @@ def small_grid(variants: str = "softmax,linear", runtimes: tuple[str, ...] = ("t
 def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are about other things than a busy machine, and may run on one."""
     monkeypatch.setattr(bench_run, "Machine", PlantedMachine)
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the first size."""
+    original = bench_run.Bench.size
+
+    def size(self: Any, cases: Any) -> None:
+        if self.rows:
+            raise KeyboardInterrupt
+        original(self, cases)
+
+    monkeypatch.setattr(bench_run.Bench, "size", size)
 
 
 @pytest.fixture
@@ -149,15 +162,8 @@ def test_advice_without_any_measurement_exits_with_1_and_says_why(cli: Cli) -> N
     assert advice["build"] is None
 
 
-def test_advice_that_ctrl_c_ends_names_the_best_so_far(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = bench_run.Bench.size
-
-    def interrupted(self: Any, cases: Any) -> None:
-        if self.rows:
-            raise KeyboardInterrupt
-        original(self, cases)
-
-    monkeypatch.setattr(bench_run.Bench, "size", interrupted)
+@pytest.mark.usefixtures("interrupted")
+def test_advice_that_ctrl_c_ends_names_the_best_so_far(cli: Cli) -> None:
     arguments = ["--variants", "linear,softmax", "--dim", "32", "--heads", "2", "--runtimes", "torch", "--no-memory"]
     result = cli("bench", "--advise", "--seq-len", "64", *arguments, "--rounds", "3", "--threads", "1")
     assert result.code == 130
@@ -184,9 +190,9 @@ def test_a_gpu_that_is_not_there_is_said_and_is_no_failure_if_another_runtime_wo
 def test_what_disagrees_is_not_timed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = bench_run.agreement
 
-    def damaged(candidate: Any, case: Any, reference: Any) -> Parity:
+    def damaged(candidate: Any, case: Any, reference: Any) -> Agreement:
         if case.runtime == "ort":
-            return Parity(passed=False, metric="max |error| / RMS", value=0.5, limit=2e-5)
+            return Agreement(passed=False, metric="max |error| / RMS", value=0.5, limit=2e-5)
         return healthy(candidate, case, reference)
 
     monkeypatch.setattr(bench_run, "agreement", damaged)
@@ -262,17 +268,8 @@ def test_ctrl_c_while_timing_keeps_rows_with_enough_rounds(quick: Settings) -> N
     assert early.rows == ()
 
 
-def test_ctrl_c_writes_what_was_measured_and_exits_130(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = bench_run.Bench.size
-
-    def interrupted(self: Any, cases: Any) -> None:
-        if self.rows:
-            raise KeyboardInterrupt
-        original(self, cases)
-
-    monkeypatch.setattr(bench_run.Bench, "size", interrupted)
+@pytest.mark.usefixtures("interrupted")
+def test_ctrl_c_writes_what_was_measured_and_exits_130(cli: Cli, tmp_path: Path) -> None:
     arguments = ["--variants", "softmax", "--seq-lens", "64,128", "--runtimes", "torch", *SMALL, "--no-memory"]
     result = cli("bench", *arguments, "-o", tmp_path / "out")
     assert result.code == 130

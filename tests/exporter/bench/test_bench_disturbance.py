@@ -16,7 +16,7 @@ from effexport.bench import run as bench_run
 from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
 from effexport.bench.grid import Grid, Model
 from effexport.bench.page import bench_chart, csv_from_results, document_from_results, html_from_results
-from effexport.bench.results import BenchResults, Disturbance, Floor, Row, results_from_json
+from effexport.bench.results import BenchResults, BenchRow, Disturbance, Floor, results_from_json
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN, CoreUse
 from effexport.render.terminal import print_document
@@ -25,17 +25,17 @@ Cli = Callable[..., Any]
 REASON = "its threads had to wait for a core in too many rounds; other programs used 1.2 of 2 cores"
 
 
-def disturbed(one: Row) -> Row:
+def disturbed(one: BenchRow) -> BenchRow:
     known = Disturbance(kept=1, dropped=14, waited_share=0.8, own_cores=0.9, other_cores=1.2345, stolen_cores=0.0)
     return replace(one, status="disturbed", reason=REASON, times_softmax=None, times_torch=None, disturbance=known)
 
 
-def busy_results(is_busy: Callable[[Row], bool]) -> BenchResults:
+def busy_results(is_busy: Callable[[BenchRow], bool]) -> BenchResults:
     """The usual results, in which some rows were disturbed."""
     return results(tuple(disturbed(one) if is_busy(one) else one for one in results().rows))
 
 
-def longest_linear_on_ort(one: Row) -> bool:
+def longest_linear_on_ort(one: BenchRow) -> bool:
     return (one.case.label, one.case.runtime, one.case.seq_len) == ("linear", "ort", LENGTHS[-1])
 
 
@@ -49,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> PlantedMachine:
     return planted
 
 
-def small(machine: PlantedMachine, *, threads: int = 1) -> tuple[Row, ...]:
+def small(machine: PlantedMachine, *, threads: int = 1) -> tuple[BenchRow, ...]:
     """A small benchmark on a planted machine."""
     grid = Grid(models=(Model("softmax"), Model("linear")), seq_lens=(64,), runtimes=("torch",), heads=2, head_dim=16)
     return bench(grid, Settings(rounds=3, threads=threads, memory=False)).rows
@@ -129,7 +129,7 @@ def test_a_row_far_below_its_floor_is_not_quoted(
     machine: PlantedMachine, monkeypatch: pytest.MonkeyPatch, share: float, is_quotable: bool
 ) -> None:
     times_floor = property(lambda row: None if row.floor is None else share)
-    monkeypatch.setattr(Row, "times_floor", times_floor)
+    monkeypatch.setattr(BenchRow, "times_floor", times_floor)
     for one in small(machine):
         assert one.is_quotable == is_quotable
         assert ("less than 0.3 of its floor" in one.reason) == (not is_quotable)
@@ -219,6 +219,6 @@ def test_waiting_needs_a_system_that_tells_what_others_do(cli: Cli, monkeypatch:
 
 
 def test_rows_of_an_older_version_may_be_quoted() -> None:
-    old = Row(case=row("linear", 512).case, status="measured", parity=PASSED, timing=row("linear", 512).timing)
+    old = BenchRow(case=row("linear", 512).case, status="measured", parity=PASSED, timing=row("linear", 512).timing)
     assert old.is_quotable
     assert replace(old, floor=Floor(products_ms=1.0, pass_ms=1.0)).times_floor == pytest.approx(0.4)

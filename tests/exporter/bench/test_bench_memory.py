@@ -11,7 +11,7 @@ import pytest
 from effexport.bench import costs as memory
 from effexport.bench.children import MemoryUnknownError, peak_memory
 from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 
 PLANTED = """
 import sys
@@ -29,7 +29,7 @@ print(peak_bytes_of(work))
 """
 
 
-def case_of(variant: str, seq_len: int = 128, runtime: str = "torch") -> Case:
+def case_of(variant: str, seq_len: int = 128, runtime: str = "torch") -> BenchCase:
     models = models_from_text(variant)
     return next(Grid(models=models, seq_lens=(seq_len,), runtimes=(runtime,), heads=2, head_dim=16).cases())
 
@@ -50,7 +50,7 @@ def test_a_child_measures_the_logits_of_softmax() -> None:
 
 @pytest.mark.requires("torch")
 def test_a_child_that_fails_says_why() -> None:
-    case = Case(**{**vars(case_of("lsh")), "options": {"num_hashes": 0}})
+    case = BenchCase(**{**vars(case_of("lsh")), "options": {"num_hashes": 0}})
     with pytest.raises(MemoryUnknownError, match="num_hashes is 0"):
         peak_memory(case, None, threads=1, memory_arena=True)
 

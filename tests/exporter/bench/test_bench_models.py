@@ -26,7 +26,7 @@ from effexport.bench.models import (
     onnx_from_case,
     signature_of_case,
 )
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 from effexport.errors import StageError
 from effexport.export.onnx_graph import all_nodes
 from effexport.plugins.ops import DOMAIN
@@ -41,7 +41,9 @@ SMALL_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def small_case(variant: str, runtime: str = "ort", seq_len: int = 100, scope: str = "core", batch: int = 2) -> Case:
+def small_case(
+    variant: str, runtime: str = "ort", seq_len: int = 100, scope: str = "core", batch: int = 2
+) -> BenchCase:
     grid = Grid(
         models=(Model(variant, SMALL_OPTIONS.get(variant, {})),),
         seq_lens=(seq_len,),
@@ -54,14 +56,14 @@ def small_case(variant: str, runtime: str = "ort", seq_len: int = 100, scope: st
     return next(grid.cases())
 
 
-def exported(case: Case, export: Callable[[Case, Path], object] = onnx_from_case) -> Path:
+def exported(case: BenchCase, export: Callable[[BenchCase, Path], object] = onnx_from_case) -> Path:
     """The file that a benchmark exports. Do not change it: other tests read it."""
     decided_by = (*what_decides_a_build(), *code_of("exporter/bench"))
     name = f"bench/{digest_of([export.__name__, repr(case)])}"
     return kept(name, decided_by, lambda folder: export(case, folder / "model.onnx")) / "model.onnx"
 
 
-def agrees(case: Case, model: Path | None) -> None:
+def agrees(case: BenchCase, model: Path | None) -> None:
     feeds = inputs_of_case(case)
     candidate = candidate_from_case(case, model, threads=1)
     try:
@@ -145,7 +147,7 @@ def test_compile_cuda_is_torch_compile_on_the_gpu_and_needs_triton(monkeypatch: 
 
 
 def test_half_precision_is_judged_by_its_own_limit() -> None:
-    case = Case(**{**vars(small_case("linear", "torch")), "precision": "fp16"})
+    case = BenchCase(**{**vars(small_case("linear", "torch")), "precision": "fp16"})
     agrees(case, None)
     assert inputs_of_case(case)["q"].dtype == np.float16
 
@@ -218,7 +220,7 @@ def enlarge_operand(index: int, path: Path) -> None:
 def test_a_small_fault_in_a_hashed_model_gets_no_timing(
     operand: int | None, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def export(case: Case, path: Path) -> None:
+    def export(case: BenchCase, path: Path) -> None:
         shutil.copyfile(exported(replace(case, runtime="ort")), path)
         if operand is not None:
             enlarge_operand(operand, path)

@@ -23,10 +23,9 @@ from bench_results import (
 )
 from documents import terminal_of
 
-from effexport.bench.beside import measured_table, published_tables
 from effexport.bench.findings import crossovers, curves, headlines, interruption, parity_sentence, problems, verdict
 from effexport.bench.page import bench_chart, conditions_of, document_from_results, html_from_results, rows_table
-from effexport.bench.presets import PRESETS, publications
+from effexport.bench.presets import PRESETS, measured_table, publications, published_tables
 from effexport.bench.results import BenchResults
 from effexport.render.axes import MAX_TICKS, ticks_between
 from effexport.render.document import Table

@@ -8,14 +8,14 @@ import pytest
 
 from effexport.bench.costs import FEWEST_ROWS, pieces
 from effexport.bench.grid import Grid, models_from_text, products_of_case
-from effexport.bench.results import Case
+from effexport.bench.results import BenchCase
 from effexport.models.shapes import Product
 
 BATCH, HEADS, D, N = 2, 3, 16, 192
 GROUPS, DIM, TOKENS = BATCH * HEADS, HEADS * D, BATCH * N
 
 
-def case_of(variant: str, scope: str = "core") -> Case:
+def case_of(variant: str, scope: str = "core") -> BenchCase:
     models = models_from_text(variant)
     return next(Grid(models=models, seq_lens=(N,), batches=(BATCH,), heads=HEADS, head_dim=D, scope=scope).cases())
 

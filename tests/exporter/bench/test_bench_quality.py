@@ -14,12 +14,12 @@ import bench_results
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.bench.advice import Limits, Plan
+from effexport.bench.advice import AdvicePlan, Limits
 from effexport.bench.grid import Grid, models_from_text, spec_from_case
 from effexport.bench.page import html_from_results, json_of_advice
 from effexport.bench.quality import judged_from_files, quality_of_cases
 from effexport.bench.recommendation import Advice, advice_from_results
-from effexport.bench.results import Row
+from effexport.bench.results import BenchRow
 from effexport.errors import UserError
 from effexport.evaluation.figures import Estimate, Evaluation, Objective
 from effexport.files import json_text
@@ -32,7 +32,7 @@ VARIANTS = "softmax,lsh:num_hashes=4,linear,nystrom"
 FIGURES = {"softmax": (40.0, 2.25), "lsh, 4 rounds": (25.2, 2.10), "linear": (12.0, 2.22), "nystrom": (13.0, 2.30)}
 
 
-def plan_of(variants: str = VARIANTS, runtimes: tuple[str, ...] = ("ort",), **limits: Any) -> Plan:
+def plan_of(variants: str = VARIANTS, runtimes: tuple[str, ...] = ("ort",), **limits: Any) -> AdvicePlan:
     grid = Grid(
         models=models_from_text(variants),
         seq_lens=(LENGTH,),
@@ -42,10 +42,10 @@ def plan_of(variants: str = VARIANTS, runtimes: tuple[str, ...] = ("ort",), **li
         head_dim=16,
         encoder={"lm_head": True},
     )
-    return Plan(grid=grid, limits=Limits(**limits))
+    return AdvicePlan(grid=grid, limits=Limits(**limits))
 
 
-def result_of(plan: Plan, label: str, width: float | None = 0.01, **fields: Any) -> Evaluation:
+def result_of(plan: AdvicePlan, label: str, width: float | None = 0.01, **fields: Any) -> Evaluation:
     """A made-up `effexport evaluate` result of a candidate. width: half of the confidence interval."""
     spec = spec_from_case(next(case for case in plan.cases if case.label == label))
     bits = FIGURES[label][1]
@@ -79,14 +79,14 @@ def written(folder: Path, *results: Evaluation) -> list[Path]:
     return paths
 
 
-def row_of(plan: Plan, label: str, **fields: Any) -> Row:
+def row_of(plan: AdvicePlan, label: str, **fields: Any) -> BenchRow:
     case = next(case for case in plan.cases if case.label == label)
     timing = bench_results.timing(FIGURES[label][0])
-    row = Row(case=case, status="measured", parity=bench_results.PASSED, timing=timing, peak_bytes=10**8)
+    row = BenchRow(case=case, status="measured", parity=bench_results.PASSED, timing=timing, peak_bytes=10**8)
     return replace(row, **fields)
 
 
-def advice_of(plan: Plan, folder: Path, results: list[Evaluation], **changed: Row) -> tuple[Advice, str]:
+def advice_of(plan: AdvicePlan, folder: Path, results: list[Evaluation], **changed: BenchRow) -> tuple[Advice, str]:
     """The advice, and its page."""
     quality = quality_of_cases(plan.cases, judged_from_files(written(folder, *results)))
     plan = replace(plan, quality=quality)

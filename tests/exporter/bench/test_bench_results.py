@@ -11,17 +11,17 @@ import pytest
 from bench_results import results, row
 
 from effexport.bench.page import BENCH_FOLDER, COLUMNS, csv_from_results, write_results
-from effexport.bench.results import Row, results_from_json
+from effexport.bench.results import BenchRow, results_from_json
 from effexport.errors import UserError
 
 
-def row_of(label: str, runtime: str) -> Row:
+def row_of(label: str, runtime: str) -> BenchRow:
     options = {"num_hashes": 4} if label == "lsh, 4 rounds" else {}
     return replace(row(label, 128, runtime, batch=2, options=options), implementation={"LSHSort": "kernel"})
 
 
 ROWS = (row_of("softmax", "torch"), row_of("lsh, 4 rounds", "ort"))
-NOT_RUN = Row(case=ROWS[0].case, status="not run", reason='needs a GPU, says "somebody"')
+NOT_RUN = BenchRow(case=ROWS[0].case, status="not run", reason='needs a GPU, says "somebody"')
 
 
 def test_results_survive_json(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ from golden_runs import CORPUS
 from sweep_cells import notes, pretend
 
 from effexport.bench import sweep_file as cells_module
-from effexport.bench.children import CellLimits, ProcessExecutor
+from effexport.bench.cells import ATTEMPTS, Store
+from effexport.bench.children import CellLimits
+from effexport.bench.executors import ProcessExecutor
 from effexport.bench.page import csv_from_results
 from effexport.bench.results import results_from_json
-from effexport.bench.store import ATTEMPTS, Store
 from effexport.bench.sweep import Sweep, plan_of, results_of_sweep, write_results
-from effexport.bench.sweep_file import cells_from_file, sweep_file_from_path
+from effexport.bench.sweep_file import cells_from_path
 
 STATES = {"softmax-8": "finished", "softmax-9": "failed", "linear-8": "finished", "linear-9": "to run"}
 
@@ -49,7 +50,7 @@ def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypa
     (record, *_) = store.path.glob("cells/*/record.json")
     versions = json.loads(record.read_text())["versions"]
     monkeypatch.setattr(cells_module, "deciding_versions", lambda target: versions)
-    cells = cells_from_file(sweep_file_from_path(folder / "sweep.toml"))
+    cells = cells_from_path(folder / "sweep.toml")
     assert [cell.id for cell in cells] == [cell["id"] for cell in before["cells"]]
 
     plan = plan_of(store, cells, retry_failed=False)

@@ -13,7 +13,7 @@ from ended import has_ended
 from sweep_cells import tiny_cells
 
 from effexport.bench import children as module
-from effexport.bench.cell import LOG, Outcome
+from effexport.bench.cells import LOG, Outcome
 from effexport.bench.child import check_versions, outcome_of_request
 from effexport.bench.children import LOG_BYTES, LOG_LINES, Attempt, CellLimits, run_attempt
 from effexport.errors import UserError

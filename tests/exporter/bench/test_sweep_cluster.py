@@ -19,10 +19,9 @@ import sweep_cells
 from sweep_cells import notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
-from effexport.bench.cell import ARTIFACT, Cell, Outcome
+from effexport.bench.cells import ARTIFACT, ATTEMPTS, CELLS, STAGING, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.cluster import PIECE_BYTES, RayExecutor, cluster_executor, import_ray, local_executor
-from effexport.bench.store import ATTEMPTS, CELLS, STAGING, Store
+from effexport.bench.executors import PIECE_BYTES, RayExecutor, cluster_executor, import_ray, local_executor
 from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.errors import MissingExtraError, UserError
 from effexport.plugins.building.toolchain import gpus_here

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from effexport.bench.cell import Cell
-from effexport.bench.sweep_file import MAX_CELLS, cells_from_file, sweep_file_from_document, sweep_file_from_path
+from effexport.bench.cells import Cell
+from effexport.bench.sweep_file import MAX_CELLS, cells_from_file, cells_from_path, sweep_file_from_document
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
 from effexport.spec import build_spec_from_options
@@ -208,7 +208,7 @@ def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path, content: byte
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=said):
-        sweep_file_from_path(path)
+        cells_from_path(path)
 
 
 def example_of_the_documentation() -> str:

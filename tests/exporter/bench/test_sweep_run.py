@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
 
-from effexport.bench.cell import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt, CellLimits, Event, ProcessExecutor
-from effexport.bench.cluster import Piece, Unpacking, pieces_of_folder
-from effexport.bench.store import ATTEMPTS, RECORD, STAGING, Store
+from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
+from effexport.bench.children import Attempt, CellLimits
+from effexport.bench.executors import Event, FilePiece, ProcessExecutor, Unpacking, pieces_of_folder
 from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep, SweepResults, plan_of, results_of_sweep, write_results
 from effexport.errors import EffexportError, UserError
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
@@ -311,13 +310,13 @@ def test_pieces_make_the_same_folder_again(tmp_path: Path, piece_bytes: int) -> 
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (Piece("../escaped", b"x"), "not part of the artifact"),
-        (Piece("/etc/escaped", b"x"), "not part of the artifact"),
-        (Piece("other", b"x"), "not part of the artifact"),
-        (Piece("model.onnx", b"12345"), "sent 5 bytes of model.onnx; it announced 4"),
+        (FilePiece("../escaped", b"x"), "not part of the artifact"),
+        (FilePiece("/etc/escaped", b"x"), "not part of the artifact"),
+        (FilePiece("other", b"x"), "not part of the artifact"),
+        (FilePiece("model.onnx", b"12345"), "sent 5 bytes of model.onnx; it announced 4"),
     ],
 )
-def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: Piece, message: str) -> None:
+def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: FilePiece, message: str) -> None:
     unpacking = Unpacking(tmp_path / "two", {"model.onnx": 4, "../escaped": 1, "/etc/escaped": 1})
     with pytest.raises(EffexportError, match=message):
         unpacking.add(piece)

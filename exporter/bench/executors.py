@@ -1,4 +1,4 @@
-"""Cells as Ray tasks, on a cluster or on this machine.
+"""Executors of a sweep: cells as processes of this machine, or as Ray tasks on a cluster or on this machine.
 
 Ray places every cell and reports lost nodes; it never retries by itself, so that every attempt is counted. Artifacts
 come back in pieces through Ray's object store, so the nodes need no shared disk.
@@ -8,23 +8,159 @@ from __future__ import annotations
 
 import os
 import platform
+import queue
 import shutil
 import socket
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import msgspec
 
-from effexport.bench.cell import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt, CellLimits, Event, Work, run_attempt
+from effexport.bench.cells import ARTIFACT, Cell, Outcome
+from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
+from effexport.environment import memory_info, usable_cores
 from effexport.errors import EffexportError, MissingExtraError, UserError
 from effexport.files import abandoned
-from effexport.plugins.building.toolchain import gpus_here
+from effexport.plugins.building.toolchain import Gpu, gpus_here
 from effexport.units import listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An event of a cell.
+
+    kind: started; ended, with an outcome; lost, with its node or worker; unplaceable, because no node can run it.
+    folder: the folder given to `submit` once nothing more is written to it; it has the artifact of a finished cell.
+    """
+
+    kind: Literal["started", "ended", "lost", "unplaceable"]
+    cell: Cell
+    where: str = ""
+    reason: str = ""
+    outcome: Outcome | None = None
+    folder: Path | None = None
+
+
+class Executor(Protocol):
+    """Something that runs cells. title: its name in words."""
+
+    @property
+    def title(self) -> str: ...
+
+    def submit(self, cell: Cell, folder: Path) -> None:
+        """Start or queue an attempt; its artifact goes into `folder`, which is empty."""
+        ...
+
+    def wait(self, seconds: float) -> Sequence[Event]:
+        """The events since the last call; waits up to `seconds` for the first one."""
+        ...
+
+    def close(self) -> None:
+        """End everything that still runs."""
+        ...
+
+
+# Memory for building the default encoder, with room to spare.
+CELL_BYTES = 2 * 2**30
+
+
+class ClosedError(Exception):
+    """The sweep has ended, so the cell is not started."""
+
+
+@dataclass
+class ProcessExecutor:
+    """An executor on this machine. jobs: cells at a time. work: runs an attempt. A GPU runs one cell."""
+
+    limits: CellLimits
+    jobs: int = 1
+    work: Work = run_attempt
+    gpus: tuple[Gpu, ...] = field(default_factory=gpus_here)
+    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="sweep")
+        self._free = deque(self.gpus)
+        self._gpu_returned = threading.Condition()
+
+    @property
+    def title(self) -> str:
+        return f"this machine, {self.jobs} {'cell' if self.jobs == 1 else 'cells'} at a time"
+
+    def submit(self, cell: Cell, folder: Path) -> None:
+        if cell.needs_gpu and not any(fits(gpu, cell) for gpu in self.gpus):
+            have = ", ".join(gpu.architecture for gpu in self.gpus) or "none"
+            wanted = f"a GPU of {cell.gpu}" if cell.gpu else "a GPU"
+            reason = f"no node with {wanted}: the GPUs of this machine are {have}; run it with --address on a cluster"
+            self._events.put(Event(kind="unplaceable", cell=cell, reason=reason, folder=folder))
+            return
+        self._pool.submit(self._run, cell, folder)
+
+    def _run(self, cell: Cell, folder: Path) -> None:
+        gpu = None
+        try:
+            gpu = self._take_gpu(cell) if cell.needs_gpu else None
+            if self._closed.is_set():
+                return
+            self._events.put(Event(kind="started", cell=cell, where=platform.node()))
+            outcome = self.work(Attempt(cell, self.limits, self._environment(gpu), self._closed.is_set), folder)
+            self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
+        except ClosedError:
+            return
+        except Exception as error:  # an error of one cell must not stop the others
+            reason = f"{type(error).__name__}: {error}"
+            outcome = Outcome(status="failed", reason=reason, where=platform.node())
+            self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
+        finally:
+            if gpu is not None:
+                with self._gpu_returned:
+                    self._free.append(gpu)
+                    self._gpu_returned.notify_all()
+
+    def _environment(self, gpu: Gpu | None) -> dict[str, str]:
+        """Environment variables of an attempt: parallel cells share the cores."""
+        threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.jobs))} if self.jobs > 1 else {}
+        return threads | ({"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {})
+
+    def _take_gpu(self, cell: Cell) -> Gpu:
+        with self._gpu_returned:
+            while True:
+                found = next((gpu for gpu in self._free if fits(gpu, cell)), None)
+                if found is not None:
+                    self._free.remove(found)
+                    return found
+                if self._closed.is_set():
+                    raise ClosedError
+                self._gpu_returned.wait(1.0)
+
+    def wait(self, seconds: float) -> Sequence[Event]:
+        try:
+            return [self._events.get(timeout=seconds)]
+        except queue.Empty:
+            return []
+
+    def close(self) -> None:
+        self._closed.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def fits(gpu: Gpu, cell: Cell) -> bool:
+    return not cell.gpu or gpu.architecture == cell.gpu
+
+
+def jobs_of_machine() -> int:
+    """One cell per core, but no more than fit into the free memory."""
+    free = memory_info().get("MemAvailable")
+    return max(1, usable_cores() if free is None else min(usable_cores(), free // CELL_BYTES))
+
 
 # A cell needs a node with this resource, in any amount; GPUs and CPUs limit how many cells run there.
 ARCHITECTURE_SHARE = 0.001
@@ -126,7 +262,7 @@ class RayExecutor:
             if isinstance(message, str):
                 task.is_started = True
                 yield Event(kind="started", cell=task.cell, where=message)
-            elif isinstance(message, Piece) and task.unpacking is not None:
+            elif isinstance(message, FilePiece) and task.unpacking is not None:
                 task.unpacking.add(message)
             else:
                 task.outcome = msgspec.convert(message, Outcome)
@@ -204,14 +340,14 @@ PIECE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """The next bytes of a file. Files are sent one after the other, each from its start."""
 
     name: str
     data: bytes
 
 
-def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[FilePiece]:
     """Every file, in pieces of at most `piece_bytes`. An empty file is one empty piece."""
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
@@ -219,9 +355,9 @@ def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[P
         name = path.relative_to(folder).as_posix()
         with path.open("rb") as stream:
             data = stream.read(piece_bytes)
-            yield Piece(name, data)
+            yield FilePiece(name, data)
             while data := stream.read(piece_bytes):
-                yield Piece(name, data)
+                yield FilePiece(name, data)
 
 
 @dataclass
@@ -235,7 +371,7 @@ class Unpacking:
     expected: Mapping[str, int]
     _sizes: dict[str, int] = field(default_factory=dict)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: FilePiece) -> None:
         """Raises EffexportError for a file that was not announced, lies outside, or is longer than announced."""
         path = PurePosixPath(piece.name)
         size = self._sizes.get(piece.name, 0) + len(piece.data)
