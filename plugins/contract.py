@@ -50,6 +50,18 @@ class Case:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
+    @property
+    def rounding(self) -> float:
+        return ROUNDING[self.dtype]
+
+    def generator(self, device: str) -> torch.Generator:
+        """A source of random numbers for the inputs."""
+        return torch.Generator(device).manual_seed(zlib.crc32(self.name.encode()))
+
+    def normal(self, source: torch.Generator, *shape: int) -> Tensor:
+        """Normally distributed values of the case's type, on the device of the generator."""
+        return torch.randn(shape, generator=source, dtype=self.torch_dtype, device=source.device)
+
 
 @dataclass(frozen=True)
 class Output:
@@ -213,16 +225,6 @@ def load_contract(op: Op) -> Contract:
 def in_all_types(*cases: Case) -> tuple[Case, ...]:
     """The cases in float32, float16 and bfloat16."""
     return tuple(replace(case, dtype=dtype) for case in cases for dtype in FLOAT_TYPES)
-
-
-def generator(case: Case, device: str) -> torch.Generator:
-    """A source of random numbers for the inputs of a case."""
-    return torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
-
-
-def normal(case: Case, source: torch.Generator, *shape: int) -> Tensor:
-    """Normally distributed values of the case's type, on the device of the generator."""
-    return torch.randn(shape, generator=source, dtype=case.torch_dtype, device=source.device)
 
 
 def random_mask(source: torch.Generator, *shape: int) -> Tensor:

@@ -254,9 +254,7 @@ MUTANTS = (
         ("const float highest = *std::max_element(lse, lse + rounds);", "const float highest = lse[0];"),
     ),
     *mutants_of(
-        "lsh_attention/vectors.h",
-        ("x = at == own ? self_logit : x;", ""),
-        ("if (causal) unseen |= at > own;", ""),
+        "lsh_attention/vectors.h", ("x = at == own ? self_logit : x;", ""), ("if (causal) unseen |= at > own;", "")
     ),
 )
 

@@ -10,15 +10,12 @@ from torch import Tensor
 from effexport.plugins.aft_simple_attention import SIGNATURE
 from effexport.plugins.contract import (
     PEAK_LOGIT,
-    ROUNDING,
     AtMost,
     Case,
     Contract,
     Limit,
     Timed,
-    generator,
     in_all_types,
-    normal,
     peak,
     random_mask,
     with_peaks,
@@ -33,8 +30,8 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     a key is far above all others.
     """
     batch, _, seq, _ = case.sizes
-    source = generator(case, device)
-    q, k, v = (normal(case, source, *case.sizes) for _ in range(3))
+    source = case.generator(device)
+    q, k, v = (case.normal(source, *case.sizes) for _ in range(3))
     if case.kind == "far apart":
         k.mul_(30)
     keep = random_mask(source, batch, seq)
@@ -72,7 +69,7 @@ def limit(case: Case) -> Limit:
         "the contract's 4e-6 for 1000 tokens: 32 rows per thread and 8 threads are added up, one after another; one "
         "rounding of float32 for every slice of 256 tokens; and one of the result"
     )
-    return Limit(4e-6 + slices * 2**-24 + ROUNDING[case.dtype], reason)
+    return Limit(4e-6 + slices * 2**-24 + case.rounding, reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:

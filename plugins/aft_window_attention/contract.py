@@ -12,16 +12,13 @@ from torch import Tensor
 from effexport.plugins.aft_window_attention import SIGNATURE
 from effexport.plugins.contract import (
     PEAK_LOGIT,
-    ROUNDING,
     AtMost,
     Case,
     Contract,
     FasterThan,
     Limit,
     Timed,
-    generator,
     in_all_types,
-    normal,
     peak,
     random_mask,
     with_peaks,
@@ -42,9 +39,9 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     such a key gets.
     """
     batch, heads, seq, channels, key_channels, bias_heads, positions, taps, causal = case.sizes
-    source = generator(case, device)
-    q, v = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
-    k = normal(case, source, batch, heads, seq, key_channels)
+    source = case.generator(device)
+    q, v = (case.normal(source, batch, heads, seq, channels) for _ in range(2))
+    k = case.normal(source, batch, heads, seq, key_channels)
     keep = random_mask(source, batch, seq)
     bias = torch.randn(bias_heads, positions, taps, generator=source, device=device)
     if case.kind == "no token":
@@ -111,7 +108,7 @@ def limit(case: Case) -> Limit:
         "the contract's 5e-6: 32 keys of a block and those of a product are added up, one after another, and 2^x is "
         "off by 2^-22; one rounding of float32 for a tenth of the blocks of 32 tokens; and one of the result"
     )
-    return Limit(5e-6 + blocks / 10 * 2**-24 + ROUNDING[case.dtype], reason)
+    return Limit(5e-6 + blocks / 10 * 2**-24 + case.rounding, reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:

@@ -7,17 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import (
-    ROUNDING,
-    AtMost,
-    Case,
-    Contract,
-    FasterThan,
-    Limit,
-    Timed,
-    generator,
-    in_all_types,
-)
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, in_all_types
 from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
 from effexport.plugins.iterative_pinv import SIGNATURE
 
@@ -28,7 +18,7 @@ KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """A [count, m, m] and scale [count, 1, 1], the largest column sum of each matrix."""
     count, m, _ = case.sizes
-    logits = torch.randn(count, m, m, generator=generator(case, device), device=device)
+    logits = torch.randn(count, m, m, generator=case.generator(device), device=device)
     a = torch.softmax(logits.mul_(2), dim=-1)
     if case.kind == "nearly equal rows":
         a = 1 / m + 1e-6 * a
@@ -62,7 +52,7 @@ def limit(case: Case) -> Limit:
     reason = "the contract's limit: roundings near singular values of zero grow by 13/4 a step"
     if case.kind == "softmax":
         value, reason = 1e-5, "products as exact as float32's of at most 128 terms, whose roundings later steps shrink"
-    return Limit(value + ROUNDING[case.dtype], f"{reason}; and one rounding of the result")
+    return Limit(value + case.rounding, f"{reason}; and one rounding of the result")
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:

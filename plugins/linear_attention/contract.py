@@ -8,20 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import (
-    PEAKS,
-    ROUNDING,
-    AtMost,
-    Case,
-    Contract,
-    FasterThan,
-    Limit,
-    Timed,
-    generator,
-    in_all_types,
-    normal,
-    peak,
-)
+from effexport.plugins.contract import PEAKS, AtMost, Case, Contract, FasterThan, Limit, Timed, in_all_types, peak
 from effexport.plugins.gpu_work import Work, moved, parts, product
 from effexport.plugins.linear_attention import SIGNATURE
 
@@ -42,8 +29,8 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     misses it chooses an exponent with which it is infinite.
     """
     batch, heads, seq, head_dim, value_dim, *_ = case.sizes
-    source = generator(case, device)
-    q, k, v = (normal(case, source, batch, heads, seq, dim) for dim in (head_dim, head_dim, value_dim))
+    source = case.generator(device)
+    q, k, v = (case.normal(source, batch, heads, seq, dim) for dim in (head_dim, head_dim, value_dim))
     if case.kind in ("rising", "falling"):
         slope = torch.linspace(-12, 0, seq, device=device)
         k = (k + (slope if case.kind == "rising" else slope.flip(0))[:, None]).to(case.torch_dtype)
@@ -96,7 +83,7 @@ def limit(case: Case) -> Limit:
         "keys, S and z (or the weights of a block), and the result, once each"
     )
     roundings = 1 if case.dtype == "float32" else 4
-    return Limit(1.7e-5 + roundings * ROUNDING[case.dtype], reason)
+    return Limit(1.7e-5 + roundings * case.rounding, reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:

@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.contract import (
-    ROUNDING,
     AtMost,
     Case,
     Contract,
     FasterThan,
     Limit,
     Timed,
-    generator,
     in_all_types,
-    normal,
     sdpa_baselines,
 )
 from effexport.plugins.gpu_work import Work, attention_core, parts
@@ -43,12 +40,12 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     which every tile of keys and every round has its own.
     """
     batch, heads, seq, head_dim, value_dim, rounds = case.sizes[:6]
-    source = generator(case, device)
-    qk = normal(case, source, batch, heads, seq, head_dim)
+    source = case.generator(device)
+    qk = case.normal(source, batch, heads, seq, head_dim)
     if case.kind == "axes":
         axis = torch.randint(head_dim, (batch, heads, seq), generator=source, device=device)
         qk = (F.one_hot(axis, head_dim) * 96 * qk[..., :1].sign()).to(case.torch_dtype)
-    v = normal(case, source, batch, heads, seq, value_dim)
+    v = case.normal(source, batch, heads, seq, value_dim)
     keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
     keep[-1:, 0 if case.kind == "no token" else seq - seq // 4 :] = False
     buckets = torch.full((batch, heads * rounds, padded_length(case)), BUCKETS, device=device)
@@ -127,7 +124,7 @@ def limit(case: Case) -> Limit:
         "precision, as weights and the results of rounds are rounded too"
     )
     roundings = 1 if case.dtype == "float32" else 3
-    return Limit(2e-5 + roundings * ROUNDING[case.dtype], reason)
+    return Limit(2e-5 + roundings * case.rounding, reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:

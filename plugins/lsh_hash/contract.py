@@ -14,7 +14,6 @@ from effexport.plugins.contract import (
     FasterThan,
     Limit,
     Timed,
-    generator,
     in_all_types,
     token_mask,
 )
@@ -29,7 +28,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     Kind "no token": all of the last sample is hidden.
     """
     batch, heads, seq, head_dim, rounds, *_ = case.sizes
-    source = generator(case, device)
+    source = case.generator(device)
 
     def integers(highest: int, *shape: int) -> Tensor:
         return torch.randint(-highest, highest + 1, shape, generator=source, device=device, dtype=torch.int32)

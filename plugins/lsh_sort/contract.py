@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, generator
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed
 from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_sort import SIGNATURE, op
 
@@ -16,7 +16,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """Random buckets. Kind "patterns": rows in one bucket, descending, alternating between the ends, nearly sorted."""
     rows, n, num_buckets = case.sizes
     shape = (rows, n)
-    source = generator(case, device)
+    source = case.generator(device)
     buckets = torch.randint(num_buckets, shape, generator=source, dtype=torch.int32, device=device)
     if case.kind == "patterns":
         position = torch.arange(n, dtype=torch.int32, device=device)

@@ -10,15 +10,12 @@ from torch import Tensor
 from effexport.plugins.contract import (
     PEAK_LOGIT,
     PEAKS,
-    ROUNDING,
     Case,
     Contract,
     FasterThan,
     Limit,
     Timed,
-    generator,
     in_all_types,
-    normal,
     peak,
     random_mask,
     sdpa_baselines,
@@ -34,8 +31,8 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     PEAKS: the logits of a key are far above all others, and all are exact.
     """
     batch, heads, n, m, d, e = case.sizes
-    source = generator(case, device)
-    q, k, v = (normal(case, source, batch, heads, *shape) for shape in ((n, d), (m, d), (m, e)))
+    source = case.generator(device)
+    q, k, v = (case.normal(source, batch, heads, *shape) for shape in ((n, d), (m, d), (m, e)))
     keep = random_mask(source, batch, m)
     if case.kind in PEAKS:
         highest = peak(case.kind, m)
@@ -71,7 +68,7 @@ def intermediate(case: Case) -> int:
 def limit(case: Case) -> Limit:
     # float32 weights are not rounded: one of its roundings more makes no difference to 2e-5
     reason = "2e-5 for values of about 1, and in half types one rounding of weights and one of results"
-    return Limit(2e-5 + 2 * ROUNDING[case.dtype], reason)
+    return Limit(2e-5 + 2 * case.rounding, reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:

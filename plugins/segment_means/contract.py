@@ -8,18 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import (
-    ROUNDING,
-    AtMost,
-    Case,
-    Contract,
-    Limit,
-    Timed,
-    generator,
-    in_all_types,
-    normal,
-    token_mask,
-)
+from effexport.plugins.contract import AtMost, Case, Contract, Limit, Timed, in_all_types, token_mask
 from effexport.plugins.gpu_work import Work, moved, parts
 from effexport.plugins.segment_means import SIGNATURE
 
@@ -30,8 +19,8 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     Kind "no token": all of the last sample is hidden. Kind "visible": no token is, because kernels do not read those.
     """
     batch, heads, seq, channels, _ = case.sizes
-    source = generator(case, device)
-    x = normal(case, source, batch, heads, seq, channels)
+    source = case.generator(device)
+    x = case.normal(source, batch, heads, seq, channels)
     keep = token_mask(source, batch, seq)
     keep[1:2, seq // 2 :] = False
     if case.kind == "no token":
@@ -60,7 +49,7 @@ def limit(case: Case) -> Limit:
         "float32 sums of up to 1000 values of either sign, with roundings of 6e-8 each, which the division makes "
         "smaller; and one rounding of the result"
     )
-    return Limit(1e-6 + ROUNDING[case.dtype], reason)
+    return Limit(1e-6 + case.rounding, reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:

@@ -16,9 +16,7 @@ from effexport.plugins.contract import (
     FasterThan,
     Limit,
     Timed,
-    generator,
     in_all_types,
-    normal,
     token_mask,
 )
 from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
@@ -31,9 +29,9 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     Kind "no token": all of the last sample is hidden. Kind "visible": no token is, because kernels do not read those.
     """
     batch, heads, seq, channels, taps = case.sizes
-    source = generator(case, device)
-    x, residual = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
-    weight = normal(case, source, heads, 1, taps, 1) / taps**0.5
+    source = case.generator(device)
+    x, residual = (case.normal(source, batch, heads, seq, channels) for _ in range(2))
+    weight = case.normal(source, heads, 1, taps, 1) / taps**0.5
     keep = token_mask(source, batch, seq)
     if case.kind == "no token":
         keep[-1] = False
@@ -59,7 +57,7 @@ def limit(case: Case) -> Limit:
         "up to 202 additions in float32: roundings of at most 6e-8 of the largest value, of either sign, which add up "
         "like a random walk to 9e-7; and one rounding of the result"
     )
-    return Limit(2e-6 + ROUNDING[case.dtype], reason)
+    return Limit(2e-6 + case.rounding, reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
