@@ -36,7 +36,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 LOWEST = re.fullmatch(r"onnxruntime>=([\d.]+)", PROJECT["optional-dependencies"]["cpu"][0])[1]
 OLDEST, NEWEST = PythonVenv(f"onnxruntime-{LOWEST}"), TOOLS
 # Of each operator; the sizes, types and attributes of each are drawn.
-CALLS = 24
+CALLS = 12
 CAUSAL = [variant for variant in ATTENTION_SPECS if variant != "nystrom"]  # which has no causal form
 MODELS = [*((variant, False) for variant in ATTENTION_SPECS), *((variant, True) for variant in CAUSAL)]
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 from small_builds import module_from_path
 from torch import Tensor, nn
-from transformers_models import inputs, saved
+from transformers_models import TINY_NYSTROMFORMER, inputs, saved
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
@@ -33,17 +33,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # What the issue of pooled answers asks for: float32 sums of two layers, in another order.
 LIMIT = 1e-5
 # Softmax attention, so that transformers takes every length; 8 channels of 32.
-CONFIG: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "segment_means_seq_len": 8,
-    "num_landmarks": 8,
-    "conv_kernel_size": 5,
-}
+CONFIG = TINY_NYSTROMFORMER | {"segment_means_seq_len": 8}
 CUT = 8
 
 

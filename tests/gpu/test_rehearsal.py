@@ -42,7 +42,7 @@ def bare_environment(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "only",
-    [["--ops", "segment_means,lsh_sort,masked_attention"], pytest.param([], marks=pytest.mark.soak)],
+    [["--ops", "segment_means,lsh_sort,aft_simple_attention"], pytest.param([], marks=pytest.mark.soak)],
     ids=["three", "all"],
 )
 def test_the_rehearsal_runs_every_stage(only: list[str], bare_environment: dict[str, str]) -> None:

@@ -6,7 +6,6 @@ and every array in memory of its own.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import subprocess
@@ -28,23 +27,32 @@ AVAILABLE = [name for name, needed in INSTRUCTIONS.items() if needed <= FLAGS]
 pytestmark = [pytest.mark.slow, pytest.mark.requires("native", "onnx", "ort", "torch"), pytest.mark.xdist_group("asan")]
 
 
-@functools.cache
 def run_again(instructions: str, folder: Path, *selected: str) -> str:
     """The output of pytest for the selected tests."""
     environment = os.environ | operators.sanitized_environment(operators.sanitized_library(), folder)
     environment |= {"EFFEXPORT_TEST_INSTRUCTIONS": instructions, "EFFEXPORT_REQUIRE": "", "PYTHONMALLOC": "malloc"}
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", ""]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, *selected], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     reports = "".join(path.read_text(errors="replace") for path in folder.glob("report*"))
     assert (done.returncode, reports) == (0, ""), done.stdout[-10_000:] + done.stderr[-3000:] + reports[:5000]
     return done.stdout
 
 
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_the_kernels_are_right_and_clean_with_every_instruction_set(instructions: str, tmp_path: Path) -> None:
+# every case with the widest vectors; with the others, those of the fast part, and every one in the soak run
+@pytest.mark.parametrize(
+    ("instructions", "marks"),
+    [
+        (AVAILABLE[0], ""),
+        *((instructions, "not slow and not soak") for instructions in AVAILABLE[1:]),
+        *(pytest.param(instructions, "", marks=pytest.mark.soak) for instructions in AVAILABLE[1:]),
+    ],
+)
+def test_the_kernels_are_right_and_clean_with_every_instruction_set(
+    instructions: str, marks: str, tmp_path: Path
+) -> None:
     files = [f"tests/plugins/test_{name}.py" for name in ("contract", "aft_simple_attention")]
     selected = "kernel and (computes_the_formula or any_element or nearest_even or two_units)"
-    output = run_again(instructions, tmp_path, *files, "-k", selected)
+    output = run_again(instructions, tmp_path, *files, "-k", selected, "-m", marks)
     assert " passed" in output
     assert "skipped" not in output
 

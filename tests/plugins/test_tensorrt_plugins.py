@@ -89,12 +89,13 @@ def case_of_plugin(plugin: Plugin, dtype: str, attributes: dict[str, Any], dynam
 
 
 ROWS = {plugin.name: plugin for plugin in plugins_of(OPS)}
+ATTRIBUTES = {name: attributes_of(plugin) for name, plugin in ROWS.items()}
 CASES = {
     f"{name} {dtype} {'dynamic' if dynamic else 'static'} {number}": case_of_plugin(plugin, dtype, attributes, dynamic)
     for name, plugin in ROWS.items()
     for dtype in (plugin.types if len(plugin.entries) > 1 else plugin.types[:1])
     for dynamic in (True, False)
-    for number, attributes in enumerate(attributes_of(plugin))
+    for number, attributes in enumerate(ATTRIBUTES[name])
 }
 REFUSED = {
     "pinv of any size": {
@@ -267,7 +268,7 @@ def test_nodes_have_one_timing_cache_id_exactly_if_they_are_the_same_work(answer
 def test_another_attribute_or_other_ptx_is_another_timing_cache_id(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = ROWS["EluLinearAttentionStates"]
     monkeypatch.setattr(tensorrt_plugins, "_PTX", dict.fromkeys(plugin.entries, "ptx"))
-    attributes = attributes_of(plugin)[0]
+    attributes = ATTRIBUTES[plugin.name][0]
     name, value = next(iter(attributes.items()))
     ids = {timing_cache_id_of(plugin, given) for given in (attributes, dict(reversed(attributes.items())))}
     assert len(ids) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import numpy as np
 from kept import code_of, digest_of, kept
 from torch import nn
 
@@ -39,6 +40,17 @@ def built_artifact(spec: BuildSpec) -> Path:
         lambda folder: artifact_from_spec(spec, folder / "built"),
     )
     return folder / "built"
+
+
+def calibrated_artifact(spec: BuildSpec) -> Path:
+    """The same of an encoder, with scales of 64 random samples in a file tokens.npz."""
+    import effexport
+
+    def make(folder: Path) -> None:
+        np.savez(folder / "tokens.npz", input_ids=np.random.default_rng(0).integers(0, 258, (64, 64)))
+        effexport.build(spec, folder / "built", calibration=folder / "tokens.npz")
+
+    return kept(f"calibrated/{digest_of([repr(spec)])}", [Path(__file__), *what_decides_a_build()], make) / "built"
 
 
 @functools.cache

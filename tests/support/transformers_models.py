@@ -15,6 +15,47 @@ from torch import Tensor, nn
 
 from effexport.proof.metrics import rms
 
+# Fields of configurations.
+TINY_NYSTROMFORMER: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "segment_means_seq_len": 32,
+    "num_landmarks": 8,
+    "conv_kernel_size": 5,
+}
+# For the tokenizers of random_tokenizers.py. Softmax attention, so that transformers takes every length.
+TINY_OF_TEXTS: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "segment_means_seq_len": 8,
+    "num_landmarks": 8,
+    "conv_kernel_size": None,
+    "pad_token_id": 0,
+}
+TINY_REFORMER: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "attention_head_size": 8,
+    "feed_forward_size": 48,
+    "attn_layers": ["lsh", "local"],
+    "is_decoder": False,
+    "lsh_attn_chunk_length": 8,
+    "local_attn_chunk_length": 8,
+    "num_buckets": 8,
+    "num_hashes": 2,
+    "axial_pos_shape": [8, 16],
+    "axial_pos_embds_dim": [16, 16],
+    "max_position_embeddings": 128,
+}
+
 
 def saved(folder: Path, kind: str, config: dict[str, Any], seed: int = 0) -> nn.Module:
     """A transformers model with random weights that make attention sharp, saved to a folder."""

@@ -114,15 +114,11 @@ def test_outputs_that_exist_or_cannot_be_are_refused(cli: Cli, built: Built, tmp
     assert cli("inline", artifact, "-o", tmp_path / "old.onnx", "--force").code == 0
     assert is_standard(tmp_path / "old.onnx")
     assert "is a folder; expected the path of a file" in cli("inline", artifact, "-o", tmp_path, "--force").error()
-    missing = tmp_path / "missing" / "x.onnx"
-    assert f"{missing.parent} does not exist; create the folder" in cli("inline", artifact, "-o", missing).error()
     for inside in ("model.onnx", "new.onnx"):
         assert "would change the artifact" in cli("inline", artifact, "-o", artifact / inside, "--force").error()
     (tmp_path / "link.onnx").symlink_to(artifact / "model.onnx")
     assert "would change the artifact" in cli("inline", artifact, "-o", tmp_path / "link.onnx", "--force").error()
     assert "is not a regular file" in cli("inline", artifact, "-o", "/dev/null", "--force").error()
-    assert "--output is missing" in cli("inline", artifact).error()
-    assert "no artifact at" in cli("inline", tmp_path / "absent", "-o", tmp_path / "z.onnx").error()
     open_artifact(artifact)
 
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save, save_file
-from transformers_models import saved
+from transformers_models import TINY_NYSTROMFORMER, TINY_REFORMER, saved
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
@@ -39,33 +39,6 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
 Built = Callable[..., Artifact]
 Tensors = dict[str, Any]
-NYSTROM: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "segment_means_seq_len": 32,
-    "num_landmarks": 8,
-    "conv_kernel_size": 5,
-}
-REFORMER: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "attention_head_size": 8,
-    "feed_forward_size": 48,
-    "attn_layers": ["lsh", "local"],
-    "lsh_attn_chunk_length": 8,
-    "local_attn_chunk_length": 8,
-    "num_buckets": 8,
-    "num_hashes": 2,
-    "axial_pos_shape": [8, 16],
-    "axial_pos_embds_dim": [16, 16],
-    "max_position_embeddings": 128,
-    "is_decoder": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -393,12 +366,12 @@ def test_only_the_named_cases_run(cli: Cli, built: Built) -> None:
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("NystromformerForQuestionAnswering", NYSTROM),
-        pytest.param("ReformerForMaskedLM", REFORMER, marks=pytest.mark.slow),
-        pytest.param("NystromformerForMultipleChoice", NYSTROM, marks=pytest.mark.soak),
-        pytest.param("NystromformerModel", NYSTROM | {"segment_means_seq_len": 8}, marks=pytest.mark.soak),
-        pytest.param("ReformerModelWithLMHead", REFORMER | {"is_decoder": True}, marks=pytest.mark.soak),
-        pytest.param("ReformerModel", REFORMER | {"hash_seed": 3}, marks=pytest.mark.soak),
+        ("NystromformerForQuestionAnswering", TINY_NYSTROMFORMER),
+        pytest.param("ReformerForMaskedLM", TINY_REFORMER, marks=pytest.mark.slow),
+        pytest.param("NystromformerForMultipleChoice", TINY_NYSTROMFORMER, marks=pytest.mark.soak),
+        pytest.param("NystromformerModel", TINY_NYSTROMFORMER | {"segment_means_seq_len": 8}, marks=pytest.mark.soak),
+        pytest.param("ReformerModelWithLMHead", TINY_REFORMER | {"is_decoder": True}, marks=pytest.mark.soak),
+        pytest.param("ReformerModel", TINY_REFORMER | {"hash_seed": 3}, marks=pytest.mark.soak),
     ],
 )
 def test_the_original_model_is_a_reference(cli: Cli, tmp_path: Path, kind: str, config: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from serving_fuzz import malformed_texts
 from serving_load import Reply, Sample, ServerProcess, exchange_once, json_of, post, running_server, samples_of
 from serving_traffic import SCORE_LIMIT, VECTOR_LIMIT, Oracle, check_load, mixed_traffic, sized, text_input
 from small_builds import what_decides_a_build
-from transformers_models import saved
+from transformers_models import TINY_OF_TEXTS, saved
 
 import effexport
 from effexport.artifact import Artifact
@@ -32,18 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 NAMES = ("fill", "ask", "pooled", "layer", "writer")
-CONFIG: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 64,
-    "segment_means_seq_len": 8,
-    "num_landmarks": 8,
-    "conv_kernel_size": None,
-    "pad_token_id": 0,
-}
+CONFIG = TINY_OF_TEXTS | {"max_position_embeddings": 64}
 MASKED = ("Paris is the [MASK] of France.", "The quick [MASK] fox doesn't jump over the lazy dog", "[MASK] are kept")
 QUESTION = ("Is it 42?", "Two spaces, tabs and brackets are kept, or not. Is it 42 or 1,024? We're here.")
 

@@ -5,6 +5,7 @@ Kernels run in the emulation of tests/plugins/native, which shows logic and inde
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ SPEC = EngineSpec(target="trt", profiles=(Profile({"batch": Range(1, 2, 4)}),))
 GPUS = (80,)
 OPSET = 20
 PLUGINS = list(OPS)
+ONE_TYPE = ("float32", "int32")
 
 # The largest error relative to the results' own size, beside the body. float32: sums in another order, and 2^x to
 # 2⁻²². The others round intermediate values, such as weights, to 11 or 8 bits, kernel and body in different places.
@@ -98,16 +100,18 @@ def run_as_plugins(op: str, case: Case, dynamic: bool = False) -> list[Call] | N
     return found.calls
 
 
-def cases(*fields: str) -> list[Any]:
-    return [
-        pytest.param(op, case, id=f"{op} {case.name}")
-        for op in PLUGINS
-        for name in fields
-        for case in getattr(load_contract(OPS[op]), name)
-    ]
+def small_cases(op: str) -> tuple[list[Case], list[Case]]:
+    """Those that are computed: all in float32 or int32, one in each other type. And the rest: if plugins launch what
+    launch_cuda does, they compute what it does, as test_contract.py shows."""
+    small = load_contract(OPS[op]).small
+    first = {case.dtype: case for case in reversed(small)}
+    computed = [case for case in small if case.dtype in ONE_TYPE or case is first[case.dtype]]
+    return computed, [case for case in small if case not in computed]
 
 
-@pytest.mark.parametrize(("op", "case"), cases("small"))
+@pytest.mark.parametrize(
+    ("op", "case"), [pytest.param(op, case, id=f"{op} {case.name}") for op in PLUGINS for case in small_cases(op)[0]]
+)
 def test_plugins_compute_what_the_body_and_the_definition_do(op: str, case: Case) -> None:
     calls = run_as_plugins(op, case)
     if calls is not None:
@@ -124,21 +128,30 @@ def supported(op: str, case: Case) -> bool:
     return prepared_model(model_of(op, case)[0], SPEC, GPUS).implementation == {op: "plugin"}
 
 
-@pytest.mark.parametrize(
-    ("op", "case"), [case for case in cases("small") if case.values[1].dtype in ("float32", "int32")]
-)
+def in_one_type() -> Iterator[Any]:
+    """The small cases of each operator in float32 or int32; two of each in every run."""
+    for op in PLUGINS:
+        small = [case for case in load_contract(OPS[op]).small if case.dtype in ONE_TYPE]
+        for i, case in enumerate(small):
+            yield pytest.param(op, case, id=f"{op} {case.name}", marks=[pytest.mark.soak] * (i >= 2))
+
+
+@pytest.mark.parametrize(("op", "case"), in_one_type())
 def test_plugins_compute_it_where_sizes_are_not_known(op: str, case: Case) -> None:
     run_as_plugins(op, case, dynamic=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "case"), cases("checked"))
-def test_plugins_launch_what_launch_cuda_does(op: str, case: Case) -> None:
-    if np.prod(case.sizes[:5], dtype=object) > 10**8 or not supported(op, case):
-        return  # its inputs take too long to make, or it runs as its body
-    model, inputs = model_of(op, case)
-    calls = execute(prepared_model(model, SPEC, GPUS).model, inputs, dry=True).calls
-    assert calls == calls_of_launch_cuda(op, case, calls)
+@pytest.mark.parametrize("field", ["small", pytest.param("checked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("op", PLUGINS)
+def test_plugins_launch_what_launch_cuda_does(op: str, field: str) -> None:
+    for case in small_cases(op)[1] if field == "small" else load_contract(OPS[op]).checked:
+        if np.prod(case.sizes[:5], dtype=object) > 10**8:
+            continue  # its inputs take too long to make
+        model, inputs = model_of(op, case)
+        prepared = prepared_model(model, SPEC, GPUS)
+        if prepared.implementation == {op: "plugin"}:
+            calls = execute(prepared.model, inputs, dry=True).calls
+            assert calls == calls_of_launch_cuda(op, case, calls), case.name
 
 
 def calls_of_launch_cuda(op: str, case: Case, calls: list[Call]) -> list[Call]:

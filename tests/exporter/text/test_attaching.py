@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from random_tokenizers import saved_tokenizer
-from transformers_models import saved
+from transformers_models import TINY_OF_TEXTS, saved
 
 import effexport
 from effexport.artifact import open_artifact
@@ -20,18 +20,7 @@ from effexport.text.fast_tokenizer import tokenizer_from_artifact
 from effexport.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
-CONFIG: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 16,
-    "segment_means_seq_len": 8,
-    "num_landmarks": 8,
-    "conv_kernel_size": None,
-    "pad_token_id": 0,
-}
+CONFIG = TINY_OF_TEXTS | {"max_position_embeddings": 16}
 TEXT = "Paris is the [MASK] of <ent> France."
 
 

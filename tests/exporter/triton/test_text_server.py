@@ -18,7 +18,7 @@ import pytest
 from kept import kept
 from random_tokenizers import saved_tokenizer
 from small_builds import what_decides_a_build
-from transformers_models import saved
+from transformers_models import TINY_OF_TEXTS, saved
 from triton_server import ENVIRONMENT, ROOT, TritonServer, ask_client, environment
 
 import effexport
@@ -32,18 +32,7 @@ pytestmark = [
 ]
 Built = Callable[..., Artifact]
 Packaging = Callable[..., PackageResult]
-CONFIG: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 32,
-    "segment_means_seq_len": 8,
-    "num_landmarks": 8,
-    "conv_kernel_size": None,
-    "pad_token_id": 0,
-}
+CONFIG = TINY_OF_TEXTS | {"max_position_embeddings": 32}
 LOADED = ("masked", "sentences", "writer-generate", "writer-slow-generate")
 # Appended to a packaged model: its longest text takes 25 seconds, so that a client always leaves before the end.
 SLOW_STEPS = """

@@ -16,8 +16,8 @@ from effexport.plugins.ops import OPS, Op
 
 pytestmark = [pytest.mark.requires("nvcc", "onnx", "torch"), pytest.mark.xdist_group("nvcc")]
 GPUS = [
-    # test_cuda_kernels.py compiles for SM 75, 90 and 120
-    sm if sm in (75, 120) else pytest.param(sm, marks=pytest.mark.soak)
+    # test_cuda_kernels.py assembles what nvcc makes for SM 75, 90 and 120; engines have older PTX on the newest GPU
+    sm if sm == 120 else pytest.param(sm, marks=pytest.mark.soak)
     for sm in (75, 80, 86, 89, 90, 100, 120)
 ]
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
