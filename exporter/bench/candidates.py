@@ -72,9 +72,9 @@ class TorchCandidate:
     def bind(self, feeds: Mapping[str, Array]) -> None:
         from effexport.proof.module_runs import arguments
 
-        # copies, like the bound inputs of other runtimes
+        # copies, like the bound inputs of other runtimes; of floats these are copies already
         inputs = arguments(self._call, signature_of_case(self._case), feeds)
-        self._given = tuple(x.to(self._device, copy=True) for x in inputs)
+        self._given = tuple(x.to(self._device, copy=not x.is_floating_point()) for x in inputs)
 
     def run(self) -> None:
         import torch
