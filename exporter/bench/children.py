@@ -22,6 +22,8 @@ from effexport.bench.results import BenchCase
 from effexport.files import json_text, write_file
 from effexport.plugins.building.toolchain import ending
 
+# Made before any thread decodes: msgspec completes a type at its first use, and crashes if two threads are first.
+OUTCOMES = msgspec.json.Decoder(Outcome)
 # Part of a log that is kept: enough for a traceback, small enough for a table of a thousand failures.
 LOG_LINES, LOG_BYTES = 40, 8000
 POLL_SECONDS = 0.1
@@ -146,7 +148,7 @@ def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Ou
     if code is None:
         return Outcome(status="failed", reason=f"took longer than {limits.seconds:g} s; raise --timeout", where=here)
     try:
-        return msgspec.json.decode((folder / OUTCOME).read_bytes(), type=Outcome)
+        return OUTCOMES.decode((folder / OUTCOME).read_bytes())
     except (OSError, msgspec.DecodeError):
         return Outcome(status="failed", reason=reason_of_exit(code), where=here)
 

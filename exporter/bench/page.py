@@ -40,8 +40,8 @@ from effexport.render.document import (
     Section,
     Sentence,
     Table,
+    columns_and_lines,
     present,
-    without_empty_columns,
 )
 from effexport.render.html import html_from_document
 from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
@@ -244,23 +244,16 @@ def conditions_of(rows: Sequence[BenchRow]) -> dict[str, str]:
 def rows_table(results: BenchResults, conditions: dict[str, str]) -> Table:
     """All rows by length. Columns that are the same in all rows, or empty, are left out."""
     own = [one for one in OF_CASE if one[0].title not in conditions]
-    every = [*own, *(one for one in MEASURED if one[0].title not in conditions)]
-    lines = []
-    for row in sorted(results.rows, key=lambda row: row.case.seq_len):
-        if row.is_quotable:
-            lines.append(Line(tuple(text(row) for _, text in every)))
-        else:
-            lines.append(line_of_problem(row, tuple(text(row) for _, text in own)))
-    columns, lines_with_texts = without_empty_columns([column for column, _ in every], lines)
-    if len(columns) == len(own):
-        columns += (Column("Status"),)
+    others = [one for one in MEASURED if one[0].title not in conditions]
+    rows = sorted(results.rows, key=lambda row: row.case.seq_len)
+    columns, lines = columns_and_lines(own, others, "Status", rows, problem_of)
     count = counted(len(lines), "row")
     note = (
         f"{timing_note(results)} × softmax and × torch: how many times faster than softmax on the same runtime, and "
         "than eager PyTorch on the same model; × floor: the median as a multiple of its lower bound."
     )
     is_open = len(lines) <= MAX_OPEN_ROWS
-    return Table("Every row", columns, lines_with_texts, note, f"{count} by length", is_open)
+    return Table("Every row", columns, lines, note, f"{count} by length", is_open)
 
 
 def timing_note(results: BenchResults) -> str:
@@ -270,13 +263,15 @@ def timing_note(results: BenchResults) -> str:
     )
 
 
-def line_of_problem(row: BenchRow, cells: tuple[str, ...]) -> Line:
+def problem_of(row: BenchRow) -> Line | None:
     """The reason a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
+    if row.is_quotable:
+        return None
     status, reason = status_of(row), reason_of(row)
     if status != "disturbed" or row.timing is None:
-        return Line(cells, status, reason)
+        return Line((), status, reason)
     median = duration(row.timing.median_ms)
-    return Line(cells, status, f"{reason}; its median was {median}", f"disturbed: {median}")
+    return Line((), status, f"{reason}; its median was {median}", f"disturbed: {median}")
 
 
 def crossings_table(results: BenchResults) -> Table:

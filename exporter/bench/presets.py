@@ -157,9 +157,8 @@ def measured_table(results: BenchResults) -> Table | None:
     where = list(dict.fromkeys(curve.place for curve, _ in found))
     lines = []
     for place in where:
-        here = [pairs for curve, pairs in found if curve.place == place]
-        names = [curve.label for curve, _ in found if curve.place == place]
-        lines += [line_of(name, place, pairs, n == 0) for n, (name, pairs) in enumerate(zip(names, here, strict=True))]
+        here = [one for one in found if one[0].place == place]
+        lines += [line_of(curve.label, place, pairs, n == 0) for n, (curve, pairs) in enumerate(here)]
     return sheet("Measured", places, lines, note, "Where" if len(where) > 1 else "")
 
 

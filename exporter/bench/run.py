@@ -47,7 +47,7 @@ from effexport.bench.timing import (
     Rotation,
     TimedCall,
     disturbance_of,
-    notes_of,
+    note_of,
     reason_disturbed,
     times_faster,
     timing_from_samples,
@@ -283,7 +283,7 @@ class Bench:
                     timing=timing_from_samples([*seconds.values()]),
                     floor=floor_of(rotation, case.label, device),
                     disturbance=disturbance_of(rotation, item.name),
-                    note="; ".join(filter(None, (item.row.note, notes_of(rotation, [item.name])))),
+                    note="; ".join(filter(None, (item.row.note, note_of(rotation, item.name)))),
                 )
                 reason = reason_disturbed(row, rotation, item.name)
                 item.row = replace(row, status="disturbed", reason=reason) if reason else row

@@ -30,8 +30,8 @@ from effexport.render.document import (
     Section,
     Sentence,
     Table,
+    columns_and_lines,
     present,
-    without_empty_columns,
 )
 from effexport.render.html import html_from_document
 from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
@@ -385,6 +385,10 @@ def is_open(row: SweepRow) -> bool:
     return row.status != "finished"
 
 
+def reason_of(row: SweepRow) -> Line | None:
+    return Line((), row.status, row.reason.partition("\n")[0]) if is_open(row) else None
+
+
 def problem_of(row: SweepRow) -> Item:
     return Item(row.status, row.title, row.reason, row.log_tail, row.command)
 
@@ -392,18 +396,10 @@ def problem_of(row: SweepRow) -> Item:
 def cells_table(rows: Sequence[SweepRow]) -> Table:
     """All cells, by variant with its options; columns that are empty in all rows are left out."""
     labels = list(dict.fromkeys(row.label for row in rows))
-    lines = []
-    for row in sorted(rows, key=lambda row: labels.index(row.label)):
-        cells = tuple(text(row) for _, text in OF_CELL)
-        if row.status == "finished":
-            lines.append(Line(cells + tuple(text(row) for _, text in OF_BUILD)))
-        else:
-            lines.append(Line(cells, row.status, row.reason.partition("\n")[0]))
-    columns, lines_with_texts = without_empty_columns([column for column, _ in OF_CELL + OF_BUILD], lines)
-    if all(map(is_open, rows)):
-        columns += (Column("State"),)
+    ordered = sorted(rows, key=lambda row: labels.index(row.label))
+    columns, lines = columns_and_lines(OF_CELL, OF_BUILD, "State", ordered, reason_of)
     folded = f"{counted(len(rows), 'cell')} by variant"
-    return Table("Every cell", columns, lines_with_texts, "", folded, len(rows) <= MAX_OPEN_ROWS)
+    return Table("Every cell", columns, lines, "", folded, len(rows) <= MAX_OPEN_ROWS)
 
 
 def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:

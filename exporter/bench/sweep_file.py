@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -131,23 +131,51 @@ ENGINE_TYPES: dict[str, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Combination:
+    """A combination of values of the axes. None and "": not given, or not applicable."""
+
+    model: Model
+    seq_len: int | None = None
+    precision: str | None = None
+    target: str = ONNX_ONLY
+    gpu: str = ""
+
+    def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
+        """True if a pattern of [[exclude]] applies; a variant may be given with or without its options."""
+        own = {name: {value} for name, value in self.named.items()}
+        own["variant"].add(self.model.label)
+        return all(own[name] & set(values) for name, values in pattern.items())
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The values by the keys of [[exclude]]."""
+        return {"variant": self.model.variant} | {key: getattr(self, key) for key in CELL_KEYS if key != "variant"}
+
+    def __str__(self) -> str:
+        words = [self.model.label, self.seq_len and f"{self.seq_len} tokens", self.precision, self.target, self.gpu]
+        return ", ".join(str(word) for word in words if word)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """The contents of a sweep file. An axis that was not given is empty; its one value is the default of the specs.
+    """The contents of a sweep file.
 
-    engine: engine options by target. include, exclude: cells by CELL_KEYS; an include may also set fields of the spec.
+    axes: those that were given. engine: engine options by target. include: cells beside the product, each with its own
+    fields of the spec. exclude: values by CELL_KEYS.
     """
 
-    variants: tuple[Model, ...] = ()
-    seq_lens: tuple[int, ...] = ()
-    precisions: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
-    build: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    engine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    include: Sequence[Mapping[str, Any]] = ()
-    exclude: Sequence[Mapping[str, Any]] = ()
+    axes: Mapping[str, Sequence[Any]]
+    build: Mapping[str, Any]
+    options: Mapping[str, Mapping[str, Any]]
+    engine: Mapping[str, Mapping[str, Any]]
+    include: Sequence[tuple[Combination, Mapping[str, Any]]]
+    exclude: Sequence[Mapping[str, Any]]
+
+    @property
+    def targets(self) -> set[str]:
+        """Those of any cell, without the artifact alone."""
+        return {*self.axes.get("targets", ()), *(place.target for place, _ in self.include)} - {ONNX_ONLY}
 
 
 def cells_from_path(path: Path) -> list[Cell]:
@@ -168,21 +196,20 @@ def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
         f'the file has no variants; expected a list such as variants = ["softmax", "lsh"], of: '
         f"{', '.join(ATTENTION_SPECS)}",
     )
-    variants = tuple(model_of(entry, "variants") for entry in axes.get("variants", ()))
-    require_distinct("variants", [model.label for model in variants])
+    if "variants" in axes:
+        axes["variants"] = [model_of(entry, "variants") for entry in axes["variants"]]
+        require_distinct("variants", [model.label for model in axes["variants"]])
     engine = engine_tables(table("engine", document))
     for name, key in KEYS.items():
         for value in axes.get(f"{name}s", ()):
             key.check(f"{name}s", value)
-    lists: dict[str, Any] = {f"{name}s": tuple(axes.get(f"{name}s", ())) for name in KEYS}
     found = SweepFile(
-        variants=variants,
-        **lists,
+        axes=axes,
         build=build_table(table("build", document)),
         options=option_tables(table("options", document)),
         engine=engine,
-        include=tuple(include_of(entry) for entry in tables("include", document)),
-        exclude=tuple(exclude_of(entry) for entry in tables("exclude", document)),
+        include=[include_of(entry) for entry in tables("include", document)],
+        exclude=[exclude_of(entry) for entry in tables("exclude", document)],
     )
     check_options_are_used(found)
     check_engine_is_used(found, document)
@@ -242,12 +269,19 @@ def check_engine_options(where: str, given: Mapping[str, Any], known: Collection
             check_type(f"{name} of {where}", value, ENGINE_TYPES[name])
 
 
-def include_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def include_of(given: Mapping[str, Any]) -> tuple[Combination, Mapping[str, Any]]:
+    """A cell, and its own fields, which become part of its label."""
     require("variant" in given, f"an [[include]] has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
     for name, key in KEYS.items():
         if name in given:
             key.check(f"{name} of [[include]]", given[name])
-    return {**given, "variant": model_of(given["variant"], "variant of [[include]]")}
+    require(
+        "gpu" not in given or given.get("target", ONNX_ONLY) != ONNX_ONLY,
+        'an [[include]] has a gpu and no target; add target = "trt" or "trt-rtx", or leave the gpu out',
+    )
+    axes = {name: given[name] for name in KEYS if name in given}
+    own = {name: value for name, value in given.items() if name not in CELL_KEYS}
+    return Combination(model_of(given["variant"], "variant of [[include]]"), **axes), own
 
 
 def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
@@ -267,7 +301,8 @@ def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
 
 
 def check_options_are_used(file: SweepFile) -> None:
-    used = {model.variant for model in (*file.variants, *(entry["variant"] for entry in file.include))}
+    models = (*file.axes.get("variants", ()), *(place.model for place, _ in file.include))
+    used = {model.variant for model in models}
     for variant in file.options:
         require(
             variant in used,
@@ -278,7 +313,7 @@ def check_options_are_used(file: SweepFile) -> None:
 
 def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:
     """Raises SpecError for [engine] or gpus without an engine target, which was probably forgotten."""
-    used = {*file.targets, *(entry["target"] for entry in file.include if "target" in entry)} - {ONNX_ONLY}
+    used = file.targets
     for target in used:
         check_target(target)
     for name in ("engine", "gpus"):
@@ -298,32 +333,6 @@ def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:
 MAX_CELLS = 10_000
 
 
-@dataclass(frozen=True)
-class Combination:
-    """A combination of values of the axes. None and "": not given, or not applicable."""
-
-    model: Model
-    seq_len: int | None
-    precision: str | None
-    target: str
-    gpu: str
-
-    def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
-        """True if a pattern of [[exclude]] applies; a variant may be given with or without its options."""
-        own = {name: {value} for name, value in self.named.items()}
-        own["variant"].add(self.model.label)
-        return all(own[name] & set(values) for name, values in pattern.items())
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The values by the keys of [[exclude]]."""
-        return {"variant": self.model.variant} | {key: getattr(self, key) for key in CELL_KEYS if key != "variant"}
-
-    def __str__(self) -> str:
-        words = [self.model.label, self.seq_len and f"{self.seq_len} tokens", self.precision, self.target, self.gpu]
-        return ", ".join(str(word) for word in words if word)
-
-
 def cells_from_file(file: SweepFile) -> list[Cell]:
     """Every cell once, in the order of the file.
 
@@ -337,19 +346,17 @@ def cells_from_file(file: SweepFile) -> list[Cell]:
             any(point.matches(pattern) for point in points),
             f"[[exclude]] with {texts} matches no cell; expected values of the sweep, or leave it out",
         )
-    cells = [cell_of(point, {**file.build, **file.options.get(point.model.variant, {})}, file) for point in kept]
-    cells += [included(entry, file) for entry in file.include]
+    cells = [cell_of(point, file, {}) for point in kept] + [cell_of(point, file, own) for point, own in file.include]
     require(bool(cells), f"the sweep is empty: [[exclude]] removes all {len(points)} cells; exclude fewer")
     # an [[include]] may repeat a cell of the product
     return list({cell.digest: cell for cell in cells}.values())
 
 
 def product_of(file: SweepFile) -> list[Combination]:
-    if not file.variants:
-        return []
-    targets = file.targets or (ONNX_ONLY,)
-    places = [(target, gpu) for target in targets for gpu in (file.gpus if target != ONNX_ONLY else ()) or ("",)]
-    axes = (file.variants, file.seq_lens or (None,), file.precisions or (None,), places)
+    given = file.axes
+    targets, gpus = given.get("targets", (ONNX_ONLY,)), given.get("gpus", ("",))
+    places = [(target, gpu) for target in targets for gpu in (gpus if target != ONNX_ONLY else ("",))]
+    axes = (given.get("variants", ()), given.get("seq_lens", (None,)), given.get("precisions", (None,)), places)
     count = math.prod(len(axis) for axis in axes)
     require(
         count <= MAX_CELLS,
@@ -358,24 +365,10 @@ def product_of(file: SweepFile) -> list[Combination]:
     return [Combination(model, seq, precision, *place) for model, seq, precision, place in itertools.product(*axes)]
 
 
-def included(entry: Mapping[str, Any], file: SweepFile) -> Cell:
-    model: Model = entry["variant"]
-    target = entry.get("target", ONNX_ONLY)
-    require(
-        "gpu" not in entry or target != ONNX_ONLY,
-        'an [[include]] has a gpu and no target; add target = "trt" or "trt-rtx", or leave the gpu out',
-    )
-    point = Combination(model, entry.get("seq_len"), entry.get("precision"), target, entry.get("gpu", ""))
-    own = {name: value for name, value in entry.items() if name not in CELL_KEYS}
-    return cell_of(point, {**file.build, **file.options.get(model.variant, {}), **own}, file, own)
-
-
-def cell_of(
-    point: Combination, fields: Mapping[str, Any], file: SweepFile, own: Mapping[str, Any] | None = None
-) -> Cell:
-    """own: fields that an [[include]] sets; they become part of the label."""
-    axes = {"seq_len": point.seq_len, "precision": point.precision}
-    flags = {**fields, **point.model.options, **axes, "variant": point.model.variant}
+def cell_of(point: Combination, file: SweepFile, own: Mapping[str, Any]) -> Cell:
+    """own: fields that an [[include]] sets."""
+    fields = {**file.build, **file.options.get(point.model.variant, {}), **own, **point.model.options}
+    flags = {**fields, "seq_len": point.seq_len, "precision": point.precision, "variant": point.model.variant}
     try:
         spec = build_spec_from_options({name: tuples(value) for name, value in flags.items()}, None)
         engine = engine_of(point, spec, file)
@@ -383,7 +376,7 @@ def cell_of(
         excluding = exclusion(point)
         problem = f"the cell {point} cannot be built: {error}"
         raise UserError(problem, f"  To leave such cells out: {excluding}") from error
-    label = ATTENTION_SPECS[point.model.variant].label_with({**point.model.options, **(own or {})})
+    label = ATTENTION_SPECS[point.model.variant].label_with({**point.model.options, **own})
     return Cell(label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target))
 
 

@@ -436,8 +436,8 @@ def reason_disturbed(row: BenchRow, rotation: Rotation, name: str) -> str:
     return ""
 
 
-def notes_of(rotation: Rotation, names: Sequence[str]) -> str:
-    """A note on disturbances that this system cannot show; "" if it shows all."""
-    if all(rotation.sees_waits(name) for name in names):
+def note_of(rotation: Rotation, name: str) -> str:
+    """A note on disturbances of a call that this system cannot show; "" if it shows all."""
+    if rotation.sees_waits(name):
         return ""
     return NOTHING_KNOWN if rotation.use is None else NO_WAITS

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from effexport.render.multiples import Chart
 from effexport.render.svg import Figure
@@ -67,6 +68,10 @@ class Line:
     reason: str = ""
     brief: str = ""
     begins: bool = False
+
+
+# A column, and its text in a row.
+TextColumn = tuple[Column, Callable[[Any], str | Link]]
 
 
 @dataclass(frozen=True)
@@ -191,15 +196,30 @@ def present(*parts: Part | None) -> tuple[Part, ...]:
     return tuple(part for part in parts if part and getattr(part, "lines", True) and getattr(part, "rows", True))
 
 
-def without_empty_columns(
-    columns: Sequence[Column], lines: Sequence[Line]
+def columns_and_lines(
+    own: Sequence[TextColumn],
+    others: Sequence[TextColumn],
+    status: str,
+    rows: Iterable[Any],
+    problem_of: Callable[[Any], Line | None],
 ) -> tuple[tuple[Column, ...], tuple[Line, ...]]:
-    """Leave out columns in which no line has a text."""
+    """The columns and lines of a table of rows; columns that are empty in all rows are left out.
+
+    problem_of: a line without cells for a row whose reason takes the place of the other columns; None for others.
+    status: the title of the only other column if all rows have problems.
+    """
+    lines = []
+    for row in rows:
+        problem = problem_of(row)
+        cells = tuple(text(row) for _, text in (*own, *(() if problem else others)))
+        lines.append(replace(problem, cells=cells) if problem else Line(cells))
+    columns = [column for column, _ in (*own, *others)]
     kept = [
         n
         for n in range(len(columns))
         if any(len(line.cells) > n and text_of(line.cells[n]) not in ("", NOTHING) for line in lines)
     ]
-    return tuple(columns[n] for n in kept), tuple(
+    shown = [columns[n] for n in kept] + [Column(status)] * all(line.status for line in lines)
+    return tuple(shown), tuple(
         replace(line, cells=tuple(line.cells[n] for n in kept if n < len(line.cells))) for line in lines
     )

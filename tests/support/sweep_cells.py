@@ -11,10 +11,15 @@ from typing import Any
 import msgspec
 
 from effexport.artifact import Manifest, write_manifest
-from effexport.bench.cells import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt
+from effexport.bench.cells import ARTIFACT, Cell, Outcome, Store
+from effexport.bench.children import Attempt, CellLimits
+from effexport.bench.executors import ProcessExecutor
+from effexport.bench.sweep import Sweep, SweepResults, plan_of, results_of_sweep, write_results
 from effexport.bench.sweep_file import cells_from_file, sweep_file_from_document
+from effexport.plugins.building.toolchain import Gpu
 
+# msgspec completes a type at its first use, and crashes if two threads are first
+msgspec.json.Decoder(Manifest)
 TINY = {"scope": "attention", "dim": 16, "heads": 2}
 
 
@@ -58,6 +63,41 @@ def pretend(attempt: Attempt, folder: Path, *, journal: str, seconds: float = 0.
     files = write_artifact(folder / ARTIFACT, cell, extra_bytes)
     note(Path(journal), cell=cell.id, event="ended", node=where, pid=os.getpid())
     return Outcome(status="finished", files=files, seconds=seconds, where=f"node {where}")
+
+
+class PretendedSweep:
+    """Runs sweeps of pretended cells in one folder. fails: lengths whose cells fail."""
+
+    def __init__(self, folder: Path, journal: Path) -> None:
+        self.store, self.journal = Store(folder), journal
+        self.fails: set[int] = set()
+
+    def work(self, attempt: Attempt, folder: Path) -> Outcome:
+        if attempt.cell.spec.model.seq_len in self.fails:
+            note(self.journal, cell=attempt.cell.id, event="began")
+            return Outcome(status="failed", reason="parity: 3 of 9 checks failed", stage="parity", log="line 1\nline 2")
+        return pretend(attempt, folder, journal=str(self.journal))
+
+    def run(
+        self, cells: list[Cell], *, retry_failed: bool = False, gpus: tuple[Gpu, ...] = (), **known: Any
+    ) -> SweepResults:
+        """known: fields of the results."""
+        plan = plan_of(self.store, cells, retry_failed=retry_failed)
+        known = {"command_of_cell": "again {}".format, "name": "test", "command": "effexport sweep", **known}
+        with self.store.opened():
+            executor = ProcessExecutor(CellLimits(), 2, self.work, gpus)
+            sweep = Sweep(self.store, executor)
+            try:
+                sweep.run(plan.to_run)
+            finally:
+                executor.close()
+            results = results_of_sweep(plan, self.store, sweep, **known)
+            write_results(results, self.store.path)
+        return results
+
+    @property
+    def began(self) -> list[str]:
+        return [entry["cell"] for entry in notes(self.journal) if entry["event"] == "began"]
 
 
 def node_id() -> str:

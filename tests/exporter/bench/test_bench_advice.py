@@ -290,26 +290,27 @@ def test_the_speed_of_products_is_measured_or_a_bound_of_it() -> None:
     assert Speed(2.0, True).bound == 8.0
 
 
-def test_what_misses_the_limit_by_little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = carried_out(plan_of("linear", latency_ms=200.0), {"linear": 7.5}, monkeypatch)
-    assert [length for _, length, _ in bench.sizes] == [4096, LENGTH]
-
-
-def test_without_a_latency_limit_models_ten_times_as_slow_as_the_fastest_are_left_out(
+@pytest.mark.parametrize(
+    ("speeds", "limits", "seq_len", "measured"),
+    [
+        # misses the limit by little
+        ({"linear": 7.5}, {"latency_ms": 200.0}, LENGTH, [("linear", 4096), ("linear", LENGTH)]),
+        # without a limit, what takes ten times as long as the fastest is left out
+        ({"linear": 5.0, "nystrom": 100.0}, {}, LENGTH, [("linear", 4096), ("linear", LENGTH), ("nystrom", 4096)]),
+        # a short length is measured directly
+        ({"softmax": 50.0}, {"latency_ms": 1.0}, 512, [("softmax", 512)]),
+    ],
+)
+def test_only_what_clearly_misses_the_limit_is_left_out(
+    speeds: dict[str, float],
+    limits: dict[str, float],
+    seq_len: int,
+    measured: list[tuple[str, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = carried_out(plan_of("linear,nystrom"), {"linear": 5.0, "nystrom": 100.0}, monkeypatch)
-    assert [(label, length) for label, length, _ in bench.sizes] == [
-        ("linear", 4096),
-        ("linear", LENGTH),
-        ("nystrom", 4096),
-    ]
-
-
-def test_a_short_length_is_measured_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("softmax", latency_ms=1.0)
-    plan = replace(plan, grid=replace(plan.grid, seq_lens=(512,)))
-    assert carried_out(plan, {"softmax": 50.0}, monkeypatch).sizes == [("softmax", 512, 15)]
+    plan = plan_of(",".join(speeds), **limits)
+    plan = replace(plan, grid=replace(plan.grid, seq_lens=(seq_len,)))
+    assert [size[:2] for size in carried_out(plan, speeds, monkeypatch).sizes] == measured
 
 
 def test_only_what_is_worth_it_is_left_out() -> None:

@@ -9,21 +9,17 @@ from __future__ import annotations
 import csv
 import json
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from golden_runs import CORPUS
-from sweep_cells import notes, pretend
+from sweep_cells import PretendedSweep, notes
 
 from effexport.bench import sweep_file as cells_module
-from effexport.bench.cells import ATTEMPTS, Store
-from effexport.bench.children import CellLimits
-from effexport.bench.executors import ProcessExecutor
+from effexport.bench.cells import ATTEMPTS
 from effexport.bench.page import csv_from_results
 from effexport.bench.results import results_from_json
-from effexport.bench.sweep import Sweep, plan_of, results_of_sweep, write_results
+from effexport.bench.sweep import plan_of
 from effexport.bench.sweep_file import cells_from_path
 
 STATES = {"softmax-8": "finished", "softmax-9": "failed", "linear-8": "finished", "linear-9": "to run"}
@@ -44,7 +40,8 @@ def test_a_benchmark_is_read_and_written_as_it_was(folder: Path) -> None:
 
 
 def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, journal = Store(folder / "sweep"), tmp_path / "journal"
+    machine = PretendedSweep(folder / "sweep", tmp_path / "journal")
+    store = machine.store
     before = json.loads((store.path / "results.json").read_text())
     # the cells are of the versions that were installed then
     (record, *_) = store.path.glob("cells/*/record.json")
@@ -56,19 +53,9 @@ def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypa
     plan = plan_of(store, cells, retry_failed=False)
     assert {cell_name(name): state for name, state in plan.states.items()} == STATES
 
-    def work(attempt: Any, where: Path) -> Any:
-        return pretend(attempt, where, journal=str(journal))
-
-    with store.opened():
-        executor = ProcessExecutor(CellLimits(), 1, work, ())
-        sweep = Sweep(store, executor)
-        sweep.run(plan.to_run)
-        executor.close()
-        command: Callable[[str], str] = "effexport sweep sweep.toml -o sweep --only {}".format
-        known = {name: before[name] for name in ("name", "command", "where", "seconds", "complete")}
-        results = results_of_sweep(plan, store, sweep, command_of_cell=command, **known)
-        write_results(results, store.path)
-    assert [cell_name(entry["cell"]) for entry in notes(journal) if entry["event"] == "began"] == ["linear-9"]
+    known = {name: before[name] for name in ("name", "command", "where", "seconds", "complete")}
+    machine.run(cells, command_of_cell="effexport sweep sweep.toml -o sweep --only {}".format, **known)
+    assert [cell_name(cell) for cell in machine.began] == ["linear-9"]
     assert [entry["status"] for entry in notes(store.path / ATTEMPTS)] == ["finished"] * 2 + ["failed", "finished"]
     after = json.loads((store.path / "results.json").read_text())
     assert after.keys() == before.keys()

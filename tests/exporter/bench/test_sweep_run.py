@@ -9,57 +9,22 @@ import time
 from pathlib import Path
 
 import pytest
-from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
+from sweep_cells import PretendedSweep, notes, pretend, tiny_cells, write_artifact
 
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import Event, FilePiece, ProcessExecutor, Unpacking, pieces_of_folder
-from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep, SweepResults, plan_of, results_of_sweep, write_results
+from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep
 from effexport.errors import EffexportError, UserError
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
 
 
-class Machine:
-    """Runs sweeps of pretended cells in one folder. fails: lengths whose cells fail."""
-
-    def __init__(self, folder: Path) -> None:
-        self.store = Store(folder / "out")
-        self.journal = folder / "journal"
-        self.fails: set[int] = set()
-        self.news: list[Progress] = []
-
-    def work(self, attempt: Attempt, folder: Path) -> Outcome:
-        if attempt.cell.spec.model.seq_len in self.fails:
-            note(self.journal, cell=attempt.cell.id, event="began")
-            return Outcome(status="failed", reason="parity: 3 of 9 checks failed", stage="parity", log="line 1\nline 2")
-        return pretend(attempt, folder, journal=str(self.journal))
-
-    def run(self, cells: list[Cell], *, retry_failed: bool = False, gpus: tuple[Gpu, ...] = ()) -> SweepResults:
-        plan = plan_of(self.store, cells, retry_failed=retry_failed)
-        with self.store.opened():
-            executor = ProcessExecutor(CellLimits(), 2, self.work, gpus)
-            sweep = Sweep(self.store, executor, self.news.append)
-            try:
-                sweep.run(plan.to_run)
-            finally:
-                executor.close()
-            results = results_of_sweep(
-                plan, self.store, sweep, command_of_cell="again {}".format, name="test", command="effexport sweep"
-            )
-            write_results(results, self.store.path)
-        return results
-
-    @property
-    def began(self) -> list[str]:
-        return [entry["cell"] for entry in notes(self.journal) if entry["event"] == "began"]
-
-
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path) -> PretendedSweep:
+    return PretendedSweep(tmp_path / "out", tmp_path / "journal")
 
 
-def test_finished_cells_are_not_run_again_and_a_new_length_runs_alone(machine: Machine) -> None:
+def test_finished_cells_are_not_run_again_and_a_new_length_runs_alone(machine: PretendedSweep) -> None:
     first = machine.run(tiny_cells(16, 17))
     assert [row.status for row in first.rows] == ["finished", "finished"]
     assert all(row.is_new for row in first.rows)
@@ -73,7 +38,7 @@ def test_finished_cells_are_not_run_again_and_a_new_length_runs_alone(machine: M
     assert len(machine.began) == 3
 
 
-def test_a_failure_is_one_row_with_its_reason_and_is_repeated_only_on_request(machine: Machine) -> None:
+def test_a_failure_is_one_row_with_its_reason_and_is_repeated_only_on_request(machine: PretendedSweep) -> None:
     cells = tiny_cells(16, 17, 18)
     machine.fails = {17}
     results = machine.run(cells)
@@ -93,7 +58,7 @@ def test_a_failure_is_one_row_with_its_reason_and_is_repeated_only_on_request(ma
 
 
 @pytest.mark.parametrize("damage", ["model.onnx", "manifest.json", RECORD, "whole artifact"])
-def test_a_damaged_cell_is_built_again(machine: Machine, damage: str) -> None:
+def test_a_damaged_cell_is_built_again(machine: PretendedSweep, damage: str) -> None:
     cells = tiny_cells(16, 17)
     machine.run(cells)
     folder = machine.store.cell_folder(cells[0])
@@ -143,7 +108,7 @@ def test_of_two_attempts_at_once_the_first_stays_and_the_other_is_discarded(tmp_
     assert [*(store.path / STAGING).iterdir()] == []
 
 
-def test_an_artifact_that_is_not_what_its_manifest_says_is_a_failure(machine: Machine) -> None:
+def test_an_artifact_that_is_not_what_its_manifest_says_is_a_failure(machine: PretendedSweep) -> None:
     (cell,) = tiny_cells(16)
 
     def work(attempt: Attempt, folder: Path) -> Outcome:
@@ -158,7 +123,7 @@ def test_an_artifact_that_is_not_what_its_manifest_says_is_a_failure(machine: Ma
     assert "model.onnx does not match its checksum" in row.reason
 
 
-def test_what_a_build_raises_fails_its_cell_and_no_other(machine: Machine) -> None:
+def test_what_a_build_raises_fails_its_cell_and_no_other(machine: PretendedSweep) -> None:
     def work(attempt: Attempt, folder: Path) -> Outcome:
         if attempt.cell.spec.model.seq_len == 16:
             raise OSError("No space left on device")
@@ -170,7 +135,7 @@ def test_what_a_build_raises_fails_its_cell_and_no_other(machine: Machine) -> No
     assert results.rows[0].reason == "OSError: No space left on device"
 
 
-def test_a_cell_for_a_gpu_runs_on_its_own_or_is_not_run(machine: Machine) -> None:
+def test_a_cell_for_a_gpu_runs_on_its_own_or_is_not_run(machine: PretendedSweep) -> None:
     cells = tiny_cells(16, 17, targets=["trt"], gpus=["sm_89", "sm_90"])
     seen: list[tuple[str, str]] = []
 
@@ -277,7 +242,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, conten
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_results_are_the_same_in_json_csv_and_page(machine: Machine) -> None:
+def test_results_are_the_same_in_json_csv_and_page(machine: PretendedSweep) -> None:
     machine.fails = {17}
     results = machine.run(tiny_cells(16, 17))
     folder = machine.store.path
