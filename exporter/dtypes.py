@@ -65,6 +65,8 @@ FLOAT_PRECISIONS = tuple(dtype.precision for dtype in DTYPES.values() if dtype.p
 QUANTIZED = ("int8", "fp8")
 # Of the activations of a quantised model: found for each token as it runs, or one for each layer's input.
 Scales = Literal["dynamic", "static"]
+# The largest relative error of one rounding, by precision.
+UNIT_ROUNDOFF: dict[str, float] = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 # --precision → the element type of inputs, outputs and whatever is not quantised.
 DTYPE_OF_PRECISION: dict[str, str] = {
     **{dtype.precision: name for name, dtype in DTYPES.items() if dtype.precision},

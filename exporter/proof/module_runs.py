@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import Array
+from effexport.dtypes import UNIT_ROUNDOFF, Array
 from effexport.errors import StageError
 from effexport.models.encoder.spec import TOKENS
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind
-from effexport.proof.tolerances import UNIT_ROUNDOFF
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

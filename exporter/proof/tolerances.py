@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from effexport.dtypes import UNIT_ROUNDOFF
 from effexport.proof.cases import Case
 from effexport.proof.check import Limit
 from effexport.proof.metrics import rms_change
@@ -47,8 +48,6 @@ BUCKET_FLIPS: dict[str, Limit] = {
     "fp16": Limit(4e-3, "rounding upstream of the hash moves one to two times its own size, 1e-3 to 2e-3 in float16"),
     "bf16": Limit(4e-2, "rounding upstream of the hash moves one to two times its own size, 1e-2 to 2e-2 in bfloat16"),
 }
-
-UNIT_ROUNDOFF: dict[str, float] = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 # A free-running hash model may differ by this share of the change that other rotations make.
 SEED_NOISE_SHARE = 0.25
