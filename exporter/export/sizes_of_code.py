@@ -53,7 +53,7 @@ class OtherSizesError(StageError):
     def __init__(self, stage: str, sizes: Sequence[Sizes]) -> None:
         texts = [
             f"the code ties {one.axis} to one size"
-            if one.is_one
+            if not one.is_limit
             else f"the graph would be wrong outside of {range_text(one)}"
             for one in sizes
         ]
@@ -135,7 +135,7 @@ def with_sizes_of_code(
                 if is_refit:
                     raise
                 assert user is not None
-                if any(one.is_one and one.axis in user.declared for one in error.sizes):
+                if any(not one.is_limit and one.axis in user.declared for one in error.sizes):
                     raise
                 spec = spec_with_sizes(spec, error.sizes, batch_of_example(user.examples, spec))
             except StageError as error:
