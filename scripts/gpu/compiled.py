@@ -91,9 +91,8 @@ def compile_kernels(ops: Sequence[Op], architectures: Sequence[int], folder: Pat
 
     def compile_one(op: Op, architecture: int) -> dict[tuple[str, int], Usage]:
         cubin = str(folder / f"{op.torch_name}_{architecture}.cubin")
-        options = ("-std=c++17", "-O3", f"-I{PLUGINS}", f"-arch=sm_{architecture}", "-Werror", "all-warnings")
-        command = [nvcc, *options, "--resource-usage", "-cubin", str(PLUGINS / op.cuda_source), "-o", cubin]
-        usages = parse_usage(call(command))
+        options = ("-std=c++17", "-O3", f"-I{PLUGINS}", f"-arch=sm_{architecture}", "--resource-usage", "-cubin")
+        usages = parse_usage(call([nvcc, *options, "-Werror=all-warnings", str(PLUGINS / op.cuda_source), "-o", cubin]))
         products = tensor_products(call([nvdisasm, "-c", cubin]))
         return {key: replace(usage, tensor_products=products[key[0]]) for key, usage in usages.items()}
 

@@ -3,6 +3,7 @@ plain ONNX Runtime and at other sizes than those of the example."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import effexport
+from effexport.api import BuildResult
 from effexport.errors import StageError, UserError
 from effexport.tensorrt.preparation import limit_problems
 
@@ -317,45 +319,53 @@ def check_file(folder: Path, model: nn.Module, inputs: dict[str, Tensor], positi
         assert largest_error(actual, expected) <= LIMIT
 
 
+Exported = Callable[[str], tuple[nn.Module, BuildResult]]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """(a key of WILD) → the model and its artifact, exported once. Do not change it."""
+
+    @functools.cache
+    def of(name: str) -> tuple[nn.Module, BuildResult]:
+        model, example = model_of(WILD[name]), WILD[name].inputs(2, 12)
+        before = {key: value.clone() for key, value in example.items()}
+        given = tuple(example.values()) if name == "any arguments" else example
+        result = effexport.export(model, given, tmp_path_factory.mktemp("wild") / "out")
+        assert all(torch.equal(value, before[key]) for key, value in example.items())
+        return model, result
+
+    return of
+
+
 @pytest.mark.parametrize("name", WILD)
-def test_a_model_as_people_write_it_is_exported_at_any_length(name: str, tmp_path: Path) -> None:
-    wild = WILD[name]
-    model, positional = model_of(wild), name == "any arguments"
-    example = wild.inputs(2, 12)
-    before = {key: value.clone() for key, value in example.items()}
-    result = effexport.export(model, tuple(example.values()) if positional else example, tmp_path / "out")
+def test_a_model_as_people_write_it_is_exported_at_any_length(exported: Exported, name: str) -> None:
+    wild, (model, result) = WILD[name], exported(name)
     assert result.report.verdict == "passed"
-    assert all(torch.equal(value, before[key]) for key, value in example.items())
     assert (result.artifact.spec.model.mask, result.artifact.spec.model.mask_ignores) == (wild.mask, wild.ignores)
     other = wild.inputs(3, 19)
-    check_file(tmp_path / "out", model, other, positional)
+    check_file(result.path, model, other, name == "any arguments")
     # the runner refuses nothing that the file takes
-    with effexport.load(tmp_path / "out") as runner:
+    with effexport.load(result.path) as runner:
         runner.run({key: value.numpy() for key, value in other.items()})
 
 
-def test_values_beyond_the_example_are_limited_by_tables_only(tmp_path: Path) -> None:
-    wild = WILD["tables without nn.Embedding"]
-    effexport.export(model_of(wild), wild.inputs(2, 12), tmp_path / "tables")
+def test_values_beyond_the_example_are_limited_by_tables_only(exported: Exported) -> None:
     ids = np.full((1, 5), 39)
-    with effexport.load(tmp_path / "tables") as runner:
+    with effexport.load(exported("tables without nn.Embedding")[1].path) as runner:
         runner.run({"ids": ids, "places": ids + 10})
         with pytest.raises(UserError, match=r"ids contains 40; expected 0 to 39"):
             runner.run({"ids": ids + 1, "places": ids})
         with pytest.raises(UserError, match=r"places contains 50; expected 0 to 49"):
             runner.run({"ids": ids, "places": ids + 11})
 
-    wild = WILD["lengths"]
-    result = effexport.export(model_of(wild), wild.inputs(2, 12), tmp_path / "lengths")
-    (note,) = [note for note in result.report.notes if "lengths" in note]
+    (note,) = [note for note in exported("lengths")[1].report.notes if "lengths" in note]
     assert note.startswith("lengths: values from 0 to 12 were tried, as no table of the model limits them")
 
 
-def test_an_attention_mask_of_floats_has_no_default(tmp_path: Path) -> None:
-    wild = WILD["floats that are added"]
-    effexport.export(model_of(wild), wild.inputs(2, 12), tmp_path / "out")
+def test_an_attention_mask_of_floats_has_no_default(exported: Exported) -> None:
     with (
-        effexport.load(tmp_path / "out") as runner,
+        effexport.load(exported("floats that are added")[1].path) as runner,
         pytest.raises(UserError, match="input 'attention_mask' is missing"),
     ):
         runner.run({"x": vectors(1, 5).numpy()})

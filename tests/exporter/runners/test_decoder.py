@@ -25,6 +25,7 @@ from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import decoder_in_ort
+from effexport.runners.runner import Runner
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -40,10 +41,23 @@ def artifact(request: pytest.FixtureRequest, built: Built) -> Artifact:
     return built(variant, scope, causal=True, **longest)
 
 
-@pytest.fixture
-def decoder(artifact: Artifact) -> Iterator[DecodeRunner]:
+@pytest.fixture(scope="module")
+def opened(artifact: Artifact) -> Iterator[DecodeRunner]:
     with effexport.load_decoder(artifact.path) as decoder:
         yield decoder
+
+
+@pytest.fixture
+def decoder(opened: DecodeRunner) -> DecodeRunner:
+    opened.reset()
+    return opened
+
+
+@pytest.fixture(scope="module")
+def runner(artifact: Artifact) -> Iterator[Runner]:
+    """The whole model."""
+    with effexport.load(artifact.path) as runner:
+        yield runner
 
 
 def tokens_of(artifact: Artifact, batch: int, seq_len: int) -> np.ndarray:
@@ -68,10 +82,11 @@ def stepped(decoder: DecodeRunner, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate(steps, axis=1)
 
 
-def test_single_steps_answer_as_the_whole_model_also_after_a_reset(artifact: Artifact, decoder: DecodeRunner) -> None:
+def test_single_steps_answer_as_the_whole_model_also_after_a_reset(
+    artifact: Artifact, decoder: DecodeRunner, runner: Runner
+) -> None:
     tokens = tokens_of(artifact, 2, 12)
-    with effexport.load(artifact.path) as runner:
-        whole = runner.run({decoder.inputs[0].name: tokens})["last_hidden_state"]
+    whole = runner.run({decoder.inputs[0].name: tokens})["last_hidden_state"]
     for _ in range(2):
         assert error(stepped(decoder, tokens), whole) <= arithmetic_limit(artifact.spec).value
         decoder.reset()
@@ -79,11 +94,10 @@ def test_single_steps_answer_as_the_whole_model_also_after_a_reset(artifact: Art
 
 @pytest.mark.parametrize("seq_len", LENGTHS)
 def test_a_prefill_answers_as_the_whole_model_and_leaves_the_state_of_single_steps(
-    artifact: Artifact, decoder: DecodeRunner, seq_len: int
+    artifact: Artifact, decoder: DecodeRunner, runner: Runner, seq_len: int
 ) -> None:
     tokens, name, limit = tokens_of(artifact, 2, seq_len), decoder.inputs[0].name, arithmetic_limit(artifact.spec).value
-    with effexport.load(artifact.path) as runner:
-        whole = runner.run({name: tokens})["last_hidden_state"]
+    whole = runner.run({name: tokens})["last_hidden_state"]
     assert error(decoder.prefill({name: tokens})["last_hidden_state"], whole) <= limit
     state, position = decoder.state, decoder.position
     decoder.reset()
@@ -94,7 +108,9 @@ def test_a_prefill_answers_as_the_whole_model_and_leaves_the_state_of_single_ste
     )
 
 
-def test_samples_of_a_padded_prompt_go_on_after_their_own_last_token(artifact: Artifact, decoder: DecodeRunner) -> None:
+def test_samples_of_a_padded_prompt_go_on_after_their_own_last_token(
+    artifact: Artifact, decoder: DecodeRunner, runner: Runner
+) -> None:
     lengths, more = np.array([63, 100, 1, 20]), 5
     tokens, name = tokens_of(artifact, 4, 100), decoder.inputs[0].name
     later = tokens_of(artifact, 4, more)
@@ -102,19 +118,17 @@ def test_samples_of_a_padded_prompt_go_on_after_their_own_last_token(artifact: A
     decoder.prefill({name: tokens, "attention_mask": mask})
     np.testing.assert_array_equal(decoder.position, lengths)
     answers = stepped(decoder, later)
-    with effexport.load(artifact.path) as runner:
-        for row, length in enumerate(lengths):
-            alone = np.concatenate([tokens[row : row + 1, :length], later[row : row + 1]], axis=1)
-            whole = runner.run({name: alone})["last_hidden_state"]
-            assert error(answers[row], whole[0, length:]) <= arithmetic_limit(artifact.spec).value
+    for row, length in enumerate(lengths):
+        alone = np.concatenate([tokens[row : row + 1, :length], later[row : row + 1]], axis=1)
+        whole = runner.run({name: alone})["last_hidden_state"]
+        assert error(answers[row], whole[0, length:]) <= arithmetic_limit(artifact.spec).value
 
 
 def test_a_prompt_may_follow_other_tokens_and_a_copied_state_continues(
-    artifact: Artifact, decoder: DecodeRunner
+    artifact: Artifact, decoder: DecodeRunner, runner: Runner
 ) -> None:
     tokens, name, limit = tokens_of(artifact, 2, 100), decoder.inputs[0].name, arithmetic_limit(artifact.spec).value
-    with effexport.load(artifact.path) as runner:
-        whole = runner.run({name: tokens})["last_hidden_state"]
+    whole = runner.run({name: tokens})["last_hidden_state"]
     decoder.prefill({name: tokens[:, :30]})
     stepped(decoder, tokens[:, 30:33])
     state, position = dict(decoder.state), decoder.position
@@ -137,12 +151,18 @@ def test_a_sample_without_kept_tokens_keeps_its_state(artifact: Artifact, decode
     assert any(not np.array_equal(value[1], before[key][1]) for key, value in decoder.state.items())
 
 
-@pytest.fixture
-def of_tokens(built: Built) -> Iterator[DecodeRunner]:
-    """A decoder that has read two prompts of three tokens, given as lists."""
+@pytest.fixture(scope="module")
+def opened_of_tokens(built: Built) -> Iterator[DecodeRunner]:
     with effexport.load_decoder(built("linear", "encoder", causal=True, seq_len=1024, layers=2).path) as decoder:
-        decoder.prefill({"input_ids": [[1, 2, 3], [4, 5, 6]]})
         yield decoder
+
+
+@pytest.fixture
+def of_tokens(opened_of_tokens: DecodeRunner) -> DecodeRunner:
+    """A decoder that has read two prompts of three tokens, given as lists."""
+    opened_of_tokens.reset()
+    opened_of_tokens.prefill({"input_ids": [[1, 2, 3], [4, 5, 6]]})
+    return opened_of_tokens
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -70,12 +70,10 @@ def example_model(dtype: str = "float32", max_seq: int = 64) -> FakeModel:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collection_of_what_is_new() -> Iterator[None]:
+def collection_of_what_is_new() -> None:
     """gc.collect() looks at the objects of this module's tests: those of everything imported before take a second."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Machine:
