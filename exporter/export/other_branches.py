@@ -16,7 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from effexport.export.specialised_length import TRIED, AxisOfTrace, Trace
+from effexport.export.specialised_length import TRIED, AxisOfTrace, UserTrace
 
 # Of a few branches in one module. A loop over the axis, whose traces hold for one size each, ends with the second.
 MOST_SIDES = 8
@@ -25,7 +25,7 @@ LARGE = 1100
 
 
 @dataclass(frozen=True)
-class Side:
+class BranchSide:
     """A program, and the sizes for which the code takes its path. highest: beyond which it does not. reason: the lines
     that decide it."""
 
@@ -35,11 +35,11 @@ class Side:
     reason: str
 
 
-def side_of(trace: Trace, axis: AxisOfTrace) -> Side:
+def side_of(trace: UserTrace, axis: AxisOfTrace) -> BranchSide:
     assert trace.program is not None
     sizes = range(axis.lowest, min(axis.highest, TRIED) + 1)
     taken = frozenset(size for size in sizes if axis.takes(size))
-    return Side(trace.program, taken, axis.highest, axis.reason(trace))
+    return BranchSide(trace.program, taken, axis.highest, axis.reason(trace))
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Whole:
 
 
 def program_of_sides(
-    first: Side,
+    first: BranchSide,
     example: int,
     limits: tuple[int, int],
-    other: Callable[[int], Side | None],
+    other: Callable[[int], BranchSide | None],
     agrees: Callable[[ExportedProgram, int], bool],
 ) -> Whole | None:
     """The program of a side that holds for the most sizes around the example, those of other sides included; None if
@@ -68,14 +68,14 @@ def program_of_sides(
     """
 
     @functools.cache
-    def agrees_on(side: Side, base: Side) -> bool:
+    def agrees_on(side: BranchSide, base: BranchSide) -> bool:
         return all(agrees(base.program, size) for size in sorted(chosen(side, base, example)))
 
     if not agrees_on(first, first):  # it is tied to a size by more than branches
         return None
     lowest, tried = max(limits[0], 2), min(limits[1], TRIED)
 
-    def around(base: Side) -> tuple[int, int]:
+    def around(base: BranchSide) -> tuple[int, int]:
         """The sizes beside those around the example for which the program of a side is known to hold."""
         sizes = frozenset[int]().union(*(one.sizes for one in sides if agrees_on(one, base)))
         below, above = example, example
@@ -122,7 +122,7 @@ def nearest(sizes: Collection[int], example: int) -> int:
     return min(sizes, key=lambda size: (abs(size - example), size))
 
 
-def chosen(side: Side, base: Side, example: int) -> set[int]:
+def chosen(side: BranchSide, base: BranchSide, example: int) -> set[int]:
     """Sizes of a side at which the program of another, or its own, is run. A program may be tied to a size without a
     branch that says so, and what a side adds, such as a window of local attention, may begin to count, or to differ,
     far from where the sides meet: the smallest size, those nearest to its multiples and to those of the example, and

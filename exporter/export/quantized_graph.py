@@ -34,7 +34,7 @@ def quantize_graph(model: ir.Model, record: Quantization, paths: Mapping[ir.Node
     paths: of the module of each node. Names and types of all outputs stay. Returns the values that are rounded, in the
     order of the graph. Raises StageError if a layer of the record has no product with constant weights in the graph.
     """
-    rewrite = Rewrite(model, record)
+    rewrite = QuantizedRewrite(model, record)
     tables = {table.layer for table in record.embeddings}
     calls: Counter[str] = Counter()
     for node in list(model.graph):
@@ -68,7 +68,7 @@ def constant_of(value: ir.Value | None) -> Array | None:
     return value.const_value.numpy()
 
 
-class Rewrite:
+class QuantizedRewrite:
     """Writes quantised products into one graph, each rounded input and each constant once."""
 
     def __init__(self, model: ir.Model, record: Quantization) -> None:

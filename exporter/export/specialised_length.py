@@ -58,7 +58,7 @@ class Assumption:
 
 
 @dataclass(frozen=True)
-class Trace:
+class UserTrace:
     """A program, None if it could not be traced, and what was assumed. axes: names by symbol: "seq of x"."""
 
     program: ExportedProgram | None
@@ -82,8 +82,8 @@ class Trace:
 
 def traced(
     module: nn.Module, example: tuple[torch.Tensor, ...], shapes: tuple[object, ...], inputs: Sequence[TensorInfo]
-) -> Trace:
-    """Trace a module, and record what is assumed of its free sizes. shapes: as torch.export takes them."""
+) -> UserTrace:
+    """UserTrace a module, and record what is assumed of its free sizes. shapes: as torch.export takes them."""
     program, error = None, None
     messages: list[tuple[str, str]] = []
     # as torch.onnx does: with Python itself first, then with its bytecode, which also takes NumPy's functions of
@@ -105,10 +105,10 @@ def traced(
         tensor = inputs[int(index)] if index else next((one for one in inputs if one.name == name), None)
         if tensor is not None:
             axes[symbol] = f"{tensor.dims[int(axis)]} of {tensor.name}"
-    return Trace(program, error if program is None else None, tuple(assumptions(messages)), axes)
+    return UserTrace(program, error if program is None else None, tuple(assumptions(messages)), axes)
 
 
-def assumed_sizes(trace: Trace) -> str:
+def assumed_sizes(trace: UserTrace) -> str:
     """The lines of the user's code that fix sizes which should stay free, as a sentence; "" if none do."""
     lines = trace.reasons([one for one in trace.assumptions if one.is_direct])
     return f"the code of the module assumes sizes that should stay free: {lines}. {CHANGE}" if lines else ""
@@ -129,7 +129,7 @@ class AxisOfTrace:
     def takes(self, size: int) -> bool:
         return self.lowest <= size <= self.highest and all(holds(guard, size) for guard in self.guards)
 
-    def sizes(self, example: int, trace: Trace) -> Sizes | None:
+    def sizes(self, example: int, trace: UserTrace) -> Sizes | None:
         """For which sizes, if not all that are wanted; those of the example alone unless they are a range."""
         low, high = self.lowest, self.highest
         tried = range(max(low, 2), min(high, TRIED) + 1)
@@ -137,7 +137,7 @@ class AxisOfTrace:
             low = high = example
         return self.sizes_between(low, high, self.reason(trace))
 
-    def reason(self, trace: Trace) -> str:
+    def reason(self, trace: UserTrace) -> str:
         return trace.reasons(self.assumptions) or "torch.export does not say which line decides it"
 
     def sizes_between(self, low: int, high: int, reason: str) -> Sizes | None:
@@ -149,7 +149,7 @@ class AxisOfTrace:
 
 
 def axes_of_trace(
-    trace: Trace, example: Mapping[str, int], inputs: Sequence[TensorInfo], limits: Mapping[str, tuple[int, int]]
+    trace: UserTrace, example: Mapping[str, int], inputs: Sequence[TensorInfo], limits: Mapping[str, tuple[int, int]]
 ) -> list[AxisOfTrace]:
     """The free axes of a program. example: the sizes that were traced.
 
@@ -330,11 +330,11 @@ def recorded() -> Iterator[list[tuple[str, str]]]:
     """The messages of the tracer, which nobody else sees meanwhile, with the line of the user's code they are about."""
     messages: list[tuple[str, str]] = []
 
-    class Recorder(logging.Handler):
+    class Messages(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append((record.getMessage(), line_of_user(sys._getframe())))
 
-    logger, recorder = logging.getLogger(TRACER), Recorder()
+    logger, recorder = logging.getLogger(TRACER), Messages()
     level, propagate, handlers = logger.level, logger.propagate, logger.handlers
     logger.handlers, logger.propagate = [recorder], False
     logger.setLevel(logging.INFO)

@@ -18,9 +18,9 @@ from torch.export import Dim, ExportedProgram
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError
 from effexport.export.failures import STAGE, line_of_user, reason_of
-from effexport.export.other_branches import Agreement, Side, Whole, program_of_sides, side_of
+from effexport.export.other_branches import Agreement, BranchSide, Whole, program_of_sides, side_of
 from effexport.export.sizes_of_code import OtherSizesError, Sizes, SpecChanges
-from effexport.export.specialised_length import SIZES, AxisOfTrace, Trace, axes_of_trace, traced
+from effexport.export.specialised_length import SIZES, AxisOfTrace, UserTrace, axes_of_trace, traced
 from effexport.export.traced_nodes import with_casts
 from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
@@ -112,7 +112,7 @@ class UserProgram:
         pairs = zip(self.example, self.inputs, strict=True)
         return replace(self, example=tuple(resized(x, tensor.dims, {**self.sizes, **sizes}) for x, tensor in pairs))
 
-    def trace(self, fixed: str | None = None) -> Trace:
+    def trace(self, fixed: str | None = None) -> UserTrace:
         """The trace of the module at any size. fixed: an axis that is not free for once.
 
         PyTorch needs a limit to see that the first `seq` of so many positions are `seq`.
@@ -125,15 +125,15 @@ class UserProgram:
 
         return traced(self.module, self.example, free_axes(self.module, self.inputs, free), self.inputs)
 
-    def axes(self, trace: Trace) -> list[AxisOfTrace]:
+    def axes(self, trace: UserTrace) -> list[AxisOfTrace]:
         return axes_of_trace(trace, self.sizes, self.inputs, limits_of_spec(self.spec))
 
-    def ties(self, trace: Trace) -> list[Tie]:
+    def ties(self, trace: UserTrace) -> list[Tie]:
         sizes = self.sizes
         pairs = ((axis, axis.sizes(sizes[axis.axis], trace)) for axis in self.axes(trace))
         return [(axis, found) for axis, found in pairs if found is not None]
 
-    def with_ties(self, trace: Trace, ties: Sequence[Tie]) -> tuple[ExportedProgram, SpecChanges]:
+    def with_ties(self, trace: UserTrace, ties: Sequence[Tie]) -> tuple[ExportedProgram, SpecChanges]:
         """The program of a trace, or of another side of the branches that tie it; see `traced`."""
         assert trace.program is not None
         if not ties:
@@ -156,10 +156,10 @@ class UserProgram:
         limited = SpecChanges(sizes).applied(self.spec)
         return program, SpecChanges(sizes, other_outputs(program, self.inputs, limited))
 
-    def of_other_branches(self, first: Trace, axis: AxisOfTrace) -> Whole | None:
+    def of_other_branches(self, first: UserTrace, axis: AxisOfTrace) -> Whole | None:
         """The program for the most sizes of an axis, if branches that tie it compute the same; see `other_branches`."""
 
-        def side(size: int) -> Side | None:
+        def side(size: int) -> BranchSide | None:
             there = self.at({axis.axis: size})
             trace = there.trace()
             if trace.program is None:
@@ -215,7 +215,7 @@ class UserProgram:
                 found.append(Sizes(axis, size, size, f"{reason} {axis}", STORE))
         return found
 
-    def sizes_of_traced_draws(self, drawing: CalledByPosition, trace: Trace) -> list[Sizes]:
+    def sizes_of_traced_draws(self, drawing: CalledByPosition, trace: UserTrace) -> list[Sizes]:
         """The same as a trace has shown them, also where neighbouring sizes have the same numbers.
 
         Raises StageError for as many numbers as the values of a tensor say.

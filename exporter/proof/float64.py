@@ -100,38 +100,30 @@ class PeakMemory(Observer):
     """Measures the largest total size of the tensors that live at the same time, of those made in a `with` block."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.size_bytes = 0
         self._alive: dict[StorageWeakRef, int] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def seen(self, func: Any, arguments: Any, result: Any) -> None:
         for tensor in strided_tensors(result):
             storage = tensor.untyped_storage()
             self._alive[StorageWeakRef(storage)] = storage.nbytes()
         self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
         self.size_bytes = max(self.size_bytes, sum(self._alive.values()))
-        return result
 
 
 class RoundingOperators(Observer):
     """Collects the operators that compute floating-point numbers in less than float64 in a `with` block."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def seen(self, func: Any, arguments: Any, result: Any) -> None:
         # lift_fresh takes in an input, before it is widened; what is made of integers and booleans is exact
-        computes = func is not torch.ops.aten.lift_fresh.default and float_types((args, kwargs))
+        computes = func is not torch.ops.aten.lift_fresh.default and float_types(arguments)
         if computes and float_types(result) - {torch.float64}:
             self.names.add(str(func))
-        return result
 
     @property
     def remark(self) -> str:

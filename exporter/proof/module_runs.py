@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -195,19 +195,15 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
     """Buckets and margins of every hash during the block, by graph value name."""
     buckets: dict[str, Array] = {}
     margins: dict[str, Array] = {}
-    handles = []
-    for name, child in hash_modules(module).items():
+    with ExitStack() as stack:
+        for name, child in hash_modules(module).items():
 
-        def record(child: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor, name: str = name) -> None:
-            buckets[name] = output.numpy()
-            margins[name] = child.margins(inputs[0]).numpy()  # type: ignore[operator]
+            def record(child: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> None:
+                buckets[name] = output.numpy()
+                margins[name] = child.margins(inputs[0]).numpy()  # type: ignore[operator]
 
-        handles.append(child.register_forward_hook(record))
-    try:
+            stack.callback(child.register_forward_hook(record).remove)
         yield buckets, margins
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def recorded_run(module: nn.Module, spec: Named, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
@@ -224,20 +220,16 @@ def given_buckets(module: nn.Module, buckets: Mapping[str, Array]) -> Iterator[N
     them."""
     import torch
 
-    handles = []
-    for name, child in hash_modules(module).items():
-        if name not in buckets:
-            continue
+    with ExitStack() as stack:
+        for name, child in hash_modules(module).items():
+            if name not in buckets:
+                continue
 
-        def replace(child: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> torch.Tensor:
-            return torch.from_numpy(np.array(buckets[name]))
+            def replace(child: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> torch.Tensor:
+                return torch.from_numpy(np.array(buckets[name]))
 
-        handles.append(child.register_forward_hook(replace))
-    try:
+            stack.callback(child.register_forward_hook(replace).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

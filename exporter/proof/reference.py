@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -346,17 +346,12 @@ def first_other_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
         if any(not value_error(actual.numpy(), expected.numpy()) <= limit for actual, expected in pairs):
             others.append(path)
 
-    handles = [
-        user.original.get_submodule(path).register_forward_hook(functools.partial(compare, path), with_kwargs=True)
-        for path in user.adapted.replaced
-    ]
-    try:
-        buckets = given_buckets(user.module, case.buckets)
-        with frozen(user.original, user.adapted), in_float32(user), buckets:
-            run_module(user.original, spec, case.inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    buckets = given_buckets(user.module, case.buckets)
+    with ExitStack() as stack, frozen(user.original, user.adapted), in_float32(user), buckets:
+        for path in user.adapted.replaced:
+            hook = functools.partial(compare, path)
+            stack.callback(user.original.get_submodule(path).register_forward_hook(hook, with_kwargs=True).remove)
+        run_module(user.original, spec, case.inputs)
     return named(user.original, others[0]) if others else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from effexport.models.validation import SpecError
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-
 # Makes our module from a layer of the package. It gets the layer, in evaluation mode and not to be changed, and the
 # length in tokens that the model is exported for. The result has the `forward` of the layer: the same arguments under
 # the same names, and the same result.
-Replacement = Callable[[Any, int], "nn.Module"]
+Replacement = Callable[[Any, int], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ def frozen(original: nn.Module, adapted: Adapted) -> Iterator[dict[str, Tensor]]
         yield buckets
 
 
-class PrefixedBuckets(dict[str, "Tensor"]):
+class PrefixedBuckets(dict[str, Tensor]):
     """Passes what is written into it on, under names that begin with a prefix."""
 
     def __init__(self, target: dict[str, Tensor], prefix: str) -> None:

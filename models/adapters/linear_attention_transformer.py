@@ -21,7 +21,7 @@ PACKAGE = "linear_attention_transformer.linear_attention_transformer"
 MIN_DENOMINATOR = 1e-3
 
 
-class SelfAttention(nn.Module):
+class GlobalAndLocalAttention(nn.Module):
     """Layers of ours whose results add up: one has the heads with linear attention, one the local heads.
 
     The softmax of the keys over the sequence is their normalizer; the causal form divides by the sum of e^k instead.
@@ -129,7 +129,7 @@ def with_heads(ours: MultiHeadAttention, layer: Any, first: int, end: int) -> Mu
     return ours
 
 
-class Whole(nn.Module):
+class WholeSequence(nn.Module):
     """`Chunk` without chunks: every token passes through a feed-forward network by itself, so the result is the same,
     and the number of chunks does not depend on the length."""
 
@@ -144,7 +144,7 @@ class Whole(nn.Module):
         return result
 
 
-class AxialPositions(nn.Module):
+class PositionTable(nn.Module):
     """`AxialPositionalEmbedding` as the table of all its positions, whose size tells how many tokens a model takes."""
 
     def __init__(self, layer: Any, seq_len: int) -> None:
@@ -164,8 +164,8 @@ ADAPTER = Adapter(
     tested=("0.19.1",),
     projections=("to_q", "to_k", "to_v", "to_out"),
     replacements={
-        f"{PACKAGE}.SelfAttention": SelfAttention,
-        f"{PACKAGE}.Chunk": Whole,
-        "axial_positional_embedding.axial_positional_embedding.AxialPositionalEmbedding": AxialPositions,
+        f"{PACKAGE}.SelfAttention": GlobalAndLocalAttention,
+        f"{PACKAGE}.Chunk": WholeSequence,
+        "axial_positional_embedding.axial_positional_embedding.AxialPositionalEmbedding": PositionTable,
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,6 @@ from effexport.models.adapters.folding import (
 from effexport.models.adapters.structure import counterpart
 from effexport.models.same_weights import failing_module
 from effexport.models.user.probe import ModuleFailedError
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 ADAPTERS: tuple[Adapter, ...] = (
     aft_pytorch.ADAPTER,

@@ -55,7 +55,7 @@ def attention_calls_as_operators(turns: bool = True) -> Iterator[AttentionCalls]
     torch.export traces (strict=False). turns: False to turn none.
     """
     calls = AttentionCalls()
-    with _Mode(calls, turns):
+    with _MaskFollower(calls, turns):
         yield calls
 
 
@@ -74,7 +74,7 @@ class _Rows:
     low: float = -math.inf
 
 
-class _Mode(TorchFunctionMode):
+class _MaskFollower(TorchFunctionMode):
     """Turns calls, and follows masks from the moment when they are expanded to all queries."""
 
     def __init__(self, calls: AttentionCalls, turns: bool) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapted, frozen, named
 from effexport.models.shapes import Dims
@@ -20,9 +23,6 @@ from effexport.models.user.modes import Observer, Selections
 from effexport.models.user.probe import PROBE_SEQ_LEN, ModuleFailedError, Probe
 from effexport.models.validation import SpecError, require
 from effexport.plugins.ops import OPS
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 # The length at which masks are tried, if the model takes it.
 MASK_SEQ_LEN = 12
@@ -64,20 +64,16 @@ def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -
                 calls[names[name]] += 1
 
     hashes = Counter[str]()
-    handles = [
-        child.register_forward_pre_hook(lambda child, arguments, path=path: hashes.update([path]))
-        for path, child in module.named_modules()
-        if isinstance(child, LSHHash)
-    ]
     tensors = probe.inputs.tensors(probe.sizes(1, seq_len))
     as_operators = attention_calls_as_operators() if fused else contextlib.nullcontext(AttentionCalls())
     # operators that are a part of the unfused formulas are called only where gradients are wanted
-    with as_operators as attention, fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():  # type: ignore[no-untyped-call]
-        try:
-            module(*tensors)
-        finally:
-            for handle in handles:
-                handle.remove()
+    gradients = torch.set_grad_enabled(not fused)
+    with as_operators as attention, fused_operators(module, fused), gradients, Counting(), ExitStack() as stack:
+        for path, child in module.named_modules():
+            if isinstance(child, LSHHash):
+                hook = functools.partial(lambda path, child, arguments: hashes.update([path]), path)
+                stack.callback(child.register_forward_pre_hook(hook).remove)
+        module(*tensors)
     for path, count in hashes.items():
         require(
             count == 1,

@@ -221,7 +221,7 @@ class DrawnNumbers:
 
         Other numbers are drawn as ever, from the seed. All generators are left as they were found.
         """
-        mode = _Mode(self, dtype)
+        mode = _DrawingCall(self, dtype)
         if torch.compiler.is_exporting():  # in which PyTorch's generator has no state
             state = None
             self.tied.clear()
@@ -268,7 +268,7 @@ class DrawnNumbers:
         return [*calls, *(f"numbers of {name}" for name in self.others)]
 
 
-class _Mode(TorchFunctionMode):
+class _DrawingCall(TorchFunctionMode):
     """One call of a model.
 
     Labels follow drawn numbers through functions of nothing else, so that what was made of them can be looked up.

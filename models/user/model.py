@@ -351,9 +351,7 @@ def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
         return record
 
-    handles = [child.register_forward_hook(recorder(path)) for path, child in module.named_modules()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for path, child in module.named_modules():
+            stack.callback(child.register_forward_hook(recorder(path)).remove)
         yield results
-    finally:
-        for handle in handles:
-            handle.remove()

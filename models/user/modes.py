@@ -109,14 +109,6 @@ ARITHMETIC = frozenset(
 )
 
 
-class WithoutAutocast(TorchFunctionMode):
-    """Computes every function as if autocast was off, also those that torch.export has traced within a region of it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with autocast_off():
-            return func(*args, **(kwargs or {}))
-
-
 class OnePrecision(TorchFunctionMode):
     """Computes in one type, and in float32 what the code casts to float32, or what the type has no numbers for.
 
@@ -239,6 +231,9 @@ def is_integer(value: Any) -> bool:
 class Observer(TorchDispatchMode):
     """Sees every operator that PyTorch computes in a `with` block."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # PyTorch would load its compiler, for a second, to keep it out of code that is not compiled anyway
@@ -247,31 +242,34 @@ class Observer(TorchDispatchMode):
     def see(self, func: Any, arguments: tuple[Any, ...]) -> None:
         """Look at a call before it is computed."""
 
+    def seen(self, func: Any, arguments: Any, result: Any) -> None:
+        """Look at a call after it was computed."""
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.see(func, args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.seen(func, (args, kwargs), result)
+        return result
 
 
 class FloatTypes(Observer):
     """Collects the floating-point types of all results in a `with` block, in `found`."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: set[torch.dtype] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def seen(self, func: Any, arguments: Any, result: Any) -> None:
         self.found.update(types_of(result))
-        return result
 
 
 class Selections(Observer):
     """Collects what is selected by indices in a `with` block. found: table, axis, indices, and padding_idx or None."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: list[tuple[Tensor, int, Tensor, int | None]] = []
 
     def see(self, func: Any, arguments: tuple[Any, ...]) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,6 @@ from effexport.models.size_formula import axes_of, shape_of, size_of, written
 from effexport.models.user.inputs import ModuleInputs
 from effexport.models.user.model import CalledByPosition, UnexpectedOutputError
 from effexport.models.validation import SpecError, require
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from effexport.models.user.model import CalledByPosition
-
 
 # Sizes that tell the axes of an output apart; others are taken where a parameter has the same.
 PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
@@ -194,8 +188,6 @@ class Probe:
 
         Raises ModuleFailedError if the user's code fails, and SpecError for outputs that no file can have.
         """
-        import torch
-
         try:
             with torch.inference_mode():
                 outputs = self.module.by_name(*tensors)

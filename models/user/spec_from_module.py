@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from effexport.models.adapters.replace import (
     with_our_layers,
 )
 from effexport.models.adapters.sdpa import attention_calls_as_operators
+from effexport.models.attention_spec import AttentionSpec
+from effexport.models.layers import AttentionLayer
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import with_fixed_axis
 from effexport.models.user.calls import (
@@ -60,9 +62,6 @@ from effexport.models.user.spec import ModuleSpec, is_constant
 from effexport.models.user.traced_code import code_as_exported
 from effexport.models.validation import SpecError, require
 from effexport.models.variants.pytorch.spec import PyTorchSpec
-
-if TYPE_CHECKING:
-    from effexport.models.attention_spec import AttentionSpec
 
 # The length to export for if neither the user nor a layer says one.
 DEFAULT_SEQ_LEN = 1024
@@ -446,6 +445,4 @@ def tuned_length(specs: Sequence[AttentionSpec], name: str, seq_len: int | None,
 
 
 def attention_layers(module: nn.Module) -> list[Any]:
-    from effexport.models.layers import AttentionLayer
-
     return [child for child in module.modules() if isinstance(child, AttentionLayer)]

@@ -12,24 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from effexport.models.user.modes import WithoutAutocast
+from effexport.models.user.modes import autocast_off
 from effexport.models.user.size_arithmetic import arithmetic_of_sizes
 from effexport.models.validation import require
 
 # What an ellipsis stands for; equations of PyTorch have letters only.
 AXES = "0123456789"
-
-
-class EinsumCalls(TorchFunctionMode):
-    """Writes calls of `torch.einsum` as transpositions, products of matrices and factors, where it is as many of these
-    as there are pairs of operands; others stay. Works while torch.export traces (strict=False)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.einsum and args and isinstance(args[0], str) and not kwargs:
-            operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-            if (result := product_of(args[0], operands)) is not None:
-                return result
-        return func(*args, **(kwargs or {}))
 
 
 def product_of(equation: str, operands: Sequence[Tensor]) -> Tensor | None:
@@ -95,13 +83,6 @@ def product_of_pair(a: Tensor, a_axes: str, b: Tensor, b_axes: str, needed: set[
 SAME = (torch.max_pool1d, F.max_pool1d, F._max_pool1d)  # type: ignore[attr-defined]
 
 
-class PoolingCalls(TorchFunctionMode):
-    """Turns `torch.max_pool1d`, which makes a free length a constant of the trace, for the length of a `with` block."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (max_pool1d if func in SAME else func)(*args, **(kwargs or {}))
-
-
 def max_pool1d(
     input: Tensor,
     kernel_size: Any,
@@ -152,27 +133,6 @@ def layer_shapes(kind: str, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return x.new_empty(*x.shape[:2], hidden.shape[-1]), torch.empty_like(hidden), torch.empty_like(hidden)
 
 
-class RecurrentCalls(TorchFunctionMode):
-    """Turns recurrent layers into `layer` for the length of a `with` block.
-
-    They run in float32 at least, so that rounding does not add up over the tokens. Raises SpecError for an LSTM with
-    projections and for packed sequences.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        kind = getattr(func, "__name__", "")
-        if kind not in GATES:
-            return func(*args, **kwargs)
-        require(
-            takes_all(args),
-            f"nn.{kind.partition('_')[0].upper()} with proj_size, or of a packed sequence, has no counterpart in ONNX; "
-            "expected a layer without projections, on a padded sequence",
-        )
-        x, states, weights, has_biases, _, _, _, bidirectional, batch_first = args
-        return run_layers(kind, x, states, weights, has_biases, bidirectional, batch_first)
-
-
 def takes_all(arguments: Sequence[Any]) -> bool:
     """True if `layer` takes a call: not one with the weights of projections, nor one of a packed sequence, which has
     its batch sizes in the place of the states."""
@@ -212,15 +172,42 @@ def run_layers(
     return ((x.transpose(0, 1) if batch_first else x).to(dtype), *ends)
 
 
+class CodeAsExported(TorchFunctionMode):
+    """Computes calls as the exported file does, and with autocast off, also within a region of it that was traced.
+
+    `torch.einsum` becomes transpositions, products of matrices and factors, where it is as many of these as there are
+    pairs of operands; `torch.max_pool1d`, which makes a free length a constant of the trace, a function that does not;
+    a recurrent layer one or several of `layer`, in float32 at least, so that rounding does not add up over the tokens.
+    Works while torch.export traces (strict=False). Raises SpecError for an LSTM with projections and for packed
+    sequences.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, kind = kwargs or {}, getattr(func, "__name__", "")
+        with autocast_off():
+            if kind in GATES:
+                return recurrent_layers(kind, args)
+            if func is torch.einsum and args and isinstance(args[0], str) and not kwargs:
+                operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+                if (result := product_of(args[0], operands)) is not None:
+                    return result
+            return (max_pool1d if func in SAME else func)(*args, **kwargs)
+
+
+def recurrent_layers(kind: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The result of `torch._VF.<kind>`. Raises SpecError for a call that `layer` does not take."""
+    require(
+        takes_all(arguments),
+        f"nn.{kind.partition('_')[0].upper()} with proj_size, or of a packed sequence, has no counterpart in ONNX; "
+        "expected a layer without projections, on a padded sequence",
+    )
+    x, states, weights, has_biases, _, _, _, bidirectional, batch_first = arguments
+    return run_layers(kind, x, states, weights, has_biases, bidirectional, batch_first)
+
+
 @contextlib.contextmanager
 def code_as_exported(module: nn.Module) -> Iterator[None]:
     """Read the code of a user's own module as it is exported, but for attention, for the length of a `with` block."""
-    with (
-        torch.random.fork_rng(devices=[]),  # the code may seed it
-        WithoutAutocast(),
-        RecurrentCalls(),
-        EinsumCalls(),
-        PoolingCalls(),
-        arithmetic_of_sizes(module),
-    ):
+    # the code may seed the generator
+    with torch.random.fork_rng(devices=[]), CodeAsExported(), arithmetic_of_sizes(module):
         yield

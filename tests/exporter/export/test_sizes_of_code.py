@@ -21,8 +21,8 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph
-from effexport.export.other_branches import Agreement, Side, declared_shapes, has_shape, program_of_sides
-from effexport.export.specialised_length import Assumption, Trace, condition, holds, readable
+from effexport.export.other_branches import Agreement, BranchSide, declared_shapes, has_shape, program_of_sides
+from effexport.export.specialised_length import Assumption, UserTrace, condition, holds, readable
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs import case_inputs
 from effexport.serving.engine.errors import RequestError
@@ -392,9 +392,9 @@ def test_an_axis_that_was_declared_free_is_not_fixed_and_nothing_is_proven_befor
 
 
 def test_other_sides_are_not_looked_for_where_the_first_is_wrong_on_its_own() -> None:
-    first: Any = Side("program", frozenset(range(10, 5000)), 5000, "")  # type: ignore[arg-type]
+    first: Any = BranchSide("program", frozenset(range(10, 5000)), 5000, "")  # type: ignore[arg-type]
 
-    def other(size: int) -> Side:
+    def other(size: int) -> BranchSide:
         raise AssertionError(size)
 
     assert program_of_sides(first, 100, (1, 5000), other, lambda program, size: size == 100) is None
@@ -407,12 +407,12 @@ def test_no_side_is_looked_for_beyond_those_that_end_the_range() -> None:
     def side(size: int) -> Any:
         asked.append(size)
         name = next(name for name, sizes in ranges.items() if size in sizes)
-        return Side(name, frozenset(range(size - 10, size + 11)).intersection(ranges[name]), 9000, name)  # type: ignore[arg-type]
+        return BranchSide(name, frozenset(range(size - 10, size + 11)).intersection(ranges[name]), 9000, name)  # type: ignore[arg-type]
 
     def agrees(program: Any, size: int) -> bool:
         return size in ranges[program]
 
-    first: Any = Side("middle", frozenset(ranges["middle"]), 9000, "middle")  # type: ignore[arg-type]
+    first: Any = BranchSide("middle", frozenset(ranges["middle"]), 9000, "middle")  # type: ignore[arg-type]
     whole = program_of_sides(first, 100, (1, 9000), side, agrees)
     assert whole is not None
     assert (whole.program, whole.lowest, whole.highest) == ("middle", 65, 128)
@@ -428,8 +428,8 @@ def test_a_limit_takes_no_second_trace(tmp_path: Path) -> None:
 
 
 def test_nothing_is_compared_once_a_program_holds_for_every_size() -> None:
-    many: Any = Side("many", frozenset(range(10, 4097)), 9000, "many")  # type: ignore[arg-type]
-    few: Any = Side("few", frozenset(range(2, 10)), 9, "few")  # type: ignore[arg-type]
+    many: Any = BranchSide("many", frozenset(range(10, 4097)), 9000, "many")  # type: ignore[arg-type]
+    few: Any = BranchSide("few", frozenset(range(2, 10)), 9, "few")  # type: ignore[arg-type]
     asked: list[tuple[Any, int]] = []
 
     def agrees(program: Any, size: int) -> bool:
@@ -467,7 +467,7 @@ def test_assumptions_hold_where_pytorch_says_so() -> None:
 
 def test_that_two_inputs_have_one_batch_is_not_a_reason() -> None:
     found = (Assumption("Eq(s1, s0)", "a.py, line 1", True), Assumption("Eq(s0, 2)", "a.py, line 2", True))
-    trace = Trace(None, None, found, {"s0": "batch of x", "s1": "batch of mask"})
+    trace = UserTrace(None, None, found, {"s0": "batch of x", "s1": "batch of mask"})
     assert trace.reasons(found) == "a.py, line 2: batch becomes a constant"
 
 

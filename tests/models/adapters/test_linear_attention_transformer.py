@@ -124,7 +124,7 @@ def test_the_language_model_answers_as_the_original(option: str) -> None:
     model = LanguageModel(**MODELS[option])
     adapted = with_our_layers(model, SEQ_LEN)
     replaced = {type(layer).__name__ for layer in adapted.replaced.values()}
-    assert replaced - {"AxialPositions"} == {"SelfAttention", "Whole"}
+    assert replaced - {"PositionTable"} == {"GlobalAndLocalAttention", "WholeSequence"}
     assert not adapted.kept
     for seq_len in LENGTHS:
         mask = padded_mask(2, seq_len)
