@@ -24,7 +24,7 @@ class PackageOptions(PackageSpec):
     """The options of `effexport package`."""
 
     artifact: Path = field(metadata=argument("An artifact folder."))
-    form: Literal["triton"] = option("triton", "PackageResult format.", flag="--format", metavar="NAME")
+    form: Literal["triton"] = option("triton", "Package format.", flag="--format", metavar="NAME")
     output: Path = field(
         metadata={"option": Option("Model repository; made if missing.", short="-o", metavar=A_FOLDER)}
     )
