@@ -7,6 +7,7 @@ is made of them, so that reading it takes neither long nor much memory. Its text
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -24,6 +25,8 @@ LARGEST_INTEGER = 2**63 - 1
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 Record = TypeVar("Record")
+# msgspec 0.22 crashes if several threads are the first to read a kind of record.
+_READING = threading.Lock()
 if TYPE_CHECKING:
     Figure = float
 else:
@@ -101,7 +104,8 @@ def record_from_values(values: Any, kind: type[Record], what: str, remedy: str) 
     what: how errors name the file. remedy: what its owner can do about damage.
     """
     try:
-        return msgspec.convert(values, kind)
+        with _READING:
+            return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         # the error quotes the value, however long it is
         raise UserError(f"{what} is damaged: {str(error)[:300]}; {remedy}") from error

@@ -18,8 +18,6 @@ from effexport.bench.sweep import Sweep, SweepResults, plan_of, results_of_sweep
 from effexport.bench.sweep_file import cells_from_file, sweep_file_from_document
 from effexport.plugins.building.toolchain import Gpu
 
-# msgspec completes a type at its first use, and crashes if two threads are first
-msgspec.json.Decoder(Manifest)
 TINY = {"scope": "attention", "dim": 16, "heads": 2}
 
 
