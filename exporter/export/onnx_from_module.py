@@ -17,7 +17,7 @@ import torch
 from onnx_ir.passes.common import InlinePass
 from torch import nn
 
-from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo, named_sizes
+from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.export.failures import STAGE, place_of, reason_of
 from effexport.export.inlined import inline_functions
@@ -53,7 +53,6 @@ from effexport.quantize.places import first_paths, reason_of_product
 from effexport.quantize.record import FloatProduct, Quantization
 from effexport.quiet import quiet
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
-from effexport.units import listed
 
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
@@ -218,8 +217,6 @@ def program_from_module(
     if spec.model.is_traced_as_found:
         table |= recurrent_translation(spec.opset) | size_translation(spec.opset)
     written, changes = Counter[str](), NO_CHANGES
-    arrays = {tensor.name: value for tensor, value in zip(signature.inputs, example, strict=True)}
-    ones = [name for name, size in named_sizes(signature.inputs, arrays).items() if size == 1]
     with (
         quiet(streams=True),
         without_shape_cache(),
@@ -243,9 +240,9 @@ def program_from_module(
                 verbose=False,
             )
         except NotTracedError as error:
-            raise failure(error.reason, module, ones) from error.reason
+            raise failure(error.reason, module) from error.reason
         except torch.onnx.OnnxExporterError as error:
-            raise failure(error, module, ones) from error
+            raise failure(error, module) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
     for value in [value for node in program.model.graph for value in node.outputs]:
@@ -274,15 +271,11 @@ def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:
     return f"{name}.inner" if any(name == tensor.name for tensor in outputs) else name
 
 
-def failure(error: Exception, module: nn.Module, ones: Sequence[str] = ()) -> StageError:
+def failure(error: Exception, module: nn.Module) -> StageError:
     """An error of torch.export or torch.onnx, whose own message may be a page of general advice; the cause has the
-    reason. ones: free axes of size 1 in the example, which PyTorch takes for constants."""
+    reason."""
     cause = reason_of(error)
     message = f"torch.onnx could not export the module{place_of(error, module)}: {cause}{unknown_op(cause)}"
-    if ones:
-        message += (
-            f". In the example, {listed(ones)} is 1, which PyTorch takes for a constant; give an example of 2 or more"
-        )
     return StageError(STAGE, f"{message}; --debug shows the traceback")
 
 

@@ -349,6 +349,12 @@ def test_a_batch_that_the_code_is_tied_to_is_that_of_the_example(
     assert line_of(change, 1) in note
 
 
+@pytest.mark.parametrize("change", [sample_by_sample, other_above_three_samples])
+def test_a_batch_that_was_declared_free_is_not_fixed(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="ties batch to one size: "):
+        effexport.export(Written(change), vectors(3, 12), tmp_path / "out", dynamic={"x": {0: "batch", 1: "seq"}})
+
+
 def test_a_length_that_the_model_itself_does_not_take_is_not_free(tmp_path: Path) -> None:
     result = effexport.export(Written(by_blocks_of_8), vectors(2, 16), tmp_path / "out")
     assert result.artifact.spec.model.fixed_seq_len == 16
