@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from effexport.version import __version__
+from effexport.base.version import __version__
 
 if TYPE_CHECKING:
     from effexport import hf
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         report,
         verify,
     )
-    from effexport.errors import EffexportError, StageError, UserError
+    from effexport.base.errors import EffexportError, StageError, UserError
     from effexport.generation.sampling import Sampling
     from effexport.runners.options import RunOptions
     from effexport.text.task import TextOptions
@@ -66,7 +66,7 @@ _HOMES = {
     "RunOptions": "effexport.runners.options",
     "Sampling": "effexport.generation.sampling",
     "TextOptions": "effexport.text.task",
-    **dict.fromkeys(("EffexportError", "StageError", "UserError"), "effexport.errors"),
+    **dict.fromkeys(("EffexportError", "StageError", "UserError"), "effexport.base.errors"),
 }
 
 

@@ -11,12 +11,12 @@ def main() -> None:
     open_standard_streams()
     ensure_utf8()
     try:
-        from effexport.cli import main as run
+        from effexport.cli.main import main as run
 
         run()
     except (ImportError, OSError) as error:
-        from effexport.environment import why_not_importable
-        from effexport.files import json_text
+        from effexport.base.environment import why_not_importable
+        from effexport.base.files import json_text
 
         message = why_not_importable(error)
         if message is None or "--debug" in sys.argv:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from effexport.errors import Unavailable, UserError, check_type
-from effexport.option_fields import keywords, optional_path, path_of, python_errors
+from effexport.base.errors import Unavailable, UserError, check_type
+from effexport.base.option_fields import keywords, optional_path, path_of, python_errors
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
 from effexport.options import (
     MODULE,
     SETTINGS,
@@ -24,18 +25,17 @@ from effexport.options import (
     RefitOptions,
     VerifyOptions,
 )
-from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
     from torch import nn
 
     from effexport.artifact import Artifact
-    from effexport.description import Kind
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
     from effexport.proof.check import Trace
     from effexport.proof.named_module import NamedModule
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+    from effexport.report.description import Kind
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.openvino.runner import OpenVinoRunner
@@ -115,11 +115,11 @@ def build(options: BuildOptions) -> BuildResult:
 def built(options: BuildOptions) -> BuildResult:
     """The result of a build."""
     from effexport.artifact import ARTIFACT_FOLDER
-    from effexport.build import artifact_from_spec
-    from effexport.build_quantization import QuantizationData
-    from effexport.build_request import BuildRequest, engines_of
-    from effexport.environment import require_torch
+    from effexport.base.environment import require_torch
     from effexport.evaluation.evaluate import TaskData
+    from effexport.pipeline.build import artifact_from_spec
+    from effexport.pipeline.quantization import QuantizationData
+    from effexport.pipeline.request import BuildRequest, engines_of
 
     require_torch("effexport build")
     check_module(options.module)
@@ -172,9 +172,9 @@ def refit(options: RefitOptions) -> BuildResult:
 
 def refitted(options: RefitOptions) -> BuildResult:
     from effexport.artifact import open_artifact
-    from effexport.build import artifact_from_refit
-    from effexport.environment import require_torch
-    from effexport.refit_request import RefitRequest
+    from effexport.base.environment import require_torch
+    from effexport.pipeline.build import artifact_from_refit
+    from effexport.pipeline.refit import RefitRequest
 
     require_torch("effexport refit")
     weights = optional_path("weights", options.weights)
@@ -195,7 +195,7 @@ def named_module(module: nn.Module | str | None, examples: object, weights: Path
 
     Raises UserError for something else, and for examples without it.
     """
-    from effexport.environment import require_torch
+    from effexport.base.environment import require_torch
     from effexport.proof.named_module import NamedModule
 
     if module is None:
@@ -235,8 +235,8 @@ class Verified:
 
 def verified(options: VerifyOptions) -> Verified:
     from effexport.artifact import check_output_file, open_artifact
+    from effexport.base.files import write_output
     from effexport.evaluation.evaluate import answer_checks
-    from effexport.files import write_output
     from effexport.proof.named_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
@@ -282,9 +282,9 @@ def evaluate(options: EvaluateOptions) -> Evaluation:
 
 def evaluated(options: EvaluateOptions) -> Evaluation:
     from effexport.artifact import check_output_file, open_artifact
+    from effexport.base.files import json_text, write_output
     from effexport.evaluation.data import Windows
     from effexport.evaluation.evaluate import EvaluatedModel, evaluate_artifact, other_subject
-    from effexport.files import json_text, write_output
 
     output, weights = optional_path("output", options.output), optional_path("weights", options.weights)
     if output is not None:
@@ -326,7 +326,7 @@ def inspect(options: InspectOptions) -> Description:
 
 
 def inspected(options: InspectOptions) -> Description:
-    from effexport.description import describe
+    from effexport.report.description import describe
 
     path = path_of("path", options.path)
     kind, details = describe(path)

@@ -13,8 +13,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import UserError
+from effexport.base.files import FolderKind, file_digest, is_inside
+from effexport.base.records import Count, Figure, Seconds, record_from_values, text_of_file, values_of_text
+from effexport.base.runtimes import engine_name
+from effexport.base.shell import command_line
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import (
     GraphSignature,
     external_sizes,
@@ -26,14 +31,9 @@ from effexport.export.onnx_graph import (
     why_invalid,
     why_other_weights,
 )
-from effexport.files import FolderKind, file_digest, is_inside
 from effexport.models.checkpoints.spec import is_checkpoint
 from effexport.models.validation import near_path
 from effexport.quantize.record import Quantization
-from effexport.records import Count, Figure, Seconds, record_from_values, text_of_file, values_of_text
-from effexport.runtimes import engine_name
-from effexport.shell import command_line
-from effexport.spec import BuildSpec
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

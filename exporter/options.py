@@ -7,13 +7,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.dtypes import Scales
-from effexport.errors import UserError
-from effexport.models.attention_spec import field_names
-from effexport.models.checkpoints.spec import tasks
-from effexport.models.encoder.spec import Pooling
-from effexport.models.variants import ATTENTION_SPECS
-from effexport.option_fields import (
+from effexport.base.dtypes import Scales
+from effexport.base.errors import UserError
+from effexport.base.option_fields import (
     A_FACTORY,
     A_FILE,
     A_FOLDER,
@@ -26,16 +22,20 @@ from effexport.option_fields import (
     option,
     python_option,
 )
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES
+from effexport.base.spec import ENCODER_FIELDS, BuildSpec, Golden, Precision
+from effexport.base.units import tokens_from_text
+from effexport.models.attention_spec import field_names
+from effexport.models.checkpoints.spec import tasks
+from effexport.models.encoder.spec import Pooling
+from effexport.models.variants import ATTENTION_SPECS
 from effexport.runners.options import IMPLEMENTATIONS, RunOptions
-from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES
-from effexport.spec import ENCODER_FIELDS, BuildSpec, Golden, Precision
 from effexport.tensorrt.spec import EngineSpec
-from effexport.units import tokens_from_text
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
     Module = nn.Module | str
     OnlyModule = nn.Module

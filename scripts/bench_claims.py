@@ -27,17 +27,17 @@ import numpy as np
 import torch
 
 from effexport import load_decoder
+from effexport.base.environment import describe_machine, usable_cores
+from effexport.base.spec import build_spec_from_options
 from effexport.bench.grid import Grid, Model
 from effexport.bench.models import inputs_of_case, onnx_from_case
 from effexport.bench.results import BenchCase, BenchResults, BenchRow
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall
-from effexport.build import artifact_from_spec
-from effexport.environment import describe_machine, usable_cores
+from effexport.pipeline.build import artifact_from_spec
 from effexport.plugins.building.library import find_library
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.spec import build_spec_from_options
 
 LINEAR_SHAPE = {"seq_len": 6000, "batch": 32, "head_dim": 64}
 LEAN = ("linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv")

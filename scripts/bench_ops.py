@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from onnx import TensorProto, helper
 
-from effexport.environment import versions
+from effexport.base.environment import versions
 from effexport.plugins.building.library import find_library
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.runners.options import RunOptions

@@ -50,9 +50,9 @@ from serving_load import (  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
+from effexport.base.spec import BuildSpec, build_spec_from_options  # noqa: E402
 from effexport.proof.tolerances import arithmetic_limit  # noqa: E402
 from effexport.runners.runner import Runner  # noqa: E402
-from effexport.spec import BuildSpec, build_spec_from_options  # noqa: E402
 
 PHASES = ("throughput", "mixed", "latency", "many", "overload", "malformed", "stop")
 MIXED_LENGTHS = (64, 2048)
@@ -329,7 +329,7 @@ async def stop(bench: Bench) -> dict[str, Any]:
 def artifact_of(arguments: argparse.Namespace, folder: Path) -> Path:
     if arguments.artifact is not None:
         return Path(arguments.artifact)
-    from effexport.build import artifact_from_spec
+    from effexport.pipeline.build import artifact_from_spec
 
     print(f"building the default {arguments.variant} encoder", flush=True)
     spec = build_spec_from_options(

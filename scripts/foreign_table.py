@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from effexport.build import artifact_from_spec
+from effexport.base.spec import BuildSpec
 from effexport.models.sources import source_from_user
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.user.spec_from_module import Calling, model_and_spec
+from effexport.pipeline.build import artifact_from_spec
 from effexport.proof.cases import Case, kept_tokens
 from effexport.proof.check import Kind
 from effexport.proof.inputs import random_inputs
@@ -34,7 +35,6 @@ from effexport.proof.module_runs import RepeatedRuns, hash_modules
 from effexport.proof.reference import Original
 from effexport.proof.verify import verify_candidate
 from effexport.runners.options import RunOptions
-from effexport.spec import BuildSpec
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "your_models.md"
 BEGIN, END = "<!-- table: scripts/foreign_table.py -->", "<!-- end of the table -->"

@@ -188,7 +188,7 @@ def measure(here: Checkout) -> dict[str, Figure]:
             if re.match(r"getattr\((\w+\.)*model,", ast.unparse(node))
         ),
         "operator names in exporter/": here.literals(here.operators, inner),
-        "runtime names outside the table": here.literals(RUNTIMES, (*inner, "effexport.runtimes")),
+        "runtime names outside the table": here.literals(RUNTIMES, (*inner, "effexport.base.runtimes")),
         "files that name one operator": counted(files_that_name(here, OPERATOR)),
         "click options": counted(options_of(here)),
         "docstrings that begin as questions": counted(questions(here)),

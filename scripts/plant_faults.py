@@ -43,9 +43,9 @@ from planted_faults import CONFIGURATIONS, VARIANTS, Fault, plant  # noqa: E402
 from small_specs import spec_of  # noqa: E402
 
 from effexport.artifact import Artifact  # noqa: E402
-from effexport.build import artifact_from_spec  # noqa: E402
-from effexport.errors import EffexportError  # noqa: E402
+from effexport.base.errors import EffexportError  # noqa: E402
 from effexport.models.variants import ATTENTION_SPECS  # noqa: E402
+from effexport.pipeline.build import artifact_from_spec  # noqa: E402
 from effexport.proof.candidate import ModelCandidate, open_in_ort  # noqa: E402
 from effexport.proof.cases import Case, load_reference  # noqa: E402
 from effexport.proof.check import Check  # noqa: E402

@@ -34,8 +34,8 @@ from portability.models import PRECISIONS, VARIANTS, exported_model  # noqa: E40
 from portability.page import PAGE, counts, page_of_outcomes  # noqa: E402
 from portability.tools import TABLE  # noqa: E402
 
-from effexport.environment import usable_cores  # noqa: E402
-from effexport.files import file_digest  # noqa: E402
+from effexport.base.environment import usable_cores  # noqa: E402
+from effexport.base.files import file_digest  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 import effexport
+from effexport.base.spec import build_spec_from_options
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.check import Kind
 from effexport.report.model import Report
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.spec import build_spec_from_options
 from scripts.training.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from effexport.environment import versions  # noqa: E402
+from effexport.base.environment import versions  # noqa: E402
 from effexport.evaluation.data import LABELS  # noqa: E402
 from effexport.models.encoder.module import Encoder  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS, Experiment  # noqa: E402

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
-from effexport.processor import Processor
-from effexport.runtimes import RUNTIMES
+from effexport.base.processor import Processor
+from effexport.base.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     import page_browser

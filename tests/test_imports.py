@@ -54,19 +54,8 @@ def relative(path: Path) -> str:
 
 # From the top of the story to its foundations: a part imports its own row and the rows below it.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "commands", "cli"),
-    (
-        "__init__",
-        "api",
-        "build",
-        "build_quantization",
-        "build_request",
-        "description",
-        "bench",
-        "serving",
-        "hf",
-    ),
-    ("refit_request",),
+    ("__main__", "cli"),
+    ("__init__", "api", "pipeline", "bench", "serving", "hf"),
     ("report",),
     ("options",),
     ("generation", "evaluation"),
@@ -76,23 +65,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("export",),
     ("quantize",),
-    ("spec", "runtimes", "dtypes", "environment", "option_fields"),
-    (
-        "render",
-        "errors",
-        "disk",
-        "files",
-        "processor",
-        "one_line",
-        "records",
-        "toml_file",
-        "process_memory",
-        "quiet",
-        "shell",
-        "termination",
-        "units",
-        "version",
-    ),
+    ("base", "render"),
     ("models",),
     ("plugins",),
 )
@@ -189,12 +162,12 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("models/planted.py", "from effexport.spec import BuildSpec"),
+        ("models/planted.py", "from effexport.base.spec import BuildSpec"),
         ("models/planted.py", "from effexport import artifact"),
         ("models/planted.py", "import onnx"),
         ("models/planted.py", "def f():\n    import onnxruntime.capi"),
         ("plugins/planted.py", "from effexport.models import attention_from_spec"),
-        ("plugins/planted.py", "import effexport.errors"),
+        ("plugins/planted.py", "import effexport.base.errors"),
         ("plugins/planted.py", "import importlib\nimportlib.import_module('effexport.models.variants.lsh.layer')"),
         ("exporter/proof/planted.py", "from models import spec"),
         ("exporter/proof/planted.py", "from effexport.report.model import Report"),
@@ -212,7 +185,7 @@ def test_a_forbidden_import_is_found(file: str, source: str) -> None:
     ("file", "source"),
     [
         ("exporter/export/planted.py", "from effexport.models.attention_spec import AttentionSpec\nimport onnx"),
-        ("exporter/commands/planted.py", "from effexport.build import artifact_from_spec"),
+        ("exporter/cli/planted.py", "from effexport.pipeline.build import artifact_from_spec"),
         ("models/planted.py", "from effexport.plugins.lsh_sort.op import lsh_sort\nimport torch"),
         ("plugins/planted.py", "import onnx\nfrom effexport.plugins import DOMAIN"),
     ],
@@ -240,18 +213,18 @@ def test_no_modules_import_each_other_in_a_circle_and_no_chain_is_long() -> None
 
 
 def test_a_circle_is_found_even_if_one_of_its_imports_is_inside_a_function() -> None:
-    first, second = "effexport.spec", "effexport.errors"
+    first, second = "effexport.base.spec", "effexport.base.errors"
     graph = {
         first: imported_modules(first, ast.parse(f"import {second}")),
-        second: imported_modules(second, ast.parse("def f():\n    from effexport.spec import BuildSpec")),
+        second: imported_modules(second, ast.parse("def f():\n    from effexport.base.spec import BuildSpec")),
     }
     with pytest.raises(CycleError):
         chains(graph)
 
 
 def test_imports_for_type_checkers_make_no_circle() -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from effexport.spec import BuildSpec"
-    assert imported_modules("effexport.errors", ast.parse(source)) == set()
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from effexport.base.spec import BuildSpec"
+    assert imported_modules("effexport.base.errors", ast.parse(source)) == set()
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -265,9 +238,9 @@ def loaded_by(statement: str) -> set[str]:
     "module",
     [
         "effexport",
-        "effexport.cli",
-        "effexport.spec",
-        "effexport.errors",
+        "effexport.cli.main",
+        "effexport.base.spec",
+        "effexport.base.errors",
         "effexport.models",
         "effexport.models.variants",
         "effexport.plugins",
@@ -278,7 +251,7 @@ def test_importing_what_the_command_line_needs_loads_no_framework(module: str) -
 
 
 def test_the_help_page_loads_no_framework() -> None:
-    show_help = "from effexport.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
+    show_help = "from effexport.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
     assert loaded_by(show_help) == set()
 
 

@@ -17,7 +17,7 @@ import pytest
 from package_builds import PACKAGE_OF_FOLDER, ROOT, build, copy_tree
 
 import effexport
-from effexport.environment import PACKAGES
+from effexport.base.environment import PACKAGES
 from effexport.plugins.building import headers
 from effexport.plugins.building.sources import all_sources
 from effexport.plugins.ops import OPS

@@ -20,9 +20,9 @@ import readme_run
 from page_browser import Browser
 from triton_server import ENVIRONMENT, TritonServer, environment
 
-from effexport.build import artifact_from_spec
-from effexport.cli import COMMANDS, cli, main
-from effexport.spec import build_spec_from_options
+from effexport.base.spec import build_spec_from_options
+from effexport.cli.main import COMMANDS, cli, main
+from effexport.pipeline.build import artifact_from_spec
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

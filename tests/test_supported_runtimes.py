@@ -19,6 +19,7 @@ from small_builds import built_artifact
 from small_specs import spec_of
 
 from effexport.artifact import open_artifact
+from effexport.base.spec import NEXT_PREFIX
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.building.library import get_library_path
 from effexport.plugins.ops import OPS
@@ -26,7 +27,6 @@ from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.proof.verify import verify_in_runtime
-from effexport.spec import NEXT_PREFIX
 
 if TYPE_CHECKING:
     import onnx

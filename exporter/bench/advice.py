@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from effexport.base.environment import usable_cores
+from effexport.base.runtimes import RUNTIMES
+from effexport.base.units import duration, listed, memory
 from effexport.bench.costs import (
     EXPORT_SECONDS,
     FLOPS_PER_CORE,
@@ -28,10 +31,7 @@ from effexport.bench.grid import Grid, products_of_case
 from effexport.bench.results import BenchCase, BenchResults, BenchRow
 from effexport.bench.run import Bench, Settings, bench, describe
 from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
-from effexport.environment import usable_cores
 from effexport.models.shapes import Product
-from effexport.runtimes import RUNTIMES
-from effexport.units import duration, listed, memory
 
 if TYPE_CHECKING:
     from effexport.bench.quality import CandidateQuality

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.base.dtypes import numpy_dtype
+from effexport.base.errors import EffexportError, RuntimeUnsupportedError
+from effexport.base.runtimes import CUDA, DEFAULT_RUNTIME, RUNTIMES, Runtime
 from effexport.bench.grid import spec_from_case
 from effexport.bench.models import module_from_case, signature_of_case, synchronize
 from effexport.bench.results import Agreement, BenchCase
-from effexport.dtypes import numpy_dtype
-from effexport.errors import EffexportError, RuntimeUnsupportedError
 from effexport.models.size_formula import shape_of
 from effexport.runners.feeds import FeedLimits
-from effexport.runtimes import CUDA, DEFAULT_RUNTIME, RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
     from effexport.export.onnx_graph import GraphSignature
     from effexport.proof.cases import Case
     from effexport.proof.check import Check
@@ -53,7 +53,7 @@ class TorchCandidate:
     def __init__(self, case: BenchCase, *, compiled: bool = False, device: str = "cpu") -> None:
         import torch
 
-        from effexport.environment import has_compiler
+        from effexport.base.environment import has_compiler
         from effexport.export.onnx_from_module import at_precision
 
         module = at_precision(module_from_case(case), case.precision).to(device)

@@ -25,13 +25,13 @@ from typing import Any, Literal
 import msgspec
 
 from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
-from effexport.disk import ANOTHER_FOLDER, write_error
-from effexport.environment import PACKAGES
-from effexport.errors import UserError
-from effexport.files import json_text, write_file
-from effexport.records import values_of_file
-from effexport.runtimes import RUNTIMES
-from effexport.spec import BuildSpec
+from effexport.base.disk import ANOTHER_FOLDER, write_error
+from effexport.base.environment import PACKAGES
+from effexport.base.errors import UserError
+from effexport.base.files import json_text, write_file
+from effexport.base.records import values_of_file
+from effexport.base.runtimes import RUNTIMES
+from effexport.base.spec import BuildSpec
 from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
 # To be increased when the contents of a cell's folder change; cells of earlier formats are then rebuilt.
@@ -125,7 +125,7 @@ def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
 @cache
 def deciding_versions(target: str) -> Mapping[str, str | None]:
     """Versions of the packages that decide the result of a cell, found without importing them."""
-    from effexport.version import __version__
+    from effexport.base.version import __version__
 
     modules = (*_DECIDING, *([RUNTIMES[target].package.module] if target in RUNTIMES else []))
     found = {package.module: public(package.version) for package in PACKAGES if package.module in modules}

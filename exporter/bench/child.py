@@ -20,17 +20,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.base.errors import EffexportError, StageError, UserError
+from effexport.base.files import json_text, write_file
+from effexport.base.process_memory import give_back_freed, status_bytes
+from effexport.base.runtimes import RUNTIMES
 from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
 from effexport.bench.results import BenchCase
-from effexport.errors import EffexportError, StageError, UserError
-from effexport.files import json_text, write_file
 from effexport.models.validation import SpecError
-from effexport.process_memory import give_back_freed, status_bytes
-from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
+    from effexport.base.dtypes import Array
     from effexport.bench.candidates import Candidate
-    from effexport.dtypes import Array
 
 _PR_SET_PDEATHSIG = 1
 
@@ -76,8 +76,8 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
 
 
 def build(cell: Cell, output: Path) -> None:
-    from effexport.build import artifact_from_spec
     from effexport.options import BuildOptions
+    from effexport.pipeline.build import artifact_from_spec
 
     engines = () if cell.engine is None else (cell.engine,)
     artifact_from_spec(cell.spec, output, BuildOptions(engines=engines, progress=print_stage))

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
+from effexport.base.files import json_text, write_file
 from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome
 from effexport.bench.results import BenchCase
-from effexport.files import json_text, write_file
 from effexport.plugins.building.toolchain import ending
 
 # Made before any thread decodes: msgspec completes a type at its first use, and crashes if two threads are first.

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from effexport.base.dtypes import DTYPES
+from effexport.base.environment import free_memory_bytes, usable_cores
+from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
+from effexport.base.units import memory
 from effexport.bench.grid import logits_bytes, products_of_case
 from effexport.bench.models import signature_of_case, synchronize
 from effexport.bench.results import BenchCase
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
-from effexport.dtypes import DTYPES
-from effexport.environment import free_memory_bytes, usable_cores
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
-from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
-from effexport.units import memory
 
 if TYPE_CHECKING:
     import torch

@@ -23,13 +23,13 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from effexport.base.environment import memory_info, usable_cores
+from effexport.base.errors import EffexportError, MissingExtraError, UserError
+from effexport.base.files import abandoned
+from effexport.base.units import listed
 from effexport.bench.cells import ARTIFACT, Cell, Outcome
 from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
-from effexport.environment import memory_info, usable_cores
-from effexport.errors import EffexportError, MissingExtraError, UserError
-from effexport.files import abandoned
 from effexport.plugins.building.toolchain import Gpu, gpus_here
-from effexport.units import listed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from effexport.base.dtypes import FLOAT_PRECISIONS
+from effexport.base.errors import UserError
+from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME
+from effexport.base.spec import BuildSpec
+from effexport.base.units import tokens_from_text
 from effexport.bench.results import BenchCase
-from effexport.dtypes import FLOAT_PRECISIONS
-from effexport.errors import UserError
 from effexport.models.attention_spec import AttentionSpec, attention_spec
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.shapes import Product
 from effexport.models.validation import did_you_mean
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME
-from effexport.spec import BuildSpec
-from effexport.units import tokens_from_text
 
 SCOPES = ("core", "attention", "encoder")
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.base.dtypes import TensorInfo, numpy_dtype
+from effexport.base.errors import StageError
 from effexport.bench.grid import spec_from_case
 from effexport.bench.results import BenchCase
-from effexport.dtypes import TensorInfo, numpy_dtype
-from effexport.errors import StageError
 from effexport.export.onnx_graph import GraphSignature
 from effexport.models.size_formula import shape_of
 from effexport.plugins.ops import DOMAIN, OPS
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 INPUT_SEED = 20_240_101
 OUTPUT = "context"
@@ -120,8 +120,8 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
     """
     import torch
 
+    from effexport.base.quiet import quiet
     from effexport.export.onnx_from_module import at_precision
-    from effexport.quiet import quiet
 
     spec, signature = spec_from_case(case), signature_of_case(case)
     with quiet(streams=True):

@@ -7,6 +7,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from effexport.base.files import FolderKind, csv_text
+from effexport.base.units import (
+    NOTHING,
+    counted,
+    duration,
+    duration_with,
+    listed,
+    memory,
+    number,
+    rate,
+    three_digits,
+    times,
+)
 from effexport.bench.findings import (
     BASELINE,
     Curve,
@@ -27,7 +40,6 @@ from effexport.bench.findings import (
 from effexport.bench.presets import PRESETS, mean_ratios, measured_table, published_tables
 from effexport.bench.recommendation import Advice, on_frontier
 from effexport.bench.results import BenchResults, BenchRow
-from effexport.files import FolderKind, csv_text
 from effexport.proof.check import METRIC
 from effexport.render.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
 from effexport.render.document import (
@@ -46,7 +58,6 @@ from effexport.render.document import (
 from effexport.render.html import html_from_document
 from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
 from effexport.render.svg import Figure, Point, Series, legend_of, scatter
-from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, number, rate, three_digits, times
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
 BENCH_FOLDER = FolderKind("a benchmark", JSON, b'{\n  "format_version": 1,\n  "rows": [')

@@ -13,12 +13,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from effexport.base.units import NOTHING, duration_with, three_digits
 from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
 from effexport.bench.grid import Grid, Model
 from effexport.bench.results import BenchResults, BenchRow
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.render.document import Column, Line, Table
-from effexport.units import NOTHING, duration_with, three_digits
 
 
 @dataclass(frozen=True, kw_only=True)

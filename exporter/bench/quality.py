@@ -8,17 +8,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from effexport.base.errors import UserError
+from effexport.base.records import read_record
+from effexport.base.spec import SCOPES, BuildSpec
+from effexport.base.units import listed
 from effexport.bench.grid import Model, model_of_case
 from effexport.bench.results import BenchCase
-from effexport.errors import UserError
 from effexport.evaluation.figures import BITS, LANGUAGE, LOSS, Estimate, Evaluation
 from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.contract import ModelContract
 from effexport.models.validation import SpecError
-from effexport.records import read_record
 from effexport.report.rendering.text import interval_text
-from effexport.spec import SCOPES, BuildSpec
-from effexport.units import listed
 
 EXPECTED = "expected what `effexport evaluate ARTIFACT --data FILE -o FILE.json` writes"
 

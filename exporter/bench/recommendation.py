@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from effexport.base.processor import Processor
+from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
+from effexport.base.shell import Word, command_line
+from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
+from effexport.base.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
 from effexport.bench.grid import model_of_case
 from effexport.bench.results import BenchCase, BenchResults, BenchRow
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
-from effexport.processor import Processor
 from effexport.report.rendering.text import interval_text
-from effexport.runtimes import BFLOAT16_RUNTIME, RUNTIMES
-from effexport.shell import Word, command_line
-from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
-from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
 
 if TYPE_CHECKING:
     from effexport.bench.advice import AdvicePlan, Limits

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from effexport.files import json_text
-from effexport.records import read_record
+from effexport.base.files import json_text
+from effexport.base.records import read_record
 
 Status = Literal["measured", "disturbed", "failed", "not run"]
 

@@ -13,6 +13,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.base.disk import ANOTHER_TEMPORARY, disk_problem, write_error
+from effexport.base.environment import describe_machine, usable_cores, versions
+from effexport.base.errors import EffexportError, is_out_of_memory
+from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
 from effexport.bench.candidates import (
     Candidate,
     NotRunnableError,
@@ -53,14 +57,10 @@ from effexport.bench.timing import (
     timing_from_samples,
     wait_until_idle,
 )
-from effexport.disk import ANOTHER_TEMPORARY, disk_problem, write_error
-from effexport.environment import describe_machine, usable_cores, versions
-from effexport.errors import EffexportError, is_out_of_memory
 from effexport.models.validation import SpecError
-from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
     from effexport.proof.cases import Case
 
 # torch.compile silently falls back to eager mode after 8 shapes or models that share code.

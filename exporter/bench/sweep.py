@@ -12,12 +12,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from effexport.artifact import CheckSummary, EngineEntry
+from effexport.base.disk import write_error
+from effexport.base.environment import versions
+from effexport.base.errors import EffexportError
+from effexport.base.files import csv_text, json_text, write_file
+from effexport.base.units import (
+    NOTHING,
+    counted,
+    duration,
+    listed,
+    megabytes,
+    memory,
+    number,
+    rough_duration,
+    seconds,
+)
 from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, CellRecord, Outcome, Store
 from effexport.bench.executors import Event, Executor
-from effexport.disk import write_error
-from effexport.environment import versions
-from effexport.errors import EffexportError
-from effexport.files import csv_text, json_text, write_file
 from effexport.proof.check import METRIC
 from effexport.render.document import (
     Code,
@@ -35,17 +46,6 @@ from effexport.render.document import (
 )
 from effexport.render.html import html_from_document
 from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
-from effexport.units import (
-    NOTHING,
-    counted,
-    duration,
-    listed,
-    megabytes,
-    memory,
-    number,
-    rough_duration,
-    seconds,
-)
 
 FORMAT_VERSION = 1
 Status = Literal["finished", "failed", "not run"]

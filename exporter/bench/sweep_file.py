@@ -10,18 +10,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from effexport.base.dtypes import DTYPE_OF_PRECISION
+from effexport.base.errors import UserError
+from effexport.base.runtimes import ENGINE_RUNTIMES
+from effexport.base.spec import BuildSpec, build_spec_from_options
+from effexport.base.toml_file import read_toml
 from effexport.bench.cells import ONNX_ONLY, Cell, deciding_versions
 from effexport.bench.grid import Model, model_from_text
-from effexport.dtypes import DTYPE_OF_PRECISION
-from effexport.errors import UserError
 from effexport.models.attention_spec import AttentionSpec, field_names
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.validation import SpecError, check_type, did_you_mean, require
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.runtimes import ENGINE_RUNTIMES
-from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.tensorrt.spec import EngineSpec, check_target, profiles_from_texts
-from effexport.toml_file import read_toml
 
 _GPU = re.compile(r"sm_[1-9][0-9]{1,2}")
 

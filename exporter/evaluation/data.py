@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.files import load_npz
 from effexport.evaluation.figures import LANGUAGE, Objective
-from effexport.files import load_npz
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import LOGITS
 from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
@@ -22,8 +22,8 @@ from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokeniz
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.dtypes import Array
-    from effexport.spec import BuildSpec
+    from effexport.base.dtypes import Array
+    from effexport.base.spec import BuildSpec
 
 # Of places without an answer, as in PyTorch's cross_entropy.
 IGNORED = -100

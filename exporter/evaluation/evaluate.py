@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.artifact import open_artifact
-from effexport.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.base.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.base.files import file_digest
+from effexport.base.runtimes import ARTIFACT_RUNTIMES
 from effexport.evaluation.data import IGNORED, LabelledRows, Windows, objective_of, rows_of_data, same_labels
 from effexport.evaluation.figures import (
     ACCURACY,
@@ -27,7 +29,6 @@ from effexport.evaluation.figures import (
     differences,
     estimates_of,
 )
-from effexport.files import file_digest
 from effexport.models.encoder.spec import LOGITS
 from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean
@@ -39,11 +40,10 @@ from effexport.quantize.record import TaskFigure
 from effexport.runners.artifact_runner import model_opener, runner_from_artifact
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
 
 # Inputs by name → outputs by name.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from effexport.records import Figure, figure
+from effexport.base.records import Figure, figure
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 # Of a normal distribution, on both sides of 95 %.
 DEVIATIONS = 1.96

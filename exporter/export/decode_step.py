@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from effexport.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import at_precision, example_inputs, write_graph
 from effexport.export.onnx_graph import signature_with_state
 from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.quantize.record import Quantization
-from effexport.spec import BuildSpec
 
 
 def onnx_with_state(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effexport.dtypes import TensorInfo
-from effexport.spec import BuildSpec
-from effexport.version import __version__
+from effexport.base.dtypes import TensorInfo
+from effexport.base.spec import BuildSpec
+from effexport.base.version import __version__
 
 EXPORT_JSON = "export.json"
 SCHEMA_VERSION = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.plugins.ops import DOMAIN
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from effexport.environment import total_memory_bytes
-from effexport.errors import UserError
+from effexport.base.environment import total_memory_bytes
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec
+from effexport.base.units import memory
 from effexport.models.shapes import count
 from effexport.models.sources import ModelSource, source_from_seed
-from effexport.spec import BuildSpec
-from effexport.units import memory
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,8 +17,10 @@ import torch
 from onnx_ir.passes.common import InlinePass
 from torch import nn
 
-from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
-from effexport.errors import StageError, UserError
+from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
+from effexport.base.errors import StageError, UserError
+from effexport.base.quiet import quiet
+from effexport.base.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 from effexport.export.failures import STAGE, place_of, reason_of
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import (
@@ -51,8 +53,6 @@ from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, 
 from effexport.plugins.user_operators import loaded
 from effexport.quantize.places import first_paths, reason_of_product
 from effexport.quantize.record import FloatProduct, Quantization
-from effexport.quiet import quiet
-from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"

@@ -12,14 +12,14 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import StageError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import StageError, UserError
+from effexport.base.files import file_digest, is_inside
+from effexport.base.spec import NEXT_PREFIX, BuildSpec
 from effexport.export.failures import GRAPH_CHECK
-from effexport.files import file_digest, is_inside
 from effexport.models.encoder.spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
-from effexport.spec import NEXT_PREFIX, BuildSpec
 
 if TYPE_CHECKING:
     import onnx

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from effexport.dtypes import Array
-from effexport.errors import StageError
+from effexport.base.dtypes import Array
+from effexport.base.errors import StageError
 from effexport.export.onnx_graph import MODULE_KEY
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
-from effexport.errors import StageError
+from effexport.base.errors import StageError
 from effexport.export.failures import GRAPH_CHECK
 from effexport.models.shapes import Dims
 
 if TYPE_CHECKING:
     import torch
 
+    from effexport.base.spec import BuildSpec
     from effexport.models.sources import ModelSource
-    from effexport.spec import BuildSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")

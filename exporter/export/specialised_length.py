@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from effexport.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo
 from effexport.export.failures import is_of_package
 from effexport.export.sizes_of_code import CHANGE, Sizes
 from effexport.models.validation import LARGEST_SIZE

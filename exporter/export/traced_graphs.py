@@ -21,8 +21,8 @@ from onnx_ir.passes import PassError
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import EffexportError, StageError, UserError, is_out_of_memory
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import EffexportError, StageError, UserError, is_out_of_memory
 
 # Of one traced graph; those of effexport have some kilobytes per layer. A larger one is not kept: a refit traces again.
 MOST_BYTES = 128 << 20

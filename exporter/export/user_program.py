@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import StageError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import StageError
+from effexport.base.spec import BuildSpec
 from effexport.export.failures import STAGE, line_of_user, reason_of
 from effexport.export.other_branches import Agreement, BranchSide, Whole, program_of_sides, side_of
 from effexport.export.sizes_of_code import OtherSizesError, Sizes, SpecChanges
@@ -31,7 +32,6 @@ from effexport.models.user.model import CalledByPosition, drawing_model
 from effexport.models.user.probe import formula_of
 from effexport.models.user.size_arithmetic import decided_logarithms, decides_by_logarithm
 from effexport.models.validation import LARGEST_SIZE
-from effexport.spec import BuildSpec
 
 # In errors of code that calculates with a size as with a number, such as np.sqrt(x.shape[1]).
 OF_SIZES = re.compile(r"\bSym(Int|Float|Bool)\b|numpy\(\) is not supported for tensor subclasses")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.models.validation import SpecError, check_field_types
 
 SEED_BITS = 63

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from effexport.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.base.units import counted
 from effexport.generation.sampling import Sampling
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.runners.runner import Closeable
 from effexport.text.fast_tokenizer import tokenizer_from_artifact
-from effexport.units import counted
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
+    from effexport.base.spec import BuildSpec
     from effexport.runners.decode import DecodeRunner
-    from effexport.spec import BuildSpec
     from effexport.text.tokenizer import Tokenizer
 
 

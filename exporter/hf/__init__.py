@@ -27,8 +27,8 @@ def model(path: str | Path, settings: RunOptions | None = None, *, runtime: str 
     require_transformers()
     from effexport.api import load
     from effexport.artifact import Artifact, read_manifest
+    from effexport.base.option_fields import path_of
     from effexport.hf.drop_in import drop_in_from_runner
-    from effexport.option_fields import path_of
 
     runner = load(path, settings, runtime=runtime)  # type: ignore[call-overload]
     folder = path_of("path", path)
@@ -56,7 +56,7 @@ def require_transformers() -> None:
     """Raise MissingExtraError unless transformers and PyTorch are installed."""
     import importlib.util
 
-    from effexport.errors import MissingExtraError
+    from effexport.base.errors import MissingExtraError
 
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:

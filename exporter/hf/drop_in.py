@@ -14,14 +14,14 @@ import transformers
 from transformers import modeling_outputs
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export.exported_model import OutputClass, output_class, transformers_class
 from effexport.export.onnx_graph import load_graph
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.runners.runner import Runner, tensors_text
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 
 class DropIn(transformers.PreTrainedModel):

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from effexport.dtypes import Array, named_sizes
-from effexport.errors import EffexportError
+from effexport.base.dtypes import Array, named_sizes
+from effexport.base.errors import EffexportError
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import graph_outline, load_graph, nodes_within, value_types
 from effexport.models.size_formula import shape_of
 from effexport.plugins.ops import DOMAIN, OPS
@@ -25,7 +26,6 @@ from effexport.runners.feeds import FeedLimits
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import Runner
-from effexport.spec import BuildSpec
 
 
 class ModelUnderTest(Protocol):

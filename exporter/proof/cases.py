@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from effexport.dtypes import Array, named_sizes
-from effexport.environment import total_memory_bytes
-from effexport.errors import UserError
+from effexport.base.dtypes import Array, named_sizes
+from effexport.base.environment import total_memory_bytes
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec, Golden
+from effexport.base.units import memory
 from effexport.models.size_formula import shape_of
 from effexport.proof.check import CaseLabel, Check
 from effexport.quantize.rounding import numbers_of, precision_of
-from effexport.spec import BuildSpec, Golden
-from effexport.units import memory
 
 Arrays = Mapping[str, Array]
 # The arrays of a case, in the order in which the golden file stores them.

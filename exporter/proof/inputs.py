@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import Array, TensorInfo, numpy_dtype
+from effexport.base.dtypes import Array, TensorInfo, numpy_dtype
+from effexport.base.spec import MASK_NAME, BuildSpec
 from effexport.models.contract import NONE, longer_length
 from effexport.models.encoder.spec import MASKS, POSITIONS
 from effexport.models.size_formula import shape_of
 from effexport.proof.cases import Case
-from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
     import torch

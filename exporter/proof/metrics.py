@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import Array
+from effexport.base.dtypes import Array
 
 if TYPE_CHECKING:
     from effexport.proof.cases import Case

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import UNIT_ROUNDOFF, Array
-from effexport.errors import StageError
+from effexport.base.dtypes import UNIT_ROUNDOFF, Array
+from effexport.base.errors import StageError
+from effexport.base.spec import BuildSpec
 from effexport.models.encoder.spec import TOKENS
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     import torch

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.quiet import quiet
 from effexport.models.contract import ModelContract
 from effexport.models.sources import ModelSource, loaded_module, module_with_weights, source_from_user
 from effexport.models.user.inputs import inputs_from_spec
 from effexport.models.validation import SpecError, require
 from effexport.proof.cases import stored_cases
 from effexport.proof.rebuilt_module import source_of_weights
-from effexport.quiet import quiet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

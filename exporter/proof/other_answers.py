@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import Array, named_sizes, numpy_dtype
-from effexport.environment import require_torch
-from effexport.errors import UserError
+from effexport.base.dtypes import Array, named_sizes, numpy_dtype
+from effexport.base.environment import require_torch
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec
 from effexport.models.contract import ModelContract
 from effexport.models.encoder.spec import EMBEDDING, LOGITS, POSITIONS, SCORES, TOKENS, Head, vocabulary
 from effexport.models.size_formula import shape_of
@@ -21,7 +22,6 @@ from effexport.proof.check import Check, Kind, not_run
 from effexport.proof.module_runs import RepeatedRuns
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import tensors_text
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import Array
-from effexport.errors import StageError
+from effexport.base.dtypes import Array
+from effexport.base.errors import StageError
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import load_graph, module_of_node
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Answers, Arrays, Case
@@ -33,7 +34,6 @@ from effexport.proof.module_runs import (
 from effexport.proof.tolerances import foreign_limit, free_limit, rounding_flip_limit, with_exact_answers
 from effexport.quantize.record import PRODUCTS, Quantization
 from effexport.quantize.rounding import codes_of, precision_of, rounded_rows, steps_apart
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     import onnx

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
-from effexport.environment import require_torch
-from effexport.errors import Unavailable, UserError
+from effexport.base.environment import require_torch
+from effexport.base.errors import Unavailable, UserError
+from effexport.base.runtimes import TORCH
 from effexport.export.module_source import model_from_source, weights_digest
 from effexport.models.sources import SEED, ModelSource, source_from_path, source_from_seed
 from effexport.proof.check import ALL_CASES, Check, Kind
-from effexport.runtimes import TORCH
 
 if TYPE_CHECKING:
     from effexport.models.user.model import UserModel

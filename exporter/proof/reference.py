@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from effexport.dtypes import Array, named_sizes, numpy_dtype
-from effexport.errors import StageError, is_out_of_memory
+from effexport.base.dtypes import Array, named_sizes, numpy_dtype
+from effexport.base.errors import StageError, is_out_of_memory
+from effexport.base.spec import BuildSpec
 from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.adapters.adapter import frozen, named
@@ -41,7 +42,6 @@ from effexport.proof.module_runs import (
     with_rounded_weights,
 )
 from effexport.proof.tolerances import OWN_ERROR_FACTOR, reference_limit
-from effexport.spec import BuildSpec
 
 STAGE = "reference"
 # The cases that also run in float64: the shape of the export, and one in which the mask hides tokens.

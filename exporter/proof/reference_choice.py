@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.dtypes import Array
-from effexport.environment import require_torch
-from effexport.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.base.dtypes import Array
+from effexport.base.environment import require_torch
+from effexport.base.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
+from effexport.base.spec import BuildSpec
 from effexport.export.module_source import model_from_source
 from effexport.export.onnx_graph import graph_inputs, graph_outline
 from effexport.models.sources import ModelSource
@@ -30,8 +32,6 @@ from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import tensors_text
-from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.models.user.model import UserModel

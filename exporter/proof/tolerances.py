@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from effexport.dtypes import UNIT_ROUNDOFF
+from effexport.base.dtypes import UNIT_ROUNDOFF
+from effexport.base.spec import BuildSpec
 from effexport.proof.cases import Case
 from effexport.proof.check import Limit
 from effexport.proof.metrics import rms_change
-from effexport.spec import BuildSpec
 
 _DEEP = Limit(2e-4, "float32 sums in another order, amplified by each layer's norm and softmax")
 _FLOAT16 = Limit(1e-2, "weights and activations rounded to float16 (5e-4 each); what would overflow stays in float32")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.artifact import Artifact
-from effexport.dtypes import Array
-from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
+from effexport.base.dtypes import Array
+from effexport.base.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
+from effexport.base.runtimes import TENSORRT
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import load_graph, module_of_node
 from effexport.models.sources import ModelSource
 from effexport.plugins.known_ops import known_ops
@@ -31,8 +33,6 @@ from effexport.runners.ort.session import (
     session_options,
     without_weights,
 )
-from effexport.runtimes import TENSORRT
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     import onnx

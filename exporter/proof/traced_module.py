@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from effexport.dtypes import Array
-from effexport.errors import StageError
+from effexport.base.dtypes import Array
+from effexport.base.errors import StageError
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import (
     BUCKETS_SUFFIX,
     at_precision,
@@ -25,7 +26,6 @@ from effexport.export.onnx_from_module import (
 )
 from effexport.export.onnx_graph import GraphSignature
 from effexport.proof.module_runs import tensor_from_array
-from effexport.spec import BuildSpec
 
 # Where the exporter puts what belongs to no module, such as the arithmetic on sizes.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"

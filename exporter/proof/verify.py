@@ -12,8 +12,10 @@ from typing import cast
 
 import numpy as np
 
-from effexport.dtypes import Array
-from effexport.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError, UserError
+from effexport.base.dtypes import Array
+from effexport.base.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError, UserError
+from effexport.base.runtimes import ENGINE_SUFFIX
+from effexport.base.spec import BuildSpec, Precision
 from effexport.export.onnx_graph import (
     custom_ops_of_model,
     external_sizes,
@@ -71,8 +73,6 @@ from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Runner
-from effexport.runtimes import ENGINE_SUFFIX
-from effexport.spec import BuildSpec, Precision
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.sidecar import EngineInfo, EngineMismatchError, read_sidecar

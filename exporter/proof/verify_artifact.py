@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import DECODE_STEP, Artifact
-from effexport.dtypes import TensorInfo
-from effexport.errors import Unavailable, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import Unavailable, UserError
+from effexport.base.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES, TENSORRT
+from effexport.base.spec import MASK_NAME, BuildSpec
 from effexport.export.onnx_graph import (
     custom_ops_of_model,
     graph_inputs,
@@ -36,8 +38,6 @@ from effexport.proof.verify import (
 from effexport.runners.artifact_runner import check_precision_of_model, decoder_from_artifact, model_opener
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.options import RunOptions
-from effexport.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES, TENSORRT
-from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
     import onnx

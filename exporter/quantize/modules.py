@@ -26,7 +26,7 @@ from effexport.quantize.places import linear_layers
 from effexport.quantize.record import Quantization, QuantizedLayer, Smoothing, unrounded_name
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 INT8_LARGEST, FP8_LARGEST = 127.0, 448.0
 SMALLEST_MAXIMUM = INT8_LARGEST * torch.finfo(torch.float32).tiny

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from torch import nn
 
-from effexport.errors import StageError
+from effexport.base.errors import StageError
 from effexport.quantize.modules import (
     FP8_LARGEST,
     INT8_LARGEST,
@@ -24,8 +24,8 @@ from effexport.quantize.places import is_within, layers_to_quantize
 from effexport.quantize.record import Loss, Quantization, QuantizedLayer, Samples
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.spec import BuildSpec
+    from effexport.base.dtypes import Array
+    from effexport.base.spec import BuildSpec
 
 STAGE = "quantization"
 # Samples that the loss of each layer alone is measured on: every layer takes one run of each.

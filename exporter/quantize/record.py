@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from effexport.dtypes import Scales
+from effexport.base.dtypes import Scales
 
 # The name of a value before it is rounded: the path of the layer that reads it, and this.
 UNROUNDED = "unrounded"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 # The largest code: of int8, which is symmetric, and of float8 E4M3.
 LARGEST_CODE = {"int8": 127, "fp8": 448}

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from effexport.base.units import NOTHING
 from effexport.render.multiples import Chart
 from effexport.render.svg import Figure
-from effexport.units import NOTHING
 
 # Status of a sentence, a line or a cell → CSS class, style on a terminal, sign in Markdown. Other statuses are plain.
 STATUSES: dict[str, tuple[str, str, str]] = {

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+from effexport.base.units import moment
 from effexport.render.document import STATUSES, Document, Part
 from effexport.render.templates import template_environment
-from effexport.units import moment
 
 
 def html_from_document(document: Document) -> str:

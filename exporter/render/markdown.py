@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from effexport.one_line import one_line
+from effexport.base.one_line import one_line
+from effexport.base.units import moment
 from effexport.render.document import STATUSES, Code, Document, Facts, Item, Part, Section, Sentence, Table
-from effexport.units import moment
 
 SIGNS = {status: sign for status, (_, _, sign) in STATUSES.items()}
 # A longer table is folded.

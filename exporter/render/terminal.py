@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from effexport.one_line import one_line, say
+from effexport.base.one_line import one_line, say
+from effexport.base.units import NOTHING
 from effexport.render.document import STATUSES, Code, Document, Facts, Item, Link, Part, Plots, Sentence, Table
 from effexport.render.multiples import Chart
-from effexport.units import NOTHING
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from effexport.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo
+from effexport.base.units import megabytes, number, seconds
 from effexport.proof.check import Check, summary
 from effexport.report.model import Report, dict_of_check
 from effexport.report.rendering.quantization import quantization_facts
 from effexport.report.rendering.text import field_text, flat_fields, status_of
-from effexport.units import megabytes, number, seconds
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from effexport.artifact import CheckSummary, EngineEntry, Manifest, Parity
+from effexport.base.files import json_text
+from effexport.base.records import Count, Figure, Seconds, figure
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES
+from effexport.base.spec import BuildSpec, Precision
+from effexport.base.version import __version__
 from effexport.evaluation.figures import Quality
-from effexport.files import json_text
 from effexport.models.contract import Scope
 from effexport.proof.check import HISTOGRAM_BINS, CaseLabel, Check, Status, Worst, outcomes_text, passed, summary
 from effexport.quantize.record import Quantization
-from effexport.records import Count, Figure, Seconds, figure
 from effexport.report.notebook import notebook_html
 from effexport.report.rendering.quantization import cost_text
 from effexport.report.rendering.text import quality_text
-from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES
-from effexport.spec import BuildSpec, Precision
-from effexport.version import __version__
 
 if TYPE_CHECKING:
     RuntimeName = str

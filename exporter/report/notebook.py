@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from effexport.base.units import number
 from effexport.proof.check import Check, by_name, outcome_of, summary
-from effexport.units import number
 
 _COLOURS = {"passed": "#1a7f37", "failed": "#cf222e", "not run": "#9a6700", "not applicable": "#6e7781"}
 

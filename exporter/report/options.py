@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from effexport.artifact import REMEDY
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.runtimes import ARTIFACT_RUNTIMES
 from effexport.proof.check import GOLDEN_SUFFIX, NAMED
 from effexport.runners.options import LAST_DEVICE, implementation_per_op
-from effexport.runtimes import ARTIFACT_RUNTIMES
 
 MODEL, WEIGHTS, DATA, REFERENCE = "--model", "--weights", "--data", "--reference"
 IMPLEMENTATION, DEVICE, PRECISION_HINT = "--implementation", "--device", "--precision-hint"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from effexport.base.units import counted, listed, number
 from effexport.proof.check import ALL_CASES, Check, excess
-from effexport.units import counted, listed, number
 
 
 @dataclass(frozen=True)

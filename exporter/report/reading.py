@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import REMEDY, REPORT_HTML, REPORT_JSON
-from effexport.errors import UserError
-from effexport.records import record_from_values, values_of_file
+from effexport.base.errors import UserError
+from effexport.base.records import record_from_values, values_of_file
 from effexport.report.compare import Side
 from effexport.report.model import PYTORCH, REPORT_VERSION, Report, ReportFile, SpecFields, report_from_file
 from effexport.report.options import check_options

@@ -8,18 +8,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from effexport.base.option_fields import options_of, words_of
+from effexport.base.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES
+from effexport.base.shell import Word, command_line
+from effexport.base.spec import INDEPENDENT, BuildSpec
 from effexport.models.attention_spec import attention_spec
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.sources import SEED
-from effexport.option_fields import options_of, words_of
 from effexport.options import BuildOptions
 from effexport.proof.check import ALL_CASES, OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
 from effexport.report.options import REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields
-from effexport.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES
-from effexport.shell import Word, command_line
-from effexport.spec import INDEPENDENT, BuildSpec
 
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")
@@ -133,7 +133,7 @@ def _python_command(spec: dict[str, Any], output: str) -> str:
         [
             "python - <<'END'",
             "import effexport",
-            "from effexport.spec import BuildSpec",
+            "from effexport.base.spec import BuildSpec",
             f"effexport.build(BuildSpec.from_dict({spec!r}), {output!r})",
             "END",
         ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from effexport.environment import versions
+from effexport.base.environment import versions
 from effexport.proof.check import Check, Kind, Trace, is_about_bodies, only_weights_failed
 from effexport.report.model import PYTORCH, LayerError, Report
 from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS

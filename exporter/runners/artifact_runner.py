@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, Runtime
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.plugins.ops import OPS
@@ -19,11 +20,10 @@ from effexport.runners.feeds import FeedLimits, limits_from_spec, limits_of_runn
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import check_operators
 from effexport.runners.runner import Runner
-from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.spec import BuildSpec
+    from effexport.base.spec import BuildSpec
 
 
 def options_from_flags(

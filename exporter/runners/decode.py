@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import UserError
+from effexport.base.spec import MASK_NAME, NEXT_PREFIX
 from effexport.runners.feeds import FeedLimits, array_of, check_array, checked_feeds
 from effexport.runners.runner import Closeable, tensors_text
-from effexport.spec import MASK_NAME, NEXT_PREFIX
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
     from effexport.runners.options import RunOptions
 
 POSITION = "position"

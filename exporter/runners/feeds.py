@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import TensorInfo, named_sizes
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.base.dtypes import TensorInfo, named_sizes
+from effexport.base.errors import RuntimeFailedError, UserError
+from effexport.base.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, is_optional
 from effexport.models.encoder.spec import MASKS
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import did_you_mean
 from effexport.runners.runner import Closeable, tensors_text
-from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, is_optional
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 
 @dataclass(frozen=True)

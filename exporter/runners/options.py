@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES, TENSORRT_RTX, Runtime
 from effexport.models.validation import SpecError, check_field_types, did_you_mean
-from effexport.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES, TENSORRT_RTX, Runtime
 
 if TYPE_CHECKING:
     from effexport.tensorrt.sidecar import ShapeRange

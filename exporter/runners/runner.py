@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array, TensorInfo
+    from effexport.base.dtypes import Array, TensorInfo
 
 
 def tensors_text(tensors: Iterable[TensorInfo]) -> str:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from effexport.errors import MissingExtraError, UserError
-from effexport.process_memory import without_garbage_collection
-from effexport.runtimes import ENGINE_RUNTIMES
-from effexport.termination import SIGNALS, terminate
+from effexport.base.errors import MissingExtraError, UserError
+from effexport.base.process_memory import without_garbage_collection
+from effexport.base.runtimes import ENGINE_RUNTIMES
+from effexport.base.termination import SIGNALS, terminate
 
 if TYPE_CHECKING:
     from tensorrt import Api

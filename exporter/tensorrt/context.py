@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import TensorInfo, numpy_dtype
-from effexport.errors import EffexportError, GraphWarning, UserError
+from effexport.base.dtypes import TensorInfo, numpy_dtype
+from effexport.base.errors import EffexportError, GraphWarning, UserError
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import SpecError
 from effexport.tensorrt.cuda import Cuda, CudaError, DeviceMemory, PinnedMemory
@@ -21,7 +21,7 @@ from effexport.tensorrt.cuda import Cuda, CudaError, DeviceMemory, PinnedMemory
 if TYPE_CHECKING:
     from tensorrt import IExecutionContext
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
     from effexport.tensorrt.sidecar import EngineInfo, Shape, ShapeRange
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from effexport.errors import EffexportError, MissingExtraError, UserError
+from effexport.base.errors import EffexportError, MissingExtraError, UserError
 
 if TYPE_CHECKING:
     import numpy as np

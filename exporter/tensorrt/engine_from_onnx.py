@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from effexport.disk import ANOTHER_FOLDER, write_error
-from effexport.errors import StageError, UserError
+from effexport.base.disk import ANOTHER_FOLDER, write_error
+from effexport.base.errors import StageError, UserError
+from effexport.base.files import replacing, write_file
+from effexport.base.runtimes import ENGINE_RUNTIMES
+from effexport.base.version import __version__
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
-from effexport.files import replacing, write_file
 from effexport.plugins.masked_attention.trt import OPERATOR
-from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.tensorrt.bindings import BuildLog, OnProgress, explain, import_api, interrupting, make_monitor, plain
 from effexport.tensorrt.layers import (
     attention_kernels,
@@ -37,7 +38,6 @@ from effexport.tensorrt.sidecar import (
     write_sidecar,
 )
 from effexport.tensorrt.spec import EngineSpec, profile_from_shapes
-from effexport.version import __version__
 
 if TYPE_CHECKING:
     import onnx

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.dtypes import DTYPES, numpy_dtype
-from effexport.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.base.dtypes import DTYPES, numpy_dtype
+from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.runners.options import RunOptions
-from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.tensorrt.bindings import BuildLog, import_api, plain
 from effexport.tensorrt.context import (
     EAGER_BYTES,
@@ -41,7 +41,7 @@ from effexport.tensorrt.sidecar import (
 if TYPE_CHECKING:
     from tensorrt import Api, ICudaEngine, IExecutionContext, IRuntimeConfig, Runtime
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED
-from effexport.errors import StageError
+from effexport.base.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED
+from effexport.base.errors import StageError
 from effexport.tensorrt.bindings import LISTING
 
 if TYPE_CHECKING:

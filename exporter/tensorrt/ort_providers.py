@@ -25,11 +25,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import KernelWarning, UserError
+from effexport.base.errors import KernelWarning, UserError
+from effexport.base.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, RUNTIMES, TENSORRT
 from effexport.plugins.building.library import make_cache_folder
 from effexport.plugins.errors import LibraryError
 from effexport.runners.options import RunOptions
-from effexport.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, RUNTIMES, TENSORRT
 from effexport.tensorrt.bindings import version_tuple
 
 if TYPE_CHECKING:

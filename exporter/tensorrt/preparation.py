@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import DTYPES
-from effexport.errors import StageError, UserError
+from effexport.base.dtypes import DTYPES
+from effexport.base.errors import StageError, UserError
 from effexport.export.onnx_graph import STANDARD_DOMAINS, all_nodes, small_constants, value_types, why_forbidden
 from effexport.plugins.building.ptx_text import PtxTarget, ptx_architecture
 from effexport.plugins.errors import LibraryError

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import DECODE_STEP, PREFILL, Artifact
-from effexport.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo
+from effexport.base.runtimes import engine_name
+from effexport.base.spec import NEXT_PREFIX
 from effexport.export.onnx_graph import model_digest
 from effexport.runners.decode import DecodeRunner, Graph, states_of, zero_state
 from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Closeable
-from effexport.runtimes import engine_name
-from effexport.spec import NEXT_PREFIX
 from effexport.tensorrt.context import Profiles, shapes_of
 from effexport.tensorrt.cuda import Cuda
 from effexport.tensorrt.execution import Execution, Source, checked_sources
@@ -25,7 +25,7 @@ from effexport.tensorrt.sidecar import EngineInfo, Shape
 if TYPE_CHECKING:
     from tensorrt import Api
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 
 class TrtRunner(CheckedRunner):

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from effexport.dtypes import TensorInfo, check_tensors
-from effexport.errors import UserError
-from effexport.files import file_digest, json_text, write_file
+from effexport.base.dtypes import TensorInfo, check_tensors
+from effexport.base.errors import UserError
+from effexport.base.files import file_digest, json_text, write_file
+from effexport.base.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
 from effexport.plugins.building.ptx_text import PtxTarget
-from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
 from effexport.tensorrt.bindings import version_tuple
 from effexport.tensorrt.layers import EngineKernel, Layer
 
@@ -117,7 +117,7 @@ def read_sidecar(engine: Path) -> EngineInfo:
 
     Raises UserError if the engine or its sidecar is missing, or the sidecar is damaged or of a newer effexport.
     """
-    from effexport.records import record_from_values, values_of_file
+    from effexport.base.records import record_from_values, values_of_file
 
     sidecar = sidecar_path(engine)
     if not engine.is_file():

@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from effexport.base.runtimes import ENGINE_RUNTIMES, Runtime
 from effexport.models.encoder.spec import MASKS
 from effexport.models.validation import SpecError, did_you_mean, require
-from effexport.runtimes import ENGINE_RUNTIMES, Runtime
 
 if TYPE_CHECKING:
-    from effexport.dtypes import TensorInfo
-    from effexport.spec import BuildSpec
+    from effexport.base.dtypes import TensorInfo
+    from effexport.base.spec import BuildSpec
     from effexport.tensorrt.sidecar import ShapeRange
 
 

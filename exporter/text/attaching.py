@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.artifact import Artifact
-from effexport.errors import MissingExtraError, UserError
+from effexport.base.errors import MissingExtraError, UserError
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.validation import MOST_BYTES_OF_VOCABULARY, FileTooLargeError, bounded_bytes
 from effexport.text.fast_tokenizer import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
-from effexport.files import load_npz
+from effexport.base.errors import UserError
+from effexport.base.files import load_npz
 from effexport.models.validation import FileTooLargeError, bounded_bytes
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.text.fast_tokenizer import tokenizer_from_artifact
@@ -20,7 +20,7 @@ from effexport.text.task import PreparedText, Reader, TextOptions, reader_from_s
 from effexport.text.tokenizer import ByteTokenizer, Encoding
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 
 STDIN = Path("-")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.text.tokenizer import Encoding, Tokenizer
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.spec import BuildSpec
+    from effexport.base.dtypes import Array
+    from effexport.base.spec import BuildSpec
 
 # Tokens of all windows of a text together, so that a large stride does not fill the memory.
 MAX_WINDOW_TOKENS = 1 << 21

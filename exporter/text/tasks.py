@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.models.checkpoints.spec import CONFIG, label_names
 from effexport.models.encoder.spec import EMBEDDING, POSITIONS, SCORES, Head, Pooling
 from effexport.models.encoder.spec import TOKENS as BEST_TOKENS
@@ -32,9 +32,9 @@ from effexport.text.task import (
 from effexport.text.tokenizer import Encoding, Tokenizer
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
+    from effexport.base.spec import BuildSpec
     from effexport.runners.runner import Runner
-    from effexport.spec import BuildSpec
 
 
 # Token-classification does not list the tokens with this label.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 
 # Tokens of a byte-level encoder: 0 is padding, 1 is spare and stands for a mask, and byte b is b + 2.
 BYTE_MASK = 1

@@ -321,7 +321,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
 
 def make_right(folder: Path) -> None:
     """Write the manifest that belongs to the present files."""
-    from effexport.files import file_digest
+    from effexport.base.files import file_digest
 
     values = manifest_of(folder)
     for name in values["files"]:

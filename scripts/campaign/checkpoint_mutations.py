@@ -408,9 +408,9 @@ DAMAGED_TOML = (
 
 def spec_toml(path: Path, dice: random.Random) -> str:
     """A spec file with a few wild fields, or one that is damaged."""
+    from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS
     from effexport.models.attention_spec import field_names
     from effexport.models.variants import ATTENTION_SPECS
-    from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS
 
     variant = dice.choice(list(ATTENTION_SPECS))
     values: dict[str, Any] = {"variant": variant, "dim": 16, "heads": 2, "seq_len": 16, "layers": 1}

@@ -111,10 +111,10 @@ def attack_with_checkpoint(healthy: Path, mine: Path, dice: random.Random, *, st
 
 def build(words: list[Any], *, stop: bool) -> tuple[Ended, Any]:
     """A build, which is stopped when its module exists, and the module: None if it does not come to that."""
-    from effexport.errors import StageError
+    from effexport.base.errors import StageError
 
     # effexport.build itself is the function
-    builds: Any = importlib.import_module("effexport.build")
+    builds: Any = importlib.import_module("effexport.pipeline.build")
     modules: list[Any] = []
     real_write_graphs = builds.write_graphs
 

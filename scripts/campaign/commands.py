@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from campaign.tally import Tally
-from effexport.process_memory import status_bytes
+from effexport.base.process_memory import status_bytes
 
 # Of a command that refuses what it was given, beyond what the process took before.
 MOST_SECONDS = 2.0
@@ -64,7 +64,7 @@ class Ended:
 
 def run_command(words: Sequence[str]) -> Ended:
     """Run a command in this process, as the console script would."""
-    from effexport.cli import main
+    from effexport.cli.main import main
 
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="\n") for _ in range(2))
     code, error = 0, ""

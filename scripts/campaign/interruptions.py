@@ -104,7 +104,7 @@ class Forked:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
             die_with_parent()
-            from effexport.cli import main
+            from effexport.cli.main import main
 
             self.prepare()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)

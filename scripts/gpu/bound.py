@@ -37,7 +37,7 @@ class Opened:
     """An artifact, and runners of its model. graphs: whether the runtime has CUDA graphs."""
 
     def __init__(self, artifact: Artifact, runtime: str) -> None:
-        from effexport.runtimes import RUNTIMES
+        from effexport.base.runtimes import RUNTIMES
 
         self.artifact, self.runtime = artifact, runtime
         self.graphs = "cuda_graph" in RUNTIMES[runtime].takes
@@ -50,9 +50,9 @@ class Opened:
 
     def feeds(self, seed: int, other_shape: bool = False) -> Arrays:
         """Random tokens or values of one of two shapes (batch, seq); the mask hides the last quarter."""
-        from effexport.dtypes import numpy_dtype
+        from effexport.base.dtypes import numpy_dtype
+        from effexport.base.spec import MASK_NAME
         from effexport.runners.feeds import limits_from_spec
-        from effexport.spec import MASK_NAME
 
         source = np.random.default_rng(seed)
         spec = self.artifact.spec
@@ -150,7 +150,7 @@ def a_device_that_is_not_there_is_refused(opened: Opened) -> None:
 
 def refusal_of(open_runner: Callable[[], OrtRunner]) -> str:
     """The error of a runner that cannot be opened; empty if it opens."""
-    from effexport.errors import UserError
+    from effexport.base.errors import UserError
 
     try:
         open_runner().close()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from effexport.environment import usable_cores
+from effexport.base.environment import usable_cores
 from effexport.plugins.ops import OPS
 from gpu import ROOT
 from gpu.device import Kernels, SetupError, find_compiler, find_nvcc

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effexport.environment import usable_cores
+from effexport.base.environment import usable_cores
 from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import Op
 from gpu.building import PLUGINS, call, emulating_toolchain, make_library

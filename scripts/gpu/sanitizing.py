@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from effexport.environment import usable_cores
+from effexport.base.environment import usable_cores
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
 from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.errors import EffexportError
+from effexport.base.errors import EffexportError
 from effexport.proof.candidate import open_in_ort
 from effexport.proof.check import METRIC, Check
 from effexport.proof.checks.arithmetic import check_finite

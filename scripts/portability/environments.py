@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from effexport.base.version import __version__
 from effexport.plugins.building.library import cache_folder
-from effexport.version import __version__
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 WORKERS = Path(__file__).parent / "workers"

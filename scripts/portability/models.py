@@ -11,6 +11,7 @@ import numpy as np
 from kept import kept
 from small_builds import what_decides_a_build
 
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import at_precision, onnx_from_module
 from effexport.models.variants import ATTENTION_SPECS
@@ -19,7 +20,6 @@ from effexport.proof.float64 import warm_up
 from effexport.proof.inputs import REFERENCE_SEED_OFFSET, random_inputs
 from effexport.proof.module_runs import RepeatedRuns, hash_modules
 from effexport.proof.reference import answered_case, with_hash_noise
-from effexport.spec import BuildSpec, build_spec_from_options
 
 if TYPE_CHECKING:
     from torch import nn

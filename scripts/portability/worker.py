@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import EffexportError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import EffexportError
 from effexport.export.onnx_graph import graph_tensors
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from scripts.training.corpus import corpus
 from scripts.training.tasks import Duplication, ListOps, Task, Text
 from scripts.training.trainer import Schedule

@@ -13,6 +13,7 @@ import numpy as np
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
+from effexport.base.spec import BuildSpec, Precision
 from effexport.evaluation.data import LabelledRows, Windows, rows_of_data
 from effexport.evaluation.evaluate import TORCH, EvaluatedModel, Run, scores_of
 from effexport.evaluation.figures import Estimate, Scores, changes, differences, estimates_of
@@ -20,7 +21,6 @@ from effexport.models.encoder.spec import LOGITS
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.spec import BuildSpec, Precision
 
 # Runs of an artifact: their titles, runtime and implementation.
 RUNS: dict[Precision, tuple[tuple[str, str, str], ...]] = {

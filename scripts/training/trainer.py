@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from effexport.base.processor import Processor
 from effexport.evaluation.data import IGNORED
 from effexport.models.encoder.module import Encoder
-from effexport.processor import Processor
 from scripts.training.tasks import Batch
 
 SAVE_EVERY_S = 60

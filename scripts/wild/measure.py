@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.errors import EffexportError
+from effexport.base.errors import EffexportError
 from effexport.plugins.building.library import get_library_path
 from wild.models import Model, import_torchvision
 

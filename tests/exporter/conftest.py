@@ -20,9 +20,9 @@ from small_builds import built_artifact
 from small_specs import spec_of
 
 from effexport.artifact import Artifact, Manifest, write_manifest
-from effexport.cli import main
+from effexport.base.spec import BuildSpec
+from effexport.cli.main import main
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.spec import BuildSpec
 
 VARIANTS = tuple(ATTENTION_SPECS)
 SCOPES = ("attention", "encoder")

@@ -16,7 +16,7 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.base.spec import BuildSpec, build_spec_from_options
 
 Built = Callable[..., Artifact]
 SMALL = {"dim": 32, "heads": 2, "seq_len": 32}

@@ -36,13 +36,13 @@ from effexport.artifact import (
     why_not_states,
     write_manifest,
 )
-from effexport.build import artifact_from_spec
-from effexport.dtypes import TensorInfo
-from effexport.errors import DiskError, StageError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import DiskError, StageError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import Written
 from effexport.options import BuildOptions
+from effexport.pipeline.build import artifact_from_spec
 from effexport.proof.check import CaseLabel, Check
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
@@ -557,12 +557,12 @@ def failing(*arguments: object, **options: object) -> None:
     "stage",
     [
         "effexport.models.encoder.module.module_from_spec",
-        "effexport.build.onnx_from_module",
-        "effexport.build.reference_from_model",
-        "effexport.build.save_reference",
+        "effexport.pipeline.build.onnx_from_module",
+        "effexport.pipeline.build.reference_from_model",
+        "effexport.pipeline.build.save_reference",
         "effexport.proof.verify.run_checks",
-        "effexport.build.html_from_report",
-        "effexport.build.write_manifest",
+        "effexport.pipeline.build.html_from_report",
+        "effexport.pipeline.build.write_manifest",
     ],
 )
 def test_a_stage_that_raises_leaves_what_was_there(
@@ -730,11 +730,11 @@ def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: st
     script = """
     import os, shutil, signal, sys
     from pathlib import Path
-    import effexport.files
+    import effexport.base.files
     from effexport.artifact import ARTIFACT_FOLDER
     output, moment = Path(sys.argv[1]), sys.argv[2]
     if "rename" in moment:  # on a system that cannot exchange two folders
-        effexport.files._exchanged = lambda *paths: False
+        effexport.base.files._exchanged = lambda *paths: False
     def kill(*arguments, **options): os.kill(os.getpid(), signal.SIGKILL)
     rename = Path.rename
     def rename_or_die(self, target):

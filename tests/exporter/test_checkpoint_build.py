@@ -148,7 +148,7 @@ def test_a_reformer_checkpoint_computes_what_transformers_computes_with_its_rota
 def test_the_seed_of_a_build_draws_rotations_and_a_reformer_may_have_more_hashes_than_in_its_config(
     tmp_path: Path,
 ) -> None:
-    from effexport.spec import build_spec_from_checkpoint
+    from effexport.base.spec import build_spec_from_checkpoint
 
     for family, config in (("nystromformer", NYSTROM), ("reformer", REFORMER)):
         kind = {"nystromformer": "NystromformerModel", "reformer": "ReformerModel"}[family]
@@ -213,8 +213,8 @@ def test_flags_that_contradict_a_checkpoint(
 
 
 def test_our_own_weights_come_from_a_file(cli: Callable[..., Any], tmp_path: Path) -> None:
+    from effexport.base.spec import build_spec_from_options
     from effexport.models.encoder.module import module_from_spec
-    from effexport.spec import build_spec_from_options
 
     small = {"dim": 32, "heads": 2, "layers": 1, "seq_len": 64}
     spec = build_spec_from_options({"variant": "lsh", **small}, None)

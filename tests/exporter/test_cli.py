@@ -25,11 +25,11 @@ from onnx import numpy_helper
 
 from effexport import __version__
 from effexport.artifact import Artifact
-from effexport.cli import cli as effexport_cli
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.termination import Terminated
+from effexport.cli.main import cli as effexport_cli
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.building.library import find_library
-from effexport.termination import Terminated
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
@@ -49,7 +49,7 @@ def modules_after(code: str, *arguments: str | Path) -> tuple[set[str], subproce
 
 RUN_CLI = """
 import sys
-from effexport.cli import main
+from effexport.cli.main import main
 try:
     main(sys.argv[1:])
 except SystemExit as stop:
@@ -134,7 +134,7 @@ def test_names_that_are_too_long_and_exhausted_memory_are_one_line(
     def exhausted(path: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("effexport.description.describe", exhausted)
+    monkeypatch.setattr("effexport.report.description.describe", exhausted)
     result = cli("inspect", "x")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert "the memory is exhausted" in result.err
@@ -572,7 +572,7 @@ def test_doctor_finds_a_part_that_does_not_load_if_asked(
     (tmp_path / "openvino.py").write_text("raise ImportError('libopenvino.so is missing')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "openvino", raising=False)
-    monkeypatch.setattr("effexport.runtimes.Package.version", property(lambda package: "1.0"))
+    monkeypatch.setattr("effexport.base.runtimes.Package.version", property(lambda package: "1.0"))
     assert cli("doctor").code == 0
     broken = cli("doctor", "--load")
     assert broken.code == 1
@@ -585,7 +585,7 @@ def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, m
     for module in left_out:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(
-        "effexport.runtimes.Package.version", property(lambda package: None if package.optional else "1.0")
+        "effexport.base.runtimes.Package.version", property(lambda package: None if package.optional else "1.0")
     )
     result = cli("doctor", "--json")
     assert result.code == 0, result.err
@@ -613,7 +613,7 @@ def test_a_missing_runtime_names_the_extra(
 ) -> None:
     path, source = built("lsh", "encoder").path, npz(tmp_path / "in.npz", input_ids=IDS)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.setattr("effexport.runtimes.Package.version", None)
+    monkeypatch.setattr("effexport.base.runtimes.Package.version", None)
     for arguments in (
         ["run", path, "--input", source],
         ["verify", path, "--reference", "golden"],
@@ -633,7 +633,7 @@ def test_completion_prints_a_script(cli: Cli, shell: str) -> None:
 
 def test_completion_completes() -> None:
     environment = os.environ | {"_EFFEXPORT_COMPLETE": "bash_complete", "COMP_WORDS": "effexport bu", "COMP_CWORD": "1"}
-    command = [sys.executable, "-c", "from effexport.cli import main; main()"]
+    command = [sys.executable, "-c", "from effexport.cli.main import main; main()"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == "plain,build"
 
@@ -690,12 +690,12 @@ def test_a_flag_of_thousands_of_digits_is_not_repeated_in_full(cli: Cli) -> None
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.cli import main
+    from effexport.cli.main import main
 
     def bug(*arguments: object, **options: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("effexport.environment.examine", bug)
+    monkeypatch.setattr("effexport.base.environment.examine", bug)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["doctor"])
 
@@ -709,7 +709,7 @@ def test_a_signal_during_the_import_of_a_module_in_cpp_is_one_line(
     def imported(*arguments: object, **options: object) -> None:
         raise ImportError("initialization failed") from stop  # as pybind11 does
 
-    monkeypatch.setattr("effexport.environment.examine", imported)
+    monkeypatch.setattr("effexport.base.environment.examine", imported)
     assert cli("doctor").error(code) == word
 
 
@@ -717,12 +717,12 @@ def test_an_interrupt_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("effexport.environment.examine", interrupt)
+    monkeypatch.setattr("effexport.base.environment.examine", interrupt)
     assert cli("doctor").error(130) == "interrupted"
 
 
 def test_a_failed_stage_exits_1_and_leaves_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.errors import StageError
+    from effexport.base.errors import StageError
 
     def fail(*arguments: object, **options: object) -> None:
         raise StageError("export", "planted")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from effexport.artifact import ARTIFACT_FOLDER, Artifact
-from effexport.disk import disk_problem, write_error
-from effexport.errors import DiskError, StageError, UserError
+from effexport.base.disk import disk_problem, write_error
+from effexport.base.errors import DiskError, StageError, UserError
 from effexport.models.validation import SpecError
 
 Built = Callable[..., Artifact]
@@ -107,7 +107,7 @@ def test_an_error_of_the_system_that_nobody_has_handled_is_one_line(
     def fails(path: Path) -> None:
         raise OSError(number, os.strerror(number), "x")
 
-    monkeypatch.setattr("effexport.description.describe", fails)
+    monkeypatch.setattr("effexport.report.description.describe", fails)
     assert cli("inspect", "y").error(code).startswith(message)
 
 
@@ -129,11 +129,11 @@ def test_a_full_temporary_folder_is_named_instead_of_the_output(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(temporary))
-    monkeypatch.setattr("effexport.disk.free_bytes", lambda folder: 4096 if folder == temporary else 10**9)
+    monkeypatch.setattr("effexport.base.disk.free_bytes", lambda folder: 4096 if folder == temporary else 10**9)
     message = str(write_error(tmp_path / "out", FULL["the system's"], "choose another file with -o"))
     assert f"(4.10 kB free in {temporary}); free some space, or set TMPDIR" in message
     # on one disk, whose space other programs take at the same time
-    monkeypatch.setattr("effexport.disk.free_bytes", lambda folder: 10**9 - 4096 * (folder == temporary))
+    monkeypatch.setattr("effexport.base.disk.free_bytes", lambda folder: 10**9 - 4096 * (folder == temporary))
     message = str(write_error(tmp_path / "out", FULL["the system's"], "choose another file with -o"))
     assert message.endswith("; free some space, or choose another file with -o")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import pytest
 
-from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES, FLOAT_PRECISIONS, Dtype, numpy_dtype
+from effexport.base.dtypes import DTYPE_OF_PRECISION, DTYPES, FLOAT_PRECISIONS, Dtype, numpy_dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=lambda dtype: str(dtype.name))

@@ -20,7 +20,7 @@ from serving_load import running_server
 from slow_cases import slow_after
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.files import load_npz
+from effexport.base.files import load_npz
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "serve")
 Cli = Callable[..., Any]

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.errors import UserError
-from effexport.files import FolderKind, abandoned, csv_text, json_text, load_npz, replacing, save_npz, write_file
+from effexport.base.errors import UserError
+from effexport.base.files import FolderKind, abandoned, csv_text, json_text, load_npz, replacing, save_npz, write_file
 from effexport.text.reading import text_of_file
 
 BOX = FolderKind("a box", "mark.txt")
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_renamed_is_one_line_and_stays(tmp_path: Path, m
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    monkeypatch.setattr("effexport.files._exchanged", lambda *paths: False)
+    monkeypatch.setattr("effexport.base.files._exchanged", lambda *paths: False)
     with (
         pytest.raises(UserError, match="box: Device or resource busy; choose another folder with -o"),
         BOX.new(tmp_path / "box", force=True) as folder,
@@ -147,7 +147,7 @@ def test_threads_that_replace_one_folder_do_not_remove_each_others_work(tmp_path
 WRITER = """
 import sys, time
 from pathlib import Path
-from effexport.files import FolderKind
+from effexport.base.files import FolderKind
 with FolderKind("a box", "mark.txt").new(Path(sys.argv[1]), force=True) as folder:
     (folder / "mark.txt").write_text("other")
     print("writing", flush=True)

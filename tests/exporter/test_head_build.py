@@ -18,7 +18,7 @@ from transformers_models import TINY_NYSTROMFORMER, inputs, saved
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import PooledModel
 from effexport.proof.cases import Case, load_reference

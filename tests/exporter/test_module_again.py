@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 import effexport
 from effexport.artifact import open_artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.runtimes import RUNTIMES
+from effexport.base.spec import BuildSpec
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.user.spec_from_module import Calling, model_and_spec
 from effexport.models.validation import SpecError
 from effexport.proof.cases import SMALL_BYTES, Case, golden_cases, load_reference
 from effexport.proof.named_module import module_again
-from effexport.runtimes import RUNTIMES
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel
 from effexport.serving.triton.config import batching_of, warm_ups
 from effexport.serving.triton.spec import PackageSpec
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]

@@ -14,12 +14,12 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import effexport
-from effexport.build_request import BuildRequest
-from effexport.cli import COMMANDS
-from effexport.commands._verbs import verb
-from effexport.errors import EffexportError, UserError
+from effexport.base.errors import EffexportError, UserError
+from effexport.base.option_fields import OTHER, Options, file_option, in_python, keywords, option, options_of
+from effexport.base.spec import BuildSpec
+from effexport.cli._verbs import verb
+from effexport.cli.main import COMMANDS
 from effexport.models.variants.lsh.spec import LSHSpec
-from effexport.option_fields import OTHER, Options, file_option, in_python, keywords, option, options_of
 from effexport.options import (
     SECTIONS,
     SIZES,
@@ -30,9 +30,9 @@ from effexport.options import (
     SpecOptions,
     VerifyOptions,
 )
+from effexport.pipeline.request import BuildRequest
 from effexport.report.model import Report
 from effexport.report.reproduce import build_command
-from effexport.spec import BuildSpec
 
 RECORDS = {
     "build": BuildOptions,

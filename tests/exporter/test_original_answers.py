@@ -15,7 +15,7 @@ from slow_cases import slow_after
 from small_specs import spec_of
 
 import effexport
-from effexport.errors import StageError
+from effexport.base.errors import StageError
 from effexport.models import attention_from_spec
 from effexport.models.attention_spec import AttentionSpec
 from effexport.models.variants.linear.spec import LinearSpec

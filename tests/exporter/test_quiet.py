@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import effexport
-from effexport.errors import StageError, UserError
-from effexport.quiet import debugging, muted, quiet
+from effexport.base.errors import StageError, UserError
+from effexport.base.quiet import debugging, muted, quiet
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from effexport.errors import UserError
-from effexport.records import MOST_BYTES, MOST_LEVELS, MOST_VALUES, Count, Figure, Seconds, figure, read_record
+from effexport.base.errors import UserError
+from effexport.base.records import MOST_BYTES, MOST_LEVELS, MOST_VALUES, Count, Figure, Seconds, figure, read_record
 
 
 class Sample(msgspec.Struct):
@@ -107,8 +107,8 @@ def test_threads_that_are_the_first_to_read_a_kind_of_record_do_not_crash() -> N
 import sys, threading
 sys.setswitchinterval(1e-6)
 from effexport.artifact import Manifest
-from effexport.errors import UserError
-from effexport.records import record_from_values
+from effexport.base.errors import UserError
+from effexport.base.records import record_from_values
 entry = {"passed": 1, "failed": 0, "not run": 0, "worst": 1e-6, "limit": 1e-5, "metric": "max |error| / RMS"}
 texts = dict.fromkeys(("effexport_version", "variant", "precision", "weights_sha256", "weights_from"), "")
 lists = {name: [] for name in ("inputs", "outputs", "hash_values", "notes", "engines")}

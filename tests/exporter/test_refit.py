@@ -23,17 +23,17 @@ from transformers_models import TINY_NYSTROMFORMER, saved
 
 import effexport
 from effexport.artifact import Artifact, manifest_digest, manifest_text, open_artifact
-from effexport.build import artifact_from_spec
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import Written, onnx_from_module
 from effexport.export.onnx_graph import model_digest
 from effexport.export.traced_graphs import SCOPES_KEY, add_traced, read_traced
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.options import BuildOptions
+from effexport.pipeline.build import artifact_from_spec
+from effexport.pipeline.refit import RefitRequest
 from effexport.proof.cases import load_reference
-from effexport.refit_request import RefitRequest
-from effexport.spec import BuildSpec
 from effexport.tensorrt.sidecar import read_sidecar
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
@@ -380,7 +380,7 @@ def test_notes_about_the_build_before_are_not_repeated(built: Built, tmp_path: P
 
 
 @pytest.mark.requires("rtx")
-@pytest.mark.filterwarnings("default::effexport.errors.EngineWarning")
+@pytest.mark.filterwarnings("default::effexport.base.errors.EngineWarning")
 def test_an_engine_is_built_again_or_left_out(
     cli: Cli, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

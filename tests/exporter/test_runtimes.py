@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from effexport.environment import PACKAGES
+from effexport.base.environment import PACKAGES
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, RUNTIMES, TORCH_OF_DEVICE, Runtime
 from effexport.runners.options import RunOptions
-from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, RUNTIMES, TORCH_OF_DEVICE, Runtime
 from effexport.tensorrt.spec import EngineSpec
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"

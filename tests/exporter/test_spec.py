@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from effexport.dtypes import TensorInfo
-from effexport.errors import UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.validation import SpecError
 from effexport.models.variants.lsh.spec import LSHSpec
-from effexport.spec import BuildSpec, build_spec_from_options
 
 
 @pytest.fixture

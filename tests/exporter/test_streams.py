@@ -81,8 +81,8 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path, closed: str)
 def test_text_from_a_closed_stdin_is_refused(
     cli: Cli, built: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from effexport.commands.run import text_of_stdin
-    from effexport.errors import UserError
+    from effexport.base.errors import UserError
+    from effexport.cli.run import text_of_stdin
     from effexport.text.reading import STDIN, text_of_file
 
     monkeypatch.setattr("sys.stdin", None)

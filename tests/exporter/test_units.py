@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from effexport.errors import UserError
-from effexport.units import bytes_from_text, memory, milliseconds_from_text, number, rough_duration, tokens_from_text
+from effexport.base.errors import UserError
+from effexport.base.units import (
+    bytes_from_text,
+    memory,
+    milliseconds_from_text,
+    number,
+    rough_duration,
+    tokens_from_text,
+)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import effexport
-from effexport.errors import KernelWarning, StageError, UserError
+from effexport.base.errors import KernelWarning, StageError, UserError
 from effexport.plugins.building.build import build_library
 from effexport.plugins.building.library import find_library
 from effexport.plugins.errors import LibraryError
@@ -86,7 +86,7 @@ def test_an_installed_operator_is_known_by_its_entry_point(tmp_path: Path, insta
 def test_starting_effexport_reads_no_entry_points() -> None:
     code = (
         "import importlib.metadata; importlib.metadata.entry_points = None\n"
-        "import effexport, effexport.plugins\nfrom effexport.cli import main\nmain(['--help'])"
+        "import effexport, effexport.plugins\nfrom effexport.cli.main import main\nmain(['--help'])"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gpu import bound
 
-from effexport.errors import KernelWarning, UserError
+from effexport.base.errors import KernelWarning, UserError
 
 
 class FakeBound:

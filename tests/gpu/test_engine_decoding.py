@@ -16,9 +16,9 @@ from small_builds import built_artifact
 from small_specs import spec_of
 
 from effexport.artifact import DECODE_STEP, PREFILL, open_artifact
+from effexport.base.runtimes import engine_name
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.runtimes import engine_name
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.runner import decoder_in_trt

@@ -11,8 +11,8 @@ import torch
 from engine_machine import SEQ_LEN, Machine
 from gpu.engines import command, latency
 
+from effexport.base.spec import build_spec_from_options
 from effexport.export.module_source import module_from_seed
-from effexport.spec import build_spec_from_options
 
 
 @pytest.fixture

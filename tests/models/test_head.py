@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.encoder.module import embedding
 from effexport.models.encoder.spec import POOLINGS, Head, Pooling
 from effexport.models.validation import SpecError
-from effexport.spec import BuildSpec, build_spec_from_options
 
 # Sums of up to 100 float32 numbers of order one, rounded once each.
 ROUNDING = 1e-6

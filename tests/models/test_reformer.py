@@ -399,8 +399,8 @@ def test_torch_export_takes_any_batch_and_length() -> None:
 def test_the_onnx_graph_computes_the_module_at_every_length(tmp_path: Path) -> None:
     import onnxruntime
 
+    from effexport.base.spec import BuildSpec
     from effexport.export.onnx_from_module import onnx_from_module
-    from effexport.spec import BuildSpec
 
     spec, _ = ReformerSpec.from_config(TINY | DECODER | {"local_attn_chunk_length": 4}, {})
     module = Reformer(spec).eval()

@@ -35,7 +35,7 @@ OLD = (
 )
 CHOOSE = """
 import sys, warnings
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.runners.ort.kernels import kernels_for
 from effexport.runners.options import RunOptions
 warnings.simplefilter("default")

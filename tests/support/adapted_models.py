@@ -57,6 +57,7 @@ def exported(
     import onnx
     import onnxruntime
 
+    from effexport.base.quiet import quiet
     from effexport.export.onnx_from_module import (
         attach_function_bodies,
         mark_custom_nodes,
@@ -65,7 +66,6 @@ def exported(
     )
     from effexport.models.layers import fused_operators
     from effexport.plugins.ops import DOMAIN, OPS
-    from effexport.quiet import quiet
 
     register_schemas()
     table: dict[Any, Any] = {

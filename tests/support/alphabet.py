@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from effexport.errors import RuntimeFailedError
+from effexport.base.errors import RuntimeFailedError
 
 VOCABULARY = 258
 

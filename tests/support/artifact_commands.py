@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.dtypes import DTYPES, numpy_dtype
-from effexport.files import save_npz
+from effexport.base.dtypes import DTYPES, numpy_dtype
+from effexport.base.files import save_npz
 from effexport.models.checkpoints.spec import CheckpointSpec
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs import random_inputs

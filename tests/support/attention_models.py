@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx.parser
 
-from effexport.dtypes import DTYPES
+from effexport.base.dtypes import DTYPES
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
 from effexport.tensorrt.spec import Profile, Range
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from effexport.cli import cli
-from effexport.commands.build import command
-from effexport.option_fields import options_of
+from effexport.base.option_fields import options_of
+from effexport.cli.build import command
+from effexport.cli.main import cli
 from effexport.options import BuildOptions
 
 

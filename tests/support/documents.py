@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from markupsafe import escape
 
-from effexport.one_line import one_line
+from effexport.base.one_line import one_line
 from effexport.render.document import Document, Item, Link, Table
 from effexport.render.html import html_from_document
 from effexport.render.markdown import escaped, markdown_from_document

@@ -12,10 +12,10 @@ import numpy as np
 from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 from gpu.engines import model
 
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.export.module_source import module_from_seed
 from effexport.proof.module_runs import run_module
 from effexport.runners.options import RunOptions
-from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.tensorrt.runner import TrtRunner
 from effexport.tensorrt.sidecar import EngineInfo, write_sidecar
 

@@ -14,9 +14,9 @@ from typing import Any
 import onnx
 import pytest
 
+from effexport.base.runtimes import CPU
 from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session
-from effexport.runtimes import CPU
 from effexport.tensorrt.ort_providers import TF32_VARIABLE
 
 HEAD = '<ir_version: 10, opset_import: ["" : 20, "effexport" : 1]> '

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from effexport.dtypes import TensorInfo, numpy_dtype
+from effexport.base.dtypes import TensorInfo, numpy_dtype
 from effexport.tensorrt.cuda import CudaError, DeviceMemory, PinnedMemory
 from effexport.tensorrt.sidecar import ShapeRange
 

@@ -19,9 +19,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from effexport.artifact import Artifact
+from effexport.base.spec import BuildSpec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
-from effexport.spec import BuildSpec
 
 VARIANTS = tuple(ATTENTION_SPECS)
 AFT = ("aft-full", "aft-simple", "aft-local", "aft-conv")

@@ -12,10 +12,10 @@ import onnx
 from onnx import numpy_helper
 
 from effexport.artifact import Artifact
+from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.quantize.record import Quantization, QuantizedLayer
-from effexport.spec import BuildSpec
 
 Weights = dict[str, np.ndarray]
 

@@ -9,12 +9,12 @@ import numpy as np
 from kept import code_of, digest_of, kept
 from torch import nn
 
-from effexport.environment import versions
+from effexport.base.environment import versions
+from effexport.base.spec import BuildSpec
 from effexport.export.module_source import model_from_source, module_from_seed
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.sources import source_from_path
 from effexport.plugins.building.library import find_library
-from effexport.spec import BuildSpec
 
 # Folders whose code no build runs; tests/test_imports.py holds them above build.py.
 ABOVE_BUILD = {"bench", "commands", "serving", "sweep", "triton", "cli.py"}
@@ -32,7 +32,7 @@ def exported(spec: BuildSpec) -> Path:
 
 def built_artifact(spec: BuildSpec) -> Path:
     """The folder of a healthy artifact. Copy it before changing it."""
-    from effexport.build import artifact_from_spec
+    from effexport.pipeline.build import artifact_from_spec
 
     folder = kept(
         f"artifacts/{digest_of([repr(spec)])}",

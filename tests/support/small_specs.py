@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.variants.contract import variant_contract
-from effexport.spec import BuildSpec, build_spec_from_options
 
 SMALL: dict[str, Any] = {"dim": 32, "heads": 2, "seq_len": 64}
 # Chunks, segments and windows shorter than the sequence, or most of the algorithm would be idle. Of variants that are

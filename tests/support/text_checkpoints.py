@@ -12,7 +12,7 @@ import torch
 from random_tokenizers import saved_tokenizer
 from transformers_models import saved
 
-from effexport.spec import build_spec_from_checkpoint
+from effexport.base.spec import build_spec_from_checkpoint
 from effexport.text.fast_tokenizer import fast_tokenizer
 from effexport.text.task import DEFAULT_OPTIONS, Task, TextOptions, joined_outputs
 from effexport.text.tasks import task_from_spec

@@ -23,7 +23,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers.exporters import ExportedModel
 
 import effexport
-from effexport.errors import KernelWarning
+from effexport.base.errors import KernelWarning
 from effexport.plugins import get_library_path
 from effexport.proof.cases import load_reference
 

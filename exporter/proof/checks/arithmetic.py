@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from effexport.dtypes import Array
+from effexport.base.dtypes import Array
+from effexport.base.spec import BuildSpec
 from effexport.proof.cases import Arrays, Case
 from effexport.proof.check import HISTOGRAM_EDGES, METRIC, RMS_METRIC, CaseLabel, Check, Kind, Limit, Worst, judged
 from effexport.proof.metrics import (
@@ -22,7 +23,6 @@ from effexport.proof.metrics import (
     rms_change,
 )
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
-from effexport.spec import BuildSpec
 
 SIGNATURE_METRIC = "names, dtypes, shapes"
 FINITE_METRIC = "NaN or Inf elements"

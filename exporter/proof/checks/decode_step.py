@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from effexport.dtypes import Array, numpy_dtype
+from effexport.base.dtypes import Array, numpy_dtype
+from effexport.base.spec import MASK_NAME, BuildSpec
 from effexport.proof.cases import Case
 from effexport.proof.check import METRIC, OUTSIDE, RMS_METRIC, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.arithmetic import check_arithmetic
 from effexport.proof.metrics import largest_error, overall_error, rms_change
 from effexport.proof.tolerances import arithmetic_limit, case_limit, free_limit
 from effexport.runners.decode import DecodeRunner, Graph
-from effexport.spec import MASK_NAME, BuildSpec
 
 # Tokens of the export case that are decoded one by one.
 CHECKED_TOKENS = 48

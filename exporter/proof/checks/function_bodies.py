@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.dtypes import DTYPE_OF_PRECISION, UNIT_ROUNDOFF, Array, numpy_dtype
-from effexport.errors import EffexportError, RuntimeFailedError, StageError, UserError
+from effexport.base.dtypes import DTYPE_OF_PRECISION, UNIT_ROUNDOFF, Array, numpy_dtype
+from effexport.base.errors import EffexportError, RuntimeFailedError, StageError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import all_nodes, graph_outline, value_types
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE, Op
@@ -28,7 +29,6 @@ from effexport.proof.tolerances import function_body_limit
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     import onnx

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import Array
+from effexport.base.dtypes import Array
+from effexport.base.spec import BuildSpec
 from effexport.models.encoder.spec import MASKS
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Check, Kind, Limit, judged, not_run
 from effexport.proof.inputs import padding_of_other_content
 from effexport.proof.metrics import largest_error, overall_error
 from effexport.proof.tolerances import case_limit, free_limit
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.proof.candidate import ModelUnderTest

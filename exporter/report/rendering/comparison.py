@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from effexport.base.units import NOTHING, number
 from effexport.proof.check import Check
 from effexport.render.document import Column, Document, Line, Plots, Section, Sentence, Table
 from effexport.report.compare import Comparison, Row, measured_text
 from effexport.report.rendering.figures import comparison_figures
-from effexport.units import NOTHING, number
 
 OTHER_MODELS = "Different models, {} and {}: ratios compare how close each is to PyTorch, not how good it is."
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from effexport.base.units import number
 from effexport.proof.check import HISTOGRAM_EDGES, Check, by_name, summary
 from effexport.render.axes import Axis, power, ticks_from_zero
 from effexport.render.svg import Figure, Point, Series, dots, histogram, legend_of, scatter
 from effexport.report.compare import Comparison, Side
 from effexport.report.model import LayerError, Report
-from effexport.units import number
 
 _UNIT = "relative to the RMS of the reference"
 

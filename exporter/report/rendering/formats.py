@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 
 if TYPE_CHECKING:
     from effexport.report.compare import Side

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from effexport.base.runtimes import RUNTIMES
+from effexport.base.units import counted, megabytes, memory, moment, number, seconds
 from effexport.models.sources import SEED
 from effexport.proof.check import Check, Kind, meaning_of, outcome_of, outcomes_text, summary
 from effexport.render.templates import template_environment
@@ -25,8 +27,6 @@ from effexport.report.rendering.text import (
     sizes,
 )
 from effexport.report.reproduce import REBUILT, build_command, verify_command
-from effexport.runtimes import RUNTIMES
-from effexport.units import counted, megabytes, memory, moment, number, seconds
 
 if TYPE_CHECKING:
     import jinja2

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
+from effexport.base.units import number
 from effexport.proof.check import Check
 from effexport.report.model import Report
 from effexport.report.rendering.text import limit_text, quality_text
 from effexport.report.reproduce import verify_command
-from effexport.units import number
 
 # What XML 1.0 cannot hold, not even as a reference.
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

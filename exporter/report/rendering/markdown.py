@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from effexport.base.runtimes import RUNTIMES
+from effexport.base.units import moment, number
 from effexport.evaluation.figures import Quality
 from effexport.proof.check import Check, by_name, outcome_of, summary
 from effexport.quantize.record import Quantization
@@ -13,8 +15,6 @@ from effexport.report.problems import Problem, problems_of
 from effexport.report.rendering.quantization import layer_rows, quantization_facts
 from effexport.report.rendering.text import cases_text, figure_rows, limit_text, quality_text, share_of_limit
 from effexport.report.reproduce import REBUILT, build_command, repeat_command, verify_command
-from effexport.runtimes import RUNTIMES
-from effexport.units import moment, number
 
 
 def markdown_from_report(report: Report, artifact: str) -> str:

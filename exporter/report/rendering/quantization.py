@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from effexport.base.units import counted, number
 from effexport.quantize.record import Quantization
-from effexport.units import counted, number
 
 SCALES = {
     "dynamic": "a scale for each token, found as the model runs",

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import Unavailable
+from effexport.base.errors import Unavailable
+from effexport.base.units import NOTHING, counted, number
 from effexport.models.variants.pytorch.spec import PyTorchSpec
 from effexport.proof.check import METRIC, Check, Suspect, Trace, outcome_of, outcomes_text
 from effexport.report.problems import problems_of
-from effexport.units import NOTHING, counted, number
 
 if TYPE_CHECKING:
     from effexport.evaluation.figures import Estimate, Quality

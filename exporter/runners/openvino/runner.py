@@ -14,17 +14,23 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from effexport.errors import EffexportError, MissingExtraError, RuntimeFailedError, RuntimeUnsupportedError, UserError
+from effexport.base.errors import (
+    EffexportError,
+    MissingExtraError,
+    RuntimeFailedError,
+    RuntimeUnsupportedError,
+    UserError,
+)
+from effexport.base.runtimes import BFLOAT16_RUNTIME
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import custom_ops_of_model, external_sizes, graph_tensors, load_graph
 from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
-from effexport.runtimes import BFLOAT16_RUNTIME
 
 if TYPE_CHECKING:
     import onnx
 
-    from effexport.dtypes import Array, TensorInfo
+    from effexport.base.dtypes import Array, TensorInfo
 
 
 DEVICE = "CPU"

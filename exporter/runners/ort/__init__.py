@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from effexport.errors import MissingExtraError
-from effexport.runtimes import DEFAULT_RUNTIME, RUNTIMES
+from effexport.base.errors import MissingExtraError
+from effexport.base.runtimes import DEFAULT_RUNTIME, RUNTIMES
 
 
 def import_onnxruntime() -> Any:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.errors import KernelWarning, UserError
+from effexport.base.errors import KernelWarning, UserError
+from effexport.base.runtimes import CPU, CUDA, TENSORRT_RTX
 from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import Library, find_library
 from effexport.plugins.building.toolchain import last_line, run_program
@@ -18,7 +19,6 @@ from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION
 from effexport.runners.options import OTHERS, RunOptions, implementation_per_op
 from effexport.runners.ort import import_onnxruntime
-from effexport.runtimes import CPU, CUDA, TENSORRT_RTX
 
 if TYPE_CHECKING:
     import onnx

@@ -25,10 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import MissingExtraError, UserError
-from effexport.plugins.building.toolchain import gpus_here
-from effexport.runners.options import RunOptions
-from effexport.runtimes import (
+from effexport.base.errors import MissingExtraError, UserError
+from effexport.base.runtimes import (
     CPU,
     CUDA,
     OPENVINO,
@@ -37,6 +35,8 @@ from effexport.runtimes import (
     TENSORRT_RTX,
     Package,
 )
+from effexport.plugins.building.toolchain import gpus_here
+from effexport.runners.options import RunOptions
 from effexport.tensorrt.ort_providers import check_tf32, engine_folder, profile_options, tf32_allowed
 
 if TYPE_CHECKING:

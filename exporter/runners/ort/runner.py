@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from effexport.dtypes import DTYPES, TensorInfo
-from effexport.errors import EffexportError, RefusedNumbersError, RuntimeFailedError, UserError
+from effexport.base.dtypes import DTYPES, TensorInfo
+from effexport.base.errors import EffexportError, RefusedNumbersError, RuntimeFailedError, UserError
+from effexport.base.spec import NEXT_PREFIX
 from effexport.runners.decode import DecodeRunner, Graph, checked_state, states_of, zero_state
 from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model
 from effexport.runners.runner import Closeable
-from effexport.spec import NEXT_PREFIX
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 
 _DTYPE_OF_ORT_TYPE = {dtype.ort: name for name, dtype in DTYPES.items()}

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.errors import RuntimeUnsupportedError, UserError
+from effexport.base.errors import RuntimeUnsupportedError, UserError
+from effexport.base.processor import Processor
+from effexport.base.runtimes import CPU, CUDA, OPENVINO, ORT_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX
 from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
-from effexport.processor import Processor
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort import providers as ort_providers
@@ -31,7 +32,6 @@ from effexport.runners.ort.kernels import (
     warn,
 )
 from effexport.runners.ort.providers import check_provider, providers_from_settings
-from effexport.runtimes import CPU, CUDA, OPENVINO, ORT_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX
 from effexport.tensorrt import ort_providers as ort_tensorrt
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.runners.decode import Graph
 from effexport.runners.runner import Closeable
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, RequestError

@@ -15,14 +15,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from effexport.errors import EffexportError, RefusedNumbersError, UserError
+from effexport.base.errors import EffexportError, RefusedNumbersError, UserError
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
 from effexport.serving.engine.metrics import Metrics
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array, TensorInfo
+    from effexport.base.dtypes import Array, TensorInfo
+    from effexport.base.spec import BuildSpec
     from effexport.serving.engine.settings import ServingSettings
-    from effexport.spec import BuildSpec
 
 
 Key = tuple[tuple[int, ...], ...]

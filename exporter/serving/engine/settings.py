@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from effexport.errors import UserError
-from effexport.option_fields import A_NUMBER, Option, Options, option
-from effexport.process_memory import STATUS
-from effexport.runtimes import CPU
-from effexport.units import bytes_from_text, tokens_from_text
+from effexport.base.errors import UserError
+from effexport.base.option_fields import A_NUMBER, Option, Options, option
+from effexport.base.process_memory import STATUS
+from effexport.base.runtimes import CPU
+from effexport.base.units import bytes_from_text, tokens_from_text
 
 if TYPE_CHECKING:
-    from effexport.runtimes import Runtime
+    from effexport.base.runtimes import Runtime
 
 TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
 # Longest sequence if neither the model nor --max-seq-len limits it.

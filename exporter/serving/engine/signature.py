@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import DTYPES, TensorInfo
-from effexport.errors import UserError
+from effexport.base.dtypes import DTYPES, TensorInfo
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec
 from effexport.models.validation import did_you_mean, shown
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, ServingSettings
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 # The protocol has no JSON for these: they travel as binary data only.
 BINARY_ONLY = ("FP16", "BF16")

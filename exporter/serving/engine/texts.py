@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import did_you_mean, shown

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from effexport.artifact import DECODE_STEP, MANIFEST, MODEL, PREFILL, Artifact, open_artifact
-from effexport.dtypes import numpy_dtype
-from effexport.environment import usable_cores
-from effexport.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.base.dtypes import numpy_dtype
+from effexport.base.environment import usable_cores
+from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.base.process_memory import give_back_freed, status_bytes
+from effexport.base.runtimes import RUNTIMES, engine_name
+from effexport.base.spec import MASK_NAME, is_optional
+from effexport.base.units import listed, memory
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact, why_not_generated
 from effexport.models.validation import shown
-from effexport.process_memory import give_back_freed, status_bytes
 from effexport.proof.check import Kind
 from effexport.runners.artifact_runner import (
     decoder_from_artifact,
@@ -29,7 +32,6 @@ from effexport.runners.artifact_runner import (
     runner_from_artifact,
 )
 from effexport.runners.options import RunOptions
-from effexport.runtimes import RUNTIMES, engine_name
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.generation import Generations
 from effexport.serving.engine.metrics import Metrics
@@ -37,13 +39,11 @@ from effexport.serving.engine.queue import Batcher, Padding, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
 from effexport.serving.engine.texts import Tasks, Texts
-from effexport.spec import MASK_NAME, is_optional
-from effexport.units import listed, memory
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
+    from effexport.base.runtimes import Runtime
     from effexport.runners.runner import Runner
-    from effexport.runtimes import Runtime
 
 
 # The only version: an artifact is one version of a model.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import EffexportError, UserError
-from effexport.runtimes import RUNTIMES
+from effexport.base.errors import EffexportError, UserError
+from effexport.base.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.serving.http.models import ServingTarget

@@ -11,14 +11,14 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from effexport.dtypes import DTYPES, numpy_dtype
+from effexport.base.dtypes import DTYPES, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
 from effexport.serving.engine.settings import MAX_TEXT_BYTES, MAX_TEXTS
 from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, ServedSignature, named, unknown_name
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array, TensorInfo
+    from effexport.base.dtypes import Array, TensorInfo
 
 
 Value = TypeVar("Value")

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.serving.engine.errors import BAD_HEAD, CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError
 from effexport.serving.http import openai, v2
 from effexport.serving.http.openai import openai_error

@@ -14,8 +14,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from effexport.dtypes import DTYPES
-from effexport.errors import UserError
+from effexport.base.dtypes import DTYPES
+from effexport.base.errors import UserError
+from effexport.base.version import __version__
 from effexport.generation.sampling import ALIASES, Sampling
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import did_you_mean, shown
@@ -40,12 +41,11 @@ from effexport.serving.http.request import (
     text_request,
 )
 from effexport.serving.http.service import Endpoint, Service, compress, json_response, wanted_encoding, watched
-from effexport.version import __version__
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
     from effexport.generation.text_generator import Piece
     from effexport.serving.engine.generation import Stream
     from effexport.serving.http.models import ServedModel

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from effexport.artifact import MANIFEST, Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
+from effexport.base.spec import BuildSpec
+from effexport.base.units import listed
+from effexport.base.version import __version__
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
@@ -27,7 +31,6 @@ from effexport.render.markdown import escaped
 from effexport.render.templates import template_environment
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
-from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.serving.engine.queue import rows_of
 from effexport.serving.engine.signature import CONTEXT, TEXT, PackagedSignature, triton_type
 from effexport.serving.triton.repository import Content
@@ -39,17 +42,14 @@ from effexport.serving.triton.spec import (
     PackageName,
     PackageSpec,
 )
-from effexport.spec import BuildSpec
 from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
 from effexport.text.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
 from effexport.text.task import Task
 from effexport.text.tasks import task_from_artifact
 from effexport.text.tokenizer import Tokenizer
-from effexport.units import listed
-from effexport.version import __version__
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 
 @dataclass(frozen=True)

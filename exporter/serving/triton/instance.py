@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.errors import EffexportError, UserError
+from effexport.base.errors import EffexportError, UserError
+from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
+from effexport.base.version import __version__
 from effexport.generation.sampling import ALIASES, Sampling
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact
 from effexport.models.encoder.spec import EMBEDDING
@@ -28,7 +30,6 @@ from effexport.runners.feeds import checked_feeds, limits_from_spec, limits_of_r
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable
-from effexport.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.generation import GenerationLoop
 from effexport.serving.engine.queue import Key, joining_key, rows_of, run_together
@@ -46,10 +47,9 @@ from effexport.serving.engine.signature import (
 from effexport.serving.engine.texts import Tasks
 from effexport.text.task import PreparedText, Task, joined_outputs
 from effexport.text.tasks import Embedding
-from effexport.version import __version__
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
     from effexport.generation.text_generator import FinishReason, Session
 
 ARTIFACT = "artifact"

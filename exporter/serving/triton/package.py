@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from effexport.artifact import MANIFEST, REMEDY, Artifact
-from effexport.dtypes import TensorInfo
-from effexport.errors import UserError
-from effexport.records import record_from_values
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import UserError
+from effexport.base.records import record_from_values
+from effexport.base.spec import BuildSpec, is_optional
 from effexport.serving.engine.signature import GENERATION, PackagedSignature, protocol_type, tensors_of
 from effexport.serving.triton.config import (
     Backend,
@@ -50,7 +51,6 @@ from effexport.serving.triton.spec import (
     PackageName,
     PackageSpec,
 )
-from effexport.spec import BuildSpec, is_optional
 
 EXAMPLE_LENGTH = 8
 

@@ -14,11 +14,11 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from effexport.disk import ANOTHER_FOLDER, write_error
-from effexport.dtypes import TensorInfo, check_tensors
-from effexport.errors import UserError
-from effexport.files import abandoned, created_folder, file_digest, json_text
-from effexport.records import record_from_values, values_of_file
+from effexport.base.disk import ANOTHER_FOLDER, write_error
+from effexport.base.dtypes import TensorInfo, check_tensors
+from effexport.base.errors import UserError
+from effexport.base.files import abandoned, created_folder, file_digest, json_text
+from effexport.base.records import record_from_values, values_of_file
 from effexport.serving.engine.signature import STRING, TEXT_INPUT
 from effexport.serving.triton.spec import SERVER_PATH, BackendName, PackageName
 

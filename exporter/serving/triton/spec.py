@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.option_fields import A_NUMBER, Option, Options, option
 from effexport.models.validation import SpecError, require
-from effexport.option_fields import A_NUMBER, Option, Options, option
 from effexport.runners.options import IMPLEMENTATIONS
 
 # Triton's backends that can run an artifact, in order of preference.

@@ -68,7 +68,7 @@ def compare_length(runners: Mapping[str, Any], model: Model, length: int, timed:
     """One row of the table, and its problem, if any. The last quarter of the tokens is masked."""
     import numpy as np
 
-    from effexport.errors import GraphWarning
+    from effexport.base.errors import GraphWarning
     from effexport.runners.feeds import limits_from_spec
 
     limit = max(limits_from_spec(model.spec).indices.values(), default=1)

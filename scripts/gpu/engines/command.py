@@ -37,7 +37,7 @@ from gpu.engines.second_runner import why_no_second_runner
 from gpu.wheels import install_wheels
 
 if TYPE_CHECKING:
-    from effexport.spec import BuildSpec
+    from effexport.base.spec import BuildSpec
 
 TARGETS = ("trt", "trt-rtx")
 # large enough that kernels take longer than launches, and small enough for the CPU as the reference
@@ -172,9 +172,9 @@ class Call:
 
 def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
     """The specs to build: all variants, and the causal ones that decode. Raises SetupError for an unknown name."""
+    from effexport.base.spec import build_spec_from_options
     from effexport.models.validation import SpecError
     from effexport.models.variants import ATTENTION_SPECS
-    from effexport.spec import build_spec_from_options
 
     variants = options.variants.split(",") if options.variants else list(ATTENTION_SPECS)
     pairs = list(itertools.product(variants, options.precisions.split(",")))

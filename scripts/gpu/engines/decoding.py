@@ -58,8 +58,8 @@ def decoded(decoder: DecodeRunner, model: Model) -> Arrays:
     """All outputs for prompts and the tokens after them, and the state at the end; the last prompt is half as long."""
     import numpy as np
 
+    from effexport.base.spec import MASK_NAME
     from effexport.runners.feeds import limits_from_spec
-    from effexport.spec import MASK_NAME
 
     rng = np.random.default_rng(0)
     name, output = model.spec.inputs[0].name, model.spec.outputs[0].name

@@ -38,8 +38,8 @@ def random_feeds(
     """Random tokens or values; the mask hides the last quarter."""
     import numpy as np
 
-    from effexport.dtypes import numpy_dtype
-    from effexport.spec import MASK_NAME
+    from effexport.base.dtypes import numpy_dtype
+    from effexport.base.spec import MASK_NAME
     from effexport.tensorrt.context import resolved
 
     feeds = {}

@@ -22,7 +22,7 @@ from gpu.engines.records import Outcome
 if TYPE_CHECKING:
     import numpy as np
 
-    from effexport.spec import BuildSpec
+    from effexport.base.spec import BuildSpec
 
     Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -119,9 +119,9 @@ def run_second(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_soak(options: argparse.Namespace) -> dict[str, Any]:
-    from effexport.errors import GraphWarning
+    from effexport.base.errors import GraphWarning
+    from effexport.base.runtimes import RUNTIMES
     from effexport.runners.options import RunOptions
-    from effexport.runtimes import RUNTIMES
     from effexport.tensorrt.cuda import open_cuda
     from effexport.tensorrt.sidecar import read_sidecar
 

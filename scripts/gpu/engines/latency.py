@@ -19,7 +19,7 @@ from gpu.engines.records import Outcome, exact
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.spec import BuildSpec
+    from effexport.base.spec import BuildSpec
     from effexport.tensorrt.runner import TrtRunner
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -92,7 +92,7 @@ def time_length(
     import numpy as np
     import torch
 
-    from effexport.errors import GraphWarning
+    from effexport.base.errors import GraphWarning
     from effexport.runners.feeds import limits_from_spec
 
     plain, graph = runners
@@ -153,9 +153,9 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
 
     For a model that hashes, the RMS error is compared with 1: buckets flip, so only gross errors can be detected.
     """
+    from effexport.base.spec import MASK_NAME
     from effexport.proof.metrics import relative_error, rms
     from effexport.proof.tolerances import arithmetic_limit
-    from effexport.spec import MASK_NAME
 
     keep = feeds[MASK_NAME][0] != 0
     actual, wanted = output[0][keep].astype("float32"), expected[0][keep].astype("float32")

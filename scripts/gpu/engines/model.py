@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpu.engines.records import Outcome, exact
 
 if TYPE_CHECKING:
-    from effexport.spec import BuildSpec
+    from effexport.base.spec import BuildSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Model:
 
     @property
     def engine(self) -> Path:
-        from effexport.runtimes import engine_name
+        from effexport.base.runtimes import engine_name
 
         return self.artifact / engine_name(self.target)
 
@@ -49,14 +49,14 @@ class Model:
     @property
     def extra(self) -> str:
         """The optional part of effexport that runs engines of the target."""
-        from effexport.runtimes import RUNTIMES
+        from effexport.base.runtimes import RUNTIMES
 
         return RUNTIMES[self.target].package.extra
 
 
 def why_left_out(target: str) -> str:
     """The error that prevents building engines for a target here; empty if there is none."""
-    from effexport.errors import EffexportError
+    from effexport.base.errors import EffexportError
     from effexport.tensorrt.bindings import BuildLog, import_api
     from effexport.tensorrt.engine_from_onnx import make_builder
     from effexport.tensorrt.spec import EngineSpec, Profile
@@ -71,8 +71,8 @@ def why_left_out(target: str) -> str:
 
 def build_artifact(model: Model) -> Outcome:
     """Build as `effexport build --target` does: compare the engine with the reference before anything is written."""
-    from effexport.build import artifact_from_spec
     from effexport.options import BuildOptions
+    from effexport.pipeline.build import artifact_from_spec
 
     _, report = artifact_from_spec(model.spec, model.artifact, BuildOptions(engines=[engine_spec(model)]))
     return Outcome({**engine_data(model.engine), "stages_s": report.seconds})
@@ -81,8 +81,8 @@ def build_artifact(model: Model) -> Outcome:
 def build_separately(model: Model) -> Outcome:
     """Build the engine without its parity check: an engine that fails it is still a result."""
     from effexport.artifact import DECODE_STEP, MODEL, PREFILL
-    from effexport.build import artifact_from_spec
-    from effexport.runtimes import engine_name
+    from effexport.base.runtimes import engine_name
+    from effexport.pipeline.build import artifact_from_spec
     from effexport.tensorrt.cuda import current_compute_capability
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 

@@ -85,7 +85,7 @@ def exact(error: BaseException) -> str:
 
 
 def json_from_results(results: Results) -> str:
-    from effexport.files import json_text
+    from effexport.base.files import json_text
 
     steps = [dataclasses.asdict(step) for step in results.steps]
     return json_text({"machine": results.machine, "steps": steps})

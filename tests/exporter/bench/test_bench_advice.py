@@ -13,6 +13,7 @@ import bench_results
 import pytest
 from build_words import options_from_words
 
+from effexport.base.errors import UserError
 from effexport.bench import advice as advise_module
 from effexport.bench import recommendation as advise_rendering
 from effexport.bench.advice import AdvicePlan, Adviser, Limits, Speed, least_ms_by_products, misses
@@ -28,8 +29,7 @@ from effexport.bench.recommendation import (
 )
 from effexport.bench.results import BenchCase, BenchRow, Status
 from effexport.bench.run import Settings
-from effexport.commands.bench import BenchRequest
-from effexport.errors import UserError
+from effexport.cli.bench import BenchRequest
 from effexport.models.validation import SpecError
 
 LENGTH = 32_768
@@ -398,7 +398,7 @@ def test_a_model_that_cannot_be_is_refused(tmp_path: Path, toml: str, flags: dic
     ],
 )
 def test_the_command_builds_the_model_that_was_measured(tmp_path: Path, toml: str, flags: dict[str, Any]) -> None:
-    from effexport.build_request import BuildRequest
+    from effexport.pipeline.request import BuildRequest
 
     plan = described(tmp_path, toml, **flags)
     for case in plan.cases:

@@ -203,8 +203,8 @@ def test_what_disagrees_is_not_timed(cli: Cli, tmp_path: Path, monkeypatch: pyte
 def test_an_exporter_that_fails_makes_a_failed_row_and_the_others_go_on(
     quick: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from effexport.commands.bench import exit_code
-    from effexport.errors import StageError
+    from effexport.base.errors import StageError
+    from effexport.cli.bench import exit_code
 
     def fail(case: Any, path: Path) -> None:
         raise StageError("plain export", "no such operator")
@@ -305,7 +305,7 @@ def test_a_benchmark_that_fits_nowhere_fails_and_is_announced_as_short(cli: Cli,
 
 def test_progress_says_how_far_and_how_long() -> None:
     from effexport.bench.costs import Pace, Step
-    from effexport.commands._console import time_left
+    from effexport.cli._console import time_left
 
     now: Iterator[float] = iter([0.0, 0.0, 10.0, 20.0])
     steps: list[Step] = []

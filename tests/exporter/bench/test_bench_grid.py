@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from effexport.base.errors import UserError
 from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers, spec_from_case, words
 from effexport.bench.presets import PRESETS, published_of
-from effexport.errors import UserError
 from effexport.models.attention_spec import attention_spec
 from effexport.models.variants.lsh.spec import LSHSpec
 

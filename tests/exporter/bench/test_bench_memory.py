@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_said_with_both_sizes(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_machine_is_described_in_words() -> None:
-    from effexport.environment import free_memory_bytes, memory_info, usable_cores
+    from effexport.base.environment import free_memory_bytes, memory_info, usable_cores
 
     assert usable_cores() >= 1
     if Path("/proc/meminfo").exists():

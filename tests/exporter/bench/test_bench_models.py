@@ -15,6 +15,7 @@ from kept import code_of, digest_of, kept
 from slow_cases import slow_after, variants_fast_for
 from small_builds import what_decides_a_build
 
+from effexport.base.errors import StageError
 from effexport.bench import candidates
 from effexport.bench import run as bench_run
 from effexport.bench.candidates import agreement, candidate_from_case, reference_of_case
@@ -27,7 +28,6 @@ from effexport.bench.models import (
     signature_of_case,
 )
 from effexport.bench.results import BenchCase
-from effexport.errors import StageError
 from effexport.export.onnx_graph import all_nodes
 from effexport.plugins.ops import DOMAIN
 

@@ -14,15 +14,15 @@ import bench_results
 import pytest
 
 from effexport.artifact import Artifact
+from effexport.base.errors import UserError
+from effexport.base.files import json_text
 from effexport.bench.advice import AdvicePlan, Limits
 from effexport.bench.grid import Grid, models_from_text, spec_from_case
 from effexport.bench.page import html_from_results, json_of_advice
 from effexport.bench.quality import judged_from_files, quality_of_cases
 from effexport.bench.recommendation import Advice, advice_from_results
 from effexport.bench.results import BenchRow
-from effexport.errors import UserError
 from effexport.evaluation.figures import Estimate, Evaluation, Objective
-from effexport.files import json_text
 from effexport.render.axes import ticks_around
 
 LENGTH = 64

@@ -19,11 +19,11 @@ import sweep_cells
 from sweep_cells import notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
+from effexport.base.errors import MissingExtraError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, CELLS, STAGING, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import PIECE_BYTES, RayExecutor, cluster_executor, import_ray, local_executor
 from effexport.bench.sweep import MAX_LOSSES, Sweep
-from effexport.errors import MissingExtraError, UserError
 from effexport.plugins.building.toolchain import gpus_here
 
 # one Ray at a time on this machine

@@ -193,5 +193,5 @@ def test_without_ray_an_address_is_refused_with_the_extra_to_install(
 
 
 def test_the_command_of_a_sweep_loads_no_framework_until_it_runs() -> None:
-    code = "import sys, effexport.commands.sweep\nassert not {'ray', 'torch', 'onnx', 'numpy'} & set(sys.modules)"
+    code = "import sys, effexport.cli.sweep\nassert not {'ray', 'torch', 'onnx', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})

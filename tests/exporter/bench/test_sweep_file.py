@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from effexport.base.errors import UserError
+from effexport.base.spec import build_spec_from_options
 from effexport.bench.cells import Cell
 from effexport.bench.sweep_file import MAX_CELLS, cells_from_file, cells_from_path, sweep_file_from_document
-from effexport.errors import UserError
 from effexport.models.validation import SpecError
-from effexport.spec import build_spec_from_options
 
 ROOT = Path(__file__).parents[3]
 PLAIN = 'variants = ["softmax", "lsh"]\nseq_lens = [64, 128]\n'

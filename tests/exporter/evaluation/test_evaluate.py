@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.evaluation.data import (
     IGNORED,
     MASKED_SHARE,

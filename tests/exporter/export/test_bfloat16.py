@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from slow_cases import slow_after
 
-from effexport.build import artifact_from_spec
-from effexport.errors import RuntimeUnsupportedError
+from effexport.base.errors import RuntimeUnsupportedError
+from effexport.base.spec import build_spec_from_options
+from effexport.pipeline.build import artifact_from_spec
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.arithmetic import check_arithmetic, check_signature
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.proof.verify import not_run_in_bfloat16
-from effexport.spec import build_spec_from_options
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

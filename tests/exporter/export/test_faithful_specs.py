@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import effexport
-from effexport.build import artifact_from_spec
-from effexport.errors import UserError
-from effexport.spec import build_spec_from_options
+from effexport.base.errors import UserError
+from effexport.base.spec import build_spec_from_options
+from effexport.pipeline.build import artifact_from_spec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 SMALL = {"dim": 32, "heads": 2, "seq_len": 64}

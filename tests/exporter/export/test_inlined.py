@@ -16,7 +16,7 @@ from small_builds import exported
 from small_specs import spec_of
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import all_nodes, graph_tensors, load_graph
 from effexport.plugins.ops import DOMAIN
@@ -25,7 +25,7 @@ from effexport.proof.inputs import random_inputs
 from effexport.proof.trace import module_of_node
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

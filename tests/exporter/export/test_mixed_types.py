@@ -16,7 +16,7 @@ from onnx import TensorProto
 from torch import Tensor, nn
 
 import effexport
-from effexport.errors import StageError
+from effexport.base.errors import StageError
 from effexport.export.onnx_from_module import at_precision
 from effexport.models import attention_from_spec
 from effexport.models.adapters import replace

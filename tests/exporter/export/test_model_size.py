@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from small_builds import module_from_path
 
-from effexport.environment import address_space_bytes, memory_info, total_memory_bytes
-from effexport.errors import StageError, UserError
+from effexport.base.environment import address_space_bytes, memory_info, total_memory_bytes
+from effexport.base.errors import StageError, UserError
+from effexport.base.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_options
 from effexport.export import module_source
 from effexport.export.module_source import check_memory, module_from_seed
 from effexport.models.attention_spec import attention_spec
-from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_options
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 HUGE_CONFIG = {"model_type": "reformer", "vocab_size": 10**9, "architectures": ["ReformerModel"]}
@@ -60,19 +60,19 @@ def test_the_memory_of_this_machine_includes_swap_and_respects_limits(
 ) -> None:
     limit = tmp_path / "limit"
     info = {"MemTotal": 8_000, "SwapTotal": 1_000}
-    monkeypatch.setattr("effexport.environment.memory_info", lambda: info)
-    monkeypatch.setattr("effexport.environment.CONTAINER_LIMITS", ((limit, limit),))
-    monkeypatch.setattr("effexport.environment.address_space_bytes", lambda: None)
+    monkeypatch.setattr("effexport.base.environment.memory_info", lambda: info)
+    monkeypatch.setattr("effexport.base.environment.CONTAINER_LIMITS", ((limit, limit),))
+    monkeypatch.setattr("effexport.base.environment.address_space_bytes", lambda: None)
     assert total_memory_bytes() == 9_000
     limit.write_text("max\n")
     assert total_memory_bytes() == 9_000
     limit.write_text("5000\n")
     assert total_memory_bytes() == 6_000
-    monkeypatch.setattr("effexport.environment.address_space_bytes", lambda: 3_000)
+    monkeypatch.setattr("effexport.base.environment.address_space_bytes", lambda: 3_000)
     assert total_memory_bytes() == 3_000
     info.clear()
     limit.unlink()
-    monkeypatch.setattr("effexport.environment.address_space_bytes", lambda: None)
+    monkeypatch.setattr("effexport.base.environment.address_space_bytes", lambda: None)
     assert total_memory_bytes() is None
 
 
@@ -93,7 +93,7 @@ def test_inspect_tells_the_size_of_a_checkpoint_that_this_machine_cannot_hold(
 
 
 def test_memory_that_runs_out_in_a_stage_is_one_message_that_names_it() -> None:
-    from effexport.build import Stopwatch
+    from effexport.pipeline.build import Stopwatch
 
     with (
         pytest.raises(StageError, match=r"exporting: not enough memory.*; use a smaller --dim"),

@@ -17,7 +17,8 @@ from slow_cases import slow_after, soak
 from small_builds import exported
 
 from effexport.artifact import Artifact
-from effexport.errors import StageError
+from effexport.base.errors import StageError
+from effexport.base.spec import OPSETS, BuildSpec
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import (
     FORBIDDEN_OPS,
@@ -35,7 +36,6 @@ from effexport.proof.metrics import relative_error
 from effexport.proof.module_runs import run_module
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.ort.runner import OrtRunner
-from effexport.spec import OPSETS, BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Specs = Callable[..., BuildSpec]

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export import onnx_graph
 from effexport.export.onnx_graph import graph_outline, load_graph, why_invalid, why_not_readable
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 import effexport
 from effexport.artifact import REFERENCE, Artifact, open_artifact
-from effexport.dtypes import TensorInfo
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import RuntimeFailedError, UserError
+from effexport.base.runtimes import RUNTIMES
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.proof.cases import stored_cases
 from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runtimes import RUNTIMES
 from effexport.serving.engine.queue import why_not_joined
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel

@@ -19,11 +19,11 @@ from written_module import DIM, Written, vectors
 
 import effexport
 from effexport.api import BuildResult
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
 from effexport.models.user.drawn_numbers import SEED
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
+    from effexport.base.dtypes import Array
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import effexport
+from effexport.base.quiet import quiet
 from effexport.export.translations import size_translation
 from effexport.models.user.size_arithmetic import Log2, arithmetic_of_sizes
-from effexport.quiet import quiet
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

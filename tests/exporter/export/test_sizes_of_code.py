@@ -19,7 +19,8 @@ from written_module import DIM, Written, vectors
 
 import effexport
 from effexport.artifact import open_artifact
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import load_graph
 from effexport.export.other_branches import Agreement, BranchSide, declared_shapes, has_shape, program_of_sides
 from effexport.export.specialised_length import Assumption, UserTrace, condition, holds, readable
@@ -28,7 +29,6 @@ from effexport.proof.inputs import case_inputs
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import signature_from_spec
-from effexport.spec import BuildSpec
 from effexport.tensorrt.spec import Profile, Range, within
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import effexport
-from effexport.cli import cli, main
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
+from effexport.cli.main import cli, main
 from effexport.models import attention_from_spec
 from effexport.models.adapters import replace
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, Replacement

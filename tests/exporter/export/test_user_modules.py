@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import effexport
-from effexport.build import Build, Stopwatch, why_sizes_fail
-from effexport.errors import StageError
+from effexport.base.errors import StageError
+from effexport.base.spec import BuildSpec
 from effexport.export.failures import first_paragraph, lies_in
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.sizes_of_code import OtherSizesError, Sizes
 from effexport.models import attention_from_spec
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.models.variants.linear.spec import LinearSpec
+from effexport.pipeline.build import Build, Stopwatch, why_sizes_fail
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

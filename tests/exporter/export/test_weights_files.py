@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import save_file
 from small_builds import module_from_path
 
+from effexport.base.spec import build_spec_from_options
 from effexport.export.module_source import module_from_seed
 from effexport.models.validation import SpecError
-from effexport.spec import build_spec_from_options
 
 pytestmark = pytest.mark.requires("torch")
 SMALL = {"variant": "lsh", "dim": 32, "heads": 2, "layers": 1, "seq_len": 64, "vocab_size": 16}

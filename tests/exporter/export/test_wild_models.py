@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import effexport
 from effexport.api import BuildResult
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
 from effexport.tensorrt.preparation import limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -14,7 +14,7 @@ from slow_cases import slow_after
 from torch import Tensor, nn
 
 import effexport
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export import written_attention
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

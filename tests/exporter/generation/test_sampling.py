@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import next_token
 

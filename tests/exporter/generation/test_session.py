@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from alphabet import Alphabet
 
-from effexport.errors import RuntimeFailedError
+from effexport.base.errors import RuntimeFailedError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import Session, Stepper
 from effexport.text.tokenizer import ByteTokenizer

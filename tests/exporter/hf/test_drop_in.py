@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
-from effexport.dtypes import TensorInfo
-from effexport.errors import MissingExtraError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import MissingExtraError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.export.exported_model import EXPORT_JSON, output_class
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.variants.linear.spec import LinearSpec
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # Scores are softmaxes of logits that differ by rounding in float32; the limit that docs/text.md states.
@@ -197,7 +197,7 @@ def test_export_json_describes_the_outputs_as_pytorch_does(masked_lm: Any, token
 
 
 def test_an_empty_file_of_weights_does_not_count_as_one(masked_lm: Any, tmp_path: Any) -> None:
-    from effexport.commands.inline import check_outputs
+    from effexport.cli.inline import check_outputs
 
     (tmp_path / "flat.onnx.data").touch()
     check_outputs(masked_lm.artifact, tmp_path / "flat.onnx", force=False)

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.build import check_axes
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.models.variants.pytorch.spec import PyTorchSpec
+from effexport.pipeline.build import check_axes
 from effexport.proof.cases import Case, kept_tokens, load_reference, save_reference, stored_cases
 from effexport.proof.check import Limit
 from effexport.proof.checks.arithmetic import check_arithmetic
 from effexport.proof.inputs import random_inputs
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx")
 # Axes of an input and an output, and the shape in which db4d7bd has stored which tokens count: an input without an

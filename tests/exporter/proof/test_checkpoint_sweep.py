@@ -13,10 +13,10 @@ from small_builds import module_from_path
 from torch import nn
 from transformers_models import inputs, same_rotations, saved, worst_error
 
+from effexport.base.spec import BuildSpec, build_spec_from_checkpoint
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
-from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # The limit that docs/checkpoints.md states.

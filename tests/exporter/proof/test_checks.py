@@ -14,7 +14,8 @@ import torch
 from small_specs import spec_of
 
 from effexport.artifact import Artifact
-from effexport.errors import StageError
+from effexport.base.errors import StageError
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.user.model import model_of_ours
 from effexport.models.variants.aft.spec import AFTSpec
@@ -30,7 +31,6 @@ from effexport.proof.reference import reference_from_model
 from effexport.proof.tolerances import arithmetic_limit, case_limit
 from effexport.proof.verify import LONG, check_long_sequence, run_checks
 from effexport.runners.feeds import limits_from_spec
-from effexport.spec import BuildSpec, build_spec_from_options
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

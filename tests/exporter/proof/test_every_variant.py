@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.build import artifact_from_spec
-from effexport.build_quantization import QuantizationData
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.pipeline.build import artifact_from_spec
+from effexport.pipeline.quantization import QuantizationData
 
 pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]
 

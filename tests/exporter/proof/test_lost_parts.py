@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, version_converter
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.verify_artifact import check_nothing_lost

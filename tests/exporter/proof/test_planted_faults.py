@@ -14,7 +14,7 @@ from fused_faults import ALL_FAULTS
 from planted_faults import CONFIGURATIONS, VARIANTS, Fault, Graph, plant
 
 from effexport.artifact import Artifact
-from effexport.errors import EffexportError
+from effexport.base.errors import EffexportError
 from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import load_reference
 from effexport.proof.verify import check_float32_ops, run_checks, verify_candidate

@@ -20,15 +20,15 @@ from faulty_torch import FUNCTIONS, KINDS, WrongFunction, WrongOperator
 from small_specs import spec_of
 
 from effexport.artifact import Artifact
-from effexport.build import artifact_from_spec
-from effexport.errors import StageError
+from effexport.base.errors import StageError
+from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
 from effexport.models.user.model import model_of_ours
+from effexport.pipeline.build import artifact_from_spec
 from effexport.proof.check import CaseLabel, Kind, not_run, passed
 from effexport.proof.float64 import PeakMemory, RoundingOperators
 from effexport.proof.module_runs import MOST_RUNS, RepeatedRuns, same_bits
 from effexport.proof.reference import FLOAT64_CASES, Answers, reference_from_model
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 SEED = 7

@@ -24,7 +24,8 @@ from safetensors.torch import save, save_file
 from transformers_models import TINY_NYSTROMFORMER, TINY_REFORMER, saved
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec
 from effexport.models.encoder.module import module_from_spec
 from effexport.proof import trace
 from effexport.proof.cases import load_reference
@@ -33,7 +34,6 @@ from effexport.proof.reference_choice import ReferenceChoice, parse_choice
 from effexport.proof.traced_module import TracedModule
 from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
 from effexport.runners.options import RunOptions
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]

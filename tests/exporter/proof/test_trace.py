@@ -16,7 +16,7 @@ from slow_cases import slow_after
 from small_specs import spec_of
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.errors import Unavailable
+from effexport.base.errors import Unavailable
 from effexport.export.module_source import module_from_seed
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof import trace as tracing

@@ -15,7 +15,7 @@ import pytest
 from fused_operators import FUSED
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.proof.cases import load_reference
 from effexport.proof.check import passed

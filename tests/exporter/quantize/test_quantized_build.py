@@ -15,7 +15,7 @@ from small_specs import spec_of
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Kind
@@ -212,7 +212,7 @@ def test_options_that_cannot_work(fields: dict[str, Any], sentence: str, tmp_pat
 
 
 def test_an_engine_needs_static_scales_and_a_gpu_that_has_the_precision(tokens: Path) -> None:
-    from effexport.build_quantization import QuantizationData
+    from effexport.pipeline.quantization import QuantizationData
 
     with pytest.raises(UserError, match="reads static scales only"):
         QuantizationData().check(spec_of("linear", precision="int8"), ["trt-rtx"])

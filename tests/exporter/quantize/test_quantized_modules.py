@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import effexport
-from effexport.errors import EffexportError, UserError
+from effexport.base.errors import EffexportError, UserError
 from effexport.proof.check import Kind
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo
+from effexport.base.units import number
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind, function_body_of, meaning_of
 from effexport.render.axes import Axis
 from effexport.render.html import html_from_document
@@ -27,7 +28,6 @@ from effexport.report.rendering.comparison import document_from_comparison
 from effexport.report.rendering.figures import error_figures
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import flat_fields
-from effexport.units import number
 
 GOOD = Check("arithmetic", CaseLabel("export", (1, 64)), "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
 BAD = Check(

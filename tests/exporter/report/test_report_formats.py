@@ -20,10 +20,12 @@ import pytest
 from build_words import options_from_words
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
-from effexport.build_request import BuildRequest
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.runtimes import ARTIFACT_RUNTIMES
+from effexport.base.spec import BuildSpec, build_spec_from_checkpoint
 from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.options import BuildOptions
+from effexport.pipeline.request import BuildRequest
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Worst
 from effexport.report.compare import Side
 from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
@@ -32,8 +34,6 @@ from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
 from effexport.report.reproduce import build_command, verify_command
-from effexport.runtimes import ARTIFACT_RUNTIMES
-from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
 EXPORT = CaseLabel("export", (1, 64))
 GOOD = Check("arithmetic", EXPORT, "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums", seq_len=64)

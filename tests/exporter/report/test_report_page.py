@@ -23,7 +23,7 @@ from page_browser import (
 )
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
-from effexport.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo
 from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.proof.check import CaseLabel, Check, Worst, not_run
 from effexport.render.html import html_from_document

@@ -11,7 +11,8 @@ import pytest
 from shell_words import words_in_bash
 
 from effexport.artifact import EngineEntry
-from effexport.errors import UserError
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec
 from effexport.models.attention_spec import attention_spec
 from effexport.proof.check import CaseLabel, Check, Kind
 from effexport.proof.reference_choice import parse_choice
@@ -22,7 +23,6 @@ from effexport.report.options import RECORDED
 from effexport.report.reading import report_from_values
 from effexport.report.rendering.formats import FORMATS, text_from_report
 from effexport.report.reproduce import build_command, verify_command
-from effexport.spec import BuildSpec
 
 FILE = Path("artifact/report.json")
 SPEC = json.loads(json.dumps(BuildSpec(model=attention_spec("softmax")).to_dict()))

@@ -12,7 +12,8 @@ import pytest
 
 import effexport
 from effexport.artifact import PREFILL, Artifact, open_artifact
-from effexport.errors import EffexportError, UserError
+from effexport.base.errors import EffexportError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.export.decode_step import onnx_with_state
 from effexport.export.module_source import module_from_seed
 from effexport.models.encoder.module import DecodeStep, Prefill
@@ -26,7 +27,6 @@ from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import decoder_in_ort
 from effexport.runners.runner import Runner
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

@@ -12,7 +12,7 @@ import pytest
 from gpu import bound as gpu_bound
 
 from effexport.artifact import Artifact
-from effexport.errors import KernelWarning
+from effexport.base.errors import KernelWarning
 from effexport.runners.ort import runner as ort_runner
 from effexport.runners.ort.runner import BoundModel
 

@@ -19,8 +19,9 @@ import pytest
 from small_specs import spec_of
 
 from effexport.artifact import Artifact
-from effexport.dtypes import TensorInfo
-from effexport.errors import EffexportError, MissingExtraError, RuntimeUnsupportedError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import EffexportError, MissingExtraError, RuntimeUnsupportedError, UserError
+from effexport.base.runtimes import RUNTIMES
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Check
@@ -33,7 +34,6 @@ from effexport.runners.artifact_runner import (
 )
 from effexport.runners.openvino.runner import OpenVinoRunner, check_precision, reason_of
 from effexport.runners.options import RunOptions
-from effexport.runtimes import RUNTIMES
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "openvino")
 Built = Callable[..., Artifact]

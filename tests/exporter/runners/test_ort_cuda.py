@@ -21,7 +21,7 @@ import onnx.parser
 import pytest
 from fake_onnxruntime import PLAIN, FakeOrt, install, parsed
 
-from effexport.errors import EffexportError, KernelWarning, RuntimeFailedError, RuntimeUnsupportedError, UserError
+from effexport.base.errors import EffexportError, KernelWarning, RuntimeFailedError, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.plugins.ops import OPS
 from effexport.runners.artifact_runner import options_from_flags

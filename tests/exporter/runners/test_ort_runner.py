@@ -11,8 +11,8 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.dtypes import TensorInfo
-from effexport.errors import EffexportError, MissingExtraError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
@@ -170,7 +170,7 @@ def test_an_attention_layer_runs_beyond_the_length_it_was_exported_for(attention
 def test_without_onnxruntime_the_error_names_the_extra(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     path = built("softmax", "encoder").path
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.setattr("effexport.runtimes.Package.version", None)
+    monkeypatch.setattr("effexport.base.runtimes.Package.version", None)
     with pytest.raises(MissingExtraError, match=r"onnxruntime is not installed; .*pip install 'effexport\[cpu\]'"):
         effexport.load(path)
 

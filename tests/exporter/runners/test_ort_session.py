@@ -18,7 +18,8 @@ from onnx import numpy_helper
 import effexport
 from effexport import RunOptions
 from effexport.artifact import Artifact
-from effexport.errors import EffexportError, KernelWarning, RuntimeUnsupportedError, UserError
+from effexport.base.errors import EffexportError, KernelWarning, RuntimeUnsupportedError, UserError
+from effexport.base.runtimes import ORT_RUNTIMES
 from effexport.export.onnx_graph import value_types
 from effexport.plugins.building.library import Library, find_library, get_library_path
 from effexport.proof.cases import load_reference
@@ -28,7 +29,6 @@ from effexport.proof.verify import verify_candidate
 from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session
 from effexport.runners.ort.providers import check_provider, providers_from_settings
-from effexport.runtimes import ORT_RUNTIMES
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

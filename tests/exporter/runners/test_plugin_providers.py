@@ -20,9 +20,10 @@ import pytest
 from fake_onnxruntime import PLAIN, WITH_SORT, FakeOrt, install
 
 from effexport import RunOptions
+from effexport.base.environment import versions
+from effexport.base.errors import KernelWarning, MissingExtraError, UserError
+from effexport.base.runtimes import RUNTIMES
 from effexport.bench.candidates import reason_without_runtime
-from effexport.environment import versions
-from effexport.errors import KernelWarning, MissingExtraError, UserError
 from effexport.plugins.building.library import Library
 from effexport.plugins.building.toolchain import Gpu
 from effexport.runners.ort import kernels, providers
@@ -31,7 +32,6 @@ from effexport.runners.ort.providers import CUDA_PLUGIN as CUDA
 from effexport.runners.ort.providers import RTX_PLUGIN as RTX
 from effexport.runners.ort.providers import PluginProvider
 from effexport.runners.ort.session import check_settings, session_from_model
-from effexport.runtimes import RUNTIMES
 from effexport.tensorrt import ort_providers as ort_tensorrt
 from effexport.tensorrt.sidecar import ShapeRange
 
@@ -319,7 +319,7 @@ StreamGetCtx WaitExternalSemaphoresAsync
 NVML_FUNCTIONS = "ErrorString Init_v2 Shutdown SystemGetDriverVersion"
 CHECK = """
 import sys
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.runners.ort.session import check_settings
 from effexport.runners.options import RunOptions
 

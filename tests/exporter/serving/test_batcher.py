@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from held_runner import HeldRunner
 
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.base.errors import RuntimeFailedError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import ClientGoneError, RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Job, TextMemory, joined_feeds, split_outputs, why_not_joined
 from effexport.serving.engine.settings import ServingSettings
-from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("serve")
 

@@ -16,16 +16,16 @@ from held_runner import HeldRunner
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.environment import usable_cores
-from effexport.errors import RuntimeFailedError
+from effexport.base.environment import usable_cores
+from effexport.base.errors import RuntimeFailedError
+from effexport.base.runtimes import RUNTIMES
+from effexport.base.spec import BuildSpec
 from effexport.proof.tolerances import arithmetic_limit
-from effexport.runtimes import RUNTIMES
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Job, Padding, padding_share
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServingTarget, why_not_padded
-from effexport.spec import BuildSpec
 
 TOKENS = Padding({"x": 1}, {"y": 1}, {})
 

@@ -16,7 +16,7 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 
 pytestmark = [
     pytest.mark.requires("torch", "onnx", "ort", "serve", "ray-serve"),

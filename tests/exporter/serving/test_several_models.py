@@ -16,7 +16,7 @@ from serving_load import Sample, ServerProcess, closed_loop, exchange_once, json
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.base.errors import RuntimeFailedError, UserError
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.serving.http.models import ServedModel, ServingTarget
 

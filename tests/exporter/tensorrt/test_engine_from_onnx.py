@@ -15,10 +15,10 @@ import onnx.parser
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
+from effexport.base.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import module_from_spec
-from effexport.spec import BuildSpec
 from effexport.tensorrt.bindings import BuildLog, check_version, import_api
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx

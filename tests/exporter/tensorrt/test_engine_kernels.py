@@ -14,7 +14,7 @@ from attention_models import PRECISIONS, SIZES, inputs, our_attention
 from slow_cases import slow_after
 
 from effexport.artifact import Artifact
-from effexport.errors import StageError
+from effexport.base.errors import StageError
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.layers import FUSED, REASON_DIMS, REASON_FLOAT32, SEPARATE, kernels_from_log

@@ -16,13 +16,13 @@ from small_builds import exported, module_from_path
 from transformers_models import saved
 
 from effexport.artifact import Artifact
-from effexport.dtypes import DTYPE_OF_PRECISION
-from effexport.errors import UserError
+from effexport.base.dtypes import DTYPE_OF_PRECISION
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec, build_spec_from_checkpoint
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import FORBIDDEN_OPS
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
-from effexport.spec import BuildSpec, build_spec_from_checkpoint
 from effexport.tensorrt.preparation import check_limits, limit_problems
 
 pytestmark = pytest.mark.requires("torch", "onnx")

@@ -13,7 +13,7 @@ import onnx.helper
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.errors import StageError, UserError
+from effexport.base.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.ptx_text import PtxTarget, ptx_target

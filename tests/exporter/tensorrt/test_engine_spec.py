@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from effexport.build_request import engines_of
-from effexport.dtypes import TensorInfo
-from effexport.errors import UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import UserError
+from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.validation import SpecError
 from effexport.options import BuildOptions
-from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.pipeline.request import engines_of
 from effexport.tensorrt.spec import (
     EngineSpec,
     Profile,

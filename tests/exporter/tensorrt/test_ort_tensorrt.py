@@ -19,12 +19,12 @@ import pytest
 from fake_onnxruntime import PLAIN, WITH_SORT, FakeOrt, install, parsed
 
 from effexport import RunOptions
-from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
+from effexport.base.errors import KernelWarning, RuntimeUnsupportedError, UserError
+from effexport.base.runtimes import ORT_RUNTIMES
+from effexport.base.spec import BuildSpec
 from effexport.plugins.building.library import Library
 from effexport.runners.ort import kernels
 from effexport.runners.ort.session import session_from_model
-from effexport.runtimes import ORT_RUNTIMES
-from effexport.spec import BuildSpec
 from effexport.tensorrt import ort_providers as ort_tensorrt
 from effexport.tensorrt.sidecar import ShapeRange
 from effexport.tensorrt.spec import default_profile

@@ -18,7 +18,7 @@ from emulated_plugins import Call, array_of, emulated_op, execute, relative_rms
 from random_graphs import random_graph
 from small_specs import spec_of
 
-from effexport.errors import StageError
+from effexport.base.errors import StageError
 from effexport.export.onnx_graph import load_graph
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.contract import Case, load_contract

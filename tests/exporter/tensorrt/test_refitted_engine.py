@@ -13,7 +13,7 @@ import pytest
 from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.export.onnx_graph import load_graph, model_digest
 from effexport.tensorrt import engine_from_onnx as refit
 from effexport.tensorrt.preparation import prepared_model

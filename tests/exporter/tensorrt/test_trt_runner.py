@@ -19,8 +19,8 @@ import pytest
 from fake_tensorrt import FakeContext, FakeCuda, FakeEngine, FakeModel, FakeRuntime, FakeTensorRT
 from tensorrt_stub import declared
 
-from effexport.dtypes import TensorInfo, numpy_dtype
-from effexport.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
+from effexport.base.dtypes import TensorInfo, numpy_dtype
+from effexport.base.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Runner

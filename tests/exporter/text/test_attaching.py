@@ -14,7 +14,7 @@ from transformers_models import TINY_OF_TEXTS, saved
 
 import effexport
 from effexport.artifact import open_artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.text.attaching import TokenizerSource, copy_tokenizer
 from effexport.text.fast_tokenizer import tokenizer_from_artifact
 from effexport.text.tokenizer import ByteTokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from random_tokenizers import SENTENCES, TEXTS, TOKENIZERS, saved_tokenizer
 
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.text.fast_tokenizer import FastTokenizer, fast_tokenizer
 from effexport.text.tokenizer import ByteTokenizer
 

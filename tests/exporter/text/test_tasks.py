@@ -19,7 +19,7 @@ from transformers_models import same_rotations
 
 import effexport
 from effexport.artifact import open_artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.text.task import TextOptions
 from effexport.text.tasks import FillMask, labels_from_config
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.runtimes import engine_name
+from effexport.base.runtimes import engine_name
 from effexport.serving.triton.package import PackageResult, package_artifact
 from effexport.serving.triton.spec import PackageSpec
 from effexport.tensorrt.sidecar import EngineInfo, summary_of_engine, write_sidecar

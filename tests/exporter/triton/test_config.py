@@ -10,7 +10,7 @@ import pytest
 from triton_server import ask_client
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.base.errors import UserError
 from effexport.serving.triton.config import quoted
 from effexport.serving.triton.package import PackageResult
 

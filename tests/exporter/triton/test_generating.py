@@ -15,7 +15,7 @@ from alphabet import Alphabet
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.errors import EffexportError, UserError
+from effexport.base.errors import EffexportError, UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
 from effexport.serving.engine.errors import RequestError

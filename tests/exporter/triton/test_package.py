@@ -20,7 +20,7 @@ from small_specs import spec_of
 from weights_elsewhere import move_weights
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.errors import DiskError, UserError
+from effexport.base.errors import DiskError, UserError
 from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import value_error
@@ -325,7 +325,7 @@ def test_an_interrupted_packaging_is_cleared_away_by_the_next(built: Built, pack
 def test_two_at_a_time_give_two_versions(
     built: Built, other_weights: Callable[..., Path], package: Packaging, tmp_path: Path
 ) -> None:
-    program = "from effexport.cli import main; main()"
+    program = "from effexport.cli.main import main; main()"
     folders = (built("softmax").path, other_weights("softmax"))
     running = [
         subprocess.Popen(

@@ -13,8 +13,8 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.dtypes import TensorInfo
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import RuntimeFailedError, UserError
 from effexport.runners.feeds import FeedLimits
 from effexport.serving.engine.texts import options_from_parameters
 from effexport.serving.triton.instance import TritonRequest, run_merged, run_requests

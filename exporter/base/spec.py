@@ -1,0 +1,369 @@
+"""The spec of a build: a model spec and export options, from command-line flags and a TOML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
+from effexport.base.toml_file import read_toml
+from effexport.models.attention_spec import (
+    AttentionSpec,
+    attention_spec,
+    field_names,
+    known_fields,
+)
+from effexport.models.checkpoints.spec import spec_from_checkpoint
+from effexport.models.contract import ModelContract, contract_from_recipe
+from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling
+from effexport.models.shapes import count
+from effexport.models.size_formula import shape_of
+from effexport.models.validation import (
+    ShortRepr,
+    check_field_types,
+    did_you_mean,
+    require,
+    shown,
+    shown_name,
+)
+from effexport.models.variants import ATTENTION_SPECS
+
+if TYPE_CHECKING:
+    from effexport.models.user.spec import ModuleSpec
+
+Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# Which golden values an artifact keeps.
+Golden = Literal["full", "small", "none"]
+GOLDEN: tuple[str, ...] = get_args(Golden)
+# fp8 in Q/DQ pairs
+OPSET_OF_FP8 = 19
+OPSETS = range(18, 25)
+# Scopes that options choose; a checkpoint and a module have their own.
+SCOPES = ("encoder", "attention")
+MASK_NAME = "attention_mask"
+# Values of missing inputs: every token is kept and belongs to the first segment.
+INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
+# The graph of a decode step returns each state under the name of its input with this prefix.
+NEXT_PREFIX = "next_"
+# protobuf is limited to 2 GB; this leaves room for the graph itself
+EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
+# Of users' own modules, which cannot say it themselves.
+INDEPENDENT = "independent_samples"
+QUANTIZATION_FIELDS = ("quantization", "keep_float", "quantize_embeddings", "smooth", "max_loss")
+
+
+def is_optional(tensor: TensorInfo) -> bool:
+    """True if an input may be left out: one of INPUT_DEFAULTS, but no mask of floats that are added to scores."""
+    return tensor.name in INPUT_DEFAULTS and not tensor.dtype.startswith(("float", "bfloat"))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BuildSpec(ShortRepr):
+    """A model and how to export it.
+
+    batch: the batch size of the first case of the parity check.
+    fused: whether attention is exported as one custom operator if the variant has one, or as standard operators, for
+    tools that support neither our kernels nor function bodies.
+    inline: whether the file has the bodies of custom operators in place of the operators, so that it contains standard
+    operators only.
+    pool, truncate_dim, normalize, top_k: of the `head`.
+    quantization: whether int8 activations get a scale for each token as the model runs ("dynamic", default of int8),
+    or one for all from calibration ("static", and fp8).
+    keep_float: layers that are not quantised, by path, or modules around them. quantize_embeddings: round tables of
+    embeddings to int8, too. smooth: α of SmoothQuant, folded into layer norms; None without it.
+    max_loss: the largest RMS error against the float model that quantisation may cause, as a share of the RMS: layers
+    are put back to float until it holds.
+    golden: which cases of the proof the artifact keeps, with PyTorch's answers: all, some short ones, or none.
+    """
+
+    model: ModelContract
+    batch: int = 1
+    precision: Precision = "fp32"
+    opset: int = 20
+    seed: int = 0
+    external_data: bool = False
+    fused: bool = True
+    inline: bool = False
+    pool: Pooling | None = None
+    truncate_dim: int | None = None
+    normalize: bool = False
+    top_k: int | None = None
+    quantization: Scales | None = None
+    keep_float: tuple[str, ...] = ()
+    quantize_embeddings: bool = False
+    smooth: float | None = None
+    max_loss: float | None = None
+    golden: Golden = "full"
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        require(
+            self.precision in list(DTYPE_OF_PRECISION),  # a list compares, a dict would hash what may be a list
+            f"precision is {shown(self.precision)}; expected {', '.join(DTYPE_OF_PRECISION)}",
+        )
+        self.check_quantization()
+        require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
+        require(self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
+        require(self.golden in GOLDEN, f"golden is {shown(self.golden)}; expected {', '.join(GOLDEN)}")
+        self.head.check(self.model)
+
+    def check_quantization(self) -> None:
+        """Raise SpecError for options of quantisation that contradict each other or cannot work."""
+        given = [name for name in QUANTIZATION_FIELDS if getattr(self, name) not in (None, (), False)]
+        require(
+            self.is_quantized or not given,
+            f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {self.precision}",
+        )
+        require(
+            isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),
+            f"keep_float is {shown(self.keep_float)}; expected a list of layers, such as ['lm_head']",
+        )
+        known = ("dynamic", "static")
+        require(
+            self.quantization in (None, *known),
+            f"quantization is {shown(self.quantization)}; expected {' or '.join(known)}",
+        )
+        require(
+            self.precision != "fp8" or self.quantization != "dynamic",
+            "fp8 has static scales; leave --quantization out, or use --precision int8",
+        )
+        require(
+            self.precision != "fp8" or self.opset >= OPSET_OF_FP8,
+            f"opset is {self.opset}; expected at least {OPSET_OF_FP8} for fp8",
+        )
+        require(
+            self.smooth is None or 0 < self.smooth < 1,
+            f"smooth is {self.smooth}; expected a number between 0 and 1, usually 0.5",
+        )
+        require(
+            self.max_loss is None or self.max_loss > 0,
+            f"max_loss is {self.max_loss}; expected a positive number, such as 0.02 for 2 % of the output's RMS",
+        )
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.precision in QUANTIZED
+
+    @property
+    def scales(self) -> Scales:
+        """Of the inputs of quantised layers."""
+        return self.quantization or ("static" if self.precision == "fp8" else "dynamic")
+
+    @property
+    def arithmetic(self) -> str:
+        """The precision of everything that is not quantised."""
+        return "fp32" if self.is_quantized else self.precision
+
+    @property
+    def head(self) -> Head:
+        """The file's outputs, if they differ from the model's."""
+        return Head(self.pool, self.normalize, self.truncate_dim, self.top_k)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        attention: AttentionSpec = self.model.attention
+        return attention
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the float inputs and outputs."""
+        return DTYPE_OF_PRECISION[self.precision]
+
+    @property
+    def custom_ops(self) -> dict[str, int]:
+        """The number of nodes of each custom operator in the file."""
+        return {} if self.inline else self.model.custom_ops(self.fused)
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]:
+        of_model = tuple(
+            TensorInfo(name, self.dtype_of(name, self.dtype if name == "hidden_states" else "int64"), dims)
+            for name, dims in self.model.inputs.items()
+        )
+        return (*of_model, *(TensorInfo(name, "int64", dims) for name, dims in self.head.inputs().items()))
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        if self.head.is_wanted:
+            return tuple(
+                TensorInfo(name, "int64" if name == TOKENS else self.dtype, dims)
+                for name, dims in self.head.outputs(self.model).items()
+            )
+        outputs = self.model.outputs.items()
+        return tuple(TensorInfo(name, self.dtype_of(name, self.dtype), dims) for name, dims in outputs)
+
+    @property
+    def has_decode_step(self) -> bool:
+        """True if the artifact also has graphs that run token by token."""
+        return self.model.has_decode_step and not self.head.is_wanted
+
+    @property
+    def pooled_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that have no axis of tokens."""
+        fixed = self.model.fixed_seq_len is not None and not self.head.is_wanted  # then the length is a number
+        return () if fixed else tuple(tensor.name for tensor in self.outputs if "seq" not in tensor.dims)
+
+    @property
+    def ranked_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that are indices in the order of their scores."""
+        return () if self.top_k is None else (TOKENS,)
+
+    def dtype_of(self, name: str, usual: str) -> str:
+        """The element type of an input or output. usual: if the model does not say otherwise."""
+        found = self.model.element_types.get(name, usual)
+        return self.dtype if found == "float" else found
+
+    @property
+    def least_bytes(self) -> int:
+        """Memory that no build can do without: the weights in float32, and one call with the example's batch and
+        length. A build takes several times this."""
+        others = {dim: 1 for tensor in self.inputs for dim in tensor.dims if isinstance(dim, str)}
+        sizes = {**others, "batch": self.batch, "seq": self.model.seq_len}
+        outputs = (math.prod(shape_of(tensor.dims, sizes)) for tensor in self.outputs)
+        call = max(self.model.least_elements(self.batch, self.model.seq_len), sum(outputs))
+        return 4 * (count(self.model.weights()) + call)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; `from_dict` reads it back."""
+        # without what it does not use, an older effexport can read it
+        left_out = [*(() if self.is_quantized else QUANTIZATION_FIELDS), *["golden"] * (self.golden == "full")]
+        plain = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("model", *left_out)
+        }
+        recipe = self.model.recipe
+        return {"scope": recipe.pop("scope"), **plain, **recipe}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
+        """The inverse of `to_dict`. Raises SpecError for values that cannot work."""
+        options = dict(values)
+        scope, model = options.pop("scope", None), options.pop("model", None)
+        require(isinstance(model, Mapping), f"the spec has {shown(model)} as its model; expected a table of fields")
+        return cls(model=contract_from_recipe(scope, model), **known_fields(cls, options, "a build"))
+
+
+BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
+ENCODER_FIELDS = [name for name in field_names(EncoderSpec) if name != "attention"]
+_EXAMPLE = 'expected a TOML file with options of the model, such as variant = "lsh"'
+_TABLES = ("attention", "encoder", "build")
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    """The contents of a spec file. name: for messages. values: options, flat. engine: those of engines."""
+
+    name: str
+    values: dict[str, Any]
+    engine: dict[str, Any]
+
+
+def build_spec_from_options(flags: Mapping[str, Any], spec_file: SpecFile | Path | None) -> BuildSpec:
+    """Merge a TOML file with flags; flags win, and a flag of None means "not given".
+
+    Any field of BuildSpec, EncoderSpec or the variant's AttentionSpec may be set, plus `variant` and `scope`.
+    Raises UserError for an unreadable file and SpecError for fields that do not exist or values that cannot work.
+    """
+    file = read_spec_file(spec_file) if isinstance(spec_file, Path) else spec_file
+    options = dict(file.values) if file else {}
+    options |= {name: value for name, value in flags.items() if value is not None}
+    names = ", ".join(ATTENTION_SPECS)
+    require("variant" in options, f"no variant given{f' in {file.name}' if file else ''}; expected one of: {names}")
+    variant, scope = options.pop("variant"), options.pop("scope", "encoder")
+    require(scope in SCOPES, f"scope is {shown(scope)}; expected {' or '.join(SCOPES)}")
+    # an unknown variant is reported before its options are looked at
+    known_attention = field_names(type(attention_spec(variant)))
+
+    groups: dict[str, dict[str, Any]] = {"build": {}, "encoder": {}, "attention": {}}
+    for name, value in options.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if name in BUILD_FIELDS:
+            groups["build"][name] = value
+        elif name in ENCODER_FIELDS:
+            require(scope == "encoder", f"{name} belongs to the encoder; it does not apply to scope attention")
+            groups["encoder"][name] = value
+        else:
+            known = known_attention + BUILD_FIELDS + ENCODER_FIELDS
+            label = f"--{name.replace('_', '-')}" if flags.get(name) is not None else name
+            elsewhere = [other for other, spec in ATTENTION_SPECS.items() if name in field_names(spec)]
+            require(
+                name in known_attention or not elsewhere,
+                f"{label} does not apply to {variant}, only to: {', '.join(elsewhere)}; leave it out",
+            )
+            require(
+                name in known_attention,
+                f"{variant} has no field {shown(name)}{did_you_mean(name, known)} Fields: {', '.join(known)}",
+            )
+            groups["attention"][name] = value
+    attention = attention_spec(variant, groups["attention"])
+    model = EncoderSpec(attention=attention, **groups["encoder"]) if scope == "encoder" else attention
+    return BuildSpec(model=model, **groups["build"])
+
+
+# Fields that flags may set for a checkpoint; config.json decides all others.
+_CHECKPOINT_OPTIONS = ("task", "seq_len", "num_hashes", "pinv_init")
+
+
+def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[BuildSpec, tuple[str, ...]]:
+    """The spec of a checkpoint folder, and sentences that its users should read.
+
+    The seed of the build also draws the rotations of LSH layers, unless config.json has a hash_seed.
+    Raises SpecError for a folder that is not a checkpoint, an unsupported one, or flags that it decides itself.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name in given:
+        require(
+            name in _CHECKPOINT_OPTIONS or name in BUILD_FIELDS,
+            f"--{name.replace('_', '-')} was given with --checkpoint, whose config.json decides it; leave it out",
+        )
+    options = {name: given[name] for name in _CHECKPOINT_OPTIONS if name in given}
+    model, notes = spec_from_checkpoint(folder, options, given.get("seed"))
+    return BuildSpec(model=model, **build_fields(given)), notes
+
+
+def build_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a BuildSpec among these; lists become tuples."""
+    fields = {name: given[name] for name in BUILD_FIELDS if name in given}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> BuildSpec:
+    """The spec of a user's own module. model: from `spec_from_module`, which reads the flag seq_len.
+
+    Raises SpecError for flags that the module decides itself.
+    """
+    given = {key: value for key, value in flags.items() if value is not None}
+    for key in given:
+        require(
+            key in ("seq_len", INDEPENDENT) or key in BUILD_FIELDS,
+            f"--{key.replace('_', '-')} was given with --module, which decides it; leave it out",
+        )
+    independent = given.get(INDEPENDENT, False)
+    return BuildSpec(model=replace(model, independent_samples=independent), **build_fields(given))
+
+
+def read_spec_file(source: str | Path | Mapping[str, Any]) -> SpecFile:
+    """A spec file, or the dictionary of one; the tables [attention], [encoder] and [build] are optional grouping."""
+    document = dict(source) if isinstance(source, Mapping) else read_toml(Path(source), "spec", _EXAMPLE)
+    name = "spec" if isinstance(source, Mapping) else str(source)
+    engine = document.pop("engine", {})
+    require(isinstance(engine, dict), f"{name} has engine = {shown(engine)}; expected a table, [engine]")
+    values: dict[str, Any] = {}
+    tables = [document.pop(table) for table in _TABLES if isinstance(document.get(table), dict)]
+    for key, value in (pair for table in (document, *tables) for pair in table.items()):
+        field = key.replace("-", "_")
+        require(
+            not isinstance(value, dict),
+            f"unknown table [{shown_name(key)}] in {name}; expected {', '.join((*_TABLES, 'engine'))}",
+        )
+        require(field not in values, f"{name} sets {shown_name(field)} twice")
+        values[field] = value
+    return SpecFile(name, values, {key.replace("-", "_"): value for key, value in engine.items()})
+
+
+def options_from_toml(path: Path) -> dict[str, Any]:
+    """The options of a spec file, but for those of engines."""
+    return read_spec_file(path).values

@@ -1,0 +1,208 @@
+"""The lines of `effexport build` and `effexport refit` about the artifact that they have written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from effexport.artifact import files_of_folder
+from effexport.base.errors import UserError
+from effexport.base.one_line import say
+from effexport.base.runtimes import RUNTIMES
+from effexport.base.shell import command_line
+from effexport.base.units import NOTHING, counted, megabytes, memory, number, rough_duration, seconds
+from effexport.cli._console import cell, implementation_text
+from effexport.proof.check import (
+    NOT_MEASURED,
+    Check,
+    Kind,
+    by_name,
+    excess,
+    only_weights_failed,
+    outcome_of,
+    outcomes_text,
+    summary,
+)
+from effexport.report.problems import problems_of
+from effexport.report.rendering.text import cases_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from effexport.api import BuildResult
+    from effexport.artifact import Artifact, EngineEntry
+    from effexport.report.model import Report
+
+
+# Of golden values, from which on there is a note.
+MANY_BYTES = 10_000_000
+
+
+def json_of_result(result: BuildResult) -> None:
+    """Print what --json says about an artifact that was written."""
+    import msgspec
+
+    from effexport.cli.main import print_json
+
+    report = result.report
+    answer = {"artifact": str(result.path), "verdict": report.verdict, "implementation": report.implementation}
+    print_json(answer | msgspec.to_builtins(result.artifact.manifest))
+
+
+def print_result(console: Console, result: BuildResult, about: str = "", *, verb: str, verbose: bool) -> None:
+    """Print three lines: what is proven, what was written, and the next command. verbose, or if not all could be
+    checked: first the checks, the notes and the engines, which the report has.
+
+    about: which model the verdict is about, if not PyTorch's. verb: what was done to the artifact.
+    """
+    artifact, report = result.artifact, result.report
+    notes = [*report.notes, *golden_note(artifact)]
+    if verbose or report.verdict != "passed":
+        print_details(console, artifact, report, notes)
+    say(console, verdict_text(report, about or "PyTorch"))
+    size = sum(path.stat().st_size for path in files_of_folder(artifact.path).values())
+    engines = "".join(f", {engine.file}" for engine in report.engines)
+    others = f"; {counted(len(notes), 'note')} in the report" if notes and not verbose else ""
+    say(
+        console,
+        f"{artifact.path}: {memory(size)}, {report.title}, {artifact.spec.precision}{engines}, {verb} in "
+        f"{rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}{others}",
+    )
+    say(console, f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html")
+
+
+def print_details(console: Console, artifact: Artifact, report: Report, notes: Sequence[str]) -> None:
+    print_checks(console, report.checks)
+    if report.quantization is not None:
+        from effexport.report.rendering.quantization import quantization_text
+
+        say(console, quantization_text(report.quantization))
+    for note in notes:
+        say(console, f"note: {note}", style="yellow")
+    for engine in report.engines:
+        print_engine(console, artifact, engine)
+
+
+def verdict_text(report: Report, title: str) -> str:
+    """`equal to PyTorch, 35 checks passed; the closest to its limit is arithmetic with 12 % of it`."""
+    verdict = {"passed": "equal to", "failed": "NOT proven equal to", "not run": "NOT compared with"}[report.verdict]
+    worst = max(report.checks, key=share_used, default=None)
+    closest = ""
+    if worst is not None and share_used(worst) > 0 and report.verdict == "passed":
+        closest = f"; the closest to its limit is {worst.name} with {100 * share_used(worst):.2g} % of it"
+    return f"{verdict} {title}, {outcomes_text(report.checks)}{closest}"
+
+
+def share_used(check: Check) -> float:
+    """The share of its limit that a check used; 0 if it did not measure anything."""
+    return excess(check.value, check.limit) if check.status == "passed" and check.limit else 0.0
+
+
+def golden_note(artifact: Artifact) -> list[str]:
+    """A sentence on golden values that take more room than is usual beside their model; none if they do not."""
+    from effexport.artifact import REFERENCE
+
+    golden, manifest = artifact.spec.golden, artifact.manifest
+    size = manifest.files[REFERENCE].bytes if artifact.has_golden else 0
+    if golden != "full" or size <= max(MANY_BYTES, manifest.model_bytes):
+        return []
+    return [f"{REFERENCE} holds {megabytes(size)} of golden values; --golden small keeps at most 1 MB of them"]
+
+
+def next_step(artifact: Artifact, report: Report) -> str:
+    """The next step with an artifact that was written: prove what could not be proven here, or try it out."""
+    from effexport.base.runtimes import BFLOAT16_RUNTIME
+    from effexport.report.reproduce import source_option
+
+    unproven = [
+        engine.target
+        for engine in report.engines
+        if any(check.status == "not run" and check.target == engine.target for check in report.checks)
+    ]
+    if unproven:
+        verify = command_line("effexport", "verify", artifact.path, ("--runtime", unproven[0]))
+        return f"on a machine with a GPU, {verify}"
+    if report.verdict == "not run":  # ONNX Runtime has no arithmetic in bfloat16 on CPUs
+        package = BFLOAT16_RUNTIME.package
+        where = "" if package.version else f"with OpenVINO ({package.remedy}), "
+        return where + command_line("effexport", "verify", artifact.path, ("--runtime", BFLOAT16_RUNTIME.name))
+    source = [] if artifact.has_golden else source_option(report)
+    verify = command_line("effexport", "verify", artifact.path, *(source or ()))
+    if source is None:
+        verify = f"in Python, effexport.verify({str(artifact.path)!r}, module=model)"
+    return f"{fill} or {verify}" if (fill := fill_mask_command(artifact)) else verify
+
+
+def fill_mask_command(artifact: Artifact) -> str:
+    """A command that tries out a model that fills masks; "" for others, and without a tokenizer."""
+    from effexport.text.tasks import FillMask, task_from_artifact
+
+    try:
+        task = task_from_artifact(artifact)
+    except UserError:
+        return ""
+    if not isinstance(task, FillMask):
+        return ""
+    text = f"Paris is the {task.reader.tokenizer.mask_token} of France."
+    return command_line("effexport", "run", artifact.path, ("--fill-mask", text))
+
+
+def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:
+    """Print the remarks on an engine, and one line about it."""
+    from effexport.report.rendering.text import sizes
+
+    for remark in engine.remarks:
+        say(console, f"note: {remark}", style="yellow")
+    say(
+        console,
+        f"{artifact.path}/{engine.file}: {RUNTIMES[engine.target].label} {engine.tensorrt_version}, "
+        f"{megabytes(engine.bytes)}, built in {seconds(engine.build_seconds)}, {sizes(engine.profiles)}"
+        f"{implementation_text(engine.implementation, 'is a')}",
+    )
+
+
+_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "not applicable": "dim"}
+
+
+def print_checks(console: Console, checks: Sequence[Check], divergence: str = "") -> None:
+    """Print one row per kind of check. Failures come first, because a reader begins at the top, and before them the
+    first divergence inside the graph, unless it is known to follow from other weights; below the table comes what did
+    not run, and whether the reference disagreed with itself."""
+    problems = problems_of(checks)
+    weights_first = only_weights_failed(checks)
+    if divergence and not weights_first:
+        say(console, divergence, style="bold")
+    for problem in problems:
+        if problem.outcome == "failed":
+            say(console, problem.text, style=_STYLES["failed"])
+    if divergence and weights_first:
+        say(console, divergence, style="bold")
+    print_table(console, checks)
+    for problem in problems:
+        if problem.outcome != "failed":
+            say(console, problem.text, style=_STYLES[problem.outcome])
+    for check in checks:
+        if check.kind == Kind.REFERENCE_REPEATABLE and check.detail:
+            say(console, f"note: {check.detail}", style="yellow")
+
+
+def print_table(console: Console, checks: Sequence[Check]) -> None:
+    from rich.table import Table
+
+    table = Table("check", "result", "metric", box=None, pad_edge=False)
+    for title in ("worst", "limit", "cases"):
+        table.add_column(title, justify="right")
+    groups = by_name(checks)
+    for name, entry in summary(checks).items():
+        group = groups[name]
+        outcome = outcome_of(group)
+        measured = outcome in ("passed", "failed") and entry["metric"] != NOT_MEASURED
+        table.add_row(
+            cell(name),
+            cell(outcome, _STYLES[outcome]),
+            cell(entry["metric"] if measured else NOTHING),
+            number(entry["worst"]),
+            number(entry["limit"]),
+            cases_text(group),
+        )
+    console.print(table)

@@ -1,0 +1,175 @@
+"""`effexport inline`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.artifact import check_output_file
+from effexport.base.errors import UserError
+from effexport.base.one_line import say
+from effexport.base.option_fields import A_FILE, Option, Options, argument, option
+from effexport.base.units import megabytes
+from effexport.cli._console import result_console, stage_progress, stderr_console
+from effexport.cli._verbs import verb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from effexport.artifact import Artifact
+    from effexport.proof.check import Check
+
+STAGE = "inline"
+
+
+@dataclass(frozen=True)
+class InlineOptions(Options):
+    """The options of `effexport inline`."""
+
+    artifact: Path = field(metadata=argument("An artifact folder."))
+    _: KW_ONLY
+    output: Path = field(metadata={"option": Option("ONNX file to write.", short="-o", metavar=A_FILE)})
+    force: bool = option(False, "Replace an existing file.")
+
+
+@verb("inline", InlineOptions)
+def command(options: InlineOptions, as_json: bool) -> None:
+    """Write the model of an artifact with standard operators only, for tools that know no model-local functions.
+
+    The definition of each custom operator takes the place of the operator. The file is compared with the stored answers
+    of PyTorch, as by effexport verify --model, and written only if every check passes. External weights go into a
+    second file, OUTPUT.data; one that the model does not need is left as it is. To build such a model in the first
+    place, use effexport build --inline.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.cli.main import print_json
+    from effexport.proof.check import passed, summary
+    from effexport.report.model import dict_of_check
+
+    output = options.output
+    opened = open_artifact(options.artifact)
+    check_outputs(opened, output, force=options.force)
+    with stage_progress(stderr_console()) as on_stage:
+        written = write_inlined(opened, output, on_stage, force=options.force)
+    if as_json:
+        print_json(
+            {
+                "artifact": str(options.artifact),
+                "output": str(output),
+                "files": list(map(str, written.files)),
+                "bytes": written.bytes,
+                "opset": opened.spec.opset,
+                "nodes": written.nodes,
+                "inlined": opened.manifest.custom_ops,
+                "passed": passed(written.checks),
+                "summary": summary(written.checks),
+                "checks": [dict_of_check(check) for check in written.checks],
+            }
+        )
+    say(result_console(as_json=as_json), written_text(written, opened, output))
+
+
+@dataclass(frozen=True)
+class Written:
+    """The result: files with their total size, the number of nodes, and the checks, none of which failed."""
+
+    files: tuple[Path, ...]
+    bytes: int
+    nodes: int
+    checks: list[Check]
+
+
+def check_outputs(artifact: Artifact, output: Path, *, force: bool) -> None:
+    """Refuse, before any work, files that exist or cannot be written. Raises UserError."""
+    check_output_file(output, force=force)
+    weights = artifact.manifest.files.get(f"{artifact.model_path.name}.data")
+    if weights is not None and weights.bytes > 0:
+        check_output_file(data_file(output), force=force)
+
+
+def data_file(output: Path) -> Path:
+    return output.with_name(f"{output.name}.data")
+
+
+def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], None], *, force: bool = False) -> Written:
+    """Write the inlined model of an artifact, checked, or nothing.
+
+    Raises StageError if a check fails, UserError for a file of weights that exists, unless `force`, and as
+    `write_error` if the files cannot be written.
+    """
+    from effexport.base.disk import ANOTHER_FILE, write_error
+    from effexport.base.errors import StageError, UserError
+    from effexport.base.files import partial_folder
+    from effexport.proof.cases import stored_cases
+    from effexport.proof.verify import verify_candidate
+    from effexport.report.rendering.text import failure_lines
+    from effexport.runners.options import RunOptions
+
+    if not artifact.has_golden:
+        raise UserError(
+            f"{artifact.path} keeps no golden values (--golden none) to compare the inlined file with; build the "
+            "artifact with --inline, or with --golden small"
+        )
+    try:
+        # the model names the file of its weights, so both are made under their final names in a folder of their own
+        with partial_folder(output) as folder:
+            model = folder / output.name
+            on_stage("inlining function bodies")
+            nodes = save_inlined(artifact, model)
+            if data_file(model).is_file():
+                check_output_file(data_file(output), force=force)
+            on_stage("comparing with the golden file")
+            cases = stored_cases(artifact.reference_path, artifact.spec)
+            checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.decisions, RunOptions()).checks
+            if any(check.status == "failed" for check in checks):
+                raise StageError(STAGE, *failure_lines(checks))
+            made = [file for file in (data_file(model), model) if file.is_file()]
+            size = sum(file.stat().st_size for file in made)
+            files = [file.replace(output.with_name(file.name)) for file in made]
+    except OSError as error:
+        raise write_error(output, error, ANOTHER_FILE) from error
+    return Written(tuple(reversed(files)), size, nodes, checks)
+
+
+def save_inlined(artifact: Artifact, path: Path) -> int:
+    """Write the inlined model, check its signature, and return how many nodes it has.
+
+    Raises UserError for a model that onnx_ir does not read or write, as one with unknown types, or texts that are none.
+    """
+    import onnx_ir as ir
+
+    from effexport.export.inlined import inline_functions
+    from effexport.export.onnx_from_module import save
+    from effexport.export.onnx_graph import GraphSignature, check_graph
+
+    spec = artifact.spec
+    try:
+        model = ir.load(artifact.model_path)
+        inline_functions(model)
+        save(model, spec, path)
+    except ir.serde.SerdeError as error:
+        raise UserError(f"{artifact.model_path} is damaged: onnx_ir refuses it; build the artifact again") from error
+    check_graph(path, GraphSignature(spec.inputs, spec.outputs, {}))
+    return sum(1 for _ in model.graph.all_nodes())
+
+
+def written_text(written: Written, artifact: Artifact, output: Path) -> str:
+    """One line: what was written, whether it is proven, and what it is for."""
+    from effexport.proof.check import outcomes_text, passed
+
+    if passed(written.checks):
+        verdict = f"equal to PyTorch, {outcomes_text(written.checks)}"
+    else:
+        reason = next(check.reason for check in written.checks if check.status == "not run")
+        verdict = f"NOT compared with PyTorch: {reason}"
+    ops = ", ".join(f"effexport::{op}" for op in artifact.manifest.custom_ops)
+    content = f"{ops} inlined" if ops else "the model had no custom operators"
+    names = " and ".join(map(str, written.files))
+    data = data_file(output)
+    unused = f" {data} is older, and the model does not use it." if data.exists() and data not in written.files else ""
+    return (
+        f"{names}: {written.nodes} nodes, all of them standard operators of opset {artifact.spec.opset} ({content}), "
+        f"{megabytes(written.bytes)}; {verdict}. It is for tools that know no model-local functions, such as OpenVINO; "
+        f"kernels and plugins do not apply to it.{unused}"
+    )
