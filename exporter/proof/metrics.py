@@ -51,6 +51,8 @@ def largest_error(actual: Array, expected: Array) -> float:
 
 def relative_errors(actual: Array, expected: Array) -> Iterator[tuple[Array, Array, Array]]:
     """Some rows of both in float64, and |actual − expected| / scale of them, part after part; see `relative_error`."""
+    if not expected.size:
+        return
     actual, expected = comparable(actual, expected)
     ordinary = is_ordinary(expected)
     whole = rms(expected) if ordinary else mean_root(*square_sums(expected).sum(axis=1))
@@ -88,7 +90,7 @@ def scales(expected: Array, whole: float) -> Array:
 
 
 def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
-    """The largest element of rows that come in parts, and its place; NaN counts as the largest."""
+    """The largest element of rows that come in parts, and its place; NaN counts as the largest. 0 without elements."""
     value, place, first = -1.0, (0, 0), 0
     for part in parts:
         row, column = np.unravel_index(int(np.argmax(part)), part.shape)
@@ -96,7 +98,7 @@ def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
         if value == value and not part[row, column] <= value:
             value, place = float(part[row, column]), (first + int(row), int(column))
         first += len(part)
-    return value, place
+    return max(value, 0.0), place  # NaN stays
 
 
 def overall_error(actual: Array, expected: Array) -> float:
@@ -177,4 +179,4 @@ def slice_error(actual: Array, expected: Array, whole: float) -> float:
     with np.errstate(invalid="ignore"):  # inf − inf, where both are equal
         error = np.abs(actual - expected) / scale
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    return float(np.where(same, 0.0, error).max())
+    return float(np.where(same, 0.0, error).max(initial=0.0))

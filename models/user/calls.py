@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -90,6 +92,11 @@ def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) ->
         return ()
     draws = model.drawn.draws
     listed = ", ".join(draws[:LISTED_DRAWS]) + f" and {len(draws) - LISTED_DRAWS} more" * (len(draws) > LISTED_DRAWS)
+    if not draws_anew(model, tensors):
+        return (
+            f"{name} draws numbers, and still answers the same in every call, for one because they have a seed of their "
+            f"own: {listed}. The file holds these numbers.",
+        )
     switches = [text for attribute, text in SWITCHES.items() if is_open(model, attribute)]
     switches += [DROPOUT_SWITCH] * any("dropout" in draw for draw in draws)
     return (
@@ -97,6 +104,18 @@ def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) ->
         f"the original with the same ones. Over {FRESH_DRAWS} other draws, its answer to the same inputs varies by "
         f"{variation(model, tensors):.2g} of its RMS.{''.join(f' {text}' for text in switches)}",
     )
+
+
+def draws_anew(model: CalledByPosition, tensors: Sequence[Tensor]) -> bool:
+    """True if a model that draws its own numbers answers twice in different ways."""
+    model = copy.deepcopy(model)
+    model.drawn = None
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        first, second = (model(*tensors) for _ in range(2))
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    return not all(map(close, first, second))
 
 
 def is_open(model: nn.Module, attribute: str) -> bool:

@@ -285,14 +285,14 @@ class Slices(TorchFunctionMode):
     """Tells torch.export of slices `x[:, :k]` that k is from 0 to the size of x, where that is so at all sizes tried.
 
     Otherwise the size of the slice is unknown to it. The file has a Slice, which does as Python does at every size.
-    `split` and `chunk` of a free size become slices: onnxscript (0.7) fails on some, and their number is a condition.
+    `split`, `chunk` and `tensor_split` of a free size become slices: onnxscript (0.7) fails on some, and their number is a condition.
     Of `x.squeeze()`, it keeps the free axes, which a graph would lose where their size is 1.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and (size_of_part := PARTS.get(func)) is not None:
+        if args and (begins := PARTS.get(func)) is not None:
             with self:
-                slices = parts(*args, **(kwargs or {}), size_of_part=size_of_part)
+                slices = parts(*args, **(kwargs or {}), begins=begins)
             if slices is not None:
                 return slices
         if func is torch.ops.aten.slice:  # what torch.export makes of an index with a free size
@@ -306,16 +306,26 @@ class Slices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-PARTS: dict[Any, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys((torch.split, Tensor.split), lambda size, each: each),
-    **dict.fromkeys((torch.chunk, Tensor.chunk), lambda size, count: (size + count - 1) // count),
+def parts_of_size(size: Any, each: Any) -> list[Any]:
+    """Where parts of so many begin; how many there are is a condition."""
+    return [i * each for i in range(max(int((size + each - 1) // each), 1))]
+
+
+# Where the parts of an axis begin, of its size and of what a function is given: the size or the number of the parts.
+PARTS: dict[Any, Callable[[Any, Any], list[Any]]] = {
+    **dict.fromkeys((torch.split, Tensor.split), parts_of_size),
+    **dict.fromkeys((torch.chunk, Tensor.chunk), lambda size, count: parts_of_size(size, (size + count - 1) // count)),
+    **dict.fromkeys(
+        (torch.tensor_split, Tensor.tensor_split),
+        lambda size, count: [i * (size // count) + torch.sym_min(i, size % count) for i in range(int(count))],
+    ),
 }
 
 
 def parts(
-    tensor: Tensor, given: Any = None, dim: int = 0, *, size_of_part: Callable[[Any, Any], Any], **named: Any
+    tensor: Tensor, given: Any = None, dim: int = 0, *, begins: Callable[[Any, Any], list[Any]], **named: Any
 ) -> tuple[Tensor, ...] | None:
-    """The slices that `split` or `chunk` returns; None unless an axis of free size is cut into parts of one size.
+    """The slices that a function of PARTS returns; None unless it cuts an axis of free size by a number.
 
     given: the size or the number of the parts, which may also have the name that PyTorch gives it.
     """
@@ -323,10 +333,9 @@ def parts(
     size = tensor.shape[dim]
     if not isinstance(given, int | SymInt) or not any(isinstance(one, SymInt) for one in (given, size)) or given <= 0:
         return None
-    each = size_of_part(size, given)
-    count = int((size + each - 1) // each)
+    starts = begins(size, given)
     before = (slice(None),) * (dim % tensor.dim())
-    return tuple(tensor[*before, i * each : (i + 1) * each if i < count - 1 else None] for i in range(max(count, 1)))
+    return tuple(tensor[*before, start:end] for start, end in zip(starts, [*starts[1:], None], strict=True))
 
 
 def is_between(bound: SymInt, size: Any) -> bool:

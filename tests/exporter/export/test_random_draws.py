@@ -143,6 +143,23 @@ def test_indices_drawn_for_each_position_fix_the_length_and_leave_the_batch_free
         np.testing.assert_allclose(answer, seeded(model, x), atol=LIMIT)
 
 
+class OwnSeed(nn.Module):
+    """Draws the same numbers in every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(42))
+
+
+def test_numbers_with_a_seed_of_their_own_do_not_vary(tmp_path: Path) -> None:
+    model = nn.Sequential(OwnSeed()).eval()
+    result = effexport.export(model, vectors(2, 24), tmp_path / "out")
+    (note,) = [note for note in result.report.notes if "draws" in note]
+    assert note.startswith("Sequential draws numbers, and still answers the same in every call, ")
+    assert f"torch.randn of [{DIM}, {DIM}] ({line_of(OwnSeed.forward, 1)})" in note
+    for x, answer in zip((vectors(1, 5), vectors(3, 40)), answers(result, vectors(1, 5), vectors(3, 40)), strict=True):
+        np.testing.assert_allclose(answer, model(x), atol=LIMIT)
+
+
 def test_features_drawn_in_every_call_are_frozen_at_every_length(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(LinearAttention(), LinearAttention()).eval()

@@ -559,3 +559,25 @@ def test_a_part_that_is_the_whole_in_the_example_stays_a_part(place: slice, tmp_
             x = torch.randn(2, length, DIM)
             (found,) = runner.run({"x": x.numpy()}).values()
             np.testing.assert_allclose(found, Part()(x).numpy(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.cat(torch.tensor_split(x, 3, dim=1)[::-1], 1),
+        lambda x: torch.cat([part * i for i, part in enumerate(x.tensor_split(sections=4, dim=-2))], 1),
+        lambda x: torch.tensor_split(x, (2, 5), dim=1)[1],
+        lambda x: x[:, 2:5],
+    ],
+    ids=["thirds", "quarters", "middle", "slice"],
+)
+def test_parts_that_a_length_may_leave_empty_are_right_at_every_length(
+    change: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    spec, note = built(change, vectors(2, 12), tmp_path / "out")
+    assert (spec.shortest, spec.longest, note) == (1, None, "")
+    model = Written(change).eval()
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        for length in (1, 2, 3, 4, 5, 7, 64):
+            x = vectors(3, length)
+            np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
