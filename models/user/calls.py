@@ -94,8 +94,8 @@ def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) ->
     listed = ", ".join(draws[:LISTED_DRAWS]) + f" and {len(draws) - LISTED_DRAWS} more" * (len(draws) > LISTED_DRAWS)
     if not draws_anew(model, tensors):
         return (
-            f"{name} draws numbers, and still answers the same in every call, for one because they have a seed of their "
-            f"own: {listed}. The file holds these numbers.",
+            f"{name} draws numbers, and still answers the same in every call, for one because they have a seed of "
+            f"their own: {listed}. The file holds these numbers.",
         )
     switches = [text for attribute, text in SWITCHES.items() if is_open(model, attribute)]
     switches += [DROPOUT_SWITCH] * any("dropout" in draw for draw in draws)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import SymFloat, SymInt, Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from effexport.models.validation import LARGEST_SIZE
 
@@ -285,8 +285,9 @@ class Slices(TorchFunctionMode):
     """Tells torch.export of slices `x[:, :k]` that k is from 0 to the size of x, where that is so at all sizes tried.
 
     Otherwise the size of the slice is unknown to it. The file has a Slice, which does as Python does at every size.
-    `split`, `chunk` and `tensor_split` of a free size become slices: onnxscript (0.7) fails on some, and their number is a condition.
-    Of `x.squeeze()`, it keeps the free axes, which a graph would lose where their size is 1.
+    `split`, `chunk` and `tensor_split` of a free size become slices: onnxscript (0.7) fails on some, and their number
+    is a condition; so does `roll` by a free size. Of `x.squeeze()`, it keeps the free axes, which a graph would lose
+    where their size is 1.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -301,6 +302,9 @@ class Slices(TorchFunctionMode):
                 if isinstance(bound, SymInt) and is_between(bound, tensor.shape[axis]):
                     torch._check(bound >= 0)
                     torch._check(bound <= tensor.shape[axis])
+        if func in (torch.roll, Tensor.roll) and any(isinstance(x, SymInt) for x in tree_leaves((args[1:], kwargs))):
+            with self:
+                return rolled(*args, **(kwargs or {}))
         if func in (torch.squeeze, Tensor.squeeze) and len(args) == 1 and not kwargs:
             return func(args[0], tuple(i for i, size in enumerate(args[0].shape) if type(size) is int and size == 1))
         return func(*args, **(kwargs or {}))
@@ -336,6 +340,17 @@ def parts(
     starts = begins(size, given)
     before = (slice(None),) * (dim % tensor.dim())
     return tuple(tensor[*before, start:end] for start, end in zip(starts, [*starts[1:], None], strict=True))
+
+
+def rolled(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
+    """`torch.roll`, of one axis or several; of all elements in a row without an axis."""
+    if dims == ():
+        return rolled(input.flatten(), shifts, 0).reshape(input.shape)
+    for shift, dim in zip(*((x,) if isinstance(x, int | SymInt) else x for x in (shifts, dims)), strict=True):
+        size, before = input.shape[dim], (slice(None),) * (dim % input.dim())
+        place = size - shift % size
+        input = torch.cat((input[*before, place:], input[*before, :place]), dim)
+    return input
 
 
 def is_between(bound: SymInt, size: Any) -> bool:

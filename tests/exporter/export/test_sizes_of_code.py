@@ -568,8 +568,11 @@ def test_a_part_that_is_the_whole_in_the_example_stays_a_part(place: slice, tmp_
         lambda x: torch.cat([part * i for i, part in enumerate(x.tensor_split(sections=4, dim=-2))], 1),
         lambda x: torch.tensor_split(x, (2, 5), dim=1)[1],
         lambda x: x[:, 2:5],
+        lambda x: torch.roll(x, x.shape[1] // 2, 1),
+        lambda x: torch.roll(input=x, shifts=(-(x.shape[1] // 3), 1), dims=(-2, 2)),
+        lambda x: x.roll(x.shape[1]),
     ],
-    ids=["thirds", "quarters", "middle", "slice"],
+    ids=["thirds", "quarters", "middle", "slice", "half a turn", "two axes", "in a row"],
 )
 def test_parts_that_a_length_may_leave_empty_are_right_at_every_length(
     change: Callable[[Tensor], Tensor], tmp_path: Path
