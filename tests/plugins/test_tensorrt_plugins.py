@@ -126,7 +126,7 @@ def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder
     """The answer of a script in one of the environments, with no more of `effexport` than its plugins."""
     environment = ENVIRONMENTS / major
     (folder / "effexport").mkdir(exist_ok=True)
-    for target in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "version.py", ROOT / "plugins"):
+    for target in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "base", ROOT / "plugins"):
         link = folder / "effexport" / target.name
         if not link.is_symlink():
             link.symlink_to(target)

@@ -48,7 +48,7 @@ def ptx_by_nvrtc(op: Op, architecture: int) -> str:
     def make(folder: Path) -> None:
         package = folder / "path" / "effexport"
         package.mkdir(parents=True)
-        for part in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "version.py", ROOT / "plugins"):
+        for part in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "base", ROOT / "plugins"):
             (package / part.name).symlink_to(part)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("EFFEXPORT_", "PYTHON"))}
         environment = {**kept, "PYTHONPATH": str(folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
