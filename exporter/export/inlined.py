@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.base.errors import UserError
+from effexport.base.spec import EXTERNAL_DATA_THRESHOLD_BYTES, BuildSpec
 from effexport.plugins.ops import DOMAIN
 
 if TYPE_CHECKING:
@@ -72,3 +74,14 @@ def make_casts_plain(model: ir.Model) -> None:
         cast = ir.Node("", "Cast", [value], [to], name=node.name, metadata_props=dict(node.metadata_props))
         assert node.graph is not None
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], [cast], node.outputs, cast.outputs)
+
+
+def save(model: ir.Model, spec: BuildSpec, path: Path) -> None:
+    """Write a model; its weights beside it, as `<path>.data`, if they are large or the spec asks for it."""
+    import onnx_ir as ir
+
+    weight_bytes = sum(
+        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
+    )
+    external = spec.external_data or weight_bytes > EXTERNAL_DATA_THRESHOLD_BYTES
+    ir.save(model, path, external_data=f"{path.name}.data" if external else None)

@@ -20,9 +20,9 @@ from torch import nn
 from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.base.errors import StageError, UserError
 from effexport.base.quiet import quiet
-from effexport.base.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
+from effexport.base.spec import INPUT_DEFAULTS, BuildSpec
 from effexport.export.failures import STAGE, place_of, reason_of
-from effexport.export.inlined import inline_functions
+from effexport.export.inlined import inline_functions, save
 from effexport.export.onnx_graph import (
     MODULE_KEY,
     RANDOM_OPS,
@@ -440,11 +440,3 @@ def strip_metadata(model: ir.Model) -> None:
     model.metadata_props.clear()
     model.graph.name = "effexport"
     model.producer_name = "effexport"
-
-
-def save(model: ir.Model, spec: BuildSpec, path: Path) -> None:
-    weight_bytes = sum(
-        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
-    )
-    external = spec.external_data or weight_bytes > EXTERNAL_DATA_THRESHOLD_BYTES
-    ir.save(model, path, external_data=f"{path.name}.data" if external else None)

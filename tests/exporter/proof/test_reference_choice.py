@@ -27,7 +27,6 @@ from effexport.artifact import Artifact
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
 from effexport.models.encoder.module import module_from_spec
-from effexport.proof import trace
 from effexport.proof.cases import load_reference
 from effexport.proof.rebuilt_module import why_not_rebuilt
 from effexport.proof.reference_choice import ReferenceChoice, parse_choice
@@ -57,7 +56,7 @@ def traced_modules() -> Callable[[torch.nn.Module, BuildSpec], TracedModule]:
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch, traced_modules: Callable[..., TracedModule]) -> None:
-    monkeypatch.setattr(trace, "TracedModule", traced_modules)
+    monkeypatch.setattr("effexport.proof.traced_module.TracedModule", traced_modules)
 
 
 def damaged_copy(model: Path, folder: Path) -> Path:
