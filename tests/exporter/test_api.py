@@ -39,7 +39,7 @@ def test_the_package_lists_its_public_names_and_knows_no_others() -> None:
         effexport.buidl  # noqa: B018 # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["build", "report"])
+@pytest.mark.parametrize("name", ["export", "report"])
 def test_a_function_keeps_its_name_when_the_module_of_that_name_is_imported(name: str) -> None:
     module = importlib.import_module(f"effexport.{name}")
     assert python_inspect.ismodule(module)

@@ -557,8 +557,8 @@ def failing(*arguments: object, **options: object) -> None:
     "stage",
     [
         "effexport.models.encoder.module.module_from_spec",
-        "effexport.pipeline.build.onnx_from_module",
-        "effexport.pipeline.build.reference_from_model",
+        "effexport.export.onnx_from_module.onnx_from_module",
+        "effexport.proof.reference.reference_from_model",
         "effexport.pipeline.build.save_reference",
         "effexport.proof.verify.run_checks",
         "effexport.pipeline.build.html_from_report",
