@@ -49,13 +49,11 @@ def make_artifacts(folder: Path) -> None:
     import effexport
 
     built = {
-        "lsh": built_artifact("lsh-encoder", spec_of("lsh", "encoder")),
-        "lm": built_artifact("linear-encoder-lm_head-True", spec_of("linear", "encoder", lm_head=True)),
-        "decoder": built_artifact("aft-simple-attention-causal-True", spec_of("aft-simple", "attention", causal=True)),
-        "int8": built_artifact("int8-linear", spec_of("linear", precision="int8")),
-        "external": built_artifact(
-            "aft-simple-attention-external_data-True", spec_of("aft-simple", "attention", external_data=True)
-        ),
+        "lsh": built_artifact(spec_of("lsh", "encoder")),
+        "lm": built_artifact(spec_of("linear", "encoder", lm_head=True)),
+        "decoder": built_artifact(spec_of("aft-simple", "attention", causal=True)),
+        "int8": built_artifact(spec_of("linear", precision="int8")),
+        "external": built_artifact(spec_of("aft-simple", "attention", external_data=True)),
         "text": checkpoint_artifact("NystromformerForSequenceClassification").artifact,
     }
     for name, path in built.items():

@@ -376,8 +376,7 @@ async def attack(port: int, seed: int, indices: Sequence[int], good: Sequence[Sa
 def served(folder: Path) -> Iterator[tuple[ServerProcess, dict[str, Path]]]:
     """A server of all MODELS, which may load others from an empty folder; and their artifacts."""
     folders = {
-        name: built_artifact("-".join([variant, scope, *fields]), spec_of(variant, scope, **fields))
-        for name, (variant, scope, fields) in MODELS.items()
+        name: built_artifact(spec_of(variant, scope, **fields)) for name, (variant, scope, fields) in MODELS.items()
     }
     loadable = folder / "models"
     loadable.mkdir()

@@ -24,6 +24,7 @@ from fake_onnxruntime import PLAIN, FakeOrt, install, parsed
 from effexport.base.errors import EffexportError, KernelWarning, RuntimeFailedError, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.plugins.ops import OPS
+from effexport.runners import feeds as feeds_module
 from effexport.runners.artifact_runner import options_from_flags
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import kernels
@@ -363,13 +364,13 @@ def test_a_runner_that_is_closed_while_it_checks_feeds_ends_that_run_and_refuses
 ) -> None:
     runner = OrtRunner(parsed("g (float[n] x) => (float[n] y) { y = Neg (x) }").SerializeToString())
     feeds = {"x": np.ones(2, np.float32)}
-    checked = ort_runner.checked_feeds
+    checked = feeds_module.checked_feeds
 
     def closing(*given: Any) -> Any:
         runner.close()
         return checked(*given)
 
-    monkeypatch.setattr(ort_runner, "checked_feeds", closing)
+    monkeypatch.setattr(feeds_module, "checked_feeds", closing)
     assert np.array_equal(runner.run(feeds)["y"], -feeds["x"])
     with pytest.raises(EffexportError, match="this runner is closed"):
         runner.run(feeds)
