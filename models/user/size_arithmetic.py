@@ -311,7 +311,7 @@ class Slices(TorchFunctionMode):
 
 
 def parts_of_size(size: Any, each: Any) -> list[Any]:
-    """Where parts of so many begin; how many there are is a condition."""
+    """The beginnings of parts of so many; how many there are is a condition."""
     return [i * each for i in range(max(int((size + each - 1) // each), 1))]
 
 
