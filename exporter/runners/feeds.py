@@ -107,26 +107,28 @@ class CheckedRunner(Closeable, ABC):
         Raises UserError for a wrong name, dtype, rank, size or value, for a shape outside the profiles of an engine,
         and for an engine's outputs without elements; RuntimeFailedError if the graph fails.
         """
-        return self.run_complete(self.complete(feeds))
+        return self._answer(self.opened(), self.complete(feeds))
 
     def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The feeds with all inputs. Raises UserError as `run` does, and EffexportError after `close`."""
-        self.check_open()
+        """The feeds with all inputs. Raises UserError as `run` does."""
         return checked_feeds(feeds, self.inputs, self.limits)
 
     def run_complete(self, feeds: dict[str, Array]) -> dict[str, Array]:
         """As `run`, for feeds that `complete` has returned."""
-        answer = self._run(feeds)
+        return self._answer(self.opened(), feeds)
+
+    def _answer(self, opened: Any, feeds: dict[str, Array]) -> dict[str, Array]:
+        answer = self._run(opened, feeds)
         check_answer(answer, feeds, self.inputs, self.limits)
         return answer
 
     @abstractmethod
-    def check_open(self) -> None:
-        """Raises EffexportError after `close`."""
+    def opened(self) -> Any:
+        """The loaded model, which a run holds to its end, whoever calls `close`. Raises EffexportError after that."""
 
     @abstractmethod
-    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
-        """The outputs by name. feeds: complete."""
+    def _run(self, opened: Any, feeds: dict[str, Array]) -> dict[str, Array]:
+        """The outputs by name. opened: see `opened`. feeds: complete."""
 
 
 def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:

@@ -59,10 +59,10 @@ class TrtRunner(CheckedRunner):
         # also frees the memory of a runner that is dropped without being closed
         self._finalizer = weakref.finalize(self, self._execution.close)
 
-    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
+    def _run(self, opened: Execution, feeds: dict[str, Array]) -> dict[str, Array]:
         profile = self._profiles.covering(shapes_of(feeds))
-        with self._execution.turn(feeds):
-            work = self._execution.shared
+        with opened.turn(feeds):
+            work = opened.shared
             work.prepare(profile, shapes_of(feeds))
             work.write(feeds)
             work.launch()
@@ -73,11 +73,13 @@ class TrtRunner(CheckedRunner):
 
         Raises as `run` does.
         """
-        complete = self.complete(feeds)
-        return BoundEngine(self, self._execution, self._profiles.covering(shapes_of(complete)), complete)
+        execution, complete = self.opened(), self.complete(feeds)
+        return BoundEngine(self, execution, self._profiles.covering(shapes_of(complete)), complete)
 
-    def check_open(self) -> None:
+    def opened(self) -> Execution:
+        """Unlike those of other runtimes, it ends with `close`, which frees the memory of the GPU, between two runs."""
         self._execution.require_open()
+        return self._execution
 
     def close(self) -> None:
         """Free the engine and all its memory, including what `bind` returned. `run` fails afterwards."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapted, frozen, named
 from effexport.models.shapes import Dims
-from effexport.models.user.drawn_numbers import SEED, DrawnNumbers
+from effexport.models.user.drawn_numbers import SEED, DrawnNumbers, kept_generators
 from effexport.models.user.inputs import MaskKind, ModuleInput, ModuleInputs
 from effexport.models.user.model import CalledByPosition, recorded_results
 from effexport.models.user.modes import Observer, Selections
@@ -110,11 +108,8 @@ def draws_anew(model: CalledByPosition, tensors: Sequence[Tensor]) -> bool:
     """True if a model that draws its own numbers answers twice in different ways."""
     model = copy.deepcopy(model)
     model.drawn = None
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+    with kept_generators(), torch.inference_mode():
         first, second = (model(*tensors) for _ in range(2))
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
     return not all(map(close, first, second))
 
 

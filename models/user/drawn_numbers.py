@@ -222,28 +222,22 @@ class DrawnNumbers:
         Other numbers are drawn as ever, from the seed. All generators are left as they were found.
         """
         mode = _DrawingCall(self, dtype)
-        if torch.compiler.is_exporting():  # in which PyTorch's generator has no state
-            state = None
-            self.tied.clear()
-        else:
-            state = torch.get_rng_state()
-            torch.set_rng_state(torch.Generator().manual_seed(self.seed).get_state())
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        random.seed(self.seed)
-        np.random.seed(self.seed)
-        begin = other_states()
-        try:
-            with mode:
-                yield
-        finally:
-            if self.learns:
-                self.others = tuple(name for name, state in other_states().items() if state != begin[name])
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-            if state is not None:
-                torch.set_rng_state(state)
-            for generator, before in mode.generators.values():
-                generator.set_state(before)
+        with kept_generators():
+            if torch.compiler.is_exporting():
+                self.tied.clear()
+            else:
+                torch.set_rng_state(torch.Generator().manual_seed(self.seed).get_state())
+            random.seed(self.seed)
+            np.random.seed(self.seed)
+            begin = other_states()
+            try:
+                with mode:
+                    yield
+            finally:
+                if self.learns:
+                    self.others = tuple(name for name, state in other_states().items() if state != begin[name])
+                for generator, before in mode.generators.values():
+                    generator.set_state(before)
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -409,6 +403,21 @@ def opened(func: Any) -> Any:
     same = types.FunctionType(func.__code__, blind, func.__name__, func.__defaults__, func.__closure__)
     same.__kwdefaults__ = func.__kwdefaults__
     return same
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Leave the generators of PyTorch, NumPy and Python as they were found."""
+    # while a model is exported, that of PyTorch has no state
+    of_torch = None if torch.compiler.is_exporting() else torch.get_rng_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if of_torch is not None:
+            torch.set_rng_state(of_torch)
 
 
 def other_states() -> dict[str, str]:

@@ -344,7 +344,7 @@ def parts(
 
 def rolled(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
     """`torch.roll`, of one axis or several; of all elements in a row without an axis."""
-    if dims == ():
+    if dims in ((), []):
         return rolled(input.flatten(), shifts, 0).reshape(input.shape)
     for shift, dim in zip(*((x,) if isinstance(x, int | SymInt) else x for x in (shifts, dims)), strict=True):
         size, before = input.shape[dim], (slice(None),) * (dim % input.dim())

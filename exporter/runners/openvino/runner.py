@@ -159,8 +159,8 @@ class OpenVinoRunner(CheckedRunner):
         # OpenVINO reads contiguous and writable arrays where they are; all others are copied
         return {name: np.require(array, None, ("C", "W")) for name, array in super().complete(feeds).items()}
 
-    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
-        request = self._request()
+    def _run(self, opened: Any, feeds: dict[str, Array]) -> dict[str, Array]:
+        request = self._request(opened)
         try:
             set_inputs(request, feeds)
             request.infer()
@@ -173,9 +173,9 @@ class OpenVinoRunner(CheckedRunner):
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundRequest:
         """Copy the inputs once, for many runs of one shape without copies. Raises as `run` does."""
-        complete = self.complete(feeds)
+        compiled, complete = self.opened(), self.complete(feeds)
         try:
-            return BoundRequest(self._request(), complete, self.outputs)
+            return BoundRequest(self._request(compiled), complete, self.outputs)
         except RuntimeError as error:
             raise run_failure(complete, error) from error
 
@@ -184,16 +184,18 @@ class OpenVinoRunner(CheckedRunner):
         self._compiled = None
         self._idle = []
 
-    def check_open(self) -> None:
-        if self._compiled is None:
+    def opened(self) -> Any:
+        compiled = self._compiled
+        if compiled is None:
             raise EffexportError("this runner is closed; load the artifact again")
+        return compiled
 
-    def _request(self) -> Any:
+    def _request(self, compiled: Any) -> Any:
         """A request that no other thread uses."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return self._compiled.create_infer_request()
+        return compiled.create_infer_request()
 
 
 class BoundRequest:

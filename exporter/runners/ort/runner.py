@@ -61,13 +61,13 @@ class OrtRunner(CheckedRunner):
         self.inputs = tuple(tensor_info(value) for value in self._session.get_inputs())
         self.outputs = tuple(tensor_info(value) for value in self._session.get_outputs())
 
-    def _run(self, feeds: dict[str, Array]) -> dict[str, Array]:
-        session, names = self._opened(), [tensor.name for tensor in self.outputs]
+    def _run(self, opened: Any, feeds: dict[str, Array]) -> dict[str, Array]:
+        names = [tensor.name for tensor in self.outputs]
         try:
             with self._lock:
                 if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
-                    return self._run_values(session, feeds, names)
-                return dict(zip(names, session.run(names, feeds, self._options), strict=True))
+                    return self._run_values(opened, feeds, names)
+                return dict(zip(names, opened.run(names, feeds, self._options), strict=True))
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise run_failure(feeds, error) from error
 
@@ -76,19 +76,16 @@ class OrtRunner(CheckedRunner):
 
         Raises as `run` does.
         """
-        complete = self.complete(feeds)
+        session, complete = self.opened(), self.complete(feeds)
         try:
             lock = self._lock if self.settings.cuda_graph else Lock()
-            return BoundModel(self._opened(), complete, self.outputs, self.settings, lock)
+            return BoundModel(session, complete, self.outputs, self.settings, lock)
         except EffexportError:
             raise
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise run_failure(complete, error) from error
 
-    def check_open(self) -> None:
-        self._opened()
-
-    def _opened(self) -> Any:
+    def opened(self) -> Any:
         """The session, which stays open as long as a run holds it. Raises EffexportError after `close`."""
         session = self._session
         if session is None:
@@ -276,7 +273,7 @@ class OrtGraphs(Closeable):
             return self._step
         if self._prefill is None:
             assert self._prefill_path is not None, "has_prefill comes first"
-            self._step.check_open()
+            self._step.opened()
             self._prefill = OrtRunner(self._prefill_path, self.settings)
         return self._prefill
 

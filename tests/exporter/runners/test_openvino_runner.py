@@ -26,6 +26,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Check
 from effexport.proof.verify import verify_in_runtime
+from effexport.runners import feeds as feeds_module
 from effexport.runners.artifact_runner import (
     check_precision_of_model,
     model_opener,
@@ -138,6 +139,20 @@ def test_a_closed_runner_says_so(built: Built) -> None:
     runner.close()
     with pytest.raises(EffexportError, match="this runner is closed"):
         runner.run(hidden())
+
+
+def test_a_runner_that_is_closed_while_it_checks_feeds_ends_that_run(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = OpenVinoRunner(built("softmax", "attention").model_path, ONE_THREAD)
+    expected, checked = runner.run(hidden()), feeds_module.checked_feeds
+
+    def closing(*given: Any) -> Any:
+        runner.close()
+        return checked(*given)
+
+    monkeypatch.setattr(feeds_module, "checked_feeds", closing)
+    np.testing.assert_equal(runner.run(hidden()), expected)
 
 
 def test_signals_are_handled_after_models_were_closed_in_the_order_they_were_opened(built: Built) -> None:
