@@ -43,8 +43,8 @@ class Sizes:
 
     @property
     def is_limit(self) -> bool:
-        """True if the axis stays free, within limits; only that of tokens can have a highest size."""
-        return not self.is_one and (self.axis == "seq" or self.highest is None)
+        """True if the axis stays free, within limits: that of tokens can have both, the batch none, others a lowest."""
+        return not self.is_one and (self.axis == "seq" or (self.axis != "batch" and self.highest is None))
 
 
 class OtherSizesError(StageError):
@@ -87,16 +87,14 @@ def spec_with_sizes(spec: BuildSpec, sizes: Sequence[Sizes], batch: int) -> Buil
     """A spec of a user's own module that takes these sizes only. batch: the size for a batch of one size."""
     model = spec.model
     for one in sizes:
-        if one.axis == "seq" and not one.is_one:
+        if one.is_limit:
             note = (
                 f"The file takes {range_text(one)}, because of a branch of the code: {one.reason}. For other lengths, "
                 f"build another artifact, from an example of such a length, or change the code. {CHANGE}."
+                if one.axis == "seq"
+                else f"The file takes {range_text(one)}: below, the code does something else or fails: {one.reason}."
             )
             model = model.with_range(one.axis, one.lowest, one.highest, note)
-            continue
-        if one.axis != "batch" and not one.is_one and one.highest is None:
-            note = f"The file takes {range_text(one)}: below, the code does something else or fails: {one.reason}."
-            model = model.with_range(one.axis, one.lowest, None, note)
             continue
         size = {"batch": batch, "seq": model.seq_len, **model.axis_sizes}[one.axis]
         model = model.with_fixed(

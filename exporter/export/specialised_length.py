@@ -83,7 +83,7 @@ class UserTrace:
 def traced(
     module: nn.Module, example: tuple[torch.Tensor, ...], shapes: tuple[object, ...], inputs: Sequence[TensorInfo]
 ) -> UserTrace:
-    """UserTrace a module, and record what is assumed of its free sizes. shapes: as torch.export takes them."""
+    """Trace a module, and record what is assumed of its free sizes. shapes: as torch.export takes them."""
     program, error = None, None
     messages: list[tuple[str, str]] = []
     # as torch.onnx does: with Python itself first, then with its bytecode, which also takes NumPy's functions of
