@@ -95,6 +95,8 @@ def sanitized_environment(library: Path, folder: Path) -> dict[str, str]:
         "LD_PRELOAD": ":".join([str(throwing_new), *runtimes]),
         "ASAN_OPTIONS": f"{asan}:log_path={folder}/report",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={folder}/report",
+        # its thread (1.31) reads texts that the process frees as it ends
+        "ORT_DISABLE_TELEMETRY": "1",
     }
 
 
