@@ -138,12 +138,7 @@ def with_sizes_of_code(
                 spec = spec_with_sizes(spec, error.sizes, batch_of_example(user.examples, spec))
             except StageError as error:
                 sizes = sizes_of_one_graph(error, spec) if refused is None else []
-                if (
-                    user is None
-                    or kwargs.get("previous")
-                    or not sizes
-                    or any(one.axis in user.declared for one in sizes)
-                ):
+                if user is None or is_refit or not sizes or any(one.axis in user.declared for one in sizes):
                     raise (refused or error) from error.__cause__
                 refused, spec = error, spec_with_sizes(spec, sizes, batch_of_example(user.examples, spec))
 

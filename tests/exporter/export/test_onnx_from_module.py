@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from small_builds import exported
 from effexport.artifact import Artifact
 from effexport.base.errors import StageError
 from effexport.base.spec import OPSETS, BuildSpec
+from effexport.export import inlined
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import (
     FORBIDDEN_OPS,
@@ -220,10 +220,9 @@ def test_weights_go_beside_the_file_above_the_threshold(
     module = module_from_spec(spec.model, 0)
     weight_bytes = sum(p.numel() * 4 for p in module.parameters())
     # its dotted name does not lead there: `effexport.export` is a function too
-    exporting = sys.modules[onnx_from_module.__module__]
-    monkeypatch.setattr(exporting, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes * 2)
+    monkeypatch.setattr(inlined, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes * 2)
     onnx_from_module(module, spec, tmp_path / "inside.onnx")
-    monkeypatch.setattr(exporting, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes // 2)
+    monkeypatch.setattr(inlined, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes // 2)
     onnx_from_module(module, spec, tmp_path / "outside.onnx")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["inside.onnx", "outside.onnx", "outside.onnx.data"]
 
