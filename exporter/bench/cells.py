@@ -198,6 +198,10 @@ class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
     results: CellResults | msgspec.UnsetType = msgspec.UNSET
 
 
+# Made before any thread reads, as base/records.py says.
+RECORDS = msgspec.json.Decoder(CellRecord)
+
+
 @dataclass(frozen=True)
 class Store:
     """The output folder of a sweep. Reading changes nothing; `opened` creates it and keeps other sweeps out."""
@@ -364,7 +368,7 @@ def write_record(folder: Path, record: CellRecord) -> None:
 def read_record(folder: Path, cell: Cell) -> CellRecord | None:
     """The record of a cell; None if it is missing, damaged, or of another cell."""
     try:
-        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=CellRecord)
+        record = RECORDS.decode((folder / RECORD).read_bytes())
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
     return record if record.digest == cell.digest else None

@@ -22,7 +22,7 @@ from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome
 from effexport.bench.results import BenchCase
 from effexport.plugins.building.toolchain import ending
 
-# Made before any thread decodes: msgspec completes a type at its first use, and crashes if two threads are first.
+# Made before any thread reads, as base/records.py says.
 OUTCOMES = msgspec.json.Decoder(Outcome)
 # Part of a log that is kept: enough for a traceback, small enough for a table of a thousand failures.
 LOG_LINES, LOG_BYTES = 40, 8000

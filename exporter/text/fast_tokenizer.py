@@ -217,7 +217,7 @@ def fast_tokenizer(folder: Path, pad_token_id: int = 0) -> FastTokenizer:
     kind = class_of(folder, options)
     try:
         data = vocabulary(folder)
-        check_count(len(msgspec.json.decode(data, type=TokenizerJson).added_tokens))
+        check_count(len(ADDED_TOKENS_JSON.decode(data).added_tokens))
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
         around = max(map(tokenizer.num_special_tokens_to_add, (False, True)))
         if around > MOST_TOKENS_AROUND_TEXT:
@@ -273,6 +273,10 @@ class TokenizerJson(msgspec.Struct):
     """The part of tokenizer.json that is checked before the library reads the file."""
 
     added_tokens: list[AddedTokenJson] = []
+
+
+# Made before any thread reads, as base/records.py says.
+ADDED_TOKENS_JSON = msgspec.json.Decoder(TokenizerJson)
 
 
 def check_count(added_tokens: int) -> None:
@@ -365,7 +369,7 @@ def given_tokens(folder: Path, options: Mapping[str, Any]) -> tuple[dict[str, An
         number: token_from_json({"content": text, "normalized": text not in special, "special": text in special})
         for text, number in json_of(folder / ADDED_TOKENS).items()
     }
-    for token in msgspec.json.decode(vocabulary(folder), type=TokenizerJson).added_tokens:
+    for token in ADDED_TOKENS_JSON.decode(vocabulary(folder)).added_tokens:
         fields = msgspec.structs.asdict(token)
         listed[fields.pop("id")] = token_from_json(fields)
     return given, listed
