@@ -37,7 +37,7 @@ class StandIn(OrtRunner):
     """ONNX Runtime on the model beside or above the engine, within the profiles of its sidecar. damage: of outputs."""
 
     damage = 0.0
-    opened: ClassVar[list[str]] = []
+    engines: ClassVar[list[str]] = []
 
     def __init__(self, engine: Path, *, limits: FeedLimits | None = None, onnx_sha256: str | None = None) -> None:
         self.info = read_sidecar(engine)
@@ -48,7 +48,7 @@ class StandIn(OrtRunner):
         assert [t.name for t in self.inputs] == [t.name for t in self.info.inputs]
         assert [t.name for t in self.outputs] == [t.name for t in self.info.outputs]
         self.implementation = dict(self.info.implementation)
-        StandIn.opened.append(engine.name)
+        StandIn.engines.append(engine.name)
 
     model_of_artifact = Path()
 
@@ -86,7 +86,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     monkeypatch.setitem(sys.modules, "effexport.tensorrt.runner", module)
     monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.inspected", lambda api, info, *rest: info)
     monkeypatch.setattr(StandIn, "damage", 0.0)
-    monkeypatch.setattr(StandIn, "opened", [])
+    monkeypatch.setattr(StandIn, "engines", [])
     return StandIn
 
 
@@ -117,7 +117,7 @@ def test_a_model_that_hashes_is_compared_with_identical_buckets_in_a_second_engi
 ) -> None:
     artifact = built("lsh", "encoder")
     checks = verified(artifact, engine_of(artifact, tmp_path))
-    assert stand_in.opened == ["trt-rtx.engine", "given.engine"]
+    assert stand_in.engines == ["trt-rtx.engine", "given.engine"]
     assert {check.status for check in checks} == {"passed"}
     names = {check.name for check in checks}
     assert {"trt-rtx: arithmetic with identical buckets", "trt-rtx: bucket agreement", "trt-rtx: free run"} <= names
@@ -165,7 +165,7 @@ def test_a_reformer_with_chunks_of_two_sizes_gets_its_second_engine_too(
     result = cli("build", "--checkpoint", tmp_path / "checkpoint", *engine, "-o", tmp_path / "out")
     assert result.code == 0, result.err
     assert "trt-rtx: arithmetic with identical buckets" in result.out
-    assert stand_in.opened == ["trt-rtx.engine", "given.engine"]
+    assert stand_in.engines == ["trt-rtx.engine", "given.engine"]
 
 
 def test_an_engine_that_computes_something_else_fails(built: Built, stand_in: type[StandIn], tmp_path: Path) -> None:
