@@ -86,4 +86,11 @@ def _found() -> dict[str, Op]:
     return found
 
 
-OPS: dict[str, Op] = _found()
+OPS: dict[str, Op]
+
+
+def __getattr__(name: str) -> dict[str, Op]:
+    """OPS, made on first use: an operator's package, which imports this module, may be the first to be imported."""
+    if name != "OPS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault("OPS", _found())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -323,6 +325,13 @@ def test_wrong_types_are_errors_of_the_operator(op: str) -> None:
         if not fixed:
             with pytest.raises(ValueError, match="expected a floating-point dtype"):
                 call(*(inputs | {name: x.int()}).values(), **attributes)
+
+
+@pytest.mark.parametrize("op", list(OPS)[:2])
+def test_the_table_has_an_operator_whose_package_is_imported_first(op: str) -> None:
+    first = f"import effexport.plugins.{OPS[op].torch_name}; from effexport.plugins.ops import OPS; print(*OPS)"
+    found = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True, check=True).stdout.split()
+    assert found == list(OPS)
 
 
 @operators
