@@ -1,0 +1,449 @@
+"""`effexport::BandedAttention`: obvious reference, torch operator and function body.
+
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.banded_attention import SIGNATURE
+from effexport.plugins.function_body import rounded_down
+
+if TYPE_CHECKING:
+    import onnx
+
+# Queries whose logits exist at a time in the reference.
+ROWS = 512
+# Tokens per block of the body's prefix sums, which are products with a triangular matrix.
+BLOCK = 256
+HIDDEN_LOGIT = torch.finfo(torch.float32).min
+
+
+def offsets(left: int, right: int, block: int) -> int:
+    """The number of distances of a key from its query: from 1 − block − left to block − 1 + right."""
+    return left + right + 2 * block - 1
+
+
+def in_band(n: int, rows: slice, left: int, right: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The distances j − i of keys j from the queries i in `rows`, [rows, n], and whether they are in the band."""
+    queries = torch.arange(n, device=device)[rows, None]
+    keys = torch.arange(n, device=device)
+    first = queries - queries % block
+    return keys - queries, (keys >= first - left) & (keys <= first + block - 1 + right)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor,
+    k_global: Tensor,
+    v_global: Tensor,
+    keep: Tensor,
+    is_global: Tensor,
+    bias: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    block: int,
+    causal: bool,
+    with_globals: bool,
+    with_bias: bool,
+) -> Tensor:
+    """The definition with all logits of some queries at a time. Shapes as `banded_attention`; float32, or float64 if q
+    is."""
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    n = q.shape[2]
+    is_global = is_global if with_globals else torch.zeros_like(is_global)
+    local_keys, global_keys = (keep & ~is_global)[:, None, None], (keep & is_global)[:, None, None]
+    parts = [v.new_zeros((*v.shape[:2], 0, v.shape[3]), dtype=exact)]
+    for start in range(0, n, ROWS):
+        rows = slice(start, start + ROWS)
+        distance, near = in_band(n, rows, left, right, block, q.device)
+        visible = (local_keys & near) | global_keys
+        logits = (scale * q[:, :, rows].to(exact)) @ k.to(exact).mT
+        if with_bias:
+            added = bias.to(exact)[:, (distance + left + block - 1).clamp(0, bias.shape[1] - 1)]
+            logits = logits + added.masked_fill(is_global[:, None, None], 0)
+        out = _weighted(logits, visible, distance, causal) @ v.to(exact)
+        if with_globals:
+            logits = (scale * q_global[:, :, rows].to(exact)) @ k_global.to(exact).mT
+            seen = _weighted(logits, keep[:, None, None], distance, causal) @ v_global.to(exact)
+            out = torch.where(is_global[:, None, rows, None], seen, out)
+        parts.append(out)
+    return torch.cat(parts, dim=2).to(q.dtype)
+
+
+def _weighted(logits: Tensor, visible: Tensor, distance: Tensor, causal: bool) -> Tensor:
+    """Softmax over the visible keys; zeros for a query that sees none."""
+    if causal:
+        visible = visible & (distance <= 0)
+    return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).masked_fill(~visible, 0)
+
+
+@torch.library.custom_op("effexport::banded_attention", mutates_args=())
+def banded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor,
+    k_global: Tensor,
+    v_global: Tensor,
+    keep: Tensor,
+    is_global: Tensor,
+    bias: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    block: int = 1,
+    causal: bool = False,
+    with_globals: bool = False,
+    with_bias: bool = False,
+) -> Tensor:
+    """Softmax attention of every token to those near it, and to global tokens, which see all.
+
+    q, k, q_global, k_global [batch, heads, n, d]; v, v_global [batch, heads, n, e]; one floating-point type. keep,
+    is_global: boolean [batch, n]. bias [heads, offsets], added to the logits of keys in the band that are not global:
+    offset 0 is that of distance 1 − block − left. A model without global tokens gives `keep` as is_global and q, k and
+    v twice; one without biases gives one offset. left, right: tokens before and after the block of `block` tokens
+    that has the query. A query that sees no key is 0. Returns [batch, heads, n, e].
+    It has no gradient; the layers of `effexport.models` use plain formulas except while they are exported.
+    Raises ValueError for other shapes and dtypes.
+    """
+    tensors = (q, k, v, q_global, k_global, v_global, keep, is_global, bias)
+    _check(tensors, scale, left, right, block, with_bias)
+    return reference(*tensors, scale, left, right, block, causal, with_globals, with_bias).contiguous()
+
+
+@banded_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor,
+    k_global: Tensor,
+    v_global: Tensor,
+    keep: Tensor,
+    is_global: Tensor,
+    bias: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    block: int = 1,
+    causal: bool = False,
+    with_globals: bool = False,
+    with_bias: bool = False,
+) -> Tensor:
+    _check((q, k, v, q_global, k_global, v_global, keep, is_global, bias), scale, left, right, block, with_bias)
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def _check(tensors: tuple[Tensor, ...], scale: float, left: int, right: int, block: int, with_bias: bool) -> None:
+    SIGNATURE.check(*tensors, scale=scale, left=left, right=right, block=block)
+    bias, expected = tensors[-1], offsets(left, right, block) if with_bias else 1
+    if bias.shape[1] != expected:
+        raise ValueError(
+            f"banded_attention: bias has shape {tuple(bias.shape)}; expected [{bias.shape[0]}, {expected}]"
+        )
+
+
+def chunk(left: int, right: int, block: int) -> int:
+    """Queries per chunk of the body: whole blocks, and about a quarter of the keys around them."""
+    return -(-max(16, min(128, (left + right) // 4)) // block) * block
+
+
+def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
+    """The operator in standard operators: one product for each chunk of queries, with all keys that one of them sees.
+
+    One body serves all nodes of a model. If they differ in `scale`, it takes that of each node. Raises ValueError when
+    they differ in another attribute.
+    """
+    names = ("left", "right", "block", "causal", "with_globals", "with_bias")
+    left, right, block, causal, with_globals, with_bias = SIGNATURE.common_attributes(nodes, *names).values()
+    try:
+        scale = f"{SIGNATURE.common_attributes(nodes, 'scale')['scale']:.9e}"
+    except ValueError:  # otherwise a constant, which every tool reads
+        scale = "Constant <value_float: float = @scale> ()"
+    length = chunk(left, right, block)
+    window = length + left + right
+    body = f"""
+        scale = {scale}
+        hidden_logit = {HIDDEN_LOGIT:.9e}
+        nothing = 0.0
+        full = 1.0
+        zero = 0
+        one = 1
+        zero_1d = [0]
+        one_1d = [1]
+        any_1d = [-1]
+        axis0 = [0]
+        axis1 = [1]
+        axis2 = [2]
+        axes01 = [0, 1]
+        axes13 = [1, 3]
+        axes02 = [0, 2]
+        batch_1d = Shape <start = 0, end = 1> (q)
+        heads_1d = Shape <start = 1, end = 2> (q)
+        length_1d = Shape <start = 2, end = 3> (q)
+        depth_1d = Shape <start = 3, end = 4> (q)
+        width_1d = Shape <start = 3, end = 4> (v)
+        tokens = Squeeze (length_1d)
+        position = Range (zero, tokens, one)
+
+        chunk = {length}
+        chunk_1d = [{length}]
+        window = {window}
+        nearly_chunk = {length - 1}
+        spread = Add (tokens, nearly_chunk)
+        {rounded_down("chunks", "spread", "chunk")}
+        chunks_1d = Unsqueeze (chunks, axis0)
+        padded = Mul (chunks, chunk)
+        missing = Sub (padded, tokens)
+        missing_1d = Unsqueeze (missing, axis0)
+        right_1d = [{right}]
+        missing_after_1d = Add (missing_1d, right_1d)
+        query_start = [0, 0, 0, 0, 0, 0]
+        query_ends = Concat <axis = 0> (query_start, missing_1d, zero_1d)
+        key_start = [0, 0, {left}, 0, 0, 0]
+        key_ends = Concat <axis = 0> (key_start, missing_after_1d, zero_1d)
+        mask_start = [0, {left}, 0]
+        mask_ends = Concat <axis = 0> (mask_start, missing_after_1d)
+        chunk_index = Range (zero, chunks, one)
+        chunk_start_row = Mul (chunk_index, chunk)
+        chunk_start = Unsqueeze (chunk_start_row, axis1)
+        column = Range (zero, window, one)
+        place = Add (chunk_start, column)
+
+        q_float = Cast <to = 1> (q)
+        q_scaled = Mul (q_float, scale)
+        q_like = CastLike (q_scaled, q)
+        q_padded = Pad (q_like, query_ends)
+        chunked = Concat <axis = 0> (batch_1d, heads_1d, chunks_1d, chunk_1d, depth_1d)
+        queries = Reshape (q_padded, chunked)
+        k_padded = Pad (k, key_ends)
+        k_near = Gather <axis = 2> (k_padded, place)
+        v_padded = Pad (v, key_ends)
+        v_near = Gather <axis = 2> (v_padded, place)
+        {"is_local = Not (is_global)" if with_globals else ""}
+        local_keys = {"And (keep, is_local)" if with_globals else "Identity (keep)"}
+        local_float = Where (local_keys, full, nothing)
+        local_padded = Pad (local_float, mask_ends)
+        local_near = Gather <axis = 1> (local_padded, place)
+        kept_near_row = Cast <to = 9> (local_near)
+        kept_near = Unsqueeze (kept_near_row, axes13)
+
+        lane_row = Range (zero, chunk, one)
+        lane = Unsqueeze (lane_row, axis1)
+        {_first_of_block(block)}
+        reach = {block - 1 + left + right}
+        last_seen = Add (first_seen, reach)
+        after_first = GreaterOrEqual (column, first_seen)
+        before_last = LessOrEqual (column, last_seen)
+        within = And (after_first, before_last)
+        {_not_later(left, bool(causal))}
+        visible_near = And (kept_near, band)
+        {_global_keys() if with_globals else ""}
+        keys = {"Concat <axis = 3> (k_near, k_far)" if with_globals else "Identity (k_near)"}
+        values = {"Concat <axis = 3> (v_near, v_far)" if with_globals else "Identity (v_near)"}
+        {_far_visible(bool(causal)) if with_globals else ""}
+        visible = {"Concat <axis = 4> (visible_near, visible_far)" if with_globals else "Identity (visible_near)"}
+
+        keys_transposed = Transpose <perm = [0, 1, 2, 4, 3]> (keys)
+        products = MatMul (queries, keys_transposed)
+        products_float = Cast <to = 1> (products)
+        {_biases(left, right, block, bool(with_globals)) if with_bias else ""}
+        logits = {"Add (products_float, biases)" if with_bias else "Identity (products_float)"}
+        {_softmax("near", "logits", "visible", 4)}
+        context = MatMul (near_weights, values)
+        flat = Concat <axis = 0> (batch_1d, heads_1d, any_1d, width_1d)
+        context_rows = Reshape (context, flat)
+        local_out = Slice (context_rows, zero_1d, length_1d, axis2)
+        {_global_queries(bool(causal)) if with_globals else ""}
+        out = {"Where (global_rows, global_out, local_out)" if with_globals else "Identity (local_out)"}
+    """
+    return SIGNATURE.function_body(opset, body)
+
+
+def _first_of_block(block: int) -> str:
+    """The column of the first key that each query of a chunk sees: that of its block's first query."""
+    if block == 1:
+        return "first_seen = Identity (lane)"
+    return f"""
+        block = {block}
+        in_block = Mod (lane, block)
+        first_seen = Sub (lane, in_block)"""
+
+
+def _not_later(left: int, causal: bool) -> str:
+    if not causal:
+        return "band = Identity (within)"
+    return f"""
+        own = {left}
+        own_column = Add (lane, own)
+        not_later = LessOrEqual (column, own_column)
+        band = And (within, not_later)"""
+
+
+def _softmax(name: str, logits: str, visible: str, axis: int) -> str:
+    """Weights of the visible keys, in the type of v: zeros where there are none."""
+    return f"""
+        {name}_masked = Where ({visible}, {logits}, hidden_logit)
+        {name}_all = Softmax <axis = {axis}> ({name}_masked)
+        {name}_ones = Where ({visible}, full, nothing)
+        {name}_axis = [{axis}]
+        {name}_count = ReduceSum <keepdims = 1> ({name}_ones, {name}_axis)
+        {name}_sees = Greater ({name}_count, nothing)
+        {name}_seen = Where ({name}_sees, {name}_all, nothing)
+        {name}_weights = CastLike ({name}_seen, v)"""
+
+
+def _biases(left: int, right: int, block: int, with_globals: bool) -> str:
+    """Those of the distances in a chunk, and zeros for global keys: [1, heads, 1, chunk, keys]."""
+    biases = f"""
+        distance = Sub (column, lane)
+        {f"block_end = {block - 1}" if block > 1 else ""}
+        offset_any = {"Add (distance, block_end)" if block > 1 else "Identity (distance)"}
+        offset_low = Max (offset_any, zero)
+        last_offset = {offsets(left, right, block) - 1}
+        offset = Min (offset_low, last_offset)
+        bias_float = Cast <to = 1> (bias)
+        bias_chunk = Gather <axis = 1> (bias_float, offset)
+        bias_near = Unsqueeze (bias_chunk, axes02)"""
+    if not with_globals:
+        return f"{biases}\n        biases = Identity (bias_near)"
+    return f"""{biases}
+        none_far = [0, 0, 0, 0, 0, 0, 0, 0, 0]
+        bias_ends = Concat <axis = 0> (none_far, slots_1d)
+        biases = Pad (bias_near, bias_ends)"""
+
+
+def _global_keys() -> str:
+    """The global tokens of each sample, in the first of `slots`, and their keys and values for every chunk.
+
+    Their number is that of the sample with the most, at least 1. A stable partition puts them first: the place of a
+    token is its rank among those of its kind.
+    """
+    return f"""
+        group = {BLOCK}
+        group_1d = [{BLOCK}]
+        nearly_group = {BLOCK - 1}
+        group_spread = Add (tokens, nearly_group)
+        {rounded_down("groups", "group_spread", "group")}
+        groups_1d = Unsqueeze (groups, axis0)
+        grouped_length = Mul (groups, group)
+        ungrouped = Sub (grouped_length, tokens)
+        ungrouped_1d = Unsqueeze (ungrouped, axis0)
+        group_start = [0, 0, 0]
+        group_ends = Concat <axis = 0> (group_start, ungrouped_1d)
+        global_float = Where (is_global, full, nothing)
+        global_padded = Pad (global_float, group_ends)
+        grouped = Concat <axis = 0> (batch_1d, groups_1d, group_1d)
+        global_groups = Reshape (global_padded, grouped)
+        group_lane = Range (zero, group, one)
+        group_column = Unsqueeze (group_lane, axis1)
+        lane_before = Less (group_column, group_lane)
+        within_triangle = Where (lane_before, full, nothing)
+        rank_within = MatMul (global_groups, within_triangle)
+        group_counts = ReduceSum <keepdims = 0> (global_groups, axis2)
+        group_index = Range (zero, groups, one)
+        group_index_column = Unsqueeze (group_index, axis1)
+        group_before = Less (group_index_column, group_index)
+        between_triangle = Where (group_before, full, nothing)
+        rank_before_rows = MatMul (group_counts, between_triangle)
+        rank_before = Unsqueeze (rank_before_rows, axis2)
+        rank_groups = Add (rank_within, rank_before)
+        batch_any = Concat <axis = 0> (batch_1d, any_1d)
+        rank_padded = Reshape (rank_groups, batch_any)
+        rank_float = Slice (rank_padded, zero_1d, length_1d, axis1)
+        rank = Cast <to = 7> (rank_float)
+        total_float = ReduceSum <keepdims = 1> (global_float, axis1)
+        total = Cast <to = 7> (total_float)
+        other_rank = Sub (position, rank)
+        other_place = Add (other_rank, total)
+        global_place = Where (is_global, rank, other_place)
+        batch_length = Concat <axis = 0> (batch_1d, length_1d)
+        positions = Expand (position, batch_length)
+        order = ScatterElements <axis = 1> (positions, global_place, positions)
+        most_any = ReduceMax <keepdims = 0> (total)
+        most = Max (most_any, one)
+        is_slot = Less (position, most)
+        slot_rows = NonZero (is_slot)
+        slots = Squeeze (slot_rows, axis0)
+        slots_1d = Shape (slots)
+        global_token = Gather <axis = 1> (order, slots)
+
+        pairs_1d = Mul (batch_1d, heads_1d)
+        pairs = Squeeze (pairs_1d)
+        pair = Range (zero, pairs, one)
+        by_pair = Concat <axis = 0> (batch_1d, heads_1d, one_1d)
+        pair_rows = Reshape (pair, by_pair)
+        pair_start = Mul (pair_rows, tokens)
+        token_of_heads = Unsqueeze (global_token, axis1)
+        global_row = Add (pair_start, token_of_heads)
+        depth_table = Concat <axis = 0> (any_1d, depth_1d)
+        width_table = Concat <axis = 0> (any_1d, width_1d)
+        k_table = Reshape (k, depth_table)
+        k_far_rows = Gather <axis = 0> (k_table, global_row)
+        k_far_one = Unsqueeze (k_far_rows, axis2)
+        far_k_shape = Concat <axis = 0> (batch_1d, heads_1d, chunks_1d, slots_1d, depth_1d)
+        k_far = Expand (k_far_one, far_k_shape)
+        v_table = Reshape (v, width_table)
+        v_far_rows = Gather <axis = 0> (v_table, global_row)
+        v_far_one = Unsqueeze (v_far_rows, axis2)
+        far_v_shape = Concat <axis = 0> (batch_1d, heads_1d, chunks_1d, slots_1d, width_1d)
+        v_far = Expand (v_far_one, far_v_shape)"""
+
+
+def _far_visible(causal: bool) -> str:
+    """Which global keys each query sees: [batch, 1, chunks, chunk, slots]."""
+    later = """
+        token_row = Unsqueeze (global_token, axes12)
+        token_last = Unsqueeze (token_row, axis1)
+        query_place = Add (chunk_start, lane_row)
+        query_column = Unsqueeze (query_place, axis2)
+        not_before = LessOrEqual (token_last, query_column)
+        visible_far = And (kept_far_chunks, not_before)"""
+    return f"""
+        axes12 = [1, 2]
+        axes123 = [1, 2, 3]
+        global_keys = And (keep, is_global)
+        kept_far = GatherElements <axis = 1> (global_keys, global_token)
+        kept_far_all = Unsqueeze (kept_far, axes123)
+        far_shape = Concat <axis = 0> (batch_1d, one_1d, chunks_1d, chunk_1d, slots_1d)
+        kept_far_chunks = Expand (kept_far_all, far_shape){later if causal else ""}
+        {"" if causal else "visible_far = Identity (kept_far_chunks)"}"""
+
+
+def _global_queries(causal: bool) -> str:
+    """What global tokens see, in the rows of these tokens: [batch, heads, n, e]; other rows hold another's."""
+    later = """
+        token_column = Unsqueeze (global_token, axes13)
+        seen_before = LessOrEqual (position, token_column)
+        visible_all = And (kept_all, seen_before)"""
+    return f"""
+        qg_table = Reshape (q_global, depth_table)
+        qg = Gather <axis = 0> (qg_table, global_row)
+        qg_float = Cast <to = 1> (qg)
+        qg_scaled = Mul (qg_float, scale)
+        qg_like = CastLike (qg_scaled, q)
+        kg_transposed = Transpose <perm = [0, 1, 3, 2]> (k_global)
+        global_products = MatMul (qg_like, kg_transposed)
+        global_logits = Cast <to = 1> (global_products)
+        kept_all = Unsqueeze (keep, axes12){later if causal else ""}
+        {"" if causal else "visible_all = Identity (kept_all)"}
+        {_softmax("global", "global_logits", "visible_all", 3)}
+        global_context = MatMul (global_weights, v_global)
+        context_table = Reshape (global_context, width_table)
+        slot_count = Squeeze (slots_1d)
+        slot_start = Mul (pair_rows, slot_count)
+        last_slot = Sub (slot_count, one)
+        own_slot = Min (rank, last_slot)
+        slot_of_heads = Unsqueeze (own_slot, axis1)
+        own_row = Add (slot_start, slot_of_heads)
+        global_out = Gather <axis = 0> (context_table, own_row)
+        global_rows = Unsqueeze (is_global, axes13)"""
