@@ -324,6 +324,7 @@ FAMILIES: dict[str, Family] = {
         "checkpoints.nystromformer_spec.NystromformerSpec", "checkpoints.nystromformer.Nystromformer"
     ),
     "reformer": Family("checkpoints.reformer_spec.ReformerSpec", "checkpoints.reformer.Reformer"),
+    "modernbert": Family("checkpoints.modernbert_spec.ModernBertSpec", "checkpoints.modernbert.ModernBert"),
     "module": Family("user.spec.ModuleSpec"),
 }
 PUBLISHED = tuple(name for name, family in FAMILIES.items() if family.model)
