@@ -1,7 +1,8 @@
-"""Random configurations of both checkpoint families, and the published ones: exported files against transformers."""
+"""Random configurations of all checkpoint families, and the published ones: exported files against transformers."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,41 @@ def check_reformer(folder: Path, kind: str, config: dict[str, Any], lengths: tup
                 assert worst_error(output, expected[name], mask) <= LIMIT, (batch, seq_len)
 
 
+def random_modernbert(seed: int) -> tuple[str, dict[str, Any]]:
+    draw = random.Random(seed)
+    heads = draw.choice([1, 2, 4])
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 8 * heads * draw.choice([1, 2]),
+        "num_hidden_layers": draw.choice([2, 3, 4]),
+        "num_attention_heads": heads,
+        "intermediate_size": draw.choice([16, 40]),
+        "hidden_activation": draw.choice(["gelu", "silu", "relu"]),
+        "local_attention": draw.choice([4, 16, 33]),
+        "global_attn_every_n_layers": draw.choice([2, 3]),
+        "norm_bias": draw.choice([True, False]),
+        "attention_bias": draw.choice([True, False]),
+        "classifier_pooling": draw.choice(["cls", "mean"]),
+        "pad_token_id": 1,
+    }
+    kind = draw.choice(["Model", "ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"])
+    return f"ModernBert{kind}", config
+
+
+def check_any_length(folder: Path, kind: str, config: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """One file at several lengths, alone and padded, against the original, read anew for each call: some change when
+    they meet a length."""
+    original = type(saved(folder, kind, config))
+    spec, _, path = exported(folder, lengths[0])
+    with OrtRunner(path, limits=limits_from_spec(spec)) as runner:
+        for seq_len, padded in itertools.product(lengths, (False, True)):
+            ids, mask = inputs(4 if padded else 1, seq_len, spec.model.pad_token_id, padded=padded)
+            with torch.no_grad():
+                expected = original.from_pretrained(folder)(input_ids=ids, attention_mask=mask)
+            for name, output in runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()}).items():
+                assert worst_error(output, expected[name], mask) <= LIMIT, (seq_len, padded)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_nystromformer_configurations(tmp_path: Path, seed: int) -> None:
     check_nystromformer(tmp_path, *random_nystromformer(seed), (64, 33, 7))
@@ -199,6 +235,11 @@ def test_random_nystromformer_configurations(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_reformer_configurations(tmp_path: Path, seed: int) -> None:
     check_reformer(tmp_path, *random_reformer(seed), (96, 61, 40))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_modernbert_configurations(tmp_path: Path, seed: int) -> None:
+    check_any_length(tmp_path, *random_modernbert(seed), (150, 1, 7, 64, 130, 333))
 
 
 @pytest.mark.parametrize(("kind", "fields"), TESTERS)
