@@ -26,9 +26,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class BertModel(nn.Module):
     """Embeddings → post-norm blocks → head. A family defines `forward` and `encode`, which take the same inputs."""
 
-    def __init__(self, spec: BertSpec, layer: Callable[..., AttentionLayer]) -> None:
+    def __init__(self, spec: BertSpec, embeddings: Embeddings, layer: Callable[..., AttentionLayer]) -> None:
         super().__init__()
-        self.embeddings = Embeddings(spec)
+        self.embeddings = embeddings
         self.blocks = nn.ModuleList(Block(spec, layer(attention)) for attention in spec.layer_specs)
         self.head = head_from_spec(spec, self.embeddings.word)
 
@@ -48,7 +48,7 @@ class BertModel(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """LN(word + token type + position), without any scaling."""
+    """LN(word + token type + position), without any scaling. A family defines `positions`."""
 
     def __init__(self, spec: BertSpec) -> None:
         super().__init__()
@@ -57,9 +57,13 @@ class Embeddings(nn.Module):
         self.token_type = nn.Embedding(spec.type_vocab_size, spec.hidden_size)
         self.norm = LayerNorm(spec.hidden_size, eps=spec.layer_norm_eps)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Tensor:
-        """int64 [batch, seq] twice, rows of `position.weight` [seq or batch, seq, hidden_size] → [batch, seq,
-        hidden_size]."""
+    def positions(self, input_ids: Tensor) -> Tensor:
+        """The vector of each token's position: int64 [batch, seq] → [seq or batch, seq, hidden_size]."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        """int64 [batch, seq] twice → [batch, seq, hidden_size]."""
+        positions = self.positions(input_ids)
         normed: Tensor = self.norm(self.word(input_ids) + self.token_type(token_type_ids) + positions)
         return normed
 

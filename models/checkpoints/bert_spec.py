@@ -34,7 +34,7 @@ class BertSpec(PublishedSpec):
     """Embeddings, post-norm blocks and the head of one task.
 
     A family also defines `position_rows` and `tie_word_embeddings`: whether the decoder of masked-lm is the table of
-    words. has_pooler: whether the task base also returns a vector for each sequence.
+    words.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {"heads": "num_attention_heads"}
@@ -46,7 +46,6 @@ class BertSpec(PublishedSpec):
         "max_position_embeddings",
         "type_vocab_size",
     )
-    has_pooler: ClassVar[bool] = False
 
     hidden_size: int = 768
     num_hidden_layers: int = 12
@@ -79,6 +78,11 @@ class BertSpec(PublishedSpec):
     def position_rows(self) -> int:
         """Rows of the table of positions."""
         raise NotImplementedError
+
+    @property
+    def has_pooler(self) -> bool:
+        """True if the head also returns a vector for each sequence, that of its first token."""
+        return False
 
     @property
     def head_act(self) -> str:

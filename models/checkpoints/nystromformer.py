@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.models.checkpoints.bert import BLOCK_NAMES, BertModel, bert_weight_names, check_length
+from effexport.models.checkpoints.bert import BLOCK_NAMES, BertModel, Embeddings, bert_weight_names, check_length
 from effexport.models.checkpoints.nystromformer_spec import FIRST_POSITION, NystromformerSpec
 from effexport.models.variants.nystrom.layer import NystromAttention
 
@@ -29,7 +29,7 @@ class Nystromformer(BertModel):
     """
 
     def __init__(self, spec: NystromformerSpec) -> None:
-        super().__init__(spec, NystromAttention)
+        super().__init__(spec, NumberedEmbeddings(spec), NystromAttention)
         self.spec = spec
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -47,11 +47,17 @@ class Nystromformer(BertModel):
             input_ids = pad_to(input_ids, length, spec.pad_token_id)
             attention_mask = pad_to(attention_mask, length, 0)
             token_type_ids = pad_to(token_type_ids, length, 0)
-        positions = self.embeddings.position.weight[FIRST_POSITION : FIRST_POSITION + input_ids.shape[1]]
-        hidden: Tensor = self.embeddings(input_ids, token_type_ids, positions)
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids)
         for block in self.blocks:
             hidden = block(hidden, attention_mask)
         return hidden if spec.is_plain_softmax else first_rows(hidden, seq_len)
+
+
+class NumberedEmbeddings(Embeddings):
+    """Embeddings whose positions count all tokens, padding included."""
+
+    def positions(self, input_ids: Tensor) -> Tensor:
+        return self.position.weight[FIRST_POSITION : FIRST_POSITION + input_ids.shape[1]]
 
 
 def pad_to(values: Tensor, length: int, fill: int) -> Tensor:
