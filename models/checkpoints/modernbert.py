@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from effexport.models.checkpoints.bert import ACTIVATIONS
+from effexport.models.checkpoints.bert_spec import HIDDEN_ACTS
 from effexport.models.checkpoints.modernbert_spec import ModernBertAttentionSpec, ModernBertSpec
-from effexport.models.checkpoints.nystromformer import ACTIVATIONS
-from effexport.models.checkpoints.nystromformer_spec import HIDDEN_ACTS
 from effexport.models.encoder.module import pool
 from effexport.models.layers import AttentionLayer, LayerNorm, at_least_float32, split_heads
 from effexport.models.validation import SpecError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from effexport.models.attention_spec import AttentionSpec
-from effexport.models.checkpoints.nystromformer_spec import HIDDEN_ACTS
+from effexport.models.checkpoints.bert_spec import HIDDEN_ACTS
 from effexport.models.checkpoints.spec import PublishedSpec
 from effexport.models.shapes import Dims, Product, Shapes, linear, norm, within
 from effexport.models.validation import check_layers, did_you_mean, require, shown

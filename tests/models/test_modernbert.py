@@ -17,8 +17,8 @@ from originals import (
     token_inputs,
 )
 
+from effexport.models.checkpoints.bert_spec import HIDDEN_ACTS
 from effexport.models.checkpoints.modernbert_spec import ModernBertSpec
-from effexport.models.checkpoints.nystromformer_spec import HIDDEN_ACTS
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
 
