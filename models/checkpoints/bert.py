@@ -187,16 +187,16 @@ def bert_weight_names(
     """Name in our state_dict → names that it may have in a checkpoint; the first one present is the one to take.
 
     blocks, head: our modules → theirs, in each block and of the head of the task. masked_lm: their module with the
-    decoder of masked-lm. Models with a head save the encoder, and its pooler, under the name of the family.
+    decoder of masked-lm. Models with a head save the encoder, and its pooler, under `base_prefix`.
     """
     encoder = dict(EMBEDDING_NAMES)
     for layer in range(spec.layers):
         for ours, theirs in blocks.items():
             encoder |= both(f"blocks.{layer}.{ours}", f"encoder.layer.{layer}.{theirs}")
-    names: dict[str, tuple[str, ...]] = {ours: (f"{spec.family}.{name}", name) for ours, name in encoder.items()}
+    names: dict[str, tuple[str, ...]] = {ours: (f"{spec.base_prefix}.{name}", name) for ours, name in encoder.items()}
     for ours, theirs in head.items():
-        inside = theirs.startswith("pooler.")
-        accepted = [both(ours, prefix + theirs) for prefix in ((f"{spec.family}.", "") if inside else ("",))]
+        inside = theirs.startswith("pooler")
+        accepted = [both(ours, prefix + theirs) for prefix in ((f"{spec.base_prefix}.", "") if inside else ("",))]
         names |= {name: tuple(one[name] for one in accepted) for name in accepted[0]}
     if spec.task == "masked-lm":
         decoder = f"{masked_lm}.decoder"

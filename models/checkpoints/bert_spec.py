@@ -80,6 +80,11 @@ class BertSpec(PublishedSpec):
         raise NotImplementedError
 
     @property
+    def base_prefix(self) -> str:
+        """Models with a head save the encoder under this name."""
+        return self.family
+
+    @property
     def has_pooler(self) -> bool:
         """True if the head also returns a vector for each sequence, that of its first token."""
         return False
