@@ -14,7 +14,7 @@ from effexport.models.encoder.module import pool
 from effexport.models.layers import AttentionLayer, LayerNorm, at_least_float32, split_heads
 from effexport.models.validation import SpecError
 from effexport.models.variants.softmax.layer import softmax_attention
-from effexport.plugins.banded_attention.op import banded_attention
+from effexport.plugins.banded_attention.op import banded_attention, reference
 from effexport.plugins.masked_attention.op import masked_attention
 
 # Head models save the encoder under this prefix, base models without it.
@@ -88,10 +88,7 @@ class Block(nn.Module):
 
 
 class ModernBertAttention(AttentionLayer):
-    """out = softmax(Q Kᵀ / √d) V with rotated Q and K, over all keys or, in a window, those near the query.
-
-    A query that sees no key, which is hidden and far from all others, has a result without meaning.
-    """
+    """out = softmax(Q Kᵀ / √d) V with rotated Q and K, over all keys or, in a window, those near the query."""
 
     spec: ModernBertAttentionSpec
 
@@ -114,18 +111,14 @@ class ModernBertAttention(AttentionLayer):
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         q, k, v = projected
         window, scale = self.spec.window, 1 / math.sqrt(self.spec.head_size)
-        if self.fused:
-            if window is None:
-                context: Tensor = masked_attention(q, k, v, keep, scale)
-            else:
-                no_bias = q.new_zeros(self.spec.heads, 1)
-                context = banded_attention(q, k, v, q, k, v, keep, keep, no_bias, scale, window, window)
-            return context
-        visible = keep[:, None, None, :]
         if window is not None:
-            position = torch.arange(q.shape[2], device=q.device)
-            visible = visible & ((position[:, None] - position).abs() <= window)
-        return softmax_attention(q, k, v, visible)
+            attend, no_bias = banded_attention if self.fused else reference, q.new_zeros(self.spec.heads, 1)
+            near: Tensor = attend(q, k, v, q, k, v, keep, keep, no_bias, scale, window, window, 1, False, False, False)
+            return near
+        if self.fused:
+            context: Tensor = masked_attention(q, k, v, keep, scale)
+            return context
+        return softmax_attention(q, k, v, keep[:, None, None, :])
 
 
 class GatedFeedForward(nn.Module):
