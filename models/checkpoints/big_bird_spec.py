@@ -92,7 +92,11 @@ class BigBirdSpec(BertSpec):
         super().check()
         if self.attention_type == "block_sparse":
             for name in ("block_size", "num_random_blocks"):
-                require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
+                require(
+                    getattr(self, name) >= 1,
+                    f"{name} is {getattr(self, name)}, with which transformers cannot run long sequences; expected at "
+                    "least 1, or attention_type original_full",
+                )
         require(
             self.task != "question-answering" or (self.sep_token_id is not None and self.type_vocab_size > 1),
             f"sep_token_id is {self.sep_token_id} and type_vocab_size {self.type_vocab_size}; the task "
