@@ -320,10 +320,10 @@ class Family:
 
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json
 FAMILIES: dict[str, Family] = {
+    "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
     "nystromformer": Family(
         "checkpoints.nystromformer_spec.NystromformerSpec", "checkpoints.nystromformer.Nystromformer"
     ),
-    "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
     "reformer": Family("checkpoints.reformer_spec.ReformerSpec", "checkpoints.reformer.Reformer"),
     "module": Family("user.spec.ModuleSpec"),
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from effexport.models.attention_spec import AttentionSpec, attention_spec
+from effexport.models.checkpoints.longformer_spec import LongformerSpec
 from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
 from effexport.models.checkpoints.reformer_spec import ReformerSpec
 from effexport.models.checkpoints.spec import FAMILIES, PublishedSpec
@@ -56,6 +57,10 @@ REFORMER: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 12, "heads": 2, "attention_head_size": 5, "feed_forward_size": 7, "seq_len": 16,
     "attn_layers": ("local", "lsh", "lsh"), "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (8, 4), "num_hashes": 3,
 }  # fmt: skip
+LONGFORMER: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 12, "heads": 2, "num_hidden_layers": 2, "intermediate_size": 7, "seq_len": 20,
+    "max_position_embeddings": 22, "attention_window": (4, 6),
+}  # fmt: skip
 CHECKPOINTS: list[PublishedSpec] = [
     *(NystromformerSpec(**NYSTROM, task=task) for task in NystromformerSpec.TASKS),
     NystromformerSpec(**NYSTROM, task="masked-lm", tie_word_embeddings=False),
@@ -65,6 +70,8 @@ CHECKPOINTS: list[PublishedSpec] = [
         ReformerSpec(**REFORMER, task=task, num_labels=2, is_decoder=task == "lm-head")
         for task in ReformerSpec.TASKS
     ),
+    *(LongformerSpec(**LONGFORMER, task=task) for task in LongformerSpec.TASKS),
+    LongformerSpec(**LONGFORMER, pooler=False),
     ReformerSpec(**REFORMER, axial_pos_embds=False, num_buckets=(4, 6), num_hidden_layers=2),
 ]  # fmt: skip
 
