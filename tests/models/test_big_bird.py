@@ -15,6 +15,7 @@ from originals import (
     spec_from_config,
     token_inputs,
 )
+from slow_cases import slow_after
 from transformers_models import oracle_from_config
 
 from effexport.models.checkpoints.bert_spec import HIDDEN_ACTS
@@ -101,7 +102,7 @@ def random_config(draw: random.Random) -> dict[str, Any]:
     return config_of(task, **fields)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_after(5, range(20)))
 def test_random_configurations_equal_transformers(seed: int) -> None:
     draw = random.Random(seed)
     config = random_config(draw)
