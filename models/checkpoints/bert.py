@@ -24,17 +24,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class BertModel(nn.Module):
-    """Embeddings → post-norm blocks → head. A family defines `forward` and `encode`, which take the same inputs."""
+    """Embeddings → post-norm blocks → head. A family defines `forward` and `encode`, which take the same inputs.
+
+    encode: inputs with tokens [batch, seq] → last hidden states [batch, seq, hidden_size].
+    """
+
+    encode: Callable[..., Tensor]
 
     def __init__(self, spec: BertSpec, embeddings: Embeddings, layer: Callable[..., AttentionLayer]) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.blocks = nn.ModuleList(Block(spec, layer(attention)) for attention in spec.layer_specs)
         self.head = head_from_spec(spec, self.embeddings.word)
-
-    def encode(self, *inputs: Tensor) -> Tensor:
-        """Inputs with tokens [batch, seq] → last hidden states [batch, seq, hidden_size]."""
-        raise NotImplementedError
 
     def outputs(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The outputs of the task: those of the head on `encode`. Tokens are [batch, choices, seq] if it is multiple

@@ -93,6 +93,7 @@ class BandedAttentionLayer(MultiHeadAttention):
 
     def __init__(self, spec: BandedSpec) -> None:
         super().__init__(spec)
+        self.scale = 1 / math.sqrt(spec.head_size)
         for name in GLOBAL_PROJECTIONS:
             self.add_module(name, nn.Linear(spec.dim, spec.inner_dim))
 
@@ -106,17 +107,17 @@ class BandedAttentionLayer(MultiHeadAttention):
 
         As in transformers, padding sees nothing: its context is 0.
         """
-        q, k, v, *far = self.project(hidden_states)
+        q, k, v, q_far, k_far, v_far = self.project(hidden_states)
         reach, no_bias = self.spec.reach, q.new_zeros(self.spec.heads, 1)
         attend = banded_attention if self.fused else reference
-        scale = 1 / math.sqrt(self.spec.head_size)
-        context = attend(q, k, v, *far, keep, is_global, no_bias, scale, reach, reach, 1, False, True, False)
+        tensors = (q, k, v, q_far, k_far, v_far, keep, is_global, no_bias)
+        context: Tensor = attend(*tensors, self.scale, reach, reach, 1, False, True, False)
         projected: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
         return projected
 
 
 def counts(counted: Tensor) -> Tensor:
-    """How many tokens count up to each one, with it: boolean [batch, seq] → int64 [batch, seq].
+    """The number of tokens that count, up to each one and with it: boolean [batch, seq] → int64 [batch, seq].
 
     Prefix sums as products with triangles of ones: some runtimes run CumSum step by step.
     """
@@ -126,7 +127,8 @@ def counts(counted: Tensor) -> Tensor:
     place, block = torch.arange(BLOCK, device=row.device), torch.arange(blocks, device=row.device)
     inside = row @ (place[:, None] <= place).float()
     before = inside[..., -1] @ (block[:, None] < block).float()
-    return (inside + before.unsqueeze(-1)).flatten(1)[:, :seq_len].long()
+    sums: Tensor = inside + before.unsqueeze(-1)
+    return sums.flatten(1)[:, :seq_len].long()
 
 
 def global_tokens(spec: LongformerSpec, input_ids: Tensor, keep: Tensor, global_attention_mask: Tensor) -> Tensor:
