@@ -62,9 +62,7 @@ class BigBird(BertModel):
         lowered = torch.where(is_question & (position > 0), QUESTION_PENALTY, 0.0).to(logits.dtype)
         return (logits - lowered.unsqueeze(-1)).unbind(dim=-1)
 
-    def encode(  # type: ignore[override]
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
-    ) -> Tensor:
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         check_length(input_ids.shape[1], self.spec)
         hidden: Tensor = self.embeddings(input_ids, token_type_ids)
         for block in self.blocks:
