@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from effexport.models.attention_spec import AttentionSpec, attention_spec
+from effexport.models.checkpoints.led_spec import LEDSpec
 from effexport.models.checkpoints.longformer_spec import LongformerSpec
 from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
 from effexport.models.checkpoints.reformer_spec import ReformerSpec
@@ -72,6 +73,7 @@ CHECKPOINTS: list[PublishedSpec] = [
     ),
     *(LongformerSpec(**LONGFORMER, task=task) for task in LongformerSpec.TASKS),
     LongformerSpec(**LONGFORMER, pooler=False),
+    LEDSpec(vocab_size=50, hidden_size=12, heads=2, num_hidden_layers=2, intermediate_size=7, seq_len=9),
     ReformerSpec(**REFORMER, axial_pos_embds=False, num_buckets=(4, 6), num_hidden_layers=2),
 ]  # fmt: skip
 
