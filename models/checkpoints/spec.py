@@ -324,8 +324,8 @@ class Family:
 
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json
 FAMILIES: dict[str, Family] = {
-    "led": Family("checkpoints.led_spec.LEDSpec", "checkpoints.led.LEDEncoder"),
     "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
+    "led": Family("checkpoints.led_spec.LEDSpec", "checkpoints.led.LEDEncoder"),
     "nystromformer": Family(
         "checkpoints.nystromformer_spec.NystromformerSpec", "checkpoints.nystromformer.Nystromformer"
     ),
