@@ -15,7 +15,7 @@ from effexport.models.checkpoints.bert import (
     ACTIVATIONS,
     BLOCK_NAMES,
     BertModel,
-    Embeddings,
+    NumberedEmbeddings,
     bert_weight_names,
     check_length,
 )
@@ -78,18 +78,16 @@ class BigBird(BertModel):
         return position <= torch.where(ends < length, ends, 0)
 
 
-class BigBirdEmbeddings(Embeddings):
-    """LN(word + token type + position), where words may be multiplied by √hidden_size."""
+class BigBirdEmbeddings(NumberedEmbeddings):
+    """Embeddings whose words may be multiplied by √hidden_size."""
 
     def __init__(self, spec: BigBirdSpec) -> None:
-        super().__init__(spec)
+        super().__init__(spec, first=0)
         self.scale = spec.hidden_size**0.5 if spec.rescale_embeddings else 1.0
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        words = self.word(input_ids) if self.scale == 1 else self.scale * self.word(input_ids)
-        positions = self.position.weight[: input_ids.shape[1]]
-        normed: Tensor = self.norm(words + self.token_type(token_type_ids) + positions)
-        return normed
+    def words(self, input_ids: Tensor) -> Tensor:
+        words = super().words(input_ids)
+        return words if self.scale == 1 else self.scale * words
 
 
 class BigBirdAttention(MultiHeadAttention):

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.checkpoints.bert import BLOCK_NAMES, BertModel, Embeddings, bert_weight_names, check_length
-from effexport.models.checkpoints.longformer_spec import GLOBAL_PROJECTIONS, RULES, BandedSpec, LongformerSpec
+from effexport.models.checkpoints.longformer_spec import (
+    GLOBAL_PROJECTIONS,
+    RULES,
+    BandedModelSpec,
+    BandedSpec,
+    LongformerSpec,
+)
 from effexport.models.contract import GLOBAL_MASK
 from effexport.models.layers import MultiHeadAttention, merge_heads, split_heads
 from effexport.models.variants.sums import block_count
@@ -34,9 +40,13 @@ IGNORED: tuple[str, ...] = (
 class Longformer(BertModel):
     """A BERT-like encoder on banded attention with global tokens. Any length up to `spec.max_seq_len`."""
 
-    def __init__(self, spec: LongformerSpec) -> None:
-        super().__init__(spec, CountedEmbeddings(spec), BandedAttentionLayer)
+    def __init__(self, spec: BandedModelSpec) -> None:
+        super().__init__(spec, self.embeddings_of(spec), BandedAttentionLayer)
         self.spec = spec
+
+    @staticmethod
+    def embeddings_of(spec: BandedModelSpec) -> Embeddings:
+        return CountedEmbeddings(spec)
 
     def forward(
         self,
@@ -63,8 +73,7 @@ class Longformer(BertModel):
     ) -> Tensor:
         spec, keep = self.spec, attention_mask != 0
         check_length(input_ids.shape[1], spec)
-        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        hidden: Tensor = self.embeddings(input_ids, segments)
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids)
         is_global = global_tokens(spec, input_ids, keep, global_attention_mask)
         for block in self.blocks:
             hidden = block(hidden, keep, is_global)
@@ -76,7 +85,7 @@ class CountedEmbeddings(Embeddings):
 
     IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "sums of ones"}
 
-    def __init__(self, spec: LongformerSpec) -> None:
+    def __init__(self, spec: BandedModelSpec) -> None:
         super().__init__(spec)
         self.pad_token_id = spec.pad_token_id
 
@@ -131,7 +140,7 @@ def counts(counted: Tensor) -> Tensor:
     return sums.flatten(1)[:, :seq_len].long()
 
 
-def global_tokens(spec: LongformerSpec, input_ids: Tensor, keep: Tensor, global_attention_mask: Tensor) -> Tensor:
+def global_tokens(spec: BandedModelSpec, input_ids: Tensor, keep: Tensor, global_attention_mask: Tensor) -> Tensor:
     """The tokens that are global: boolean [batch, seq]. Padding never is.
 
     input_ids, global_attention_mask int64 [batch, seq]; keep: boolean. A sequence that is given none has those of the
@@ -152,7 +161,7 @@ def global_tokens(spec: LongformerSpec, input_ids: Tensor, keep: Tensor, global_
     return given | (by_rule & (given.long().amax(dim=1, keepdim=True) == 0))
 
 
-def with_global_tokens(spec: LongformerSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_global_tokens(spec: BandedModelSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of a case with all global tokens marked, as transformers takes them, where an input says which."""
     tokens = [inputs[name].flatten(0, -2) for name in ("input_ids", "attention_mask", GLOBAL_MASK)]
     is_global = global_tokens(spec, tokens[0], tokens[1] != 0, tokens[2])
