@@ -178,7 +178,7 @@ CONTRACT = Contract(
             case_of(2, 1, 50, 8, 8, left=0, right=0, globals_=1),
         ),
         case_of(1, 1, 900, 4, 4, left=1, right=2, globals_=1),  # more than 64 global tokens, each in slices of its keys
-        case_of(1, 1, 4200, 1, 1, left=1, right=2, globals_=1, kind="ends"),  # more tokens than a block looks at at once
+        case_of(1, 1, 4200, 1, 1, left=1, right=2, globals_=1, kind="ends"),  # more tokens than one scan
         *in_all_types(case_of(2, 2, 90, 8, 8, left=11, right=0, globals_=1, bias=1)),
     ),
     larger=in_all_types(
