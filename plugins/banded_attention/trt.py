@@ -26,9 +26,9 @@ def find(s: Sizes) -> Launch:
 def attend(s: Sizes, scalars: tuple[object, ...]) -> Launch:
     groups = s.batch * s.heads
     blocks = groups * cdiv(s.n, QUERIES) * cdiv(s.e, WIDTH)
-    # a tile of queries and two of keys or values; twice the tokens of a tile, its biases and flags; 16 bytes a query
-    keys = 32 if s.T == "float32" else 64
-    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + 2 * (keys + QUERIES + keys + 1) * 4 + QUERIES * 16
+    # a tile of queries and two of keys or values, and Source::Shared
+    keys, side_bytes = (32, 2112) if s.T == "float32" else (64, 2624)
+    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + side_bytes
     return Launch(blocks, ATTEND_THREADS, (groups, s.heads, s.n, s.d, s.e, *scalars, s.scale), shared_bytes)
 
 
