@@ -147,7 +147,7 @@ inline __device__ Sight sight_of_global(const Sizes& s, int token) {
 
 // What is known of a tile of keys.
 template <class T>
-struct Seen {
+struct alignas(16) Seen {
   static constexpr int kKeys = attention::kKeys<T>;
   static constexpr int kWarps = kKeys / tile::kWarpSize;
 

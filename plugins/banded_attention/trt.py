@@ -27,7 +27,7 @@ def attend(s: Sizes, scalars: tuple[object, ...]) -> Launch:
     groups = s.batch * s.heads
     blocks = groups * cdiv(s.n, QUERIES) * cdiv(s.e, WIDTH)
     # a tile of queries and two of keys or values, and Source::Shared
-    keys, side_bytes = (32, 2112) if s.T == "float32" else (64, 2624)
+    keys, side_bytes = (32, 2128) if s.T == "float32" else (64, 2640)
     shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + side_bytes
     return Launch(blocks, ATTEND_THREADS, (groups, s.heads, s.n, s.d, s.e, *scalars, s.scale), shared_bytes)
 
