@@ -24,9 +24,15 @@ class WindowAttention(MultiHeadAttention):
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         q, k, v = projected
-        if self.fused:
-            return self.fused_band(q, k, v, keep)
         spec = self.spec
+        if self.fused:
+            count = spec.global_tokens
+            is_global = keep if count == 0 else (torch.arange(q.shape[2], device=q.device) < count).expand_as(keep)
+            tensors = (q, k, v, q, k, v, keep, is_global, q.new_zeros(spec.heads, 1))
+            scale = 1 / math.sqrt(q.shape[-1])
+            band = (spec.left, spec.right, 1, spec.causal)
+            fused: Tensor = banded_attention(*tensors, scale, *band, count > 0, False, count)
+            return fused
         context = banded(q, k, v, keep, spec)
         if not spec.global_tokens:
             return context
@@ -39,16 +45,6 @@ class WindowAttention(MultiHeadAttention):
         seen = attend(first, k, v, visible)
         seen = F.pad(seen, (0, 0, 0, q.shape[2])).narrow(2, 0, q.shape[2])
         return torch.where((position < spec.global_tokens)[:, None], seen, context)
-
-    def fused_band(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-        """The operator, of which one call does it all."""
-        spec, count = self.spec, self.spec.global_tokens
-        is_global = keep if count == 0 else (torch.arange(q.shape[2], device=q.device) < count).expand_as(keep)
-        bias = q.new_zeros(spec.heads, 1)
-        tensors = (q, k, v, q, k, v, keep, is_global, bias)
-        scale = 1 / math.sqrt(q.shape[-1])
-        fused: Tensor = banded_attention(*tensors, scale, spec.left, spec.right, 1, spec.causal, count > 0, False)
-        return fused
 
     def initial_state(self, batch: int) -> State:
         """The state before the first token: the last `window` keys and values, [batch, heads, window, head_dim], and
@@ -80,10 +76,7 @@ class WindowAttention(MultiHeadAttention):
         k = torch.cat([state["k"], k.masked_fill(hidden, 0)], dim=2)
         v = torch.cat([state["v"], v.masked_fill(hidden, 0)], dim=2)
         kept = torch.cat([state["kept"], keep.float()], dim=1)
-        rows = (F.pad(q, (0, 0, spec.window, 0)), k, v)
-        context = (self.fused_band(*rows, kept > 0) if self.fused else banded(*rows, kept > 0, spec)).narrow(
-            2, spec.window, seq_len
-        )
+        context = banded(F.pad(q, (0, 0, spec.window, 0)), k, v, kept > 0, spec).narrow(2, spec.window, seq_len)
         # the last tokens before the end of each sample, which is one past its last kept token
         column = torch.arange(1, seq_len + 1, device=keep.device)
         end = torch.where(keep, column, 0).amax(dim=1, keepdim=True)
