@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.layers import MultiHeadAttention, State, masked_softmax, merge_heads
+from effexport.models.validation import require
 from effexport.models.variants.window.spec import WindowSpec
 from effexport.plugins.banded_attention.op import banded_attention
 
@@ -48,8 +49,12 @@ class WindowAttention(MultiHeadAttention):
 
     def initial_state(self, batch: int) -> State:
         """The state before the first token: the last `window` keys and values, [batch, heads, window, head_dim], and
-        which of them exist, [batch, window]."""
+        which of them exist, [batch, window].
+
+        Raises SpecError with global tokens: the state would also hold the first ones.
+        """
         spec, device = self.spec, self.out.weight.device
+        require(not spec.global_tokens, f"global_tokens {spec.global_tokens} has no decode step; use global_tokens 0")
         rows = (batch, spec.heads, spec.window, spec.head_size)
         return {
             "k": torch.zeros(rows, device=device),
@@ -90,8 +95,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Softmax attention over the visible keys: zeros for a query that sees none.
 
     q […, n, d], k […, m, d], v […, m, e]; visible: boolean, broadcastable to [..., n, m]. Returns […, n, e].
+    Queries and keys are both scaled by d^(-1/4), so that half-precision logits do not overflow first.
     """
-    weights = masked_softmax((q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2), visible)
+    divisor = math.sqrt(math.sqrt(q.shape[-1]))
+    weights = masked_softmax((q / divisor) @ (k / divisor).transpose(-1, -2), visible)
     return torch.where(visible, weights, 0.0).to(v.dtype) @ v
 
 
