@@ -32,9 +32,13 @@ RESULTS = FOLDER / "results.json"
 LIBRARY = FOLDER / "library"
 TIMEOUT_S = 1200
 COMPILER_ERROR = re.compile(r"\.(?:cu|cc|h):\d+:\d+: error: .*")
-CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h"}
+CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h", "attention_slices.h"}
 # Shared code, and an operator whose tests should catch its faults.
-TESTED_BY = {"native/online_softmax.h": "masked_attention", "native/online_softmax_vectors.h": "masked_attention"}
+TESTED_BY = {
+    "native/attention_slices.h": "masked_attention",
+    "native/online_softmax.h": "masked_attention",
+    "native/online_softmax_vectors.h": "masked_attention",
+}
 
 
 @dataclass(frozen=True)
@@ -116,11 +120,15 @@ MUTANTS = (
     ),
     *mutants_of("sequence_conv/ort.cc", ("taps % 2 != 1", "taps < 0"), ("heads 1 taps 1", "heads seq taps 1")),
     *mutants_of(
-        "masked_attention/kernel_cuda.cu",
-        ("highest = fmaxf(highest, first[slice * slice_floats]);", "highest = first[slice * slice_floats];"),
+        "native/attention_slices.h",
+        ("highest = fmaxf(highest, first[slice * stride]);", "highest = first[slice * stride];"),
         ("distance < tile::kWarpSize; distance *= 2", "distance < tile::kWarpSize / 2; distance *= 2"),
         ("total += factor * partial[1];", "total += partial[1];"),
         ("context += factor * partial", "context += partial"),
+        ("return total == 0 ? 0.0f : context / total;", "return context / total;"),
+    ),
+    *mutants_of(
+        "masked_attention/kernel_cuda.cu",
         ("row % s.n * std::int64_t{kStatistics + s.e}", "row * std::int64_t{kStatistics + s.e}"),
         ("key >= keys_ ? -INFINITY : is_set", "key >= keys_ ? attention::kLowest : is_set"),
         ("job.group / s.heads) * s.m", "job.group % s.heads) * s.m"),

@@ -49,8 +49,9 @@ def case_of(
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """Some keys are hidden, all keys of the last of several samples. Each sample has other global tokens.
 
-    Kind "few": the first token is global, and no other; nothing is hidden. Kind "all": all tokens are global. Kind
-    "mean": all weights are alike. PEAKS: the logits of a key are far above all others, and all are exact.
+    Kind "few": the first token is global, and no other; nothing is hidden. Kind "ends": the first and the last one.
+    Kind "all": all tokens are global. Kind "mean": all weights are alike. PEAKS: the logits of a key are far above all
+    others, and all are exact.
     """
     batch, heads, n, d, e, *_, count = case.sizes
     source = case.generator(device)
@@ -68,9 +69,10 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         keep[:, highest] = True
     if case.kind == "mean":
         tensors |= {name: torch.zeros_like(tensors[name]) for name in ("q", "q_global")}
-    if case.kind in ("few", "mean", "all"):
+    if case.kind in ("few", "ends", "mean", "all"):
         keep, is_global = torch.ones_like(keep), torch.full_like(keep, case.kind == "all")
         is_global[:, :1] = case.kind != "mean"
+        is_global[:, n - 1 :] |= case.kind == "ends"
     elif batch > 1:
         keep[-1] = False
     return {**tensors, "keep": keep, "is_global": is_global, "bias": bias}
@@ -167,13 +169,17 @@ CONTRACT = Contract(
         case_of(1, 1, 70, 8, 8, left=8, right=8, globals_=1, kind="all"),
         *with_peaks(case_of(1, 1, 140, 8, 8, left=70, right=70, globals_=1)),
     ),
-    cases=in_all_types(
-        case_of(3, 2, 63, 3, 17, left=4, right=9, bias=1),
-        case_of(2, 2, 300, 64, 64, left=64, right=64, globals_=1),
-        case_of(2, 2, 70, 16, 8, left=100, right=100, block=7, globals_=1, bias=1),  # the band covers the sequence
-        case_of(2, 1, 150, 40, 24, left=32, block=32, causal=1, globals_=1),
-        case_of(2, 1, 50, 8, 8, left=0, right=0, globals_=1),
-        case_of(2, 2, 90, 8, 8, left=11, right=0, globals_=1, bias=1),
+    cases=(
+        *in_all_types(
+            case_of(3, 2, 63, 3, 17, left=4, right=9, bias=1),
+            case_of(2, 2, 300, 64, 64, left=64, right=64, globals_=1),
+            case_of(2, 2, 70, 16, 8, left=100, right=100, block=7, globals_=1, bias=1),  # the band covers the sequence
+            case_of(2, 1, 150, 40, 24, left=32, block=32, causal=1, globals_=1),
+            case_of(2, 1, 50, 8, 8, left=0, right=0, globals_=1),
+        ),
+        case_of(1, 1, 900, 4, 4, left=1, right=2, globals_=1),  # more than 64 global tokens, each in slices of its keys
+        case_of(1, 1, 4200, 1, 1, left=1, right=2, globals_=1, kind="ends"),  # more tokens than one scan
+        *in_all_types(case_of(2, 2, 90, 8, 8, left=11, right=0, globals_=1, bias=1)),
     ),
     larger=in_all_types(
         case_of(2, 2, 1000, 64, 64, left=128, right=128, globals_=1),

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 SHARED_FILES = (
     "CMakeLists.txt",
     "native/attention.h",
+    "native/attention_slices.h",
     "native/cpu_dispatch.h",
     "native/cuda.h",
     "native/element_types.h",
