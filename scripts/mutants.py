@@ -33,8 +33,12 @@ LIBRARY = FOLDER / "library"
 TIMEOUT_S = 1200
 COMPILER_ERROR = re.compile(r"\.(?:cu|cc|h):\d+:\d+: error: .*")
 CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h", "attention_slices.h"}
-# Shared headers whose faults the tests of an operator catch.
-TESTED_BY = {"native/attention_slices.h": "masked_attention"}
+# Shared code, and an operator whose tests should catch its faults.
+TESTED_BY = {
+    "native/attention_slices.h": "masked_attention",
+    "native/online_softmax.h": "masked_attention",
+    "native/online_softmax_vectors.h": "masked_attention",
+}
 
 
 @dataclass(frozen=True)
@@ -155,12 +159,19 @@ MUTANTS = (
     ),
     *mutants_of(
         "masked_attention/kernel_cpu.cc",
-        ("if (nothing_yet) std::fill", "if (false) std::fill"),
+        ("if (visible == 0 && sees_) continue;", "if (visible == 0) continue;"),
         ("for (std::int64_t s = 1; s < parts; ++s) top", "for (std::int64_t s = 2; s < parts; ++s) top"),
         ("sum += factor * from[1];", "sum += from[1];"),
-        ("visible == kTileKeys, nothing_yet", "visible == keys, nothing_yet"),
+        ("visible == keys ? nullptr", "visible > 0 ? nullptr"),
     ),
-    *mutants_of("masked_attention/vectors.h", ("sum = sum * factor + sum_of_lanes", "sum = sum + sum_of_lanes")),
+    *mutants_of("native/online_softmax.h", ("std::fill(context_, context_ + rows_ * value_stride_, 0.0f);", "")),
+    *mutants_of(
+        "native/online_softmax_vectors.h",
+        ("t.sum[row + i] * factors[i] +", "t.sum[row + i] +"),
+        ("store(out, load(out) * factors[row + i] + sum);", "store(out, load(out) + sum);"),
+        ("sight.end[i] >= to &&", ""),
+        ("(column < begin) | (column >= end) ? beyond : x", "x"),
+    ),
     *mutants_of("masked_attention/ort.cc", ("batch heads m e", "batch heads e e")),
     *mutants_of(
         "iterative_pinv/tensor_cores.h",

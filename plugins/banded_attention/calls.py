@@ -27,6 +27,8 @@ def proof_inputs(rng: np.random.Generator, attributes: Attributes) -> ProofInput
         inputs |= {x: spread * inputs[x] for x in ("q", "q_global")}
         is_global = rng.random((len(keep), n)) < np.array([[0.01], [0.1], [0], [0.02]])
         is_global[0, [0, -1]] = is_global[2, 0] = True
+        if most := int(attributes.get("most_globals", 0)):
+            is_global &= is_global.cumsum(axis=1) <= most
         offsets = left + right + 2 * block - 1 if attributes["with_bias"] else 1
         bias = rng.standard_normal((HEADS, offsets))
         yield name, inputs | {"keep": keep, "is_global": is_global, "bias": bias}

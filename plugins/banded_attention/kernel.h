@@ -61,8 +61,8 @@ struct Arrays {
 // On the CPU the work is cut into units, which are independent: callers may share them out among threads, each with
 // cpu_workspace_bytes(problem) bytes at an address that is a multiple of 64.
 //
-// A unit is some queries of one group: neighbours, of which the global ones are left out, or tokens [first, last) of
-// those in `globals`. How the work of a group is cut depends on its sample alone.
+// A unit is some queries of one group: neighbours [first, last), of which the global ones are left out, or those of the
+// sample's global tokens. How the work of a group is cut depends on its sample alone.
 struct CpuUnit {
   std::int64_t group;
   std::int64_t first;
@@ -71,11 +71,16 @@ struct CpuUnit {
 };
 
 struct CpuPlan {
+  // of a sample, in order; none without with_globals
+  struct Globals {
+    std::vector<std::int64_t> tokens;
+    std::vector<std::int64_t> keys;  // those of them that are visible
+  };
+  std::vector<Globals> globals;
   std::vector<CpuUnit> units;
-  std::vector<std::vector<std::int64_t>> globals;  // of each sample, in order; none of them without with_globals
 };
 
-CpuPlan cpu_plan(const Problem& problem, const bool* is_global);
+CpuPlan cpu_plan(const Problem& problem, const bool* keep, const bool* is_global);
 std::size_t cpu_workspace_bytes(const Problem& problem);
 
 template <class T>

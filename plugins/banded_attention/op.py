@@ -104,6 +104,7 @@ def banded_attention(
     causal: bool = False,
     with_globals: bool = False,
     with_bias: bool = False,
+    most_globals: int = 0,
 ) -> Tensor:
     """Softmax attention of every token to those near it, and to global tokens, which see all.
 
@@ -111,12 +112,18 @@ def banded_attention(
     is_global: boolean [batch, n]. bias [heads, offsets], added to the logits of keys in the band that are not global:
     offset 0 is that of distance 1 − block − left. A model without global tokens gives `keep` as is_global and q, k and
     v twice; one without biases gives one offset. left, right: tokens before and after the block of `block` tokens
-    that has the query. A query that sees no key is 0. Returns [batch, heads, n, e].
+    that has the query. most_globals: the most global tokens that a sample can have, if that is known. A query that sees
+    no key is 0. Returns [batch, heads, n, e].
     It has no gradient; the layers of `effexport.models` use plain formulas except while they are exported.
     Raises ValueError for other shapes and dtypes.
     """
     tensors = (q, k, v, q_global, k_global, v_global, keep, is_global, bias)
-    _check(tensors, scale, left, right, block, with_bias)
+    _check(tensors, scale, left, right, block, with_bias, most_globals)
+    found = int(is_global.sum(dim=1).max()) if with_globals and most_globals and keep.numel() else 0
+    if found > most_globals:
+        raise ValueError(
+            f"banded_attention: is_global has {found} tokens of a sample; expected at most most_globals {most_globals}"
+        )
     return reference(*tensors, scale, left, right, block, causal, with_globals, with_bias).contiguous()
 
 
@@ -138,13 +145,17 @@ def _(
     causal: bool = False,
     with_globals: bool = False,
     with_bias: bool = False,
+    most_globals: int = 0,
 ) -> Tensor:
-    _check((q, k, v, q_global, k_global, v_global, keep, is_global, bias), scale, left, right, block, with_bias)
+    tensors = (q, k, v, q_global, k_global, v_global, keep, is_global, bias)
+    _check(tensors, scale, left, right, block, with_bias, most_globals)
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def _check(tensors: tuple[Tensor, ...], scale: float, left: int, right: int, block: int, with_bias: bool) -> None:
-    SIGNATURE.check(*tensors, scale=scale, left=left, right=right, block=block)
+def _check(
+    tensors: tuple[Tensor, ...], scale: float, left: int, right: int, block: int, with_bias: bool, most_globals: int
+) -> None:
+    SIGNATURE.check(*tensors, scale=scale, left=left, right=right, block=block, most_globals=most_globals)
     bias, expected = tensors[-1], offsets(left, right, block) if with_bias else 1
     if bias.shape[1] != expected:
         raise ValueError(
@@ -163,8 +174,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     One body serves all nodes of a model. If they differ in `scale`, it takes that of each node. Raises ValueError when
     they differ in another attribute.
     """
-    names = ("left", "right", "block", "causal", "with_globals", "with_bias")
-    left, right, block, causal, with_globals, with_bias = SIGNATURE.common_attributes(nodes, *names).values()
+    names = ("left", "right", "block", "causal", "with_globals", "with_bias", "most_globals")
+    left, right, block, causal, with_globals, with_bias, most = SIGNATURE.common_attributes(nodes, *names).values()
     try:
         scale = f"{SIGNATURE.common_attributes(nodes, 'scale')['scale']:.9e}"
     except ValueError:  # otherwise a constant, which every tool reads
@@ -247,7 +258,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         within = And (after_first, before_last)
         {_not_later(left, bool(causal))}
         visible_near = And (kept_near, band)
-        {_global_keys() if with_globals else ""}
+        {_global_keys(most) if with_globals else ""}
         keys = {"Concat <axis = 3> (k_near, k_far)" if with_globals else "Identity (k_near)"}
         values = {"Concat <axis = 3> (v_near, v_far)" if with_globals else "Identity (v_near)"}
         {_far_visible(bool(causal)) if with_globals else ""}
@@ -322,12 +333,23 @@ def _biases(left: int, right: int, block: int, with_globals: bool) -> str:
         biases = Pad (bias_near, bias_ends)"""
 
 
-def _global_keys() -> str:
+def _global_keys(most: int) -> str:
     """The global tokens of each sample, in the first of `slots`, and their keys and values for every chunk.
 
-    Their number is that of the sample with the most, at least 1. A stable partition puts them first: the place of a
-    token is its rank among those of its kind.
+    most: the number of slots; 0: that of the global tokens of the sample with the most, at least 1. A stable partition
+    puts them first: the place of a token is its rank among those of its kind.
     """
+    slots = f"""
+        most = {most}
+        slot_count = Min (most, tokens)
+        slots = Range (zero, slot_count, one)"""
+    if not most:
+        slots = """
+        most_any = ReduceMax <keepdims = 0> (total)
+        most = Max (most_any, one)
+        is_slot = Less (position, most)
+        slot_rows = NonZero (is_slot)
+        slots = Squeeze (slot_rows, axis0)"""
     return f"""
         group = {BLOCK}
         group_1d = [{BLOCK}]
@@ -368,12 +390,7 @@ def _global_keys() -> str:
         global_place = Where (is_global, rank, other_place)
         batch_length = Concat <axis = 0> (batch_1d, length_1d)
         positions = Expand (position, batch_length)
-        order = ScatterElements <axis = 1> (positions, global_place, positions)
-        most_any = ReduceMax <keepdims = 0> (total)
-        most = Max (most_any, one)
-        is_slot = Less (position, most)
-        slot_rows = NonZero (is_slot)
-        slots = Squeeze (slot_rows, axis0)
+        order = ScatterElements <axis = 1> (positions, global_place, positions){slots}
         slots_1d = Shape (slots)
         global_token = Gather <axis = 1> (order, slots)
 
@@ -439,9 +456,9 @@ def _global_queries(causal: bool) -> str:
         {_softmax("global", "global_logits", "visible_all", 3)}
         global_context = MatMul (global_weights, v_global)
         context_table = Reshape (global_context, width_table)
-        slot_count = Squeeze (slots_1d)
-        slot_start = Mul (pair_rows, slot_count)
-        last_slot = Sub (slot_count, one)
+        slots_here = Squeeze (slots_1d)
+        slot_start = Mul (pair_rows, slots_here)
+        last_slot = Sub (slots_here, one)
         own_slot = Min (rank, last_slot)
         slot_of_heads = Unsqueeze (own_slot, axis1)
         own_row = Add (slot_start, slot_of_heads)

@@ -22,6 +22,8 @@ SHARED_FILES = (
     "native/cuda.h",
     "native/element_types.h",
     "native/instruction_sets.h",
+    "native/online_softmax.h",
+    "native/online_softmax_vectors.h",
     "native/ort_library.cc",
     "native/ort_op.h",
     "native/products.h",
