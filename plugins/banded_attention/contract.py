@@ -186,6 +186,9 @@ CONTRACT = Contract(
         case_of(2, 1, 100, 8, 8, left=20, causal=1, globals_=1, bias=1),
         case_of(1, 1, 100, 8, 72, left=16, right=16, block=16, globals_=1, kind="few"),
         case_of(1, 1, 70, 8, 8, left=8, right=8, globals_=1, kind="all"),
+        # tiles of keys that all queries of a block see
+        case_of(1, 1, 200, 8, 8, left=100, right=100, kind="few"),
+        case_of(1, 1, 200, 8, 8, left=100, right=100, globals_=1, bias=1, kind="few"),
         *with_peaks(case_of(1, 1, 140, 8, 8, left=70, right=70, globals_=1)),
     ),
     cases=(
@@ -196,7 +199,9 @@ CONTRACT = Contract(
             case_of(2, 1, 150, 40, 24, left=32, block=32, causal=1, globals_=1),
             case_of(2, 1, 50, 8, 8, left=0, right=0, globals_=1),
         ),
-        case_of(1, 1, 900, 4, 4, left=1, right=2, globals_=1),  # more than 64 global tokens, each in slices of its keys
+        # more than 64 global tokens, each in slices of its keys; and one that sees no key of the second slice
+        case_of(1, 1, 900, 4, 4, left=1, causal=1, globals_=1),
+        case_of(1, 1, 300, 4, 4, left=1, causal=1, globals_=1, kind="few"),
         case_of(1, 1, 4200, 1, 1, left=1, right=2, globals_=1, kind="ends"),  # more tokens than one scan
         *in_all_types(case_of(2, 2, 90, 8, 8, left=11, right=0, globals_=1, bias=1)),
     ),
