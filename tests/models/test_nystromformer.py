@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effexport.models.checkpoints.nystromformer import ACTIVATIONS, IGNORED, Nystromformer, weight_names
-from effexport.models.checkpoints.nystromformer_spec import HIDDEN_ACTS, NystromformerSpec
+from effexport.models.checkpoints.bert import ACTIVATIONS
+from effexport.models.checkpoints.bert_spec import HIDDEN_ACTS
+from effexport.models.checkpoints.nystromformer import IGNORED, Nystromformer, weight_names
+from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch", "transformers")

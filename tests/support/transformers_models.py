@@ -62,8 +62,8 @@ def saved(folder: Path, kind: str, config: dict[str, Any], seed: int = 0) -> nn.
     import transformers
 
     torch.manual_seed(seed)
-    family = "Nystromformer" if kind.startswith("Nystrom") else "Reformer"
-    model = getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**config)).eval()
+    of_kind = getattr(transformers, kind)
+    model: nn.Module = of_kind(of_kind.config_class(**config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
