@@ -147,8 +147,7 @@ def global_tokens(spec: LongformerSpec, input_ids: Tensor, keep: Tensor, global_
         first = torch.where(is_separator, position, input_ids.shape[1]).amin(dim=1, keepdim=True)
         of_task = position < first if spec.task == "question-answering" else position > first + 1
         by_rule = of_task & (first < input_ids.shape[1]) & keep
-    is_given = given.long().amax(dim=1, keepdim=True) > 0
-    return torch.where(is_given, given, by_rule)
+    return given | (by_rule & (given.long().amax(dim=1, keepdim=True) == 0))
 
 
 def with_global_tokens(spec: LongformerSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

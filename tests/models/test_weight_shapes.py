@@ -10,6 +10,7 @@ import torch
 
 from effexport.models.attention_spec import AttentionSpec, attention_spec
 from effexport.models.checkpoints.big_bird_spec import BigBirdSpec
+from effexport.models.checkpoints.longformer_spec import LongformerSpec
 from effexport.models.checkpoints.modernbert_spec import ModernBertSpec
 from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
 from effexport.models.checkpoints.reformer_spec import ReformerSpec
@@ -67,6 +68,10 @@ BIG_BIRD: dict[str, Any] = {
     "max_position_embeddings": 90, "block_size": 4,
 }  # fmt: skip
 BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+LONGFORMER: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 12, "heads": 2, "num_hidden_layers": 2, "intermediate_size": 7, "seq_len": 20,
+    "max_position_embeddings": 22, "attention_window": (4, 6),
+}  # fmt: skip
 CHECKPOINTS: list[PublishedSpec] = [
     *(NystromformerSpec(**NYSTROM, task=task) for task in NystromformerSpec.TASKS),
     NystromformerSpec(**NYSTROM, task="masked-lm", tie_word_embeddings=False),
@@ -76,6 +81,8 @@ CHECKPOINTS: list[PublishedSpec] = [
         ReformerSpec(**REFORMER, task=task, num_labels=2, is_decoder=task == "lm-head")
         for task in ReformerSpec.TASKS
     ),
+    *(LongformerSpec(**LONGFORMER, task=task) for task in LongformerSpec.TASKS),
+    LongformerSpec(**LONGFORMER, pooler=False),
     ReformerSpec(**REFORMER, axial_pos_embds=False, num_buckets=(4, 6), num_hidden_layers=2),
     *(BigBirdSpec(**BIG_BIRD, task=task) for task in BigBirdSpec.TASKS),
     BigBirdSpec(**BIG_BIRD, task="masked-lm", tie_word_embeddings=False, attention_type="original_full"),
