@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Scope = Literal["encoder", "attention", "checkpoint"]
 MASK_NAME = "attention_mask"
+GLOBAL_MASK = "global_attention_mask"
 # The functions that read descriptions back, by scope.
 READERS: Mapping[str, str] = {
     "attention": "attention_spec.attention_from_dict",
@@ -181,6 +182,12 @@ class ModelContract(ABC):
         return {name: (0, limit) for name, limit in self.input_limits.items()}
 
     @property
+    def drawn_shares(self) -> Mapping[str, Mapping[int, float]]:
+        """Values that the proof draws for a share of an input of integers, by input: those that the model treats
+        otherwise than all others, or that most have."""
+        return {}
+
+    @property
     def padded_with(self) -> Mapping[str, int]:
         """The values that the proof puts in padded places, by input; the content of others must not count."""
         return {}
@@ -267,6 +274,10 @@ class ModelContract(ABC):
     def transformers_len(self) -> int | None:
         """The only length that it takes; None if it takes those of the model."""
         return None
+
+    def inputs_of_transformers(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The tensors that its class computes the same from."""
+        return inputs
 
     @property
     def hash_seeds(self) -> tuple[int, ...]:

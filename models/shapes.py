@@ -18,8 +18,9 @@ def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> Shapes
     return shapes | {f"{name}.bias": (outputs,)} if bias else shapes
 
 
-def norm(name: str, width: int) -> Shapes:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+def norm(name: str, width: int, *, bias: bool = True) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (width,)}
+    return shapes | {f"{name}.bias": (width,)} if bias else shapes
 
 
 def within(module: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:

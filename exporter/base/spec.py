@@ -17,7 +17,7 @@ from effexport.models.attention_spec import (
     known_fields,
 )
 from effexport.models.checkpoints.spec import spec_from_checkpoint
-from effexport.models.contract import ModelContract, contract_from_recipe
+from effexport.models.contract import GLOBAL_MASK, ModelContract, contract_from_recipe
 from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling
 from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
@@ -44,8 +44,8 @@ OPSETS = range(18, 25)
 # Scopes that options choose; a checkpoint and a module have their own.
 SCOPES = ("encoder", "attention")
 MASK_NAME = "attention_mask"
-# Values of missing inputs: every token is kept and belongs to the first segment.
-INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
+# Values of missing inputs: every token is kept and belongs to the first segment, and none is said to be global.
+INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0, GLOBAL_MASK: 0}
 # The graph of a decode step returns each state under the name of its input with this prefix.
 NEXT_PREFIX = "next_"
 # protobuf is limited to 2 GB; this leaves room for the graph itself

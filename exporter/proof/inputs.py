@@ -149,6 +149,8 @@ def random_inputs(
             inputs[name] = rng.random(shape) < 0.5
         elif name in model.drawn_ranges:
             drawn = rng.integers(*model.drawn_ranges[name], shape, dtype=tensor.dtype)
+            for value, share in model.drawn_shares.get(name, NONE).items():
+                drawn[rng.random(shape) < share] = value
             padding = model.padded_with.get(name)
             inputs[name] = drawn if padding is None else np.where(spread(keep, model.mask_axes, shape), drawn, padding)
         else:

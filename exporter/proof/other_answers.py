@@ -267,7 +267,7 @@ def answer_to_case(model: nn.Module, spec: ModelContract, head: Head, case: Case
     try:
         # it seeds the generator of the whole process
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            result = model(**inputs)
+            result = model(**spec.inputs_of_transformers(inputs))
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
         raise NoAnswerError(f"transformers does not run this case: {str(error).strip().splitlines()[0]}") from error
     outputs: dict[str, Array] = {}
@@ -276,7 +276,7 @@ def answer_to_case(model: nn.Module, spec: ModelContract, head: Head, case: Case
         outputs[name] = np.ascontiguousarray(array[:, :seq_len] if "seq" in dims else array)
     ranked: dict[str, Array] = {}
     if head.pool is not None:
-        (hidden,) = outputs.values()
+        hidden = next(iter(outputs.values()))
         outputs = {EMBEDDING: embedding(torch.from_numpy(hidden), torch.from_numpy(case.keep), head).numpy()}
     if head.top_k is not None:
         logits = torch.from_numpy(np.take_along_axis(outputs[LOGITS], case.inputs[POSITIONS][..., None], axis=1))

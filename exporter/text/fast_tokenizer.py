@@ -146,7 +146,11 @@ TOKENIZER_CLASSES: dict[str, TokenizerClass] = {
     "XLNetTokenizer": TokenizerClass(XLNET, wide_mask=True),
 }
 # model_type in config.json → tokenizer_class, for checkpoints whose files name none.
-CLASS_OF_MODEL: dict[str, str] = {"nystromformer": "AlbertTokenizer", "reformer": "ReformerTokenizer"}
+CLASS_OF_MODEL: dict[str, str] = {
+    "longformer": "LongformerTokenizer",
+    "nystromformer": "AlbertTokenizer",
+    "reformer": "ReformerTokenizer",
+}
 
 
 # transformers writes 1e30 for "no limit"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from effexport.base.errors import UserError
+from effexport.base.spec import is_optional
+from effexport.models.contract import GLOBAL_MASK
 from effexport.text.tokenizer import Encoding, Tokenizer
 
 if TYPE_CHECKING:
@@ -215,13 +217,14 @@ def reader_from_spec(spec: BuildSpec, tokenizer: Tokenizer, *, given_by_task: It
     """Raises UserError for a model with inputs that a text does not give. given_by_task: inputs that the task gives."""
     model = spec.model
     dims = {tensor.name: tensor.dims for tensor in spec.inputs}
-    unknown = [name for name in dims if name not in (TOKENS, SEGMENTS, model.mask, *given_by_task)]
+    left_out = [tensor.name for tensor in spec.inputs if tensor.name == GLOBAL_MASK and is_optional(tensor)]
+    unknown = [name for name in dims if name not in (TOKENS, SEGMENTS, model.mask, *given_by_task, *left_out)]
     if unknown or len(dims.get(TOKENS, ())) != 2:
         inputs = ", ".join(str(tensor) for tensor in spec.inputs)
         raise UserError(f"a text cannot be the input of this model, which takes {inputs}; give arrays with --input")
     return Reader(
         tokenizer,
-        tuple(name for name in dims if name not in given_by_task),
+        tuple(name for name in dims if name not in (*given_by_task, *left_out)),
         model.fixed_seq_len or model.max_seq_len,
         model.fixed_seq_len,
         model.mask if model.mask in dims else "",

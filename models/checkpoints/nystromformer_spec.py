@@ -10,31 +10,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from effexport.models.attention_spec import AttentionSpec
-from effexport.models.checkpoints.spec import PublishedSpec, config_value
-from effexport.models.shapes import Dims, Shapes, linear, norm, within
-from effexport.models.validation import check_layers, did_you_mean, nearest_multiples, require, shown
+from effexport.models.checkpoints.bert_spec import BertSpec, check_not_pruned
+from effexport.models.checkpoints.spec import config_value
+from effexport.models.validation import nearest_multiples, require, shown
 from effexport.models.variants.nystrom.spec import NystromSpec
 
 # The position table starts with two rows that are never read.
 FIRST_POSITION = 2
-# hidden_act in config.json → the function; transformers has several names for the same one
-HIDDEN_ACTS: dict[str, str] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NystromformerSpec(PublishedSpec):
+class NystromformerSpec(BertSpec):
     """A BERT-like encoder on Nyström attention; defaults are those of transformers' configuration.
 
     num_landmarks, segment_means_seq_len: equal, they select plain softmax attention for any length (as published for
@@ -53,28 +39,13 @@ class NystromformerSpec(PublishedSpec):
         "multiple-choice": "NystromformerForMultipleChoice",
     }
     OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "num_labels", "pinv_init")
-    RENAMED: ClassVar[Mapping[str, str]] = {"heads": "num_attention_heads"}
     NOT_READ: ClassVar[tuple[str, ...]] = ("pinv_init", "conv_kernel_size", "pad_token_id")
-    POSITIVE: ClassVar[tuple[str, ...]] = (
-        "hidden_size",
-        "num_hidden_layers",
-        "heads",
-        "intermediate_size",
-        "max_position_embeddings",
-        "type_vocab_size",
-        "num_landmarks",
-        "segment_means_seq_len",
-    )
+    POSITIVE: ClassVar[tuple[str, ...]] = (*BertSpec.POSITIVE, "num_landmarks", "segment_means_seq_len")
 
     vocab_size: int = 30000
     pad_token_id: int = 1
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    heads: int = 12
-    intermediate_size: int = 3072
     hidden_act: str = "gelu_new"
     max_position_embeddings: int = 510
-    type_vocab_size: int = 2
     num_landmarks: int = 64
     segment_means_seq_len: int = 64
     conv_kernel_size: int | None = 65
@@ -83,17 +54,7 @@ class NystromformerSpec(PublishedSpec):
     pinv_init: Literal["global", "per_head"] = "global"
 
     def check(self) -> None:
-        check_layers("num_hidden_layers", self.num_hidden_layers)
-        require(
-            self.hidden_act in HIDDEN_ACTS,
-            f"hidden_act is {shown(self.hidden_act)}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
-            f"Supported: {', '.join(HIDDEN_ACTS)}",
-        )
-        require(
-            self.hidden_size % self.heads == 0,
-            f"hidden_size {self.hidden_size} cannot be split into {self.heads} heads of equal size, so transformers "
-            "cannot run this checkpoint either; correct hidden_size or num_attention_heads in config.json",
-        )
+        super().check()
         # where files of our own may say 0 for no convolution, config.json says null, and transformers fails on 0
         require(self.conv_kernel_size != 0, "conv_kernel_size is 0; expected an odd number, or null for no convolution")
         self.check_landmarks()
@@ -142,43 +103,12 @@ class NystromformerSpec(PublishedSpec):
         return [self.attention] * self.num_hidden_layers
 
     @property
-    def output_width(self) -> int:
-        return self.hidden_size
+    def position_rows(self) -> int:
+        return FIRST_POSITION + self.max_position_embeddings
 
-    def weights(self) -> Shapes:
-        width = self.hidden_size
-        shapes: Shapes = {
-            "embeddings.word.weight": (self.vocab_size, width),
-            "embeddings.position.weight": (FIRST_POSITION + self.max_position_embeddings, width),
-            "embeddings.token_type.weight": (self.type_vocab_size, width),
-            **norm("embeddings.norm", width),
-        }
-        block = {
-            **within("attention", self.attention.weights()),
-            **norm("attention_norm", width),
-            **linear("up", width, self.intermediate_size),
-            **linear("down", self.intermediate_size, width),
-            **norm("feed_forward_norm", width),
-        }
-        for layer in range(self.num_hidden_layers):
-            shapes |= within(f"blocks.{layer}", block)
-        return shapes | self.head_weights()
-
-    def head_weights(self) -> Shapes:
-        """Those of the head; of a tied decoder, without its table."""
-        width = self.hidden_size
-        if self.task == "masked-lm":
-            shapes = linear("head.dense", width, width) | norm("head.norm", width)
-            shapes |= linear("head.decoder", width, self.vocab_size)
-            if self.tie_word_embeddings:
-                del shapes["head.decoder.weight"]
-            return shapes
-        if self.task in ("sequence-classification", "multiple-choice"):
-            labels = self.num_labels if self.task == "sequence-classification" else 1
-            return linear("head.dense", width, width) | linear("head.out", width, labels)
-        if self.task == "token-classification":
-            return linear("head", width, self.num_labels)
-        return linear("head.out", width, 2) if self.task == "question-answering" else {}
+    @property
+    def head_act(self) -> str:
+        return "relu" if self.task == "multiple-choice" else self.hidden_act
 
     @property
     def max_seq_len(self) -> int:
@@ -186,11 +116,6 @@ class NystromformerSpec(PublishedSpec):
             return self.max_position_embeddings
         # shorter ones are padded inside the graph
         return min(self.segment_means_seq_len, self.max_position_embeddings)
-
-    @property
-    def inputs(self) -> dict[str, Dims]:
-        dims = ("batch", "choices", "seq") if self.task == "multiple-choice" else ("batch", "seq")
-        return {"input_ids": dims, "attention_mask": dims, "token_type_ids": dims}
 
     @property
     def why_not_as_published(self) -> str:
@@ -204,10 +129,6 @@ class NystromformerSpec(PublishedSpec):
     def transformers_len(self) -> int | None:
         """Our graph pads to it by itself."""
         return None if self.is_plain_softmax else self.segment_means_seq_len
-
-    @property
-    def input_limits(self) -> dict[str, int]:
-        return {"input_ids": self.vocab_size, "token_type_ids": self.type_vocab_size}
 
     @classmethod
     def special_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,12 +165,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
         "config.json: is_decoder is true, but landmarks average over the whole sequence, so there is no causal form; "
         "expected false",
     )
-    pruned = config.get("pruned_heads")
-    require(
-        not pruned,
-        f"config.json: pruned_heads is {shown(pruned)}, so layers differ in width; expected none; "
-        "export the checkpoint from before the pruning",
-    )
+    check_not_pruned(config)
 
 
 def softmax_notes(spec: NystromformerSpec) -> list[str]:

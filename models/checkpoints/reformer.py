@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effexport.models.checkpoints.bert import both
 from effexport.models.checkpoints.reformer_spec import ReformerSpec
 from effexport.models.encoder.module import ReversibleBlock
 from effexport.models.encoder.spec import EncoderSpec
@@ -234,8 +235,3 @@ def head_weight_names(task: str) -> dict[str, tuple[str, ...]]:
         "question-answering": both("qa_outputs", "qa_outputs"),
     }
     return {ours: (theirs,) for ours, theirs in heads.get(task, {}).items()}
-
-
-def both(ours: str, theirs: str) -> dict[str, str]:
-    """Weight and bias of a layer."""
-    return {f"{ours}.{leaf}": f"{theirs}.{leaf}" for leaf in ("weight", "bias")}

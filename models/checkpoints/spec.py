@@ -323,7 +323,10 @@ FAMILIES: dict[str, Family] = {
     "nystromformer": Family(
         "checkpoints.nystromformer_spec.NystromformerSpec", "checkpoints.nystromformer.Nystromformer"
     ),
+    "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
+    "big_bird": Family("checkpoints.big_bird_spec.BigBirdSpec", "checkpoints.big_bird.BigBird"),
     "reformer": Family("checkpoints.reformer_spec.ReformerSpec", "checkpoints.reformer.Reformer"),
+    "modernbert": Family("checkpoints.modernbert_spec.ModernBertSpec", "checkpoints.modernbert.ModernBert"),
     "module": Family("user.spec.ModuleSpec"),
 }
 PUBLISHED = tuple(name for name, family in FAMILIES.items() if family.model)

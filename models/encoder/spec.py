@@ -20,6 +20,8 @@ POSITIONS, MASKS = "positions", "masks"
 SCORES, TOKENS = "scores", "tokens"
 # One number for each word or label: no hidden states, of which a mean would be an embedding.
 LOGITS = "logits"
+# A vector for each sample beside the hidden states, which a head for vectors does without.
+POOLED = "pooler_output"
 # The most elements that TensorRT's TopK returns.
 LARGEST_TOP_K = 3840
 LANGUAGE_MODELS = ("masked-lm", "lm-head")
@@ -98,7 +100,7 @@ def hidden_width(model: ModelContract) -> int:
     remedy = {"checkpoint": "with --checkpoint, use --task base", "encoder": "leave --lm-head out"}.get(model.scope, "")
     require(
         isinstance(width, int)
-        and not others
+        and [other for other, _ in others] in ([], [POOLED])
         and name != LOGITS
         and model.element_types.get(name, "float").startswith(("float", "bfloat")),
         f"pool was given, but the model returns {given}; expected hidden states alone, floats [batch, seq, channels]"

@@ -147,7 +147,7 @@ inline __device__ Sight sight_of_global(const Sizes& s, int token) {
 
 // What is known of a tile of keys.
 template <class T>
-struct Seen {
+struct alignas(16) Seen {
   static constexpr int kKeys = attention::kKeys<T>;
   static constexpr int kWarps = kKeys / tile::kWarpSize;
 
@@ -156,43 +156,55 @@ struct Seen {
   bool by_all[kWarps];           // whether all queries see all keys, of each 32
 };
 
-// The queries, keys and values of a job, for the core: first near keys, then global ones.
+// The keys of a job: near ones from `first` on, in whole tiles, then global ones.
+template <class T>
+struct Keys {
+  const bool* keep;                 // [n], of the sample, as is what follows
+  const bool* elsewhere;            // [n]: which near keys are among the global ones; nullptr: none
+  const std::int32_t* global_keys;  // [global_count]
+  const T* bias;                    // [offsets], of the head
+  int first, near_count, near_tiles, global_count;
+
+  __device__ Keys(const bool* keep, int first, int near_count)
+      : keep(keep), elsewhere(nullptr), global_keys(nullptr), bias(nullptr), first(first), near_count(near_count),
+        near_tiles(parts_of(near_count, attention::kKeys<T>)), global_count(0) {}
+
+  __device__ int count() const {
+    return global_count == 0 ? near_count : near_tiles * attention::kKeys<T> + global_count;
+  }
+};
+
+// The queries, keys and values of a job, for the core. Registers are scarce there: what few of its steps need is in
+// shared memory.
 template <class T>
 struct Source {
   using Element = T;
   static constexpr int kKeys = attention::kKeys<T>;
-  static constexpr std::size_t kSharedBytes = 2 * sizeof(Seen<T>) + kQueries * sizeof(Sight);
+
+  struct Shared {
+    Sight sights[kQueries];
+    Keys<T> keys;
+    Seen<T> seen[2];
+  };
 
   const Sizes& s;
-  const T* q;                       // [n, d], of the group, as all arrays here
-  const T* k;                       // [n, d]
-  const T* first_value;             // of v, [n, e]: in the first column of the job
-  const bool* keep;                 // [n]
-  const bool* elsewhere;            // [n]: which near keys are among the global ones; nullptr: none
-  const T* bias;                    // [offsets]
-  const std::int32_t* global_keys;  // [global_count]
-  int query_count, column_count, near_count, global_count;
-  int first_query;
-  int first_key;                          // of the near ones
-  int by_all_first, by_all_last, by_all_until;  // what all queries see: near keys [first, last], as a Sight
+  const T* q;            // [n, d], of the group, as all arrays here
+  const T* k;            // [n, d]
+  const T* first_value;  // of v, [n, e]: in the first column of the job
+  int query_count, key_count, column_count;
   float factor;
   bool is_aligned;
 
-  static __device__ Seen<T>& seen_at(int tile) {
-    return reinterpret_cast<Seen<T>*>(attention::side_memory<T>())[tile % 2];
-  }
-  static __device__ Sight* sights() {
-    return reinterpret_cast<Sight*>(attention::side_memory<T>() + 2 * sizeof(Seen<T>));
-  }
+  static __device__ Shared& shared() { return *reinterpret_cast<Shared*>(attention::side_memory<T>()); }
+  static __device__ Seen<T>& seen_at(int tile) { return shared().seen[tile % 2]; }
 
   __device__ int queries() const { return query_count; }
-  __device__ int near_tiles() const { return parts_of(near_count, kKeys); }
-  __device__ int keys() const { return global_count == 0 ? near_count : near_tiles() * kKeys + global_count; }
+  __device__ int keys() const { return key_count; }
   __device__ int channels() const { return s.d; }
   __device__ int columns() const { return column_count; }
   __device__ bool aligned() const { return is_aligned; }
 
-  __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(s.d) * sights()[row].token; }
+  __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(s.d) * shared().sights[row].token; }
   __device__ tile::Row<T> key(int tile, int i) const {
     const int token = seen_at(tile).tokens[i];
     return {k + static_cast<std::int64_t>(s.d) * token, token != kNobody};
@@ -203,28 +215,30 @@ struct Source {
   }
 
   __device__ void prepare(int tile) const {
-    const int i = static_cast<int>(threadIdx.x), near = near_tiles(), index = tile * kKeys + i;
+    const Keys<T>& keys = shared().keys;
+    const Sight &first = shared().sights[0], &last = shared().sights[query_count - 1];
+    const int i = static_cast<int>(threadIdx.x), index = tile * kKeys + i;
     Seen<T>& seen = seen_at(tile);
-    if (s.offsets > 0 && tile < near && i < kQueries + kKeys - 1) {
-      const int offset = first_key + index - first_query - (kQueries - 1) + s.left + s.block - 1;
+    if (s.offsets > 0 && tile < keys.near_tiles && i < kQueries + kKeys - 1) {
+      const int offset = keys.first + index - first.token - (kQueries - 1) + s.left + s.block - 1;
       float value = 0;
-      if (offset >= 0 && offset < s.offsets) value = widen(bias[offset]) * tile::kLog2E;
+      if (offset >= 0 && offset < s.offsets) value = widen(keys.bias[offset]) * tile::kLog2E;
       seen.bias[i] = value;
     }
     if (i >= kKeys) return;
     int token;
     bool visible, by_all;
-    if (tile < near) {
-      token = first_key + min(index, near_count - 1);
-      visible = index < near_count && !(elsewhere != nullptr && is_set(elsewhere + token));
-      by_all = token >= by_all_first && token <= by_all_last;
+    if (tile < keys.near_tiles) {
+      token = keys.first + min(index, keys.near_count - 1);
+      visible = index < keys.near_count && !(keys.elsewhere != nullptr && is_set(keys.elsewhere + token));
+      by_all = token >= last.first && token <= first.first + first.more;
     } else {
-      const int place = index - near * kKeys;
-      token = global_keys[min(place, global_count - 1)];
-      visible = place < global_count;
-      by_all = token <= by_all_until;
+      const int place = index - keys.near_tiles * kKeys;
+      token = keys.global_keys[min(place, keys.global_count - 1)];
+      visible = place < keys.global_count;
+      by_all = token <= first.until;
     }
-    visible = is_set(keep + token) && visible;
+    visible = is_set(keys.keep + token) && visible;
     seen.tokens[i] = visible ? token : kNobody;
     const unsigned whole = __ballot_sync(tile::kAllLanes, visible && by_all);
     if (tile::lane() == 0) seen.by_all[tile::warp()] = whole == tile::kAllLanes;
@@ -233,18 +247,18 @@ struct Source {
   template <class Use>
   __device__ void with_logits(int tile, const Use& use) const {
     const Seen<T>& seen = seen_at(tile);
-    const bool near = tile < near_tiles(), biased = s.offsets > 0 && near;
+    const bool near = tile < shared().keys.near_tiles, biased = s.offsets > 0 && near;
     const auto plain = [&](float product, int, int) { return product * factor; };
     const auto with_bias = [&](float product, int row, int i) {
       return fmaf(product, factor, seen.bias[kQueries - 1 + i - row]);
     };
     // kNobody is before all that is seen, which unsigned numbers make far behind it
     const auto sees = [&](int row, int i) {
-      const Sight& sight = sights()[row];
+      const Sight& sight = shared().sights[row];
       return static_cast<unsigned>(seen.tokens[i] - (near ? sight.first : 0)) <=
              static_cast<unsigned>(near ? sight.more : sight.until);
     };
-    if (seen.by_all[0] && seen.by_all[Seen<T>::kWarps - 1] != 0) {
+    if (seen.by_all[0] && seen.by_all[Seen<T>::kWarps - 1]) {
       if (biased) {
         use(with_bias);
       } else {
@@ -262,11 +276,13 @@ struct Source {
 template <class T>
 constexpr int kBlocks = tile::kTensorCores<T> && tile::kAsynchronousCopies ? 3 : 2;
 
-// Takes the sights of the queries down, and attends.
+// Takes keys and queries down in shared memory, and attends.
 template <class T, class SightOf>
-__device__ Softmax attend(const Source<T>& source, const SightOf& sight_of_row) {
+__device__ Softmax attend(const Source<T>& source, const Keys<T>& keys, const SightOf& sight_of_row) {
   const int row = static_cast<int>(threadIdx.x);
-  if (row < source.query_count) source.sights()[row] = sight_of_row(row);
+  if (row == 0) source.shared().keys = keys;
+  if (row < source.query_count) source.shared().sights[row] = sight_of_row(row);
+  __syncthreads();
   return attention::attend(source);
 }
 
@@ -286,26 +302,18 @@ __device__ void attend_globals(const T* q, const T* k, const T* v, const bool* k
     const int count = min(kQueries, cut.count - first_row), first_key = slice * cut.slice;
     const int last_key = s.causal ? rows[count - 1] : s.n - 1;  // that any of them sees
     const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.n;
+    const Keys<T> keys(keep + static_cast<std::int64_t>(job.group / s.heads) * s.n, first_key,
+                       max(1, min(min(cut.slice, s.n - first_key), last_key + 1 - first_key)));
     const Source<T> source = {s,
                               q + first_token * s.d,
                               k + first_token * s.d,
                               v + first_token * s.e + job.first_column,
-                              keep + static_cast<std::int64_t>(job.group / s.heads) * s.n,
-                              nullptr,
-                              nullptr,
-                              nullptr,
                               count,
+                              keys.count(),
                               s.e - job.first_column,
-                              max(1, min(min(cut.slice, s.n - first_key), last_key + 1 - first_key)),
-                              0,
-                              0,
-                              first_key,
-                              0,
-                              s.causal ? rows[0] : s.n - 1,
-                              0,
                               scale * tile::kLog2E,
                               aligned};
-    const Softmax softmax = attend(source, [&](int row) { return sight_of_global(s, rows[row]); });
+    const Softmax softmax = attend(source, keys, [&](int row) { return sight_of_global(s, rows[row]); });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = Softmax::row_of(i);
@@ -342,42 +350,32 @@ __device__ void attend_near(const T* q, const T* k, const T* v, const bool* keep
     const int first_query = job.part * kQueries, count = min(kQueries, s.n - first_query);
     const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.n;
     const std::int64_t first_of_sample = static_cast<std::int64_t>(job.group / s.heads) * s.n;
-    const bool* const elsewhere = s.with_globals ? is_global + first_of_sample : nullptr;
-    const std::int32_t* global_keys = nullptr;
-    int global_count = 0;
+    const Sight of_first = sight_of(s, first_query), of_last = sight_of(s, first_query + count - 1);
+    Keys<T> keys(keep + first_of_sample, of_first.first, of_last.first + of_last.more + 1 - of_first.first);
     if (s.with_globals) {
       const Globals globals = all.of(s, job.group);
       const int first = globals.before[job.part], last = globals.before[job.part + 1];
       merge(partials, globals, job, first, last, s, out);
       if (last - first == count) continue;  // no query is left
-      global_keys = globals.tokens;
-      global_count = s.causal ? last : globals.before[s.query_tiles()];
+      keys.elsewhere = is_global + first_of_sample;
+      keys.global_keys = globals.tokens;
+      keys.global_count = s.causal ? last : globals.before[s.query_tiles()];
     }
-    const Sight of_first = sight_of(s, first_query), of_last = sight_of(s, first_query + count - 1);
+    if (s.offsets > 0) keys.bias = bias + static_cast<std::int64_t>(job.group % s.heads) * s.offsets;
     const Source<T> source = {s,
                               q + first_token * s.d,
                               k + first_token * s.d,
                               v + first_token * s.e + job.first_column,
-                              keep + first_of_sample,
-                              elsewhere,
-                              s.offsets > 0 ? bias + static_cast<std::int64_t>(job.group % s.heads) * s.offsets : nullptr,
-                              global_keys,
                               count,
+                              keys.count(),
                               s.e - job.first_column,
-                              of_last.first + of_last.more + 1 - of_first.first,
-                              global_count,
-                              first_query,
-                              of_first.first,
-                              of_last.first,
-                              of_first.first + of_first.more,
-                              of_first.until,
                               scale * tile::kLog2E,
                               aligned};
-    const Softmax softmax = attend(source, [&](int row) { return sight_of(s, first_query + row); });
+    const Softmax softmax = attend(source, keys, [&](int row) { return sight_of(s, first_query + row); });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = Softmax::row_of(i);
-      if (row >= count || (elsewhere != nullptr && is_set(elsewhere + first_query + row))) continue;
+      if (row >= count || (s.with_globals && is_set(is_global + first_of_sample + first_query + row))) continue;
       const float factor = softmax.total[i] == 0 ? 0.0f : 1.0f / softmax.total[i];
       T* const to = out + (first_token + first_query + row) * s.e;
       attention::write_row(softmax, i, factor, job.first_column, s.e, in_pairs, to);
@@ -462,7 +460,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   const Scratch memory(p, scratch);
   const std::int32_t *const tokens = memory.tokens, *const before = memory.before;
   const float* const partials = memory.partials;
-  const std::size_t shared_bytes = attention::kTileBytes<T> + Source<T>::kSharedBytes;
+  const std::size_t shared_bytes = attention::kTileBytes<T> + sizeof(typename Source<T>::Shared);
   const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads, shared_bytes, stream);
   if (s.with_globals) {
     const std::int32_t batch = s.groups / s.heads;

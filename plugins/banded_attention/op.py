@@ -6,7 +6,7 @@ The contract is in README.md beside this file. Models can use the torch operator
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from effexport.plugins.function_body import rounded_down
 if TYPE_CHECKING:
     import onnx
 
+# Tensors of a call, before its attributes.
+TENSORS = len(SIGNATURE.inputs)
 # Queries whose logits exist at a time in the reference.
 ROWS = 512
 # Tokens per block of the body's prefix sums, which are products with a triangular matrix.
@@ -37,43 +39,42 @@ def in_band(n: int, rows: slice, left: int, right: int, block: int, device: torc
     return keys - queries, (keys >= first - left) & (keys <= first + block - 1 + right)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_global: Tensor,
-    k_global: Tensor,
-    v_global: Tensor,
-    keep: Tensor,
-    is_global: Tensor,
-    bias: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    block: int,
-    causal: bool,
-    with_globals: bool,
-    with_bias: bool,
-) -> Tensor:
-    """The definition with all logits of some queries at a time. Shapes as `banded_attention`; float32, or float64 if q
-    is."""
+class Band(NamedTuple):
+    """The attributes of a call, in their order; see README.md."""
+
+    scale: float
+    left: int
+    right: int
+    block: int = 1
+    causal: bool = False
+    with_globals: bool = False
+    with_bias: bool = False
+    most_globals: int = 0
+
+
+def reference(*call: Any) -> Tensor:
+    """The definition with all logits of some queries at a time. Arguments and shapes as `banded_attention`; float32, or
+    float64 if q is."""
+    q, k, v, q_global, k_global, v_global, keep, is_global, bias = call[:TENSORS]
+    band = Band(*call[TENSORS:])
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     n = q.shape[2]
-    is_global = is_global if with_globals else torch.zeros_like(is_global)
+    is_global = is_global if band.with_globals else torch.zeros_like(is_global)
     local_keys, global_keys = (keep & ~is_global)[:, None, None], (keep & is_global)[:, None, None]
     parts = [v.new_zeros((*v.shape[:2], 0, v.shape[3]), dtype=exact)]
-    for start in range(0, n, ROWS):
-        rows = slice(start, start + ROWS)
-        distance, near = in_band(n, rows, left, right, block, q.device)
+    # a length that stays free has no loop
+    pieces = [slice(start, start + ROWS) for start in range(0, n, ROWS)] if isinstance(n, int) else [slice(None)]
+    for rows in pieces:
+        distance, near = in_band(n, rows, band.left, band.right, band.block, q.device)
         visible = (local_keys & near) | global_keys
-        logits = (scale * q[:, :, rows].to(exact)) @ k.to(exact).mT
-        if with_bias:
-            added = bias.to(exact)[:, (distance + left + block - 1).clamp(0, bias.shape[1] - 1)]
+        logits = (band.scale * q[:, :, rows].to(exact)) @ k.to(exact).mT
+        if band.with_bias:
+            added = bias.to(exact)[:, (distance + band.left + band.block - 1).clamp(0, bias.shape[1] - 1)]
             logits = logits + added.masked_fill(is_global[:, None, None], 0)
-        out = _weighted(logits, visible, distance, causal) @ v.to(exact)
-        if with_globals:
-            logits = (scale * q_global[:, :, rows].to(exact)) @ k_global.to(exact).mT
-            seen = _weighted(logits, keep[:, None, None], distance, causal) @ v_global.to(exact)
+        out = _weighted(logits, visible, distance, band.causal) @ v.to(exact)
+        if band.with_globals:
+            logits = (band.scale * q_global[:, :, rows].to(exact)) @ k_global.to(exact).mT
+            seen = _weighted(logits, keep[:, None, None], distance, band.causal) @ v_global.to(exact)
             out = torch.where(is_global[:, None, rows, None], seen, out)
         parts.append(out)
     return torch.cat(parts, dim=2).to(q.dtype)
@@ -86,28 +87,17 @@ def _weighted(logits: Tensor, visible: Tensor, distance: Tensor, causal: bool) -
     return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).masked_fill(~visible, 0)
 
 
-@torch.library.custom_op("effexport::banded_attention", mutates_args=())
-def banded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_global: Tensor,
-    k_global: Tensor,
-    v_global: Tensor,
-    keep: Tensor,
-    is_global: Tensor,
-    bias: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    block: int = 1,
-    causal: bool = False,
-    with_globals: bool = False,
-    with_bias: bool = False,
-    most_globals: int = 0,
-) -> Tensor:
+@torch.library.custom_op(
+    "effexport::banded_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor q_global, Tensor k_global, Tensor v_global, Tensor keep, "
+    "Tensor is_global, Tensor bias, float scale, int left, int right, int block=1, bool causal=False, "
+    "bool with_globals=False, bool with_bias=False, int most_globals=0) -> Tensor",
+)
+def banded_attention(*call: Any) -> Tensor:
     """Softmax attention of every token to those near it, and to global tokens, which see all.
 
+    Its arguments are the nine tensors of the signature, and the fields of `Band`.
     q, k, q_global, k_global [batch, heads, n, d]; v, v_global [batch, heads, n, e]; one floating-point type. keep,
     is_global: boolean [batch, n]. bias [heads, offsets], added to the logits of keys in the band that are not global:
     offset 0 is that of distance 1 − block − left. A model without global tokens gives `keep` as is_global and q, k and
@@ -115,48 +105,29 @@ def banded_attention(
     that has the query. most_globals: the most global tokens that a sample can have, if that is known. A query that sees
     no key is 0. Returns [batch, heads, n, e].
     It has no gradient; the layers of `effexport.models` use plain formulas except while they are exported.
-    Raises ValueError for other shapes and dtypes.
+    Raises ValueError for other shapes and dtypes, and for more global tokens.
     """
-    tensors = (q, k, v, q_global, k_global, v_global, keep, is_global, bias)
-    _check(tensors, scale, left, right, block, with_bias, most_globals)
-    found = int(is_global.sum(dim=1).max()) if with_globals and most_globals and keep.numel() else 0
-    if found > most_globals:
+    tensors, band = call[:TENSORS], Band(*call[TENSORS:])
+    _check(tensors, band)
+    is_global = call[7]
+    found = int(is_global.sum(dim=1).max()) if band.with_globals and band.most_globals and is_global.numel() else 0
+    if found > band.most_globals:
         raise ValueError(
-            f"banded_attention: is_global has {found} tokens of a sample; expected at most most_globals {most_globals}"
+            f"banded_attention: is_global has {found} tokens of a sample; expected at most {band.most_globals}, which "
+            "is most_globals"
         )
-    return reference(*tensors, scale, left, right, block, causal, with_globals, with_bias).contiguous()
+    return reference(*call).contiguous()
 
 
 @banded_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_global: Tensor,
-    k_global: Tensor,
-    v_global: Tensor,
-    keep: Tensor,
-    is_global: Tensor,
-    bias: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    block: int = 1,
-    causal: bool = False,
-    with_globals: bool = False,
-    with_bias: bool = False,
-    most_globals: int = 0,
-) -> Tensor:
-    tensors = (q, k, v, q_global, k_global, v_global, keep, is_global, bias)
-    _check(tensors, scale, left, right, block, with_bias, most_globals)
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def _(*call: Any) -> Tensor:
+    _check(call[:TENSORS], Band(*call[TENSORS:]))
+    return torch.empty_like(call[2], memory_format=torch.contiguous_format)
 
 
-def _check(
-    tensors: tuple[Tensor, ...], scale: float, left: int, right: int, block: int, with_bias: bool, most_globals: int
-) -> None:
-    SIGNATURE.check(*tensors, scale=scale, left=left, right=right, block=block, most_globals=most_globals)
-    bias, expected = tensors[-1], offsets(left, right, block) if with_bias else 1
+def _check(tensors: Sequence[Tensor], band: Band) -> None:
+    SIGNATURE.check(*tensors, **band._asdict())
+    bias, expected = tensors[-1], offsets(band.left, band.right, band.block) if band.with_bias else 1
     if bias.shape[1] != expected:
         raise ValueError(
             f"banded_attention: bias has shape {tuple(bias.shape)}; expected [{bias.shape[0]}, {expected}]"
@@ -174,7 +145,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     One body serves all nodes of a model. If they differ in `scale`, it takes that of each node. Raises ValueError when
     they differ in another attribute.
     """
-    names = ("left", "right", "block", "causal", "with_globals", "with_bias", "most_globals")
+    names = Band._fields[1:]
     left, right, block, causal, with_globals, with_bias, most = SIGNATURE.common_attributes(nodes, *names).values()
     try:
         scale = f"{SIGNATURE.common_attributes(nodes, 'scale')['scale']:.9e}"
@@ -407,7 +378,7 @@ def _global_keys(most: int) -> str:
 
 
 def _far_visible(causal: bool) -> str:
-    """Visibility of global keys for each query: [batch, 1, chunks, chunk, slots]."""
+    """The mask of global keys that each query sees: [batch, 1, chunks, chunk, slots]."""
     kept = """
         axes12 = [1, 2]
         axes123 = [1, 2, 3]
@@ -427,7 +398,7 @@ def _far_visible(causal: bool) -> str:
 
 
 def _global_queries(causal: bool) -> str:
-    """Results of global tokens in their own rows: [batch, heads, n, e]; other rows hold another's."""
+    """The results of global tokens in their rows, [batch, heads, n, e]; other rows hold those of another token."""
     later = """
         token_column = Unsqueeze (global_token, axes13)
         seen_before = LessOrEqual (position, token_column)

@@ -26,9 +26,9 @@ def find(s: Sizes) -> Launch:
 def attend(s: Sizes, scalars: tuple[object, ...]) -> Launch:
     groups = s.batch * s.heads
     blocks = groups * cdiv(s.n, QUERIES) * cdiv(s.e, WIDTH)
-    # a tile of queries and two of keys or values; twice the tokens of a tile, its biases and flags; 16 bytes a query
-    keys = 32 if s.T == "float32" else 64
-    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + 2 * (keys + QUERIES + keys + 1) * 4 + QUERIES * 16
+    # a tile of queries and two of keys or values, and Source::Shared
+    keys, side_bytes = (32, 2128) if s.T == "float32" else (64, 2640)
+    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + side_bytes
     return Launch(blocks, ATTEND_THREADS, (groups, s.heads, s.n, s.d, s.e, *scalars, s.scale), shared_bytes)
 
 
@@ -68,7 +68,7 @@ ATTEND = Plugin(
         "partials: float32 [samples groups rows row]",
     ),
     outputs=("out: T [batch heads n e]",),
-    attributes=NODE["attributes"],
+    attributes={name: kind for name, kind in NODE["attributes"].items() if name != "most_globals"},
     at_least=NODE["at_least"],
     launch=attend_near,
 )
@@ -76,24 +76,24 @@ ATTEND = Plugin(
 
 def nodes(s: Sizes) -> str:
     attributes = ", ".join(f"{name}: {kind.__name__} = @{name}" for name, kind in ATTEND.attributes.items())
-    attended = f"""
-        out = effexport.{ATTEND.name} <{attributes}> (q, k, v, keep, is_global, bias, tokens, before, partials)
-    """
-    if s.with_globals:
+    attend = f"{ATTEND.name} <{attributes}> (q, k, v, keep, is_global, bias, tokens, before, partials)"
+    if not s.with_globals:
         return f"""
-        tokens, before = effexport.{FIND.name} (is_global)
-        partials = effexport.{PARTIALS.name} <scale: float = @scale, causal: int = @causal>
-            (q_global, k_global, v_global, keep, tokens, before)
-        {attended}"""
-    return f"""
         nothing = 0.0
         ones2 = [1, 1]
         ones4 = [1, 1, 1, 1]
-        partials = Expand (nothing, ones4)
         no_tokens = Expand (nothing, ones2)
         tokens = Cast <to = 6> (no_tokens)
         before = Identity (tokens)
-        {attended}"""
+        partials = Expand (nothing, ones4)
+        out = effexport.{attend}
+    """
+    see_all = f"{PARTIALS.name} <scale: float = @scale, causal: int = @causal>"
+    return f"""
+        tokens, before = effexport.{FIND.name} (is_global)
+        partials = effexport.{see_all} (q_global, k_global, v_global, keep, tokens, before)
+        out = effexport.{attend}
+    """
 
 
 IN_STEPS = Rewrite(**NODE, nodes=nodes)

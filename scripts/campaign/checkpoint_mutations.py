@@ -21,8 +21,13 @@ from campaign.strange import STRANGE, any_number_of_digits, mutated_json
 
 HUGE = (10**9, 10**9 + 1, 10**9 + 8, 2**30, 2**31 - 1, 2**31, 2**40, 10**18, 10**30, 10**5000)
 SIZES = (*HUGE, *HUGE, -1, 0, 1, 2, 3, 7, 64, 999, 100_000)
-# Sizes of both families, also those that a config.json leaves at their defaults.
+# Sizes of all families, also those that a config.json leaves at their defaults.
 FIELDS = {
+    "longformer": (
+        *("vocab_size", "type_vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+        *("intermediate_size", "max_position_embeddings", "attention_window", "pad_token_id", "sep_token_id"),
+        *("num_labels", "layer_norm_eps"),
+    ),
     "nystromformer": (
         *("vocab_size", "type_vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
         *("intermediate_size", "max_position_embeddings", "segment_means_seq_len", "num_landmarks"),
@@ -124,7 +129,7 @@ def wild_size(value: Any, dice: random.Random) -> Any:
 def consistent_sizes(values: dict[str, Any], dice: random.Random) -> str:
     """Sizes that agree with each other, up to what a machine may just have."""
     factor = dice.choice((2, 3, 1000, 10**5, 10**6, 10**7))
-    if values["model_type"] == "nystromformer":
+    if values["model_type"] != "reformer":
         names = ["hidden_size", "intermediate_size"]
         values["hidden_size"] *= factor
         values["intermediate_size"] *= factor

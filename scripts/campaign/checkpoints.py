@@ -40,8 +40,8 @@ def run(cases: int, seed: int, folder: Path) -> Tally:
 
 
 def make_checkpoints(folder: Path) -> None:
-    """Small checkpoints of both families, with tokenizers."""
-    from checkpoint_artifacts import FIELDS, NYSTROMFORMER, REFORMER
+    """Small checkpoints of all families, with tokenizers."""
+    from checkpoint_artifacts import FIELDS, LONGFORMER, NYSTROMFORMER, REFORMER
     from random_tokenizers import saved_tokenizer
     from transformers_models import saved
 
@@ -49,6 +49,7 @@ def make_checkpoints(folder: Path) -> None:
     models = {
         "NystromformerForMaskedLM": NYSTROMFORMER,
         "NystromformerForSequenceClassification": landmarks | FIELDS["NystromformerForSequenceClassification"],
+        "LongformerForMaskedLM": LONGFORMER,
         "ReformerModelWithLMHead": REFORMER,
         "ReformerForSequenceClassification": REFORMER | {"is_decoder": False},
     }
@@ -173,7 +174,7 @@ def compare_with_files(module: Any, checkpoint: Path, words: str) -> None:
     if 4 * spec.least_elements(1, length) > SMALL_MODEL:
         return
     with torch.no_grad(), same_rotations(module):
-        ours = module(ids, mask, *([torch.zeros_like(ids)] if spec.family == "nystromformer" else []))
+        ours = module(ids, mask, *(torch.zeros_like(ids) for _ in list(spec.inputs)[2:]))
         try:
             theirs = model(input_ids=ids, attention_mask=mask)[0]
         except Exception:  # transformers fails on what it has loaded

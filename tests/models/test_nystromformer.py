@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers_models import largest_error, oracle_from_config, randomize, run_ours, with_weights
 
-from effexport.models.checkpoints.nystromformer import ACTIVATIONS, IGNORED, Nystromformer, weight_names
-from effexport.models.checkpoints.nystromformer_spec import HIDDEN_ACTS, NystromformerSpec
+from effexport.models.checkpoints.bert import ACTIVATIONS
+from effexport.models.checkpoints.bert_spec import HIDDEN_ACTS
+from effexport.models.checkpoints.nystromformer import IGNORED, Nystromformer, weight_names
+from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch", "transformers")
@@ -56,38 +58,9 @@ def notes_of(options: Mapping[str, Any] | None = None, **fields: Any) -> str:
     return "\n".join(NystromformerSpec.from_config(config_of(**fields), options or {})[1])
 
 
-def randomize(model: nn.Module, seed: int) -> None:
-    """Weights at a scale at which every term reaches the output: logits of order two, filters and gains that vary."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        value = torch.randn(parameter.shape, generator=generator)
-        if "LayerNorm" in name or name.endswith("bias"):
-            value = 0.3 * value + float(name.endswith("LayerNorm.weight"))
-        elif "embeddings" not in name:
-            gain = 1.5 if ".query." in name or ".key." in name else 1.0
-            value = gain * value * parameter[0].numel() ** -0.5
-        parameter.data.copy_(value)
-
-
-def oracle_from_config(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
-    """transformers' model of a config.json, with random weights."""
-    import transformers
-
-    model: nn.Module = getattr(transformers, config["architectures"][0])(transformers.NystromformerConfig(**config))
-    randomize(model, seed)
-    return model.eval()
-
-
 def module_from_weights(spec: NystromformerSpec, weights: Mapping[str, Tensor]) -> Nystromformer:
-    """Ours with the weights of a checkpoint, each of which must have a place."""
-    module, names = Nystromformer(spec), weight_names(spec)
-    assert names.keys() == module.state_dict().keys()
-    chosen = {ours: next(weights[name] for name in theirs if name in weights) for ours, theirs in names.items()}
-    known = {name for theirs in names.values() for name in theirs}
-    unknown = [name for name in weights if name not in known and not any(re.fullmatch(p, name) for p in IGNORED)]
-    assert unknown == []
-    module.load_state_dict(chosen)
-    return module.eval()
+    module: Nystromformer = with_weights(Nystromformer(spec), weight_names(spec), IGNORED, weights)
+    return module
 
 
 def inputs_of(spec: NystromformerSpec, batch: int, seq_len: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -110,19 +83,6 @@ def run_oracle(oracle: nn.Module, spec: NystromformerSpec, inputs: tuple[Tensor,
     padded = [nn.functional.pad(x, (0, extra), value=fill) for x, fill in zip(inputs, fills, strict=True)]
     result = oracle(**dict(zip(spec.inputs, padded, strict=True)))
     return [result[name][:, :seq_len] if "seq" in dims else result[name] for name, dims in spec.outputs.items()]
-
-
-def run_ours(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    outputs = module(*inputs)
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
-
-
-def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Over the RMS of each output."""
-    assert [x.shape for x in actual] == [x.shape for x in expected]
-    assert all(torch.isfinite(x).all() for x in actual)
-    pairs = zip(actual, expected, strict=True)
-    return max(float((a - b).abs().max() / b.square().mean().sqrt()) for a, b in pairs)
 
 
 @torch.no_grad()

@@ -39,11 +39,23 @@ REFORMER: dict[str, Any] = {
     "max_position_embeddings": 32,
     "is_decoder": True,
 }
+LONGFORMER: dict[str, Any] = {
+    "vocab_size": 420,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 42,
+    "attention_window": 8,
+    "type_vocab_size": 1,
+}
+FAMILIES = {"Reformer": REFORMER, "Longformer": LONGFORMER}
 LABELS = {"num_labels": 3, "id2label": {0: "ENTAILMENT", 1: "NEUTRAL", 2: "CONTRADICTION"}}
 FIELDS: dict[str, dict[str, Any]] = {
     "NystromformerForSequenceClassification": LABELS
     | {"label2id": {"entailment": 0, "neutral": 1, "contradiction": 2}},
     "NystromformerForTokenClassification": LABELS,
+    "LongformerForSequenceClassification": LABELS,
 }
 
 
@@ -59,7 +71,8 @@ def checkpoint_artifact(kind: str, tokenizer: str = "bert", **options: Any) -> C
     """kind: a class of transformers. tokenizer: a name in random_tokenizers.py. options: of `effexport.build`."""
     import effexport
 
-    config = (REFORMER if kind.startswith("Reformer") else NYSTROMFORMER) | FIELDS.get(kind, {})
+    of_family = (config for family, config in FAMILIES.items() if kind.startswith(family))
+    config = next(of_family, NYSTROMFORMER) | FIELDS.get(kind, {})
 
     def make(folder: Path) -> None:
         saved(folder / "checkpoint", kind, config)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,7 @@ def saved(folder: Path, kind: str, config: dict[str, Any], seed: int = 0) -> nn.
     import transformers
 
     torch.manual_seed(seed)
-    family = "Nystromformer" if kind.startswith("Nystrom") else "Reformer"
-    model = getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**config)).eval()
+    model = getattr(transformers, kind)(config_of_class(kind, config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -113,3 +113,60 @@ def worst_error(actual: np.ndarray, expected: Tensor, mask: Tensor) -> float:
         wanted, given = wanted[keep], given[keep]
     assert wanted.shape == given.shape
     return float(np.abs(given - wanted).max() / rms(wanted))
+
+
+def config_of_class(kind: str, config: Mapping[str, Any]) -> Any:
+    """The configuration of a class of transformers, by its name."""
+    import transformers
+
+    family = kind.partition("Model")[0].partition("For")[0]
+    return getattr(transformers, f"{family}Config")(**config)
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Weights at a scale at which every term reaches the output: logits of order two, filters and gains that vary."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        value = torch.randn(parameter.shape, generator=generator)
+        if "LayerNorm" in name or name.endswith("bias"):
+            value = 0.3 * value + float(name.endswith("LayerNorm.weight"))
+        elif "embeddings" not in name:
+            gain = 1.5 if ".query." in name or ".key." in name else 1.0
+            value = gain * value * parameter[0].numel() ** -0.5
+        parameter.data.copy_(value)
+
+
+def oracle_from_config(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
+    """transformers' model of a config.json, with random weights."""
+    import transformers
+
+    (kind,) = config["architectures"]
+    model: nn.Module = getattr(transformers, kind)(config_of_class(kind, config))
+    randomize(model, seed)
+    return model.eval()
+
+
+def with_weights(
+    module: Any, names: Mapping[str, tuple[str, ...]], ignored: Iterable[str], weights: Mapping[str, Tensor]
+) -> Any:
+    """A module of ours with the weights of a checkpoint, each of which must have a place. names: its `weight_names`."""
+    assert names.keys() == module.state_dict().keys()
+    chosen = {ours: next(weights[name] for name in theirs if name in weights) for ours, theirs in names.items()}
+    known = {name for theirs in names.values() for name in theirs}
+    unknown = [name for name in weights if name not in known and not any(re.fullmatch(p, name) for p in ignored)]
+    assert unknown == []
+    module.load_state_dict(chosen)
+    return module.eval()
+
+
+def run_ours(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    outputs = module(*inputs)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Over the RMS of each output."""
+    assert [x.shape for x in actual] == [x.shape for x in expected]
+    assert all(torch.isfinite(x).all() for x in actual)
+    pairs = zip(actual, expected, strict=True)
+    return max(float((a - b).abs().max() / b.square().mean().sqrt()) for a, b in pairs)

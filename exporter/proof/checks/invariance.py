@@ -68,8 +68,10 @@ def check_alone(
     # a quantised model rounds by itself here: given roundings would hide a scale that depends on other samples
     uses_given = bool(candidate.given) and not spec.is_quantized
     for row, keep in enumerate(case.keep):
-        length = int(np.flatnonzero(keep)[-1]) + 1 if spec.attention.fixed_seq_len is None else keep.size
-        alone = {key: value[row : row + 1, : length if is_long[key] else None] for key, value in case.inputs.items()}
+        whole = keep.shape[-1]  # of several choices, as of one sequence
+        length = int(np.nonzero(keep)[-1].max()) + 1 if spec.attention.fixed_seq_len is None else whole
+        part = (slice(row, row + 1), *[slice(None)] * (keep.ndim - 1), slice(length))
+        alone = {key: value[part if is_long[key] else part[:1]] for key, value in case.inputs.items()}
         if not candidate.accepts(alone):
             reason = f"sample {row} on its own {OUTSIDE}"
             yield from (not_run(kind, reason, case.label, metric) for kind in found)
@@ -84,9 +86,9 @@ def check_alone(
             if output in case.pooled:
                 own, joined = (case.all_of(output, array, row) for array in (own, joined))
             else:
-                joined = joined[:length]
+                own, joined = (array.reshape(len(array), -1) for array in (own, joined[:length]))
             for kind, worst in found.items():
-                if kind == Kind.BATCH_INVARIANCE or length < keep.size:
+                if kind == Kind.BATCH_INVARIANCE or length < whole:
                     worst.add(own, joined, f"worst in sample {row}")
     limit = limit_without(case, spec, "neither other samples nor padding may add to it")
     for kind, worst in found.items():

@@ -31,14 +31,22 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 LIMIT = 1e-4
 
 
+# With a tokenizer that puts three separators around two texts, as transformers' Longformer demands.
+OF_LONGFORMER: list[tuple[str, str, Callable[[Any], Any]]] = [
+    (task, kind.replace("Nystrom", "Long"), question)
+    for task, kind, question in PIPELINES
+    if task in ("question-answering", "text-classification")
+]
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of numpy, in transformers
-@pytest.mark.parametrize(("task", "kind", "question"), slow_after(1, PIPELINES))
+@pytest.mark.parametrize(("task", "kind", "question"), [*slow_after(1, PIPELINES), *slow_after(0, OF_LONGFORMER)])
 def test_a_pipeline_answers_with_an_artifact_as_with_the_checkpoint(
     task: str, kind: str, question: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     import transformers
 
-    folders = checkpoint_artifact(kind)
+    folders = checkpoint_artifact(kind, "roberta" if kind.startswith("Longformer") else "bert")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders.artifact, model_max_length=40)
     original = getattr(transformers, kind).from_pretrained(folders.checkpoint).eval()
     expected = question(transformers.pipeline(task, model=original, tokenizer=tokenizer))
@@ -52,6 +60,24 @@ def test_a_pipeline_answers_with_an_artifact_as_with_the_checkpoint(
     assert worst_difference(found, expected) <= LIMIT
     logged = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
     assert {text for text in logged if "Device set to use" not in text} == set()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_model_takes_global_tokens_as_the_original_does() -> None:
+    import transformers
+
+    folders = checkpoint_artifact("LongformerForSequenceClassification", "roberta")
+    original = transformers.AutoModelForSequenceClassification.from_pretrained(folders.checkpoint).eval()
+    model = effexport.hf.model(folders.artifact)
+    ids = torch.arange(3, 63).reshape(2, 30)
+    marks = torch.zeros_like(ids)
+    marks[0, 7] = marks[1, 0] = marks[1, 20] = 1
+    answers = []
+    for given in ({}, {"global_attention_mask": marks}):
+        answers.append(original(ids, **given).logits)
+        assert float((model(ids, **given).logits - answers[-1]).abs().max()) <= LIMIT
+    assert float((answers[0] - answers[1]).abs().max()) > 100 * LIMIT
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""Random configurations of both checkpoint families, and the published ones: exported files against transformers."""
+"""Random configurations of all checkpoint families, and the published ones: exported files against transformers."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ NYSTROM_TESTER: dict[str, Any] = {
     "segment_means_seq_len": 64,
     "num_landmarks": 64,
 }
+LONGFORMER_TESTER: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 16,
+    "attention_window": 4,
+}
 REFORMER_LSH_TESTER: dict[str, Any] = {
     "hidden_size": 64,
     "num_buckets": 2,
@@ -72,6 +84,31 @@ REFORMER_LSH_TESTER: dict[str, Any] = {
     "axial_pos_embds_dim": [16, 48],
     "attn_layers": ["lsh"],
     "num_hidden_layers": 1,
+}
+MODERNBERT_TESTER: dict[str, Any] = {
+    "vocab_size": 99,
+    "pad_token_id": 0,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "hidden_activation": "gelu",
+    "max_position_embeddings": 512,
+}
+BIG_BIRD_TESTER: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "hidden_act": "gelu_new",
+    "max_position_embeddings": 256,
+    "type_vocab_size": 16,
+    "attention_type": "block_sparse",
+    "use_bias": True,
+    "rescale_embeddings": False,
+    "block_size": 8,
+    "num_random_blocks": 3,
 }
 REFORMER_HEADS = {
     "ReformerModel": {},
@@ -93,6 +130,21 @@ TESTERS = [
     pytest.param("ReformerModel", {"max_position_embeddings": 100, "axial_pos_shape": [4, 25]}, marks=pytest.mark.soak),
     *(
         pytest.param(f"Nystromformer{kind}", {"num_labels": 3} if "Class" in kind else {}, marks=pytest.mark.soak)
+        for kind in (
+            "Model",
+            "ForMaskedLM",
+            "ForQuestionAnswering",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+        )
+    ),
+    *(
+        pytest.param(f"{family}{kind}", {}, marks=pytest.mark.soak)
+        for family in ("ModernBert", "BigBird")
+        for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    ),
+    *(
+        pytest.param(f"Longformer{kind}", {}, marks=pytest.mark.soak)
         for kind in (
             "Model",
             "ForMaskedLM",
@@ -157,6 +209,50 @@ def random_reformer(seed: int) -> tuple[str, dict[str, Any]]:
     return "ReformerModelWithLMHead" if decoder else draw.choice(["ReformerModel", "ReformerForMaskedLM"]), config
 
 
+def random_longformer(seed: int) -> tuple[str, dict[str, Any]]:
+    draw = random.Random(seed)
+    heads, layers, one = draw.choice([1, 2, 4]), draw.choice([1, 2, 3]), draw.choice([4, 8, 32])
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 8 * heads * draw.choice([1, 2]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": draw.choice([16, 40]),
+        "hidden_act": draw.choice(["gelu_new", "gelu", "relu"]),
+        "max_position_embeddings": draw.choice([202, 402]),
+        "attention_window": draw.choice([one, [draw.choice([one, 2 * one]) for _ in range(layers)]]),
+        "type_vocab_size": draw.choice([1, 2]),
+    }
+    kind = draw.choice(["Model", "ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"])
+    return f"Longformer{kind}", config
+
+
+def check_longformer(folder: Path, kind: str, config: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """With global tokens, others in each row, and with none or those of the task."""
+    model = saved(folder, kind, config)
+    spec, _, path = exported(folder)
+    # at other lengths, transformers pads too little for layers with different windows
+    windows = config["attention_window"]
+    step = max(windows) if isinstance(windows, list) and len(set(windows)) > 1 else 1
+    generator = torch.Generator().manual_seed(0)
+    with OrtRunner(path, limits=limits_from_spec(spec)) as runner:
+        for seq_len, (batch, padded) in zip(lengths, ((1, False), (4, True), (4, False)), strict=True):
+            seq_len = -(-seq_len // step) * step
+            ids, mask = inputs(batch, seq_len, 1, padded=padded)
+            marks = (torch.rand(ids.shape, generator=generator) < 0.1).long()
+            marks[:, 0] = 1
+            if kind == "LongformerForQuestionAnswering":
+                ids[:, [seq_len // 3, seq_len // 3 + 1, seq_len - 1]] = 2
+                mask[:] = 1
+            for given in ({}, {"global_attention_mask": marks}):
+                with torch.no_grad():
+                    expected = model(input_ids=ids, attention_mask=mask, **given)
+                arrays = {name: value.numpy() for name, value in given.items()}
+                found = runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy(), **arrays})
+                for name, output in found.items():
+                    assert worst_error(output, expected[name], mask) <= LIMIT, (batch, seq_len, name, list(given))
+
+
 def check_nystromformer(folder: Path, kind: str, config: dict[str, Any], lengths: tuple[int, ...]) -> None:
     model = saved(folder, kind, config)
     spec, _, path = exported(folder)
@@ -191,6 +287,62 @@ def check_reformer(folder: Path, kind: str, config: dict[str, Any], lengths: tup
                 assert worst_error(output, expected[name], mask) <= LIMIT, (batch, seq_len)
 
 
+def random_modernbert(seed: int) -> tuple[str, dict[str, Any]]:
+    draw = random.Random(seed)
+    heads = draw.choice([1, 2, 4])
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 8 * heads * draw.choice([1, 2]),
+        "num_hidden_layers": draw.choice([2, 3, 4]),
+        "num_attention_heads": heads,
+        "intermediate_size": draw.choice([16, 40]),
+        "hidden_activation": draw.choice(["gelu", "silu", "relu"]),
+        "local_attention": draw.choice([4, 16, 33]),
+        "global_attn_every_n_layers": draw.choice([2, 3]),
+        "norm_bias": draw.choice([True, False]),
+        "attention_bias": draw.choice([True, False]),
+        "classifier_pooling": draw.choice(["cls", "mean"]),
+        "pad_token_id": 1,
+    }
+    kind = draw.choice(["Model", "ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"])
+    return f"ModernBert{kind}", config
+
+
+def random_big_bird(seed: int) -> tuple[str, dict[str, Any]]:
+    draw = random.Random(seed)
+    heads, block = draw.choice([1, 2, 4]), draw.choice([4, 8, 16])
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 8 * heads * draw.choice([1, 2]),
+        "num_hidden_layers": draw.choice([1, 2, 3]),
+        "num_attention_heads": heads,
+        "intermediate_size": draw.choice([16, 40]),
+        "hidden_act": draw.choice(["gelu_new", "gelu", "relu"]),
+        "max_position_embeddings": 336,
+        "attention_type": draw.choice(["block_sparse", "block_sparse", "block_sparse", "original_full"]),
+        "use_bias": draw.choice([True, False]),
+        "rescale_embeddings": draw.choice([True, False]),
+        "block_size": block,
+        "num_random_blocks": draw.choice([1, 2, 3]),
+    }
+    kind = draw.choice(["Model", "ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"])
+    return f"BigBird{kind}", config
+
+
+def check_any_length(folder: Path, kind: str, config: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """One file at several lengths, alone and padded, against the original, read anew for each call: some change when
+    they meet a length."""
+    original = type(saved(folder, kind, config))
+    spec, _, path = exported(folder, lengths[0])
+    with OrtRunner(path, limits=limits_from_spec(spec)) as runner:
+        for seq_len, padded in itertools.product(lengths, (False, True)):
+            ids, mask = inputs(4 if padded else 1, seq_len, spec.model.pad_token_id, padded=padded)
+            with torch.no_grad():
+                expected = original.from_pretrained(folder)(input_ids=ids, attention_mask=mask)
+            for name, output in runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()}).items():
+                assert worst_error(output, expected[name], mask) <= LIMIT, (seq_len, padded)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_nystromformer_configurations(tmp_path: Path, seed: int) -> None:
     check_nystromformer(tmp_path, *random_nystromformer(seed), (64, 33, 7))
@@ -201,10 +353,33 @@ def test_random_reformer_configurations(tmp_path: Path, seed: int) -> None:
     check_reformer(tmp_path, *random_reformer(seed), (96, 61, 40))
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_modernbert_configurations(tmp_path: Path, seed: int) -> None:
+    check_any_length(tmp_path, *random_modernbert(seed), (150, 1, 7, 64, 130, 333))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_big_bird_configurations(tmp_path: Path, seed: int) -> None:
+    kind, config = random_big_bird(seed)
+    full = (5 + 2 * config["num_random_blocks"]) * config["block_size"]
+    check_any_length(tmp_path, kind, config, (300, 1, 7, min(full, 330), min(full + 1, 331), 333))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_longformer_configurations(tmp_path: Path, seed: int) -> None:
+    check_longformer(tmp_path, *random_longformer(seed), (200, 77, 3))
+
+
 @pytest.mark.parametrize(("kind", "fields"), TESTERS)
 def test_the_configurations_of_the_testers_of_transformers(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     if kind.startswith("Nystrom"):
         check_nystromformer(tmp_path, kind, NYSTROM_TESTER | fields, (64, 33, 7))
+    elif kind.startswith("ModernBert"):
+        check_any_length(tmp_path, kind, MODERNBERT_TESTER | fields, (7, 64, 300))
+    elif kind.startswith("BigBird"):
+        check_any_length(tmp_path, kind, BIG_BIRD_TESTER | fields, (128, 56, 88, 89, 101))
+    elif kind.startswith("Longformer"):
+        check_longformer(tmp_path, kind, LONGFORMER_TESTER | fields, (128, 33, 7))
     else:
         check_reformer(tmp_path, kind, REFORMER_TESTER | fields, (32, 13, 7))
 
@@ -222,6 +397,22 @@ def test_the_configuration_of_nystromformer_512_at_one_layer(tmp_path: Path) -> 
         "conv_kernel_size": 65,
     }
     check_nystromformer(tmp_path, "NystromformerForMaskedLM", config, (510, 200, 63))
+
+
+@pytest.mark.slow
+def test_the_configuration_of_longformer_base_4096_at_one_layer(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 768,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 4098,
+        "attention_window": [512],
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-5,
+    }
+    check_longformer(tmp_path, "LongformerForMaskedLM", config, (1500, 700, 63))
 
 
 @pytest.mark.slow

@@ -1,0 +1,175 @@
+"""Longformer checkpoints as our modules (Beltagy et al., 2020, arXiv 2004.05150; transformers 4.57.1).
+
+A BERT-like encoder whose tokens see those near them; global tokens see all and are seen by all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models.checkpoints.bert import BLOCK_NAMES, BertModel, Embeddings, bert_weight_names, check_length
+from effexport.models.checkpoints.longformer_spec import GLOBAL_PROJECTIONS, RULES, BandedSpec, LongformerSpec
+from effexport.models.contract import GLOBAL_MASK
+from effexport.models.layers import MultiHeadAttention, merge_heads, split_heads
+from effexport.models.variants.sums import block_count
+from effexport.plugins.banded_attention.op import banded_attention, reference
+
+# Tokens whose places are counted by one product; the sums of a block are exact in TF32, too.
+BLOCK = 256
+# Checkpoint names that may be present and mean nothing to a module: a buffer of old versions, an unused pooler, and
+# heads of other tasks, which remain when the base is loaded from a head model.
+IGNORED: tuple[str, ...] = (
+    r"(longformer\.)?embeddings\.position_ids",
+    r"(longformer\.)?pooler\..*",
+    r"(lm_head|classifier|qa_outputs)\..*",
+)
+
+
+class Longformer(BertModel):
+    """A BERT-like encoder on banded attention with global tokens. Any length up to `spec.max_seq_len`."""
+
+    def __init__(self, spec: LongformerSpec) -> None:
+        super().__init__(spec, CountedEmbeddings(spec), BandedAttentionLayer)
+        self.spec = spec
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        global_attention_mask: Tensor,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """int64 [batch, seq] each ([batch, choices, seq] for multiple-choice); attention_mask: 1 = keep;
+        global_attention_mask: 1 = global, or all 0 for the tokens of the task's rule.
+
+        token_type_ids: None for zeros. Returns what `spec.outputs` says, in this order. Raises SpecError for a sequence
+        that is too long.
+        """
+        segments = () if token_type_ids is None else (token_type_ids,)
+        return self.outputs(input_ids, attention_mask, global_attention_mask, *segments)
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        global_attention_mask: Tensor,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        spec, keep = self.spec, attention_mask != 0
+        check_length(input_ids.shape[1], spec)
+        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        hidden: Tensor = self.embeddings(input_ids, segments)
+        is_global = global_tokens(spec, input_ids, keep, global_attention_mask)
+        for block in self.blocks:
+            hidden = block(hidden, keep, is_global)
+        return hidden
+
+
+class CountedEmbeddings(Embeddings):
+    """Embeddings whose positions count the tokens that are not `pad_token_id`, from the one behind it on."""
+
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "sums of ones"}
+
+    def __init__(self, spec: LongformerSpec) -> None:
+        super().__init__(spec)
+        self.pad_token_id = spec.pad_token_id
+
+    def positions(self, input_ids: Tensor) -> Tensor:
+        counted = input_ids != self.pad_token_id
+        vectors: Tensor = self.position(torch.where(counted, counts(counted), 0) + self.pad_token_id)
+        return vectors
+
+
+class BandedAttentionLayer(MultiHeadAttention):
+    """Softmax attention of each token to those up to `reach` tokens away and to global tokens, which see all."""
+
+    spec: BandedSpec
+
+    def __init__(self, spec: BandedSpec) -> None:
+        super().__init__(spec)
+        for name in GLOBAL_PROJECTIONS:
+            self.add_module(name, nn.Linear(spec.dim, spec.inner_dim))
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Query, key and value, and those of global tokens, each [batch, heads, seq, head_dim]."""
+        far = (self.get_submodule(name)(hidden_states) for name in GLOBAL_PROJECTIONS)
+        return *super().project(hidden_states), *(split_heads(x, self.spec.heads) for x in far)
+
+    def forward(self, hidden_states: Tensor, keep: Tensor, is_global: Tensor) -> Tensor:  # type: ignore[override]
+        """hidden_states [batch, seq, dim]; keep, is_global: boolean [batch, seq]. Returns [batch, seq, dim].
+
+        As in transformers, padding sees nothing: its context is 0.
+        """
+        q, k, v, *far = self.project(hidden_states)
+        reach, no_bias = self.spec.reach, q.new_zeros(self.spec.heads, 1)
+        attend = banded_attention if self.fused else reference
+        scale = 1 / math.sqrt(self.spec.head_size)
+        context = attend(q, k, v, *far, keep, is_global, no_bias, scale, reach, reach, 1, False, True, False)
+        projected: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
+        return projected
+
+
+def counts(counted: Tensor) -> Tensor:
+    """How many tokens count up to each one, with it: boolean [batch, seq] → int64 [batch, seq].
+
+    Prefix sums as products with triangles of ones: some runtimes run CumSum step by step.
+    """
+    seq_len = counted.shape[1]
+    blocks = block_count(seq_len, BLOCK)
+    row = F.pad(counted.float(), (0, blocks * BLOCK - seq_len)).unflatten(1, (blocks, BLOCK))
+    place, block = torch.arange(BLOCK, device=row.device), torch.arange(blocks, device=row.device)
+    inside = row @ (place[:, None] <= place).float()
+    before = inside[..., -1] @ (block[:, None] < block).float()
+    return (inside + before.unsqueeze(-1)).flatten(1)[:, :seq_len].long()
+
+
+def global_tokens(spec: LongformerSpec, input_ids: Tensor, keep: Tensor, global_attention_mask: Tensor) -> Tensor:
+    """The tokens that are global: boolean [batch, seq]. Padding never is.
+
+    input_ids, global_attention_mask int64 [batch, seq]; keep: boolean. A sequence that is given none has those of the
+    task's rule.
+    """
+    given = (global_attention_mask != 0) & keep
+    if spec.task not in RULES:
+        return given
+    position = torch.arange(input_ids.shape[1], device=input_ids.device)
+    if spec.task == "sequence-classification":
+        by_rule = (position == 0) & keep
+    else:
+        # of no separator: beyond the end
+        is_separator = (input_ids == spec.sep_token_id) & keep
+        first = torch.where(is_separator, position, input_ids.shape[1]).amin(dim=1, keepdim=True)
+        of_task = position < first if spec.task == "question-answering" else position > first + 1
+        by_rule = of_task & (first < input_ids.shape[1]) & keep
+    return given | (by_rule & (given.long().amax(dim=1, keepdim=True) == 0))
+
+
+def with_global_tokens(spec: LongformerSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of a case with all global tokens marked, as transformers takes them, where an input says which."""
+    tokens = [inputs[name].flatten(0, -2) for name in ("input_ids", "attention_mask", GLOBAL_MASK)]
+    is_global = global_tokens(spec, tokens[0], tokens[1] != 0, tokens[2])
+    return {**inputs, GLOBAL_MASK: is_global.long().reshape(inputs[GLOBAL_MASK].shape)}
+
+
+# our module → theirs, in the head of each task
+HEAD_NAMES: dict[str, dict[str, str]] = {
+    "base": {"head.dense": "pooler.dense"},
+    "masked-lm": {"head.dense": "lm_head.dense", "head.norm": "lm_head.layer_norm"},
+    "sequence-classification": {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"},
+    "token-classification": {"head": "classifier"},
+    "question-answering": {"head.out": "qa_outputs"},
+    "multiple-choice": {"head.dense": "pooler.dense", "head.out": "classifier"},
+}
+
+
+def weight_names(spec: LongformerSpec) -> dict[str, tuple[str, ...]]:
+    """As `bert_weight_names`, with the projections of global tokens."""
+    head = {} if spec.task == "base" and not spec.pooler else HEAD_NAMES[spec.task]
+    far = {f"attention.{name}": f"attention.self.{name}" for name in GLOBAL_PROJECTIONS}
+    return bert_weight_names(spec, BLOCK_NAMES | far, head, "lm_head")
