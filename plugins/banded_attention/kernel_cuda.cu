@@ -77,10 +77,10 @@ inline __device__ void find_globals(const bool* is_global, int batch, int n, std
   int(*const counts)[kScanWarps] = reinterpret_cast<int(*)[kScanWarps]>(tile_memory);
   const int tiles = parts_of(n, kQueries), lane = tile::lane();
   int scan = 0;
-  for (int sample = static_cast<int>(blockIdx.x); sample < batch; sample += static_cast<int>(gridDim.x)) {
-    const bool* const flags = is_global + static_cast<std::int64_t>(sample) * n;
-    std::int32_t* const own_tokens = tokens + static_cast<std::int64_t>(sample) * n;
-    std::int32_t* const own_before = before + static_cast<std::int64_t>(sample) * (tiles + 1);
+  for (std::int64_t sample = blockIdx.x; sample < batch; sample += gridDim.x) {
+    const bool* const flags = is_global + sample * n;
+    std::int32_t* const own_tokens = tokens + sample * n;
+    std::int32_t* const own_before = before + sample * (tiles + 1);
     int found = 0;
     for (int first = 0; first < n; first += kScanned, ++scan) {
       const int first_token = first + tile::warp() * kScans * tile::kWarpSize + lane;
@@ -282,7 +282,7 @@ __device__ Softmax attend(const Source<T>& source, const Keys<T>& keys, const Si
   const int row = static_cast<int>(threadIdx.x);
   if (row == 0) source.shared().keys = keys;
   if (row < source.query_count) source.shared().sights[row] = sight_of_row(row);
-  __syncthreads();
+  __syncthreads();  // all threads prepare tiles with them
   return attention::attend(source);
 }
 
@@ -421,11 +421,12 @@ EFFEXPORT_BANDED_ATTENTION(bfloat16, BFloat16)
 #ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
-// Whether the kernels can count it, in int32: sizes, offsets, a scan or a tile beyond the last token, and jobs.
+// Whether the kernels can count it, in int32: sizes, offsets, jobs, and the keys of a job, which are tokens of its band
+// and global ones, with a scan or a tile beyond the last.
 bool countable(const Problem& p) {
   if (!fit_int32({p.groups, p.heads, p.seq, p.head_dim, p.value_dim, p.left, p.right, p.block})) return false;
   const std::int64_t tiles = parts(p.seq, kQueries) * parts(p.value_dim, kWidth);
-  return p.heads > 0 && p.block > 0 && p.seq <= kMaxInt32 - kScanned && p.offsets() <= kMaxInt32 - kScanned &&
+  return p.heads > 0 && p.block > 0 && 2 * p.seq <= kMaxInt32 - kScanned && p.offsets() <= kMaxInt32 - kScanned &&
          tiles <= kMaxInt32 && p.groups * tiles <= kMaxInt32;
 }
 
