@@ -306,7 +306,7 @@ class SourceOptions(Options):
         expected="the name of a variant",
     )
     checkpoint: str | Path | None = option(
-        None, "A trained Longformer, Nyströmformer or Reformer.", WHAT, metavar=A_FOLDER
+        None, "A trained BigBird, Longformer, ModernBERT, Nyströmformer or Reformer.", WHAT, metavar=A_FOLDER
     )
     module: Module | None = option(
         None, "A function that returns your nn.Module.", WHAT, metavar=A_FACTORY, expected=MODULE

@@ -71,9 +71,10 @@ class BigBird(BertModel):
 
     def is_question(self, input_ids: Tensor) -> Tensor:
         """The tokens up to the first separator, or the first token: int64 [batch, seq] → boolean [batch, seq]."""
-        length = input_ids.shape[1]
+        length, separator = input_ids.shape[1], self.spec.sep_token_id
+        assert separator is not None
         position = torch.arange(length, device=input_ids.device)
-        ends = torch.where(input_ids == self.spec.sep_token_id, position, length).amin(dim=1, keepdim=True)
+        ends = torch.where(input_ids.eq(separator), position, length).amin(dim=1, keepdim=True)
         return position <= torch.where(ends < length, ends, 0)
 
 
@@ -105,15 +106,16 @@ class BigBirdAttention(MultiHeadAttention):
         self.out = nn.Linear(spec.inner_dim, spec.dim)
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
-        spec, scale = self.spec, 1 / math.sqrt(self.spec.head_size)
-        if spec.block_size is not None:
-            return self.mix_blocks(*projected, keep, spec.block_size, scale)
+        q, k, v = projected
+        if self.spec.block_size is not None:
+            return self.mix_blocks(q, k, v, keep, self.spec.block_size)
         if self.fused:
-            context: Tensor = masked_attention(*projected, keep, scale)
+            context: Tensor = masked_attention(q, k, v, keep, 1 / math.sqrt(self.spec.head_size))
             return context
-        return softmax_attention(*projected, keep[:, None, None, :])
+        return softmax_attention(q, k, v, keep[:, None, None, :])
 
-    def mix_blocks(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, size: int, scale: float) -> Tensor:
+    def mix_blocks(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, size: int) -> Tensor:
+        scale = 1 / math.sqrt(self.spec.head_size)
         position = torch.arange(keep.shape[1], device=keep.device)
         last = position[-1:]
         is_short = last < self.spec.full_len

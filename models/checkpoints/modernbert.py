@@ -33,9 +33,7 @@ class ModernBert(nn.Module):
         self.embedding_norm = norm_from_spec(spec)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.final_norm = norm_from_spec(spec)
-        self.head = nn.Identity() if spec.task == "base" else Head(spec)
-        if spec.task == "masked-lm" and spec.tie_word_embeddings:
-            self.head.out.weight = self.token_embedding.weight
+        self.head = nn.Identity() if spec.task == "base" else Head(spec, self.token_embedding)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor | tuple[Tensor, ...]:
         """int64 [batch, seq] twice ([batch, choices, seq] for multiple-choice); attention_mask: 1 = keep.
@@ -137,15 +135,17 @@ class GatedFeedForward(nn.Module):
 
 
 class Head(nn.Module):
-    """[…, hidden_size] → W2 · LN(act(W1 · x)) […, outputs]."""
+    """[…, hidden_size] → W2 · LN(act(W1 · x)) […, outputs]. Tied, W2 of masked-lm is the table of words itself."""
 
-    def __init__(self, spec: ModernBertSpec) -> None:
+    def __init__(self, spec: ModernBertSpec, word_embedding: nn.Embedding) -> None:
         super().__init__()
         has_bias = spec.decoder_bias or spec.task != "masked-lm"
         self.dense = nn.Linear(spec.hidden_size, spec.hidden_size, bias=spec.classifier_bias)
         self.activation = ACTIVATIONS[HIDDEN_ACTS[spec.classifier_activation]]
         self.norm = norm_from_spec(spec)
         self.out = nn.Linear(spec.hidden_size, spec.head_outputs, bias=has_bias)
+        if spec.task == "masked-lm" and spec.tie_word_embeddings:
+            self.out.weight = word_embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.out(self.norm(self.activation(self.dense(hidden))))
