@@ -31,9 +31,9 @@ class ModernBert(nn.Module):
         self.spec = spec
         self.token_embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.embedding_norm = norm_from_spec(spec)
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.blocks = nn.ModuleList(PreNormBlock(spec, layer) for layer in range(spec.layers))
         self.final_norm = norm_from_spec(spec)
-        self.head = nn.Identity() if spec.task == "base" else Head(spec, self.token_embedding)
+        self.head = nn.Identity() if spec.task == "base" else PredictionHead(spec, self.token_embedding)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor | tuple[Tensor, ...]:
         """int64 [batch, seq] twice ([batch, choices, seq] for multiple-choice); attention_mask: 1 = keep.
@@ -69,7 +69,7 @@ class ModernBert(nn.Module):
         return normed
 
 
-class Block(nn.Module):
+class PreNormBlock(nn.Module):
     """h = x + A(LN x), y = h + F(LN h); the first block has no normalisation before A."""
 
     def __init__(self, spec: ModernBertSpec, layer: int) -> None:
@@ -134,7 +134,7 @@ class GatedFeedForward(nn.Module):
         return down
 
 
-class Head(nn.Module):
+class PredictionHead(nn.Module):
     """[…, hidden_size] → W2 · LN(act(W1 · x)) […, outputs]. Tied, W2 of masked-lm is the table of words itself."""
 
     def __init__(self, spec: ModernBertSpec, word_embedding: nn.Embedding) -> None:
