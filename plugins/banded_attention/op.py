@@ -52,11 +52,22 @@ class Band(NamedTuple):
     most_globals: int = 0
 
 
-def reference(*call: Any) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor,
+    k_global: Tensor,
+    v_global: Tensor,
+    keep: Tensor,
+    is_global: Tensor,
+    bias: Tensor,
+    *attributes: Any,
+    **named: Any,
+) -> Tensor:
     """The definition with all logits of some queries at a time. Arguments and shapes as `banded_attention`; float32, or
     float64 if q is."""
-    q, k, v, q_global, k_global, v_global, keep, is_global, bias = call[:TENSORS]
-    band = Band(*call[TENSORS:])
+    band = Band(*attributes, **named)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     n = q.shape[2]
     is_global = is_global if band.with_globals else torch.zeros_like(is_global)
