@@ -100,10 +100,13 @@ class ModernBertAttention(AttentionLayer):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query and key, and value, each [batch, heads, seq, head_dim]."""
+        return self.project_at(hidden_states, torch.arange(hidden_states.shape[1], device=hidden_states.device))
+
+    def project_at(self, hidden_states: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, for positions int64 [seq] or [batch, 1, seq]."""
         q, k, v = (split_heads(x, self.spec.heads) for x in self.qkv(hidden_states).chunk(3, dim=-1))
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=hidden_states.device)
-        position = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        angles = position.float()[:, None] * frequencies
+        angles = position.float().unsqueeze(-1) * frequencies
         return rotate_halves(q, angles), rotate_halves(k, angles), v
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ def norm_from_spec(spec: ModernBertSpec) -> LayerNorm:
 
 
 def rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate channel c of x [batch, heads, seq, size] with channel c + size / 2 by angles [seq, size / 2]."""
+    """Rotate channel c of x [batch, heads, seq, size] with channel c + size / 2 by angles […, seq, size / 2]."""
     first, second = x.chunk(2, dim=-1)
     sines, cosines = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
