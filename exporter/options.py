@@ -305,7 +305,9 @@ class SourceOptions(Options):
         in_file=True,
         expected="the name of a variant",
     )
-    checkpoint: str | Path | None = option(None, "A trained Reformer or Nyströmformer.", WHAT, metavar=A_FOLDER)
+    checkpoint: str | Path | None = option(
+        None, "A trained BigBird, Longformer, ModernBERT, Nyströmformer or Reformer.", WHAT, metavar=A_FOLDER
+    )
     module: Module | None = option(
         None, "A function that returns your nn.Module.", WHAT, metavar=A_FACTORY, expected=MODULE
     )

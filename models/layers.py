@@ -89,8 +89,8 @@ class LayerNorm(nn.LayerNorm):
     """Layer normalisation computed in float32 whatever the model's dtype, so that eps does not underflow."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = at_least_float32(self.weight), self.bias
-        bias = bias if bias is None else at_least_float32(bias)
+        weight = at_least_float32(self.weight)
+        bias = None if self.bias is None else at_least_float32(self.bias)
         return F.layer_norm(at_least_float32(input), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 

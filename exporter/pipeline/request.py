@@ -40,7 +40,7 @@ NO_ENGINE = "none"
 NOTHING_TO_EXPORT = (
     "nothing to export is given; expected one of:",
     "  --module MODULE:FUNCTION  a model of your own",
-    "  --checkpoint DIR          a trained Reformer or Nyströmformer",
+    "  --checkpoint DIR          a trained BigBird, Longformer, ModernBERT, Nyströmformer or Reformer",
     f"  --variant NAME            an encoder of ours: {', '.join(ATTENTION_SPECS)}",
 )
 

@@ -147,6 +147,7 @@ TOKENIZER_CLASSES: dict[str, TokenizerClass] = {
 }
 # model_type in config.json → tokenizer_class, for checkpoints whose files name none.
 CLASS_OF_MODEL: dict[str, str] = {
+    "big_bird": "BigBirdTokenizer",
     "longformer": "LongformerTokenizer",
     "nystromformer": "AlbertTokenizer",
     "reformer": "ReformerTokenizer",

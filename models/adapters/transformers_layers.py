@@ -1,6 +1,7 @@
-"""transformers: the self-attention of Nyströmformer and Reformer inside other models.
+"""transformers: the self-attention of ModernBERT, Nyströmformer and Reformer inside other models.
 
-These layers end before the output projection, which is a layer of its own (`NystromformerSelfOutput`).
+Those of Nyströmformer and Reformer end before the output projection, which is a layer of its own
+(`NystromformerSelfOutput`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, GivenDraws, NotReplaceableError, linear_weights, weight_alone
-from effexport.models.layers import AttentionLayer, keep_from_mask, split_heads, take_rows
+from effexport.models.checkpoints.modernbert import ModernBertAttention
+from effexport.models.checkpoints.modernbert_spec import ModernBertAttentionSpec
+from effexport.models.layers import AttentionLayer, keep_from_mask, merge_heads, split_heads, take_rows
 from effexport.models.validation import SpecError
 from effexport.models.variants.local.layer import LocalAttention
 from effexport.models.variants.local.spec import LocalSpec
@@ -64,6 +67,51 @@ class NystromformerSelfAttention(nn.Module):
                 )
             keep = keep & (attention_mask[:, 0, 0] > HIDES)
         return (self.attention.attend(hidden_states, keep),)
+
+
+class ModernBertSelfAttention(nn.Module):
+    """Attention with rotary positions, over all tokens or in a window. Rows of padding hold no meaning."""
+
+    def __init__(self, layer: Any, seq_len: int) -> None:
+        super().__init__()
+        rotary = getattr(layer, "rotary_emb", None)
+        frequencies, scaling = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", 1.0)
+        if frequencies is None or scaling != 1 or getattr(rotary, "rope_type", "") in ("dynamic", "longrope"):
+            raise NotReplaceableError("its positions are not rotations by fixed frequencies")
+        before, after = layer.local_attention
+        if before != after:
+            raise NotReplaceableError(f"its window is {before} tokens before and {after} after")
+        spec = ModernBertAttentionSpec(
+            dim=layer.Wqkv.in_features,
+            heads=layer.num_heads,
+            head_dim=layer.head_dim,
+            seq_len=seq_len,
+            window=None if before < 0 else before,
+        )
+        self.attention = ModernBertAttention(spec)
+        self.attention.frequencies = frequencies.tolist()
+        self.attention.load_state_dict(linear_weights(layer, {"Wqkv": "qkv", "Wo": "out"}))
+
+    def forward(
+        self, hidden_states: Tensor, output_attentions: bool = False, **kwargs: Tensor | int | None
+    ) -> tuple[Tensor]:
+        """hidden_states [batch, seq, dim]; attention_mask [batch, 1, seq, seq], the same for each query: 0 for a kept
+        token, else the lowest number; position_ids [1 or batch, seq]. The window is that of the layer."""
+        refuse(output_attentions=output_attentions, cu_seqlens=kwargs.get("cu_seqlens"))
+        mask, positions = kwargs["attention_mask"], kwargs["position_ids"]
+        assert isinstance(mask, Tensor)
+        assert isinstance(positions, Tensor)
+        if mask.dim() != 4 or mask.shape[1] != 1 or not (torch.compiler.is_exporting() or same_rows(mask)):
+            raise SpecError(
+                f"attention_mask of ModernBertAttention is {list(mask.shape)}; expected [batch, 1, seq, seq] with "
+                "equal rows, as _update_attention_mask makes it"
+            )
+        projected = self.attention.project_at(hidden_states, positions.unsqueeze(1))
+        return (self.attention.out(merge_heads(self.attention.mix(projected, mask[:, 0, 0] > HIDES))),)
+
+
+def same_rows(mask: Tensor) -> bool:
+    return bool((mask == mask[:, :, :1]).all())
 
 
 class LocalSelfAttention(nn.Module):
@@ -276,13 +324,15 @@ def refuse(**given: object) -> None:
             raise SpecError(f"the layer got {name}, which its counterpart in effexport does not take; leave it out")
 
 
+MODERNBERT = "transformers.models.modernbert.modeling_modernbert"
 NYSTROMFORMER = "transformers.models.nystromformer.modeling_nystromformer"
 REFORMER = "transformers.models.reformer.modeling_reformer"
 ADAPTER = Adapter(
     package="transformers",
     tested=("4.57", "5.23"),
-    projections=("query", "key", "value", "query_key"),
+    projections=("query", "key", "value", "query_key", "Wqkv", "Wo"),
     replacements={
+        f"{MODERNBERT}.ModernBertAttention": ModernBertSelfAttention,
         f"{NYSTROMFORMER}.NystromformerSelfAttention": NystromformerSelfAttention,
         f"{REFORMER}.LocalSelfAttention": LocalSelfAttention,
         f"{REFORMER}.LSHSelfAttention": LSHSelfAttention,

@@ -24,17 +24,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class BertModel(nn.Module):
-    """Embeddings → post-norm blocks → head. A family defines `forward` and `encode`, which take the same inputs."""
+    """Embeddings → post-norm blocks → head. A family defines `forward` and `encode`, which take the same inputs.
+
+    encode: inputs with tokens [batch, seq] → last hidden states [batch, seq, hidden_size].
+    """
+
+    encode: Callable[..., Tensor]
 
     def __init__(self, spec: BertSpec, embeddings: Embeddings, layer: Callable[..., AttentionLayer]) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.blocks = nn.ModuleList(Block(spec, layer(attention)) for attention in spec.layer_specs)
         self.head = head_from_spec(spec, self.embeddings.word)
-
-    def encode(self, *inputs: Tensor) -> Tensor:
-        """Inputs with tokens [batch, seq] → last hidden states [batch, seq, hidden_size]."""
-        raise NotImplementedError
 
     def outputs(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The outputs of the task: those of the head on `encode`. Tokens are [batch, choices, seq] if it is multiple
@@ -48,24 +49,40 @@ class BertModel(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """LN(word + token type + position), without any scaling. A family defines `positions`."""
+    """LN(scale · word + token type + position). A family defines `positions`."""
 
-    def __init__(self, spec: BertSpec) -> None:
+    def __init__(self, spec: BertSpec, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.word = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.position = nn.Embedding(spec.position_rows, spec.hidden_size)
-        self.token_type = nn.Embedding(spec.type_vocab_size, spec.hidden_size)
+        self.token_type = nn.Embedding(spec.type_vocab_size, spec.hidden_size) if spec.type_vocab_size else None
         self.norm = LayerNorm(spec.hidden_size, eps=spec.layer_norm_eps)
 
     def positions(self, input_ids: Tensor) -> Tensor:
         """The vector of each token's position: int64 [batch, seq] → [seq or batch, seq, hidden_size]."""
         raise NotImplementedError
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        """int64 [batch, seq] twice → [batch, seq, hidden_size]."""
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """int64 [batch, seq] twice → [batch, seq, hidden_size]. token_type_ids: None for zeros."""
         positions = self.positions(input_ids)
-        normed: Tensor = self.norm(self.word(input_ids) + self.token_type(token_type_ids) + positions)
+        tokens = self.word(input_ids) if self.scale == 1 else self.scale * self.word(input_ids)
+        if self.token_type is not None:
+            segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+            tokens = tokens + self.token_type(segments)
+        normed: Tensor = self.norm(tokens + positions)
         return normed
+
+
+class NumberedEmbeddings(Embeddings):
+    """Embeddings whose positions count all tokens, padding included. first: the row of the first one."""
+
+    def __init__(self, spec: BertSpec, first: int, scale: float = 1.0) -> None:
+        super().__init__(spec, scale)
+        self.first = first
+
+    def positions(self, input_ids: Tensor) -> Tensor:
+        return self.position.weight[self.first : self.first + input_ids.shape[1]]
 
 
 class Block(nn.Module):
@@ -189,11 +206,7 @@ def bert_weight_names(
     blocks, head: our modules → theirs, in each block and of the head of the task. masked_lm: their module with the
     decoder of masked-lm. Models with a head save the encoder, and its pooler, under `base_prefix`.
     """
-    encoder = dict(EMBEDDING_NAMES)
-    for layer in range(spec.layers):
-        for ours, theirs in blocks.items():
-            encoder |= both(f"blocks.{layer}.{ours}", f"encoder.layer.{layer}.{theirs}")
-    names: dict[str, tuple[str, ...]] = {ours: (f"{spec.base_prefix}.{name}", name) for ours, name in encoder.items()}
+    names = encoder_names(spec, EMBEDDING_NAMES, "encoder.layer", blocks)
     for ours, theirs in head.items():
         inside = theirs.startswith("pooler")
         accepted = [both(ours, prefix + theirs) for prefix in ((f"{spec.base_prefix}.", "") if inside else ("",))]
@@ -205,6 +218,17 @@ def bert_weight_names(
         names["head.decoder.weight"] = (*words, f"{decoder}.weight")
         names["head.decoder.bias"] = (f"{masked_lm}.bias", f"{decoder}.bias")
     return names
+
+
+def encoder_names(
+    spec: BertSpec, embeddings: Mapping[str, str], layers: str, blocks: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """Of embeddings and blocks, see `bert_weight_names`. layers: their list of blocks."""
+    names = dict(embeddings)
+    for layer in range(spec.layers):
+        for ours, theirs in blocks.items():
+            names |= both(f"blocks.{layer}.{ours}", f"{layers}.{layer}.{theirs}")
+    return {ours: (f"{spec.base_prefix}.{name}", name) for ours, name in names.items()}
 
 
 def both(ours: str, theirs: str) -> dict[str, str]:

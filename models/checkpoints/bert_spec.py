@@ -31,7 +31,7 @@ HIDDEN_ACTS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BertSpec(PublishedSpec):
-    """Embeddings, post-norm blocks and the head of one task.
+    """Embeddings, post-norm blocks and the head of one task. type_vocab_size is 0 for a model without segments.
 
     A family also defines `position_rows` and `tie_word_embeddings`: whether the decoder of masked-lm is the table of
     words.
@@ -62,16 +62,17 @@ class BertSpec(PublishedSpec):
             """A field of every family, whose place differs."""
 
     def check(self) -> None:
-        check_layers("num_hidden_layers", self.num_hidden_layers)
+        check_layers(self.given_name("num_hidden_layers"), self.num_hidden_layers)
         require(
             self.hidden_act in HIDDEN_ACTS,
-            f"hidden_act is {shown(self.hidden_act)}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
+            f"{self.given_name('hidden_act')} is {shown(self.hidden_act)}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
             f"Supported: {', '.join(HIDDEN_ACTS)}",
         )
+        width, heads = self.given_name("hidden_size"), self.given_name("heads")
         require(
             self.hidden_size % self.heads == 0,
-            f"hidden_size {self.hidden_size} cannot be split into {self.heads} heads of equal size, so transformers "
-            "cannot run this checkpoint either; correct hidden_size or num_attention_heads in config.json",
+            f"{width} {self.hidden_size} cannot be split into {self.heads} heads of equal size, so transformers "
+            f"cannot run this checkpoint either; correct {width} or {heads} in config.json",
         )
 
     @property
@@ -103,9 +104,10 @@ class BertSpec(PublishedSpec):
         shapes: Shapes = {
             "embeddings.word.weight": (self.vocab_size, width),
             "embeddings.position.weight": (self.position_rows, width),
-            "embeddings.token_type.weight": (self.type_vocab_size, width),
             **norm("embeddings.norm", width),
         }
+        if self.type_vocab_size:
+            shapes["embeddings.token_type.weight"] = (self.type_vocab_size, width)
         block = {
             **norm("attention_norm", width),
             **linear("up", width, self.intermediate_size),

@@ -15,7 +15,7 @@ from effexport.models.checkpoints.bert import (
     ACTIVATIONS,
     BLOCK_NAMES,
     BertModel,
-    Embeddings,
+    NumberedEmbeddings,
     bert_weight_names,
     check_length,
 )
@@ -41,7 +41,8 @@ class BigBird(BertModel):
     """A BERT-like encoder on attention of blocks. Any length up to `spec.max_seq_len`, without padding inside."""
 
     def __init__(self, spec: BigBirdSpec) -> None:
-        super().__init__(spec, BigBirdEmbeddings(spec), BigBirdAttention)
+        scale = spec.hidden_size**0.5 if spec.rescale_embeddings else 1.0
+        super().__init__(spec, NumberedEmbeddings(spec, 0, scale), BigBirdAttention)
         self.spec = spec
         if spec.task == "question-answering":
             self.head = AnswerHead(spec)
@@ -71,24 +72,11 @@ class BigBird(BertModel):
 
     def is_question(self, input_ids: Tensor) -> Tensor:
         """The tokens up to the first separator, or the first token: int64 [batch, seq] → boolean [batch, seq]."""
-        length = input_ids.shape[1]
+        length, separator = input_ids.shape[1], self.spec.sep_token_id
+        assert separator is not None
         position = torch.arange(length, device=input_ids.device)
-        ends = torch.where(input_ids == self.spec.sep_token_id, position, length).amin(dim=1, keepdim=True)
+        ends = torch.where(input_ids.eq(separator), position, length).amin(dim=1, keepdim=True)
         return position <= torch.where(ends < length, ends, 0)
-
-
-class BigBirdEmbeddings(Embeddings):
-    """LN(word + token type + position), where words may be multiplied by √hidden_size."""
-
-    def __init__(self, spec: BigBirdSpec) -> None:
-        super().__init__(spec)
-        self.scale = spec.hidden_size**0.5 if spec.rescale_embeddings else 1.0
-
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        words = self.word(input_ids) if self.scale == 1 else self.scale * self.word(input_ids)
-        positions = self.position.weight[: input_ids.shape[1]]
-        normed: Tensor = self.norm(words + self.token_type(token_type_ids) + positions)
-        return normed
 
 
 class BigBirdAttention(MultiHeadAttention):
@@ -105,15 +93,16 @@ class BigBirdAttention(MultiHeadAttention):
         self.out = nn.Linear(spec.inner_dim, spec.dim)
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
-        spec, scale = self.spec, 1 / math.sqrt(self.spec.head_size)
-        if spec.block_size is not None:
-            return self.mix_blocks(*projected, keep, spec.block_size, scale)
+        q, k, v = projected
+        if self.spec.block_size is not None:
+            return self.mix_blocks(q, k, v, keep, self.spec.block_size)
         if self.fused:
-            context: Tensor = masked_attention(*projected, keep, scale)
+            context: Tensor = masked_attention(q, k, v, keep, 1 / math.sqrt(self.spec.head_size))
             return context
-        return softmax_attention(*projected, keep[:, None, None, :])
+        return softmax_attention(q, k, v, keep[:, None, None, :])
 
-    def mix_blocks(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, size: int, scale: float) -> Tensor:
+    def mix_blocks(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, size: int) -> Tensor:
+        scale = 1 / math.sqrt(self.spec.head_size)
         position = torch.arange(keep.shape[1], device=keep.device)
         last = position[-1:]
         is_short = last < self.spec.full_len

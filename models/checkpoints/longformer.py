@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.checkpoints.bert import BLOCK_NAMES, BertModel, Embeddings, bert_weight_names, check_length
-from effexport.models.checkpoints.longformer_spec import GLOBAL_PROJECTIONS, RULES, BandedSpec, LongformerSpec
+from effexport.models.checkpoints.longformer_spec import (
+    GLOBAL_PROJECTIONS,
+    RULES,
+    BandedModelSpec,
+    BandedSpec,
+    LongformerSpec,
+)
 from effexport.models.contract import GLOBAL_MASK
 from effexport.models.layers import MultiHeadAttention, merge_heads, split_heads
 from effexport.models.variants.sums import block_count
@@ -34,9 +40,13 @@ IGNORED: tuple[str, ...] = (
 class Longformer(BertModel):
     """A BERT-like encoder on banded attention with global tokens. Any length up to `spec.max_seq_len`."""
 
-    def __init__(self, spec: LongformerSpec) -> None:
-        super().__init__(spec, CountedEmbeddings(spec), BandedAttentionLayer)
+    def __init__(self, spec: BandedModelSpec) -> None:
+        super().__init__(spec, self.embeddings_of(spec), BandedAttentionLayer)
         self.spec = spec
+
+    @staticmethod
+    def embeddings_of(spec: BandedModelSpec) -> Embeddings:
+        return CountedEmbeddings(spec)
 
     def forward(
         self,
@@ -63,8 +73,7 @@ class Longformer(BertModel):
     ) -> Tensor:
         spec, keep = self.spec, attention_mask != 0
         check_length(input_ids.shape[1], spec)
-        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        hidden: Tensor = self.embeddings(input_ids, segments)
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids)
         is_global = global_tokens(spec, input_ids, keep, global_attention_mask)
         for block in self.blocks:
             hidden = block(hidden, keep, is_global)
@@ -76,7 +85,7 @@ class CountedEmbeddings(Embeddings):
 
     IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "sums of ones"}
 
-    def __init__(self, spec: LongformerSpec) -> None:
+    def __init__(self, spec: BandedModelSpec) -> None:
         super().__init__(spec)
         self.pad_token_id = spec.pad_token_id
 
@@ -93,6 +102,7 @@ class BandedAttentionLayer(MultiHeadAttention):
 
     def __init__(self, spec: BandedSpec) -> None:
         super().__init__(spec)
+        self.scale = 1 / math.sqrt(spec.head_size)
         for name in GLOBAL_PROJECTIONS:
             self.add_module(name, nn.Linear(spec.dim, spec.inner_dim))
 
@@ -106,17 +116,17 @@ class BandedAttentionLayer(MultiHeadAttention):
 
         As in transformers, padding sees nothing: its context is 0.
         """
-        q, k, v, *far = self.project(hidden_states)
+        q, k, v, q_far, k_far, v_far = self.project(hidden_states)
         reach, no_bias = self.spec.reach, q.new_zeros(self.spec.heads, 1)
         attend = banded_attention if self.fused else reference
-        scale = 1 / math.sqrt(self.spec.head_size)
-        context = attend(q, k, v, *far, keep, is_global, no_bias, scale, reach, reach, 1, False, True, False)
+        tensors = (q, k, v, q_far, k_far, v_far, keep, is_global, no_bias)
+        context: Tensor = attend(*tensors, self.scale, reach, reach, 1, False, True, False)
         projected: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
         return projected
 
 
 def counts(counted: Tensor) -> Tensor:
-    """How many tokens count up to each one, with it: boolean [batch, seq] → int64 [batch, seq].
+    """The number of tokens that count, up to each one and with it: boolean [batch, seq] → int64 [batch, seq].
 
     Prefix sums as products with triangles of ones: some runtimes run CumSum step by step.
     """
@@ -126,10 +136,11 @@ def counts(counted: Tensor) -> Tensor:
     place, block = torch.arange(BLOCK, device=row.device), torch.arange(blocks, device=row.device)
     inside = row @ (place[:, None] <= place).float()
     before = inside[..., -1] @ (block[:, None] < block).float()
-    return (inside + before.unsqueeze(-1)).flatten(1)[:, :seq_len].long()
+    sums: Tensor = inside + before.unsqueeze(-1)
+    return sums.flatten(1)[:, :seq_len].long()
 
 
-def global_tokens(spec: LongformerSpec, input_ids: Tensor, keep: Tensor, global_attention_mask: Tensor) -> Tensor:
+def global_tokens(spec: BandedModelSpec, input_ids: Tensor, keep: Tensor, global_attention_mask: Tensor) -> Tensor:
     """The tokens that are global: boolean [batch, seq]. Padding never is.
 
     input_ids, global_attention_mask int64 [batch, seq]; keep: boolean. A sequence that is given none has those of the
@@ -150,7 +161,7 @@ def global_tokens(spec: LongformerSpec, input_ids: Tensor, keep: Tensor, global_
     return given | (by_rule & (given.long().amax(dim=1, keepdim=True) == 0))
 
 
-def with_global_tokens(spec: LongformerSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_global_tokens(spec: BandedModelSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of a case with all global tokens marked, as transformers takes them, where an input says which."""
     tokens = [inputs[name].flatten(0, -2) for name in ("input_ids", "attention_mask", GLOBAL_MASK)]
     is_global = global_tokens(spec, tokens[0], tokens[1] != 0, tokens[2])

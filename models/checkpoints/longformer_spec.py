@@ -67,53 +67,21 @@ class BandedSpec(QueryKeySpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongformerSpec(BertSpec):
-    """A BERT-like encoder on banded attention; defaults are those of transformers' configuration.
+class BandedModelSpec(BertSpec):
+    """A BERT-like encoder on banded attention.
 
     attention_window: tokens that each token sees beside itself, half of them on each side; one number, or one for each
-    layer. sep_token_id: ends the question (None: no task that has one). pooler: whether the checkpoint has one, which
-    not all classes of transformers save.
+    layer. sep_token_id: ends the question (None: no task that has one).
     """
 
-    family: ClassVar[str] = "longformer"
-    TASKS: ClassVar[Mapping[str, str]] = {
-        "base": "LongformerModel",
-        "masked-lm": "LongformerForMaskedLM",
-        "sequence-classification": "LongformerForSequenceClassification",
-        "token-classification": "LongformerForTokenClassification",
-        "question-answering": "LongformerForQuestionAnswering",
-        "multiple-choice": "LongformerForMultipleChoice",
-    }
-    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "num_labels")
-    NOT_READ: ClassVar[tuple[str, ...]] = ("attention_window", "sep_token_id", "pooler")
-    UNNAMED_TASK: ClassVar[str | None] = "base"
     DEFAULT_SEQ_LEN_LIMIT: ClassVar[int] = 4096
 
-    vocab_size: int = 30522
-    pad_token_id: int = 1
-    sep_token_id: int | None = 2
     attention_window: int | tuple[int, ...] = 512
-    layer_norm_eps: float = 1e-12
-    tie_word_embeddings: bool = True
-    pooler: bool = True
+    sep_token_id: int | None = None
 
     def check(self) -> None:
         super().check()
         self.check_windows()
-        require(
-            self.max_seq_len >= 1,
-            f"max_position_embeddings is {self.max_position_embeddings}, and positions begin at pad_token_id + 1 = "
-            f"{self.pad_token_id + 1}, so no token has one; correct config.json",
-        )
-        require(
-            self.task not in SEPARATED or self.sep_token_id is not None,
-            f"sep_token_id is null; the task {self.task} needs it, because {RULES.get(self.task)} global; correct "
-            "config.json",
-        )
-        require(
-            self.task != "question-answering" or self.num_labels == 2,
-            f"num_labels is {self.num_labels}; the task question-answering has 2: the start and the end",
-        )
 
     def check_windows(self) -> None:
         window, layers = self.attention_window, self.num_hidden_layers
@@ -151,6 +119,86 @@ class LongformerSpec(BertSpec):
         return [specs[window] for window in self.windows]
 
     @property
+    def input_limits(self) -> dict[str, int]:
+        limits = {**super().input_limits, GLOBAL_MASK: 2}
+        return {name: limits[name] for name in self.inputs if name in limits}
+
+    @property
+    def why_not_invariant(self) -> str:
+        """Padding is hidden from all tokens, and no sample sees another."""
+        return ""
+
+    def inputs_of_transformers(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = load("checkpoints.longformer.with_global_tokens")(self, inputs)
+        return found
+
+    def window_notes(self, options: Mapping[str, Any]) -> list[str]:
+        """On lengths."""
+        notes = []
+        if any(max(self.windows) % window for window in self.windows):
+            notes.append(
+                f"attention_window is {as_written(self.attention_window)}: transformers pads to a multiple of "
+                f"{max(self.windows)}, and fails where that is no multiple of the others; here, every length works."
+            )
+        if "seq_len" not in options and self.seq_len < self.max_seq_len:
+            notes.append(
+                f"seq_len is {self.seq_len}, the default limit; there are positions for {self.max_seq_len} tokens: "
+                "choose seq_len near the length in use."
+            )
+        return notes
+
+
+def window_of(config: Mapping[str, Any]) -> Any:
+    """The attention_window of a config.json, with a tuple in the place of a list."""
+    window = config.get("attention_window", BandedModelSpec.attention_window)
+    return tuple(window) if isinstance(window, list) else window
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongformerSpec(BandedModelSpec):
+    """Longformer; defaults are those of transformers' configuration.
+
+    pooler: whether the checkpoint has one, which not all classes of transformers save.
+    """
+
+    family: ClassVar[str] = "longformer"
+    TASKS: ClassVar[Mapping[str, str]] = {
+        "base": "LongformerModel",
+        "masked-lm": "LongformerForMaskedLM",
+        "sequence-classification": "LongformerForSequenceClassification",
+        "token-classification": "LongformerForTokenClassification",
+        "question-answering": "LongformerForQuestionAnswering",
+        "multiple-choice": "LongformerForMultipleChoice",
+    }
+    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "num_labels")
+    NOT_READ: ClassVar[tuple[str, ...]] = ("attention_window", "sep_token_id", "pooler")
+    UNNAMED_TASK: ClassVar[str | None] = "base"
+
+    vocab_size: int = 30522
+    pad_token_id: int = 1
+    sep_token_id: int | None = 2
+    layer_norm_eps: float = 1e-12
+    tie_word_embeddings: bool = True
+    pooler: bool = True
+
+    def check(self) -> None:
+        super().check()
+        require(
+            self.max_seq_len >= 1,
+            f"max_position_embeddings is {self.max_position_embeddings}, and positions begin at pad_token_id + 1 = "
+            f"{self.pad_token_id + 1}, so no token has one; correct config.json",
+        )
+        require(
+            self.task not in SEPARATED or self.sep_token_id is not None,
+            f"sep_token_id is null; the task {self.task} needs it, because {RULES.get(self.task)} global; correct "
+            "config.json",
+        )
+        require(
+            self.task != "question-answering" or self.num_labels == 2,
+            f"num_labels is {self.num_labels}; the task question-answering has 2: the start and the end",
+        )
+
+    @property
     def head_act(self) -> str:
         return "gelu" if self.task == "masked-lm" else "tanh"
 
@@ -173,11 +221,6 @@ class LongformerSpec(BertSpec):
         )
 
     @property
-    def input_limits(self) -> dict[str, int]:
-        limits = {**super().input_limits, GLOBAL_MASK: 2}
-        return {name: limits[name] for name in self.inputs if name in limits}
-
-    @property
     def drawn_shares(self) -> dict[str, dict[int, float]]:
         special = {self.pad_token_id, *([] if self.sep_token_id is None else [self.sep_token_id])}
         tokens = {token: SHARE_OF_SPECIAL for token in sorted(special) if 0 <= token < self.vocab_size}
@@ -192,15 +235,6 @@ class LongformerSpec(BertSpec):
     def has_pooler(self) -> bool:
         return self.task == "base" and self.pooler
 
-    @property
-    def why_not_invariant(self) -> str:
-        """Padding is hidden from all tokens, and no sample sees another."""
-        return ""
-
-    def inputs_of_transformers(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = load("checkpoints.longformer.with_global_tokens")(self, inputs)
-        return found
-
     @classmethod
     def special_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """The pooler is what the class that saved the checkpoint has."""
@@ -209,11 +243,10 @@ class LongformerSpec(BertSpec):
             "config.json: is_decoder is true, with which transformers hides all tokens but the first; expected false",
         )
         check_not_pruned(config)
-        window = config.get("attention_window", cls.attention_window)
         named = config.get("architectures")
         saved = named[0] if isinstance(named, list) and named else cls.TASKS["base"]
         return {
-            "attention_window": tuple(window) if isinstance(window, list) else window,
+            "attention_window": window_of(config),
             "sep_token_id": config.get("sep_token_id", cls.sep_token_id),
             "pooler": saved in (cls.TASKS["base"], cls.TASKS["multiple-choice"]),
         }
@@ -231,20 +264,11 @@ class LongformerSpec(BertSpec):
                 "transformers takes sequences with exactly three separators only; here, the first one counts, and a "
                 "sequence without one has no global tokens."
             )
-        if any(max(self.windows) % window for window in self.windows):
-            notes.append(
-                f"attention_window is {as_written(self.attention_window)}: transformers pads to a multiple of "
-                f"{max(self.windows)}, and fails where that is no multiple of the others; here, every length works."
-            )
         notes.append(
             f"Positions count the tokens that are not pad_token_id {self.pad_token_id}, wherever padding is, as in "
             "transformers."
         )
-        if "seq_len" not in options and self.seq_len < self.max_seq_len:
-            notes.append(
-                f"seq_len is {self.seq_len}, the default limit; there are positions for {self.max_seq_len} tokens: "
-                "choose seq_len near the length in use."
-            )
+        notes += self.window_notes(options)
         if self.task == "base" and not self.pooler:
             notes.append(f"The class that saved this checkpoint has no pooler, so there is no {POOLED}.")
         return notes

@@ -31,11 +31,9 @@ class ModernBert(nn.Module):
         self.spec = spec
         self.token_embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.embedding_norm = norm_from_spec(spec)
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.blocks = nn.ModuleList(PreNormBlock(spec, layer) for layer in range(spec.layers))
         self.final_norm = norm_from_spec(spec)
-        self.head = nn.Identity() if spec.task == "base" else Head(spec)
-        if spec.task == "masked-lm" and spec.tie_word_embeddings:
-            self.head.out.weight = self.token_embedding.weight
+        self.head = nn.Identity() if spec.task == "base" else PredictionHead(spec, self.token_embedding)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor | tuple[Tensor, ...]:
         """int64 [batch, seq] twice ([batch, choices, seq] for multiple-choice); attention_mask: 1 = keep.
@@ -71,7 +69,7 @@ class ModernBert(nn.Module):
         return normed
 
 
-class Block(nn.Module):
+class PreNormBlock(nn.Module):
     """h = x + A(LN x), y = h + F(LN h); the first block has no normalisation before A."""
 
     def __init__(self, spec: ModernBertSpec, layer: int) -> None:
@@ -102,10 +100,13 @@ class ModernBertAttention(AttentionLayer):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query and key, and value, each [batch, heads, seq, head_dim]."""
+        return self.project_at(hidden_states, torch.arange(hidden_states.shape[1], device=hidden_states.device))
+
+    def project_at(self, hidden_states: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, for positions int64 [seq] or [batch, 1, seq]."""
         q, k, v = (split_heads(x, self.spec.heads) for x in self.qkv(hidden_states).chunk(3, dim=-1))
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=hidden_states.device)
-        position = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        angles = position.float()[:, None] * frequencies
+        angles = position.float().unsqueeze(-1) * frequencies
         return rotate_halves(q, angles), rotate_halves(k, angles), v
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
@@ -136,16 +137,18 @@ class GatedFeedForward(nn.Module):
         return down
 
 
-class Head(nn.Module):
-    """[…, hidden_size] → W2 · LN(act(W1 · x)) […, outputs]."""
+class PredictionHead(nn.Module):
+    """[…, hidden_size] → W2 · LN(act(W1 · x)) […, outputs]. Tied, W2 of masked-lm is the table of words itself."""
 
-    def __init__(self, spec: ModernBertSpec) -> None:
+    def __init__(self, spec: ModernBertSpec, word_embedding: nn.Embedding) -> None:
         super().__init__()
         has_bias = spec.decoder_bias or spec.task != "masked-lm"
         self.dense = nn.Linear(spec.hidden_size, spec.hidden_size, bias=spec.classifier_bias)
         self.activation = ACTIVATIONS[HIDDEN_ACTS[spec.classifier_activation]]
         self.norm = norm_from_spec(spec)
         self.out = nn.Linear(spec.hidden_size, spec.head_outputs, bias=has_bias)
+        if spec.task == "masked-lm" and spec.tie_word_embeddings:
+            self.out.weight = word_embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.out(self.norm(self.activation(self.dense(hidden))))
@@ -157,7 +160,7 @@ def norm_from_spec(spec: ModernBertSpec) -> LayerNorm:
 
 
 def rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate channel c of x [batch, heads, seq, size] with channel c + size / 2 by angles [seq, size / 2]."""
+    """Rotate channel c of x [batch, heads, seq, size] with channel c + size / 2 by angles […, seq, size / 2]."""
     first, second = x.chunk(2, dim=-1)
     sines, cosines = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)

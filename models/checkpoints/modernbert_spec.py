@@ -123,7 +123,7 @@ class ModernBertSpec(PublishedSpec):
         )
 
     @property
-    def layer_specs(self) -> list[AttentionSpec]:
+    def layer_specs(self) -> list[ModernBertAttentionSpec]:  # type: ignore[override]
         everywhere, near = self.attention_spec(is_global=True), self.attention_spec(is_global=False)
         every = self.global_attn_every_n_layers
         return [near if layer % every else everywhere for layer in range(self.num_hidden_layers)]

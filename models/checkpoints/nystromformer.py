@@ -8,7 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.models.checkpoints.bert import BLOCK_NAMES, BertModel, Embeddings, bert_weight_names, check_length
+from effexport.models.checkpoints.bert import (
+    BLOCK_NAMES,
+    BertModel,
+    NumberedEmbeddings,
+    bert_weight_names,
+    check_length,
+)
 from effexport.models.checkpoints.nystromformer_spec import FIRST_POSITION, NystromformerSpec
 from effexport.models.variants.nystrom.layer import NystromAttention
 
@@ -29,7 +35,7 @@ class Nystromformer(BertModel):
     """
 
     def __init__(self, spec: NystromformerSpec) -> None:
-        super().__init__(spec, NumberedEmbeddings(spec), NystromAttention)
+        super().__init__(spec, NumberedEmbeddings(spec, FIRST_POSITION), NystromAttention)
         self.spec = spec
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -51,13 +57,6 @@ class Nystromformer(BertModel):
         for block in self.blocks:
             hidden = block(hidden, attention_mask)
         return hidden if spec.is_plain_softmax else first_rows(hidden, seq_len)
-
-
-class NumberedEmbeddings(Embeddings):
-    """Embeddings whose positions count all tokens, padding included."""
-
-    def positions(self, input_ids: Tensor) -> Tensor:
-        return self.position.weight[FIRST_POSITION : FIRST_POSITION + input_ids.shape[1]]
 
 
 def pad_to(values: Tensor, length: int, fill: int) -> Tensor:

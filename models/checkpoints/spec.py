@@ -121,8 +121,8 @@ class PublishedSpec(CheckpointSpec):
     def __post_init__(self) -> None:
         check_field_types(self, self.RENAMED)
         for name in self.POSITIVE:
-            value, given = getattr(self, name), self.RENAMED.get(name, name)
-            require(value >= 1, f"{given} is {value}; expected at least 1")
+            value = getattr(self, name)
+            require(value >= 1, f"{self.given_name(name)} is {value}; expected at least 1")
         require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
         self.check()
         super().__post_init__()
@@ -131,6 +131,10 @@ class PublishedSpec(CheckpointSpec):
             f"pad_token_id is {self.pad_token_id}; expected a token, 0 to {self.vocab_size - 1}",
         )
         _ = self.layer_specs  # layers check what concerns them alone, such as heads and the convolution
+
+    def given_name(self, field: str) -> str:
+        """The name of a field in config.json."""
+        return self.RENAMED.get(field, field)
 
     def check(self) -> None:
         """Raises SpecError for values that cannot work; types and POSITIVE fields have been checked."""
@@ -320,13 +324,14 @@ class Family:
 
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json
 FAMILIES: dict[str, Family] = {
+    "big_bird": Family("checkpoints.big_bird_spec.BigBirdSpec", "checkpoints.big_bird.BigBird"),
+    "led": Family("checkpoints.led_spec.LEDSpec", "checkpoints.led.LEDEncoder"),
+    "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
+    "modernbert": Family("checkpoints.modernbert_spec.ModernBertSpec", "checkpoints.modernbert.ModernBert"),
     "nystromformer": Family(
         "checkpoints.nystromformer_spec.NystromformerSpec", "checkpoints.nystromformer.Nystromformer"
     ),
-    "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
-    "big_bird": Family("checkpoints.big_bird_spec.BigBirdSpec", "checkpoints.big_bird.BigBird"),
     "reformer": Family("checkpoints.reformer_spec.ReformerSpec", "checkpoints.reformer.Reformer"),
-    "modernbert": Family("checkpoints.modernbert_spec.ModernBertSpec", "checkpoints.modernbert.ModernBert"),
     "module": Family("user.spec.ModuleSpec"),
 }
 PUBLISHED = tuple(name for name, family in FAMILIES.items() if family.model)

@@ -52,11 +52,22 @@ class Band(NamedTuple):
     most_globals: int = 0
 
 
-def reference(*call: Any) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor,
+    k_global: Tensor,
+    v_global: Tensor,
+    keep: Tensor,
+    is_global: Tensor,
+    bias: Tensor,
+    *attributes: Any,
+    **named: Any,
+) -> Tensor:
     """The definition with all logits of some queries at a time. Arguments and shapes as `banded_attention`; float32, or
     float64 if q is."""
-    q, k, v, q_global, k_global, v_global, keep, is_global, bias = call[:TENSORS]
-    band = Band(*call[TENSORS:])
+    band = Band(*attributes, **named)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     n = q.shape[2]
     is_global = is_global if band.with_globals else torch.zeros_like(is_global)
@@ -152,7 +163,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     except ValueError:  # otherwise a constant, which every tool reads
         scale = "Constant <value_float: float = @scale> ()"
     length = chunk(left, right, block)
-    window = length + left + right
+    after = 0 if causal else right  # a causal band ends with the query
+    window = length + left + after
     body = f"""
         scale = {scale}
         hidden_logit = {HIDDEN_LOGIT:.9e}
@@ -175,7 +187,6 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         depth_1d = Shape <start = 3, end = 4> (q)
         width_1d = Shape <start = 3, end = 4> (v)
         tokens = Squeeze (length_1d)
-        position = Range (zero, tokens, one)
 
         chunk = {length}
         chunk_1d = [{length}]
@@ -187,8 +198,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         padded = Mul (chunks, chunk)
         missing = Sub (padded, tokens)
         missing_1d = Unsqueeze (missing, axis0)
-        right_1d = [{right}]
-        missing_after_1d = Add (missing_1d, right_1d)
+        after_1d = [{after}]
+        missing_after_1d = Add (missing_1d, after_1d)
         query_start = [0, 0, 0, 0, 0, 0]
         query_ends = Concat <axis = 0> (query_start, missing_1d, zero_1d)
         key_start = [0, 0, {left}, 0, 0, 0]
@@ -222,12 +233,11 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         lane_row = Range (zero, chunk, one)
         lane = Unsqueeze (lane_row, axis1)
         {_first_of_block(block)}
-        reach = {block - 1 + left + right}
-        last_seen = Add (first_seen, reach)
+        reach = {left if causal else block - 1 + left + right}
+        last_seen = Add ({"lane" if causal else "first_seen"}, reach)
         after_first = GreaterOrEqual (column, first_seen)
         before_last = LessOrEqual (column, last_seen)
-        within = And (after_first, before_last)
-        {_not_later(left, bool(causal))}
+        band = And (after_first, before_last)
         visible_near = And (kept_near, band)
         {_global_keys(most) if with_globals else ""}
         keys = {"Concat <axis = 3> (k_near, k_far)" if with_globals else "Identity (k_near)"}
@@ -259,16 +269,6 @@ def _first_of_block(block: int) -> str:
         block = {block}
         in_block = Mod (lane, block)
         first_seen = Sub (lane, in_block)"""
-
-
-def _not_later(left: int, causal: bool) -> str:
-    if not causal:
-        return "band = Identity (within)"
-    return f"""
-        own = {left}
-        own_column = Add (lane, own)
-        not_later = LessOrEqual (column, own_column)
-        band = And (within, not_later)"""
 
 
 def _softmax(name: str, logits: str, visible: str, axis: int) -> str:
@@ -322,6 +322,7 @@ def _global_keys(most: int) -> str:
         slot_rows = NonZero (is_slot)
         slots = Squeeze (slot_rows, axis0)"""
     return f"""
+        position = Range (zero, tokens, one)
         group = {BLOCK}
         group_1d = [{BLOCK}]
         nearly_group = {BLOCK - 1}
@@ -389,22 +390,22 @@ def _global_keys(most: int) -> str:
 
 def _far_visible(causal: bool) -> str:
     """The mask of global keys that each query sees: [batch, 1, chunks, chunk, slots]."""
-    later = """
-        token_row = Unsqueeze (global_token, axes12)
-        token_last = Unsqueeze (token_row, axis1)
-        query_place = Add (chunk_start, lane_row)
-        query_column = Unsqueeze (query_place, axis2)
-        not_before = LessOrEqual (token_last, query_column)
-        visible_far = And (kept_far_chunks, not_before)"""
-    return f"""
+    kept = """
         axes12 = [1, 2]
         axes123 = [1, 2, 3]
         global_keys = And (keep, is_global)
         kept_far = GatherElements <axis = 1> (global_keys, global_token)
-        kept_far_all = Unsqueeze (kept_far, axes123)
+        kept_far_all = Unsqueeze (kept_far, axes123)"""
+    if causal:
+        return f"""{kept}
+        token_last = Unsqueeze (global_token, axes123)
+        query_place = Add (chunk_start, lane_row)
+        query_column = Unsqueeze (query_place, axis2)
+        not_before = LessOrEqual (token_last, query_column)
+        visible_far = And (kept_far_all, not_before)"""
+    return f"""{kept}
         far_shape = Concat <axis = 0> (batch_1d, one_1d, chunks_1d, chunk_1d, slots_1d)
-        kept_far_chunks = Expand (kept_far_all, far_shape){later if causal else ""}
-        {"" if causal else "visible_far = Identity (kept_far_chunks)"}"""
+        visible_far = Expand (kept_far_all, far_shape)"""
 
 
 def _global_queries(causal: bool) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from checkpoint_artifacts import BIG_BIRD, MODERNBERT
 from fused_operators import FUSED
 from safetensors.torch import save_file
 from slow_cases import slow_after
@@ -22,6 +23,7 @@ from effexport.artifact import open_artifact
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # The limit that docs/checkpoints.md states.
 LIMIT = 1e-4
+LONGER = {"max_position_embeddings": 128}
 NYSTROM = TINY_NYSTROMFORMER | {"num_hidden_layers": 2}
 REFORMER = TINY_REFORMER | {"attn_layers": ["lsh", "local", "lsh"]}
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -91,11 +93,15 @@ def test_multiple_choice_scores_every_choice(cli: Callable[..., Any], tmp_path: 
     [
         ("NystromformerForMaskedLM", NYSTROM | ONE_LAYER, "fp16"),
         ("ReformerModel", REFORMER | ONE_OF_EACH, "fp16"),
+        ("BigBirdForQuestionAnswering", BIG_BIRD | LONGER, "fp16"),
+        ("ModernBertForMaskedLM", MODERNBERT | LONGER, "fp16"),
         pytest.param("NystromformerForMaskedLM", NYSTROM, "bf16", marks=pytest.mark.soak),
         pytest.param("ReformerModel", REFORMER, "bf16", marks=pytest.mark.soak),
+        pytest.param("BigBirdModel", BIG_BIRD | LONGER, "bf16", marks=pytest.mark.soak),
+        pytest.param("ModernBertModel", MODERNBERT | LONGER, "bf16", marks=pytest.mark.soak),
     ],
 )
-def test_half_precision_is_exported_where_transformers_fails_or_drifts(
+def test_half_precision_is_exported_also_where_transformers_fails_or_drifts(
     cli: Callable[..., Any], tmp_path: Path, kind: str, config: dict[str, Any], precision: str
 ) -> None:
     saved(tmp_path / "checkpoint", kind, config)

@@ -10,6 +10,7 @@ import torch
 
 from effexport.models.attention_spec import AttentionSpec, attention_spec
 from effexport.models.checkpoints.big_bird_spec import BigBirdSpec
+from effexport.models.checkpoints.led_spec import LEDSpec
 from effexport.models.checkpoints.longformer_spec import LongformerSpec
 from effexport.models.checkpoints.modernbert_spec import ModernBertSpec
 from effexport.models.checkpoints.nystromformer_spec import NystromformerSpec
@@ -83,6 +84,7 @@ CHECKPOINTS: list[PublishedSpec] = [
     ),
     *(LongformerSpec(**LONGFORMER, task=task) for task in LongformerSpec.TASKS),
     LongformerSpec(**LONGFORMER, pooler=False),
+    LEDSpec(vocab_size=50, hidden_size=12, heads=2, num_hidden_layers=2, intermediate_size=7, seq_len=9),
     ReformerSpec(**REFORMER, axial_pos_embds=False, num_buckets=(4, 6), num_hidden_layers=2),
     *(BigBirdSpec(**BIG_BIRD, task=task) for task in BigBirdSpec.TASKS),
     BigBirdSpec(**BIG_BIRD, task="masked-lm", tie_word_embeddings=False, attention_type="original_full"),

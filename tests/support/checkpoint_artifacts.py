@@ -49,13 +49,36 @@ LONGFORMER: dict[str, Any] = {
     "attention_window": 8,
     "type_vocab_size": 1,
 }
-FAMILIES = {"Reformer": REFORMER, "Longformer": LONGFORMER}
+BIG_BIRD: dict[str, Any] = {
+    "vocab_size": 420,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+    "block_size": 4,
+    "num_random_blocks": 2,
+    "pad_token_id": 1,
+    "sep_token_id": 2,
+}
+MODERNBERT: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+    "local_attention": 8,
+    "pad_token_id": 0,
+}
+FAMILIES = {"BigBird": BIG_BIRD, "Longformer": LONGFORMER, "ModernBert": MODERNBERT, "Reformer": REFORMER}
 LABELS = {"num_labels": 3, "id2label": {0: "ENTAILMENT", 1: "NEUTRAL", 2: "CONTRADICTION"}}
 FIELDS: dict[str, dict[str, Any]] = {
     "NystromformerForSequenceClassification": LABELS
     | {"label2id": {"entailment": 0, "neutral": 1, "contradiction": 2}},
     "NystromformerForTokenClassification": LABELS,
     "LongformerForSequenceClassification": LABELS,
+    "ModernBertForSequenceClassification": LABELS,
 }
 
 

@@ -1,13 +1,13 @@
-"""Models of transformers with random weights, and ours with the same ones."""
+"""Models of transformers and ours with the same weights, at any length, padded and not."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers_models import oracle_from_config, with_weights
 
 from effexport.models.checkpoints.spec import FAMILIES, PublishedSpec
 from effexport.models.contract import load
@@ -16,42 +16,17 @@ from effexport.models.layers import fused_operators
 CHOICES = 3
 
 
-def original_from_config(config: Mapping[str, Any], seed: int = 0, **options: Any) -> nn.Module:
-    """transformers' model of a config.json, with random weights at a scale at which every term reaches the output."""
-    import transformers
-
-    kind = getattr(transformers, config["architectures"][0])
-    model: nn.Module = kind._from_config(kind.config_class(**config), **options)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        value = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() == 1:
-            value = 0.3 * value + float("norm" in name.lower() and name.endswith("weight"))
-        elif "embeddings" not in name:
-            gain = 1.5 if ".query." in name or ".key." in name or "qkv" in name else 1.0
-            value = gain * value * parameter[0].numel() ** -0.5
-        parameter.data.copy_(value)
-    return model.eval()
-
-
 def spec_from_config(config: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> PublishedSpec:
     spec: PublishedSpec = load(FAMILIES[config["model_type"]].spec).from_config(config, options or {})[0]
     return spec
 
 
 def module_from_weights(spec: PublishedSpec, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Ours with the weights of a checkpoint, each of which must have a place."""
+    """Ours with the weights of a checkpoint."""
     family = FAMILIES[spec.family]
-    module: nn.Module = load(family.model)(spec)
-    names: dict[str, tuple[str, ...]] = family.module.weight_names(spec)
-    assert names.keys() == module.state_dict().keys()
-    known = {name for theirs in names.values() for name in theirs}
-    patterns = family.module.IGNORED
-    assert [name for name in weights if name not in known and not any(re.fullmatch(p, name) for p in patterns)] == []
-    module.load_state_dict(
-        {ours: next(weights[name] for name in theirs if name in weights) for ours, theirs in names.items()}
-    )
-    return module.eval()
+    names = family.module.weight_names(spec)
+    module: nn.Module = with_weights(load(family.model)(spec), names, family.module.IGNORED, weights)
+    return module
 
 
 def token_inputs(
@@ -70,7 +45,7 @@ def token_inputs(
     return {"input_ids": inputs.pop("input_ids"), "attention_mask": mask, **inputs}
 
 
-def largest_error(spec: PublishedSpec, inputs: Mapping[str, Tensor], actual: Any, expected: Any) -> float:
+def kept_error(spec: PublishedSpec, inputs: Mapping[str, Tensor], actual: Any, expected: Any) -> float:
     """The largest error of kept tokens over the RMS of each output. actual: the result of our module."""
     outputs = actual if isinstance(actual, tuple) else (actual,)
     keep = inputs["attention_mask"] == 1
@@ -99,14 +74,14 @@ def error_against_original(
     The original is made anew for each length: some change when they see one.
     """
     spec = spec_from_config(config)
-    module = module_from_weights(spec, original_from_config(config, seed).state_dict()).to(dtype)
+    module = module_from_weights(spec, oracle_from_config(config, seed).state_dict()).to(dtype)
     worst = 0.0
     for seq_len in lengths:
-        original = original_from_config(config, seed, **options).to(dtype)
+        original = oracle_from_config({**config, **options}, seed).to(dtype)
         for padded in (False, True):
             inputs = token_inputs(spec, 3 if padded else 1, seq_len, seed + seq_len, padded=padded)
             expected = original(**inputs)
             for fused in (False, True):
                 with fused_operators(module, fused):
-                    worst = max(worst, largest_error(spec, inputs, module(*inputs.values()), expected))
+                    worst = max(worst, kept_error(spec, inputs, module(*inputs.values()), expected))
     return worst

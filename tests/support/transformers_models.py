@@ -128,8 +128,8 @@ def randomize(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         value = torch.randn(parameter.shape, generator=generator)
-        if "LayerNorm" in name or name.endswith("bias"):
-            value = 0.3 * value + float(name.endswith("LayerNorm.weight"))
+        if parameter.dim() == 1:
+            value = 0.3 * value + float(name.lower().endswith("norm.weight"))
         elif "embeddings" not in name:
             gain = 1.5 if ".query." in name or ".key." in name else 1.0
             value = gain * value * parameter[0].numel() ** -0.5

@@ -31,22 +31,28 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 LIMIT = 1e-4
 
 
-# With a tokenizer that puts three separators around two texts, as transformers' Longformer demands.
-OF_LONGFORMER: list[tuple[str, str, Callable[[Any], Any]]] = [
-    (task, kind.replace("Nystrom", "Long"), question)
+# Other families, some with a tokenizer that puts three separators around two texts, as transformers' Longformer
+# demands, and tells no types of tokens.
+OF_OTHERS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    (task, kind.replace("Nystromformer", family), question)
     for task, kind, question in PIPELINES
-    if task in ("question-answering", "text-classification")
+    for family in {
+        "question-answering": ("Longformer", "BigBird"),
+        "text-classification": ("Longformer", "ModernBert"),
+        "fill-mask": ("ModernBert",),
+    }.get(task, ())
 ]
+WITH_ROBERTA = ("Longformer", "BigBird")
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of numpy, in transformers
-@pytest.mark.parametrize(("task", "kind", "question"), [*slow_after(1, PIPELINES), *slow_after(0, OF_LONGFORMER)])
+@pytest.mark.parametrize(("task", "kind", "question"), [*slow_after(1, PIPELINES), *slow_after(0, OF_OTHERS)])
 def test_a_pipeline_answers_with_an_artifact_as_with_the_checkpoint(
     task: str, kind: str, question: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     import transformers
 
-    folders = checkpoint_artifact(kind, "roberta" if kind.startswith("Longformer") else "bert")
+    folders = checkpoint_artifact(kind, "roberta" if kind.startswith(WITH_ROBERTA) else "bert")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders.artifact, model_max_length=40)
     original = getattr(transformers, kind).from_pretrained(folders.checkpoint).eval()
     expected = question(transformers.pipeline(task, model=original, tokenizer=tokenizer))

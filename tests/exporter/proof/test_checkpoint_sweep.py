@@ -456,3 +456,19 @@ def test_the_configuration_of_reformer_enwik8_at_two_layers(tmp_path: Path) -> N
         "is_decoder": True,
     }
     check_reformer(tmp_path, "ReformerModelWithLMHead", config, (1024, 600, 300))
+
+
+LONGEST = [
+    ("ModernBertModel", {"num_hidden_layers": 4, "pad_token_id": 1}, (200, 8000)),
+    ("BigBirdModel", {"num_hidden_layers": 2}, (705, 704, 1024, 4096)),
+]
+
+
+# windows, blocks, frequencies and positions as published; one head
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "fields", "lengths"), LONGEST)
+def test_the_longest_sequences_of_published_configurations(
+    tmp_path: Path, kind: str, fields: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    config = {"vocab_size": 60, "hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64} | fields
+    check_any_length(tmp_path, kind, config, lengths)
