@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "effexport build --variant lsh          # random weights, to try it out",
-    "effexport build --checkpoint DIR       # a trained BigBird, Longformer, ModernBERT, Nyströmformer or Reformer",
+    "effexport build --checkpoint DIR       # a trained BigBird, Longformer, ModernBERT, …",
     "effexport build --module my_model:make # any model of your own",
     "effexport build --checkpoint DIR --task base --pool mean    # vectors of texts",
     "effexport build --variant linear --causal --seq-len 4096 --precision fp16",

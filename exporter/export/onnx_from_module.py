@@ -157,7 +157,9 @@ def finish_graph(
     if quantization is not None:
         products = declared_products(model, module)
     save(model, spec, path)
-    left: Counter[str] = Counter() if spec.inline else Counter(signature.custom_ops) - replaced
+    # of a user's module, the number before that is known
+    gone = replaced if spec.model.is_traced_as_found else Counter[str]()
+    left: Counter[str] = Counter() if spec.inline else Counter(signature.custom_ops) - gone
     signature = replace(signature, custom_ops=left)
     if spec.model.is_portable:
         check_graph(path, signature)

@@ -325,8 +325,8 @@ class Family:
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json
 FAMILIES: dict[str, Family] = {
     "big_bird": Family("checkpoints.big_bird_spec.BigBirdSpec", "checkpoints.big_bird.BigBird"),
-    "led": Family("checkpoints.led_spec.LEDSpec", "checkpoints.led.LEDEncoder"),
     "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
+    "led": Family("checkpoints.led_spec.LEDSpec", "checkpoints.led.LEDEncoder"),
     "modernbert": Family("checkpoints.modernbert_spec.ModernBertSpec", "checkpoints.modernbert.ModernBert"),
     "nystromformer": Family(
         "checkpoints.nystromformer_spec.NystromformerSpec", "checkpoints.nystromformer.Nystromformer"

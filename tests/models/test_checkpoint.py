@@ -208,10 +208,10 @@ def test_names_that_mean_nothing_are_ignored_and_tied_names_are_tried_in_turn(tm
         (None, "no config.json in "),
         ("{", "cannot read "),
         ("[1]", "does not hold a JSON object"),
-        ("{}", "model_type is 'None'.* Supported: big_bird, led, longformer, modernbert, nystromformer, reformer"),
+        ("{}", "model_type is 'None'.* Supported: big_bird, longformer, led, modernbert, nystromformer, reformer"),
         ('{"model_type": "reformr"}', "model_type is 'reformr'; did you mean 'reformer'"),
         ('{"model_type": "module"}', "model_type is 'module'"),
-        ('{"model_type": "bert"}', "Supported: big_bird, led, longformer, modernbert, nystromformer, reformer"),
+        ('{"model_type": "bert"}', "Supported: big_bird, longformer, led, modernbert, nystromformer, reformer"),
     ],
 )
 def test_a_folder_that_is_no_supported_checkpoint(tmp_path: Path, text: str | None, message: str) -> None:
