@@ -81,16 +81,22 @@ def product(size: int, rows: int, columns: int, depth: int, left: str = "rows", 
     return Work(fused=products, shared=warps * depth * (lefts + columns / COLUMNS * rights))
 
 
-def attention_core(size: int, blocks: int, tiles: float, channels: int) -> Work:
-    """native/attention.h: blocks of 64 queries and 64 columns of the values, over so many tiles of keys on average."""
-    queries, keys, warps = 64, 64 if size == 2 else 32, 4
-    slices = parts(channels, 64)
+def attention_core(
+    size: int, blocks: float, tiles: float, channels: int, *, queries: int = 64, masked: float | None = None
+) -> Work:
+    """native/attention.h: blocks of 64 columns of the values, over so many tiles of keys on average.
+
+    queries: at most 64 of each block; warps without any only copy. masked: tiles with hidden keys, by default all.
+    """
+    rows, keys = parts(queries, ROWS) * ROWS, 64 if size == 2 else 32
+    warps, slices = rows // ROWS, parts(channels, 64)
     depth = 64 if size == 2 else parts(min(64, channels), 16) * 16
-    load_queries = moved(queries * 64 * size)
-    tile = (product(size, queries, keys, depth, right="columns") + moved(keys * 64 * size)) * slices
+    load_queries = moved(64 * 64 * size)
+    tile = (product(size, rows, keys, depth, right="columns") + moved(keys * 64 * size)) * slices
     if slices > 1:
         tile += load_queries * slices
-    # what each of two columns of a lane's scores needs to know of its key; and the highest logit of two rows
-    tile += accesses(warps * (keys // COLUMNS * 2 + 2 * 2))
-    tile += moved(keys * 64 * size) + product(size, queries, 64, keys, left="registers")
-    return (load_queries + tile * tiles) * blocks
+    tile += accesses(warps * 2 * 2)  # the highest logit of two rows
+    tile += moved(keys * 64 * size) + product(size, rows, 64, keys, left="registers")
+    # what each of two columns of a lane's scores needs to know of its key
+    masks = accesses(warps * keys // COLUMNS * 2) * (tiles if masked is None else masked)
+    return (load_queries + tile * tiles + masks) * blocks

@@ -93,4 +93,6 @@ def __getattr__(name: str) -> dict[str, Op]:
     """OPS, made on first use: an operator's package, which imports this module, may be the first to be imported."""
     if name != "OPS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault("OPS", _found())
+    found = _found()
+    globals()["OPS"] = found
+    return found

@@ -6,6 +6,7 @@ thread pools of the others get time to go idle, because ONNX Runtime's threads s
 
     .venv/bin/python scripts/bench_ops.py                         # the shapes of docs/kernels.md
     .venv/bin/python scripts/bench_ops.py --sort 16,65536,4096 --pinv 768,64 --output ops.json
+    .venv/bin/python scripts/bench_ops.py --banded 12,4096,64,256 --threads 1
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from onnx import TensorProto, helper
+from torch.nn.functional import scaled_dot_product_attention
 
 from effexport.base.environment import versions
 from effexport.plugins.building.library import find_library
@@ -35,6 +37,8 @@ ITERATIONS = 6
 PAUSE_SECONDS = 0.02
 # Compared with float64; tests/plugins/test_ort_kernels.py and test_iterative_pinv.py give the reasons for such limits.
 PINV_LIMIT = 1e-4
+# Of float32 beside float32.
+BANDED_LIMIT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def main() -> None:
     if library is None or library.outdated:
         sys.exit("bench_ops.py: the kernel library is missing or outdated; build it with: effexport plugins build")
     torch.set_num_threads(arguments.threads)
+    torch.set_grad_enabled(False)
     results: dict[str, Any] = {"environment": versions(), "machine": platform.machine(), "threads": arguments.threads}
     for rows, n, num_buckets in arguments.sort or [(16, 8192, 256)]:
         title = f"LSHSort {rows} × {n}, {num_buckets} buckets"
@@ -67,6 +72,9 @@ def main() -> None:
     for count, m in arguments.pinv or [(96, 64)]:
         title = f"IterativePinv {count} × {m} × {m}, {ITERATIONS} iterations"
         results[title] = report(title, pinv_candidates(count, m, arguments.threads), arguments.turns)
+    for heads, n, d, reach in arguments.banded or [(12, 4096, 64, 256)]:
+        title = f"BandedAttention {heads} × {n} × {d}, {reach} keys to each side"
+        results[title] = report(title, banded_candidates(heads, n, d, reach, arguments.threads), arguments.turns)
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
@@ -75,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sort", type=sizes(3), action="append", metavar="ROWS,N,BUCKETS", help="repeatable")
     parser.add_argument("--pinv", type=sizes(2), action="append", metavar="COUNT,M", help="repeatable")
+    parser.add_argument("--banded", type=sizes(4), action="append", metavar="HEADS,N,D,REACH", help="repeatable")
     parser.add_argument("--turns", type=int, default=30, help="turns of each candidate (default 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every candidate")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -94,7 +103,7 @@ def sizes(count: int) -> Callable[[str], tuple[int, ...]]:
     return parse
 
 
-def op_model(op: str, inputs: dict[str, tuple[int, list[Any]]], outputs: list[str], **attributes: int) -> bytes:
+def op_model(op: str, inputs: dict[str, tuple[int, list[Any]]], outputs: list[str], **attributes: float) -> bytes:
     """A serialised model of one custom node with its function body."""
     node = helper.make_node(op, list(inputs), outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
     element, dims = next(iter(inputs.values()))
@@ -176,6 +185,64 @@ def pinv_candidates(count: int, m: int, threads: int) -> list[Candidate]:
         Candidate("body in ONNX Runtime", lambda: body.run(feeds)),
         Candidate("torch eager", lambda: reference(a, scale, ITERATIONS)),
         Candidate("lower bound: the 24 products, in torch", products),
+    ]
+
+
+def banded_candidates(heads: int, n: int, d: int, reach: int, threads: int) -> list[Candidate]:
+    """The operator with one global token, as in Longformer, and a layer of it beside that of transformers."""
+    from transformers import LongformerConfig
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    torch.manual_seed(0)
+    config = LongformerConfig(hidden_size=heads * d, num_attention_heads=heads, attention_window=[2 * reach])
+    layer = LongformerSelfAttention(config, layer_id=0).eval()
+    hidden, is_global = torch.randn(1, n, heads * d), torch.arange(n)[None] == 0
+    mask, is_hidden = torch.where(is_global, 10000.0, 0.0), torch.zeros_like(is_global)
+
+    def projected() -> dict[str, np.ndarray[Any, Any]]:
+        projections = {
+            short + kind: getattr(layer, name + kind)
+            for kind in ("", "_global")
+            for short, name in (("q", "query"), ("k", "key"), ("v", "value"))
+        }
+        return {
+            name: project(hidden).view(1, n, heads, d).transpose(1, 2).contiguous().numpy()
+            for name, project in projections.items()
+        }
+
+    def transformers_layer() -> torch.Tensor:
+        out: torch.Tensor = layer(hidden, mask, None, is_hidden, is_global, is_global_attn=True)[0]
+        return out
+
+    feeds = projected() | {"keep": ~is_hidden.numpy(), "is_global": is_global.numpy()}
+    feeds |= {"bias": np.zeros((heads, 1), np.float32)}
+    axes = {4: ["b", "h", "n", "d"], 2: ["b", "n"]}
+    inputs = {name: (helper.np_dtype_to_tensor_dtype(x.dtype), axes[x.ndim]) for name, x in feeds.items()}
+    inputs["bias"] = (TensorProto.FLOAT, ["h", 1])
+    numbers = {"scale": d**-0.5, "left": reach, "right": reach, "block": 1}
+    kernel, body = runners(op_model("BandedAttention", inputs, ["out"], **numbers, with_globals=1), threads)
+    without, _ = runners(op_model("BandedAttention", inputs, ["out"], **numbers, with_globals=0), threads)
+    expected = transformers_layer().view(1, n, heads, d).transpose(1, 2)
+    for runner in (kernel, body):
+        error = (torch.from_numpy(runner.run(feeds)["out"]) - expected).abs().max() / expected.abs().max()
+        assert error <= BANDED_LIMIT, error
+    bound, bound_without = kernel.bind(feeds), without.bind(feeds)
+    q, k, v = (torch.from_numpy(feeds[name]) for name in "qkv")
+    # as many multiply-adds as both products of the band have, in a large product
+    side = 1024
+    left, right = torch.randn(2 * n * (2 * reach + 1) * d * heads // side**2, side), torch.randn(side, side)
+
+    def own_layer() -> None:
+        kernel.run(feeds | projected())
+
+    return [
+        Candidate("kernel", bound.run),
+        Candidate("kernel, no global token", bound_without.run),
+        Candidate("body in ONNX Runtime", lambda: body.run(feeds)),
+        Candidate("torch SDPA, all tokens", lambda: scaled_dot_product_attention(q, k, v)),
+        Candidate("lower bound: its products, in torch", lambda: left @ right),
+        Candidate("kernel and projections in torch", own_layer),
+        Candidate("transformers' layer, eager", transformers_layer),
     ]
 
 

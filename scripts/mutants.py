@@ -32,7 +32,13 @@ RESULTS = FOLDER / "results.json"
 LIBRARY = FOLDER / "library"
 TIMEOUT_S = 1200
 COMPILER_ERROR = re.compile(r"\.(?:cu|cc|h):\d+:\d+: error: .*")
-CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h"}
+CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h", "attention_slices.h"}
+# Shared code, and an operator whose tests should catch its faults.
+TESTED_BY = {
+    "native/attention_slices.h": "masked_attention",
+    "native/online_softmax.h": "masked_attention",
+    "native/online_softmax_vectors.h": "masked_attention",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Mutant:
 
     @property
     def operator(self) -> str:
-        return self.file.split("/")[0]
+        return TESTED_BY.get(self.file, self.file.split("/")[0])
 
     @property
     def on_cuda(self) -> bool:
@@ -114,23 +120,72 @@ MUTANTS = (
     ),
     *mutants_of("sequence_conv/ort.cc", ("taps % 2 != 1", "taps < 0"), ("heads 1 taps 1", "heads seq taps 1")),
     *mutants_of(
-        "masked_attention/kernel_cuda.cu",
-        ("highest = fmaxf(highest, first[slice * slice_floats]);", "highest = first[slice * slice_floats];"),
+        "native/attention_slices.h",
+        ("highest = fmaxf(highest, first[slice * stride]);", "highest = first[slice * stride];"),
         ("distance < tile::kWarpSize; distance *= 2", "distance < tile::kWarpSize / 2; distance *= 2"),
         ("total += factor * partial[1];", "total += partial[1];"),
         ("context += factor * partial", "context += partial"),
+        ("return total == 0 ? 0.0f : context / total;", "return context / total;"),
+    ),
+    *mutants_of(
+        "banded_attention/kernel_cuda.cu",
+        ("int place = found;", "int place = 0;"),
+        ("if (warp < tile::warp()) place", "if (warp <= tile::warp()) place"),
+        ("((1u << lane) - 1)", "((2u << lane) - 1)"),
+        ("token - token % s.block", "token"),
+        ("const int until = s.causal ? token : s.n - 1;", "const int until = s.n - 1;"),
+        ("s.left + s.block - 1;", "s.left;"),
+        ("keys.elsewhere != nullptr && is_set(", "keys.elsewhere == nullptr && is_set("),
+        ("token >= last.first && token", "token >= first.first && token"),
+        ("by_all = token <= first.until;", "by_all = true;"),
+        ("visible = place < keys.global_count;", "visible = true;"),
+        ("visible = is_set(keys.keep + token) && visible;", ""),
+        ("seen.bias[kQueries - 1 + i - row]", "seen.bias[kQueries - 1 + i]"),
+        ("max(1, min(min(cut.slice", "max(0, min(min(cut.slice"),
+        ("slice = job.part / cut.tiles;", "slice = job.part / cut.slices;"),
+        ("static_cast<std::int64_t>(slice) * cut.count", "static_cast<std::int64_t>(slice) * kQueries"),
+        ("s.causal ? rows[count - 1] : s.n - 1;", "s.causal ? rows[0] : s.n - 1;"),
+        ("const int place = first + i / 2,", "const int place = first + i / 4 * 2,"),
+        ("if (last - first == count) continue;", "if (last > first) continue;"),
+        ("s.causal ? last : globals.before", "s.causal || s.with_globals ? last : globals.before"),
+        ("job.group % s.heads) * s.offsets", "job.group / s.heads) * s.offsets"),
+        ("softmax.total[i] == 0 ? 0.0f : 1.0f", "1.0f"),
+        ("(s.with_globals && is_set(", "(s.offsets < 0 && is_set("),
+    ),
+    *mutants_of(
+        "banded_attention/kernel_cpu.cc",
+        ("keep_[key] && !is_global(key)", "keep_[key]"),
+        ("std::upper_bound(keys.begin()", "std::lower_bound(keys.begin()"),
+        ("p_.causal ? tokens[i] + 1 : p_.seq", "p_.seq"),
+        ("if (keep[offset + token]) keys.push_back(token);", "keys.push_back(token);"),
+        ("group % p.heads * p.offsets()", "group / p.heads * p.offsets()"),
+        ("rows_.sum[row] == 0.0f && !sees_a_key()", "false"),
+        ("bias, key - first_query);", "bias, key);"),
+        ("std::fill(rows_.begin, rows_.begin + count, 0);", ""),
+        ("if (count < p.seq) add_units", "if (count == 0) add_units"),
+        ("std::min(p.right + p.block, p.seq) - 1", "std::min(p.right, p.seq)"),
+    ),
+    *mutants_of(
+        "masked_attention/kernel_cuda.cu",
         ("row % s.n * std::int64_t{kStatistics + s.e}", "row * std::int64_t{kStatistics + s.e}"),
         ("key >= keys_ ? -INFINITY : is_set", "key >= keys_ ? attention::kLowest : is_set"),
         ("job.group / s.heads) * s.m", "job.group % s.heads) * s.m"),
     ),
     *mutants_of(
         "masked_attention/kernel_cpu.cc",
-        ("if (nothing_yet) std::fill", "if (false) std::fill"),
+        ("if (visible == 0 && sees_) continue;", "if (visible == 0) continue;"),
         ("for (std::int64_t s = 1; s < parts; ++s) top", "for (std::int64_t s = 2; s < parts; ++s) top"),
         ("sum += factor * from[1];", "sum += from[1];"),
-        ("visible == kTileKeys, nothing_yet", "visible == keys, nothing_yet"),
+        ("visible == keys ? nullptr", "visible > 0 ? nullptr"),
     ),
-    *mutants_of("masked_attention/vectors.h", ("sum = sum * factor + sum_of_lanes", "sum = sum + sum_of_lanes")),
+    *mutants_of("native/online_softmax.h", ("std::fill(context_, context_ + rows_ * value_stride_, 0.0f);", "")),
+    *mutants_of(
+        "native/online_softmax_vectors.h",
+        ("t.sum[row + i] * factors[i] +", "t.sum[row + i] +"),
+        ("store(out, load(out) * factors[row + i] + sum);", "store(out, load(out) + sum);"),
+        ("sight.end[i] >= to &&", ""),
+        ("(column < begin) | (column >= end) ? beyond : x", "x"),
+    ),
     *mutants_of("masked_attention/ort.cc", ("batch heads m e", "batch heads e e")),
     *mutants_of(
         "iterative_pinv/tensor_cores.h",

@@ -54,6 +54,7 @@ DTYPES: dict[str, Dtype] = {
         Dtype("float64", 8, "DOUBLE", "FP64"),
         Dtype("int64", 8, "INT64", "INT64", "INT64"),
         Dtype("int32", 4, "INT32", "INT32", "INT32"),
+        Dtype("uint8", 1, "UINT8", "UINT8", "UINT8"),
         Dtype("int8", 1, "INT8", "INT8", "INT8"),
         Dtype("float8_e4m3fn", 1, "FLOAT8E4M3FN", "FP8", "FP8"),
         Dtype("bool", 1, "BOOL", "BOOL", "BOOL"),

@@ -303,6 +303,8 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: SpecFile | Path
     return BuildSpec(model=model, **groups["build"])
 
 
+# Fields of some variants that have an option of their own.
+VARIANT_OPTIONS = ("num_hashes", "pinv_init", "window", "global_tokens")
 # Fields that flags may set for a checkpoint; config.json decides all others.
 _CHECKPOINT_OPTIONS = ("task", "seq_len", "num_hashes", "pinv_init")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from effexport.base.processor import Processor
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.base.shell import Word, command_line
-from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
+from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, VARIANT_OPTIONS, options_from_toml
 from effexport.base.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
 from effexport.bench.grid import model_of_case
 from effexport.bench.results import BenchCase, BenchResults, BenchRow
@@ -187,7 +187,7 @@ def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
 # The file for fields that have no option of their own, if the user gave none.
 WRITTEN_FILE = "model.toml"
 # Fields of a case's options that have one.
-_WITH_OPTION = ("num_hashes", "pinv_init", "layers")
+_WITH_OPTION = (*VARIANT_OPTIONS, "layers")
 
 
 @dataclass(frozen=True)

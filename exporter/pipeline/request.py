@@ -12,6 +12,7 @@ from effexport.base.option_fields import given, optional_path, options_of
 from effexport.base.quiet import quiet
 from effexport.base.spec import (
     INDEPENDENT,
+    VARIANT_OPTIONS,
     BuildSpec,
     SpecFile,
     build_spec_from_checkpoint,
@@ -134,7 +135,7 @@ class BuildRequest:
         if self.weights is not None:
             check_weights_file(self.weights)
         attention = ATTENTION_SPECS.get(self.flags.get("variant", ""))
-        for name in ("num_hashes", "pinv_init"):
+        for name in VARIANT_OPTIONS:
             applies = attention is None or name in field_names(attention) or self.flags.get(name) is None
             require(applies, f"--{name.replace('_', '-')} does not apply to {self.flags.get('variant')}")
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec)

@@ -49,19 +49,15 @@ class BertModel(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """LN(word + token type + position), without any scaling. A family defines `positions`."""
+    """LN(scale · word + token type + position). A family defines `positions`."""
 
-    def __init__(self, spec: BertSpec) -> None:
+    def __init__(self, spec: BertSpec, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.word = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.position = nn.Embedding(spec.position_rows, spec.hidden_size)
         self.token_type = nn.Embedding(spec.type_vocab_size, spec.hidden_size) if spec.type_vocab_size else None
         self.norm = LayerNorm(spec.hidden_size, eps=spec.layer_norm_eps)
-
-    def words(self, input_ids: Tensor) -> Tensor:
-        """The vector of each token's word: int64 [batch, seq] → [batch, seq, hidden_size]."""
-        words: Tensor = self.word(input_ids)
-        return words
 
     def positions(self, input_ids: Tensor) -> Tensor:
         """The vector of each token's position: int64 [batch, seq] → [seq or batch, seq, hidden_size]."""
@@ -70,7 +66,7 @@ class Embeddings(nn.Module):
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """int64 [batch, seq] twice → [batch, seq, hidden_size]. token_type_ids: None for zeros."""
         positions = self.positions(input_ids)
-        tokens = self.words(input_ids)
+        tokens = self.word(input_ids) if self.scale == 1 else self.scale * self.word(input_ids)
         if self.token_type is not None:
             segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             tokens = tokens + self.token_type(segments)
@@ -81,8 +77,8 @@ class Embeddings(nn.Module):
 class NumberedEmbeddings(Embeddings):
     """Embeddings whose positions count all tokens, padding included. first: the row of the first one."""
 
-    def __init__(self, spec: BertSpec, first: int) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: BertSpec, first: int, scale: float = 1.0) -> None:
+        super().__init__(spec, scale)
         self.first = first
 
     def positions(self, input_ids: Tensor) -> Tensor:

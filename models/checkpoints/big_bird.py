@@ -41,7 +41,8 @@ class BigBird(BertModel):
     """A BERT-like encoder on attention of blocks. Any length up to `spec.max_seq_len`, without padding inside."""
 
     def __init__(self, spec: BigBirdSpec) -> None:
-        super().__init__(spec, BigBirdEmbeddings(spec), BigBirdAttention)
+        scale = spec.hidden_size**0.5 if spec.rescale_embeddings else 1.0
+        super().__init__(spec, NumberedEmbeddings(spec, 0, scale), BigBirdAttention)
         self.spec = spec
         if spec.task == "question-answering":
             self.head = AnswerHead(spec)
@@ -76,18 +77,6 @@ class BigBird(BertModel):
         position = torch.arange(length, device=input_ids.device)
         ends = torch.where(input_ids.eq(separator), position, length).amin(dim=1, keepdim=True)
         return position <= torch.where(ends < length, ends, 0)
-
-
-class BigBirdEmbeddings(NumberedEmbeddings):
-    """Embeddings whose words may be multiplied by √hidden_size."""
-
-    def __init__(self, spec: BigBirdSpec) -> None:
-        super().__init__(spec, first=0)
-        self.scale = spec.hidden_size**0.5 if spec.rescale_embeddings else 1.0
-
-    def words(self, input_ids: Tensor) -> Tensor:
-        words = super().words(input_ids)
-        return words if self.scale == 1 else self.scale * words
 
 
 class BigBirdAttention(MultiHeadAttention):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 # "float" is the element type of the build's precision.
-Element = Literal["float", "int64", "int32", "bool"]
-ELEMENTS = ("float", "int64", "int32", "bool")
+Element = Literal["float", "int64", "int32", "uint8", "bool"]
+ELEMENTS = ("float", "int64", "int32", "uint8", "bool")
 FLOATS = ("float", "float32", "float16", "bfloat16", "float64")
 # Which value of a mask keeps a token: "keep" is 1 or True, "ignore" is 0 or False; "" is not a mask of tokens.
 MaskKind = Literal["", "keep", "ignore"]
@@ -301,7 +301,7 @@ def input_from_tensor(name: str, tensor: Tensor, dims: Dims) -> ModuleInput:
     element = str(tensor.dtype).removeprefix("torch.")
     require(
         element in ELEMENTS,
-        f"the example input {name!r} is {element}; expected floats, int64, int32 or bool: convert it",
+        f"the example input {name!r} is {element}; expected floats, int64, int32, uint8 or bool: convert it",
     )
     one = ModuleInput(name=name, dims=dims, dtype=element)  # type: ignore[arg-type]
     is_mark = bool(((tensor == 0) | (tensor == 1)).all())
@@ -322,7 +322,7 @@ def inputs_from_table(module: nn.Module, name: str, table: Mapping[str, Any]) ->
 
         [inputs.x]
         dims = ["batch", "seq", 512]   # sizes, and names of free axes
-        dtype = "float"                # or int64, int32, bool
+        dtype = "float"                # or int64, int32, uint8, bool
         [inputs.tokens]
         dims = ["batch", "seq"]
         dtype = "int64"

@@ -52,6 +52,7 @@ from effexport.models.user.model import (
 )
 from effexport.models.user.modes import FloatTypes
 from effexport.models.user.probe import (
+    PROBE_SEQ_LEN,
     ModuleFailedError,
     Probe,
     UnknownAxesError,
@@ -381,7 +382,9 @@ def lengths_of(subject: Subject, probe: Probe, original: Probe) -> Lengths:
         return Lengths(inputs, 1, False, outputs)
     tuned, note = subject.tuned, ""
     try:
-        outputs, short = probe.output_dims(probe_length(probe.module, tuned), tuned, subject.limit)
+        # an axis of one token does not tell itself from a constant
+        below = PROBE_SEQ_LEN + 1 if tuned == 1 and subject.limit is None else tuned
+        outputs, short = probe.output_dims(probe_length(probe.module, below), tuned, subject.limit)
     except UnknownAxesError as error:
         if "seq" in inputs.declared:
             raise

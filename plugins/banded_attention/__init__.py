@@ -29,5 +29,6 @@ SIGNATURE = Signature(
         Attribute("causal", int, default=0),
         Attribute("with_globals", int, default=0),
         Attribute("with_bias", int, default=0),
+        Attribute("most_globals", int, default=0, at_least=0),
     ),
 )

@@ -49,8 +49,9 @@ def case_of(
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """Some keys are hidden, all keys of the last of several samples. Each sample has other global tokens.
 
-    Kind "few": the first token is global, and no other; nothing is hidden. Kind "all": all tokens are global. Kind
-    "mean": all weights are alike. PEAKS: the logits of a key are far above all others, and all are exact.
+    Kind "few": the first token is global, and no other; nothing is hidden. Kind "ends": the first and the last one.
+    Kind "many": every tenth. Kind "all": all tokens are global. Kind "mean": all weights are alike. PEAKS: the logits
+    of a key are far above all others, and all are exact.
     """
     batch, heads, n, d, e, *_, count = case.sizes
     source = case.generator(device)
@@ -68,9 +69,10 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
         keep[:, highest] = True
     if case.kind == "mean":
         tensors |= {name: torch.zeros_like(tensors[name]) for name in ("q", "q_global")}
-    if case.kind in ("few", "mean", "all"):
-        keep, is_global = torch.ones_like(keep), torch.full_like(keep, case.kind == "all")
-        is_global[:, :1] = case.kind != "mean"
+    tokens = torch.arange(n, device=device)
+    chosen = {"few": tokens < 1, "ends": tokens % max(n - 1, 1) == 0, "many": tokens % 10 == 0, "all": tokens >= 0}
+    if case.kind in ("mean", *chosen):
+        keep, is_global = torch.ones_like(keep), chosen.get(case.kind, tokens < 0).expand_as(keep).clone()
     elif batch > 1:
         keep[-1] = False
     return {**tensors, "keep": keep, "is_global": is_global, "bias": bias}
@@ -121,19 +123,38 @@ def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], o
     return {"SDPA masked": masked, **sdpa_baselines(q, k, v, case.numbers[0])}
 
 
-def work(case: Case) -> Work:
-    """The core over the keys of each tile of queries, its band and global keys; and over all keys for global queries.
+def near_tiles(case: Case, keys: int) -> tuple[float, float]:
+    """Tiles of so many near keys that a block of 64 queries takes on average, and how many of them it does not see
+    whole."""
+    _, _, n, _, _, left, right, block, causal, *_ = case.sizes
+    tiles = whole = 0
+    for first in range(0, n, 64):
+        last = min(first + 63, n - 1)
+        begin, last_begin = (max(query - query % block - left, 0) for query in (first, last))
+        first_end, end = (
+            min(query - query % block + block + right, query + 1 if causal else n, n) for query in (first, last)
+        )
+        tiles += parts(end - begin, keys)
+        whole += max(0, (first_end - begin) // keys - parts(last_begin - begin, keys))
+    return tiles / parts(n, 64), (tiles - whole) / parts(n, 64)
 
-    Global tokens are counted as in kind "few": one for each sample.
+
+def work(case: Case) -> Work:
+    """The core over the near keys of each 64 queries, and global keys; and over slices of all keys for global queries.
+
+    Global tokens are counted as in kind "few": one of each sample. Of their queries, no other row is read.
     """
-    batch, heads, n, d, e, left, right, block, _, with_globals, *_ = case.sizes
+    batch, heads, n, d, e, *_, with_globals, _, _ = case.sizes
     size, keys = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64
-    columns = parts(e, 64)
-    tiles = parts(min(n, 64 + left + right + 2 * (block - 1)), keys) + with_globals
-    core = attention_core(size, batch * heads * parts(n, 64) * columns, tiles, d)
+    columns = batch * heads * parts(e, 64)
+    tiles, masked = near_tiles(case, keys)
+    core = attention_core(size, columns * parts(n, 64), tiles + with_globals, d, masked=masked + with_globals)
     if not with_globals:
         return core
-    return core + attention_core(size, batch * heads * columns, parts(n, keys), d)
+    slices, found = parts(n, 256), 4.0 * batch * (parts(n, 64) + 2)
+    core += attention_core(size, columns * slices, parts(min(n, 256), keys), d, queries=1)
+    partials = 4.0 * batch * heads * slices * (2 + e)
+    return core + Work(scratch=found + partials, again=(found, found + partials + 2 * batch * n))
 
 
 def timed(dtype: str, n: int) -> Timed:
@@ -165,15 +186,24 @@ CONTRACT = Contract(
         case_of(2, 1, 100, 8, 8, left=20, causal=1, globals_=1, bias=1),
         case_of(1, 1, 100, 8, 72, left=16, right=16, block=16, globals_=1, kind="few"),
         case_of(1, 1, 70, 8, 8, left=8, right=8, globals_=1, kind="all"),
+        # tiles of keys that all queries of a block see
+        case_of(1, 1, 200, 8, 8, left=100, right=100, kind="few"),
+        case_of(1, 1, 200, 8, 8, left=100, right=100, globals_=1, bias=1, kind="few"),
         *with_peaks(case_of(1, 1, 140, 8, 8, left=70, right=70, globals_=1)),
     ),
-    cases=in_all_types(
-        case_of(3, 2, 63, 3, 17, left=4, right=9, bias=1),
-        case_of(2, 2, 300, 64, 64, left=64, right=64, globals_=1),
-        case_of(2, 2, 70, 16, 8, left=100, right=100, block=7, globals_=1, bias=1),  # the band covers the sequence
-        case_of(2, 1, 150, 40, 24, left=32, block=32, causal=1, globals_=1),
-        case_of(2, 1, 50, 8, 8, left=0, right=0, globals_=1),
-        case_of(2, 2, 90, 8, 8, left=11, right=0, globals_=1, bias=1),
+    cases=(
+        *in_all_types(
+            case_of(3, 2, 63, 3, 17, left=4, right=9, bias=1),
+            case_of(2, 2, 300, 64, 64, left=64, right=64, globals_=1),
+            case_of(2, 2, 70, 16, 8, left=100, right=100, block=7, globals_=1, bias=1),  # the band covers the sequence
+            case_of(2, 1, 150, 40, 24, left=32, block=32, causal=1, globals_=1),
+            case_of(2, 1, 50, 8, 8, left=0, right=0, globals_=1),
+        ),
+        # more than 64 global tokens, each in slices of its keys; and one that sees no key of the second slice
+        case_of(1, 1, 900, 4, 4, left=1, causal=1, globals_=1, kind="many"),
+        case_of(1, 1, 300, 4, 4, left=1, causal=1, globals_=1, kind="few"),
+        case_of(1, 1, 4200, 1, 1, left=1, right=2, globals_=1, kind="ends"),  # more tokens than one scan
+        *in_all_types(case_of(2, 2, 90, 8, 8, left=11, right=0, globals_=1, bias=1)),
     ),
     larger=in_all_types(
         case_of(2, 2, 1000, 64, 64, left=128, right=128, globals_=1),

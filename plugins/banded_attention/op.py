@@ -6,7 +6,7 @@ The contract is in README.md beside this file. Models can use the torch operator
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from effexport.plugins.function_body import rounded_down
 if TYPE_CHECKING:
     import onnx
 
+# Tensors of a call, before its attributes.
+TENSORS = len(SIGNATURE.inputs)
 # Queries whose logits exist at a time in the reference.
 ROWS = 512
 # Tokens per block of the body's prefix sums, which are products with a triangular matrix.
@@ -37,6 +39,19 @@ def in_band(n: int, rows: slice, left: int, right: int, block: int, device: torc
     return keys - queries, (keys >= first - left) & (keys <= first + block - 1 + right)
 
 
+class Band(NamedTuple):
+    """The attributes of a call, in their order; see README.md."""
+
+    scale: float
+    left: int
+    right: int
+    block: int = 1
+    causal: bool = False
+    with_globals: bool = False
+    with_bias: bool = False
+    most_globals: int = 0
+
+
 def reference(
     q: Tensor,
     k: Tensor,
@@ -47,34 +62,30 @@ def reference(
     keep: Tensor,
     is_global: Tensor,
     bias: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    block: int,
-    causal: bool,
-    with_globals: bool,
-    with_bias: bool,
+    *attributes: Any,
+    **named: Any,
 ) -> Tensor:
-    """The definition with all logits of some queries at a time. Shapes as `banded_attention`; float32, or float64 if q
-    is."""
+    """The definition with all logits of some queries at a time. Arguments and shapes as `banded_attention`; float32, or
+    float64 if q is."""
+    band = Band(*attributes, **named)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     n = q.shape[2]
-    is_global = is_global if with_globals else torch.zeros_like(is_global)
+    is_global = is_global if band.with_globals else torch.zeros_like(is_global)
     local_keys, global_keys = (keep & ~is_global)[:, None, None], (keep & is_global)[:, None, None]
     parts = [v.new_zeros((*v.shape[:2], 0, v.shape[3]), dtype=exact)]
     # a length that stays free has no loop
     pieces = [slice(start, start + ROWS) for start in range(0, n, ROWS)] if isinstance(n, int) else [slice(None)]
     for rows in pieces:
-        distance, near = in_band(n, rows, left, right, block, q.device)
+        distance, near = in_band(n, rows, band.left, band.right, band.block, q.device)
         visible = (local_keys & near) | global_keys
-        logits = (scale * q[:, :, rows].to(exact)) @ k.to(exact).mT
-        if with_bias:
-            added = bias.to(exact)[:, (distance + left + block - 1).clamp(0, bias.shape[1] - 1)]
+        logits = (band.scale * q[:, :, rows].to(exact)) @ k.to(exact).mT
+        if band.with_bias:
+            added = bias.to(exact)[:, (distance + band.left + band.block - 1).clamp(0, bias.shape[1] - 1)]
             logits = logits + added.masked_fill(is_global[:, None, None], 0)
-        out = _weighted(logits, visible, distance, causal) @ v.to(exact)
-        if with_globals:
-            logits = (scale * q_global[:, :, rows].to(exact)) @ k_global.to(exact).mT
-            seen = _weighted(logits, keep[:, None, None], distance, causal) @ v_global.to(exact)
+        out = _weighted(logits, visible, distance, band.causal) @ v.to(exact)
+        if band.with_globals:
+            logits = (band.scale * q_global[:, :, rows].to(exact)) @ k_global.to(exact).mT
+            seen = _weighted(logits, keep[:, None, None], distance, band.causal) @ v_global.to(exact)
             out = torch.where(is_global[:, None, rows, None], seen, out)
         parts.append(out)
     return torch.cat(parts, dim=2).to(q.dtype)
@@ -87,66 +98,47 @@ def _weighted(logits: Tensor, visible: Tensor, distance: Tensor, causal: bool) -
     return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).masked_fill(~visible, 0)
 
 
-@torch.library.custom_op("effexport::banded_attention", mutates_args=())
-def banded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_global: Tensor,
-    k_global: Tensor,
-    v_global: Tensor,
-    keep: Tensor,
-    is_global: Tensor,
-    bias: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    block: int = 1,
-    causal: bool = False,
-    with_globals: bool = False,
-    with_bias: bool = False,
-) -> Tensor:
+@torch.library.custom_op(
+    "effexport::banded_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor q_global, Tensor k_global, Tensor v_global, Tensor keep, "
+    "Tensor is_global, Tensor bias, float scale, int left, int right, int block=1, bool causal=False, "
+    "bool with_globals=False, bool with_bias=False, int most_globals=0) -> Tensor",
+)
+def banded_attention(*call: Any) -> Tensor:
     """Softmax attention of every token to those near it, and to global tokens, which see all.
 
+    Its arguments are the nine tensors of the signature, and the fields of `Band`.
     q, k, q_global, k_global [batch, heads, n, d]; v, v_global [batch, heads, n, e]; one floating-point type. keep,
     is_global: boolean [batch, n]. bias [heads, offsets], added to the logits of keys in the band that are not global:
     offset 0 is that of distance 1 − block − left. A model without global tokens gives `keep` as is_global and q, k and
     v twice; one without biases gives one offset. left, right: tokens before and after the block of `block` tokens
-    that has the query. A query that sees no key is 0. Returns [batch, heads, n, e].
+    that has the query. most_globals: the most global tokens that a sample can have, if that is known. A query that sees
+    no key is 0. Returns [batch, heads, n, e].
     It has no gradient; the layers of `effexport.models` use plain formulas except while they are exported.
-    Raises ValueError for other shapes and dtypes.
+    Raises ValueError for other shapes and dtypes, and for more global tokens.
     """
-    tensors = (q, k, v, q_global, k_global, v_global, keep, is_global, bias)
-    _check(tensors, scale, left, right, block, with_bias)
-    return reference(*tensors, scale, left, right, block, causal, with_globals, with_bias).contiguous()
+    tensors, band = call[:TENSORS], Band(*call[TENSORS:])
+    _check(tensors, band)
+    is_global = call[7]
+    found = int(is_global.sum(dim=1).max()) if band.with_globals and band.most_globals and is_global.numel() else 0
+    if found > band.most_globals:
+        raise ValueError(
+            f"banded_attention: is_global has {found} tokens of a sample; expected at most {band.most_globals}, which "
+            "is most_globals"
+        )
+    return reference(*call).contiguous()
 
 
 @banded_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_global: Tensor,
-    k_global: Tensor,
-    v_global: Tensor,
-    keep: Tensor,
-    is_global: Tensor,
-    bias: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    block: int = 1,
-    causal: bool = False,
-    with_globals: bool = False,
-    with_bias: bool = False,
-) -> Tensor:
-    _check((q, k, v, q_global, k_global, v_global, keep, is_global, bias), scale, left, right, block, with_bias)
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def _(*call: Any) -> Tensor:
+    _check(call[:TENSORS], Band(*call[TENSORS:]))
+    return torch.empty_like(call[2], memory_format=torch.contiguous_format)
 
 
-def _check(tensors: tuple[Tensor, ...], scale: float, left: int, right: int, block: int, with_bias: bool) -> None:
-    SIGNATURE.check(*tensors, scale=scale, left=left, right=right, block=block)
-    bias, expected = tensors[-1], offsets(left, right, block) if with_bias else 1
+def _check(tensors: Sequence[Tensor], band: Band) -> None:
+    SIGNATURE.check(*tensors, **band._asdict())
+    bias, expected = tensors[-1], offsets(band.left, band.right, band.block) if band.with_bias else 1
     if bias.shape[1] != expected:
         raise ValueError(
             f"banded_attention: bias has shape {tuple(bias.shape)}; expected [{bias.shape[0]}, {expected}]"
@@ -164,14 +156,15 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     One body serves all nodes of a model. If they differ in `scale`, it takes that of each node. Raises ValueError when
     they differ in another attribute.
     """
-    names = ("left", "right", "block", "causal", "with_globals", "with_bias")
-    left, right, block, causal, with_globals, with_bias = SIGNATURE.common_attributes(nodes, *names).values()
+    names = Band._fields[1:]
+    left, right, block, causal, with_globals, with_bias, most = SIGNATURE.common_attributes(nodes, *names).values()
     try:
         scale = f"{SIGNATURE.common_attributes(nodes, 'scale')['scale']:.9e}"
     except ValueError:  # otherwise a constant, which every tool reads
         scale = "Constant <value_float: float = @scale> ()"
     length = chunk(left, right, block)
-    window = length + left + right
+    after = 0 if causal else right  # a causal band ends with the query
+    window = length + left + after
     body = f"""
         scale = {scale}
         hidden_logit = {HIDDEN_LOGIT:.9e}
@@ -194,7 +187,6 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         depth_1d = Shape <start = 3, end = 4> (q)
         width_1d = Shape <start = 3, end = 4> (v)
         tokens = Squeeze (length_1d)
-        position = Range (zero, tokens, one)
 
         chunk = {length}
         chunk_1d = [{length}]
@@ -206,8 +198,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         padded = Mul (chunks, chunk)
         missing = Sub (padded, tokens)
         missing_1d = Unsqueeze (missing, axis0)
-        right_1d = [{right}]
-        missing_after_1d = Add (missing_1d, right_1d)
+        after_1d = [{after}]
+        missing_after_1d = Add (missing_1d, after_1d)
         query_start = [0, 0, 0, 0, 0, 0]
         query_ends = Concat <axis = 0> (query_start, missing_1d, zero_1d)
         key_start = [0, 0, {left}, 0, 0, 0]
@@ -241,14 +233,13 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         lane_row = Range (zero, chunk, one)
         lane = Unsqueeze (lane_row, axis1)
         {_first_of_block(block)}
-        reach = {block - 1 + left + right}
-        last_seen = Add (first_seen, reach)
+        reach = {left if causal else block - 1 + left + right}
+        last_seen = Add ({"lane" if causal else "first_seen"}, reach)
         after_first = GreaterOrEqual (column, first_seen)
         before_last = LessOrEqual (column, last_seen)
-        within = And (after_first, before_last)
-        {_not_later(left, bool(causal))}
+        band = And (after_first, before_last)
         visible_near = And (kept_near, band)
-        {_global_keys() if with_globals else ""}
+        {_global_keys(most) if with_globals else ""}
         keys = {"Concat <axis = 3> (k_near, k_far)" if with_globals else "Identity (k_near)"}
         values = {"Concat <axis = 3> (v_near, v_far)" if with_globals else "Identity (v_near)"}
         {_far_visible(bool(causal)) if with_globals else ""}
@@ -278,16 +269,6 @@ def _first_of_block(block: int) -> str:
         block = {block}
         in_block = Mod (lane, block)
         first_seen = Sub (lane, in_block)"""
-
-
-def _not_later(left: int, causal: bool) -> str:
-    if not causal:
-        return "band = Identity (within)"
-    return f"""
-        own = {left}
-        own_column = Add (lane, own)
-        not_later = LessOrEqual (column, own_column)
-        band = And (within, not_later)"""
 
 
 def _softmax(name: str, logits: str, visible: str, axis: int) -> str:
@@ -323,13 +304,25 @@ def _biases(left: int, right: int, block: int, with_globals: bool) -> str:
         biases = Pad (bias_near, bias_ends)"""
 
 
-def _global_keys() -> str:
+def _global_keys(most: int) -> str:
     """The global tokens of each sample, in the first of `slots`, and their keys and values for every chunk.
 
-    Their number is that of the sample with the most, at least 1. A stable partition puts them first: the place of a
-    token is its rank among those of its kind.
+    most: the number of slots; 0: that of the global tokens of the sample with the most, at least 1. A stable partition
+    puts them first: the place of a token is its rank among those of its kind.
     """
+    slots = f"""
+        most = {most}
+        slot_count = Min (most, tokens)
+        slots = Range (zero, slot_count, one)"""
+    if not most:
+        slots = """
+        most_any = ReduceMax <keepdims = 0> (total)
+        most = Max (most_any, one)
+        is_slot = Less (position, most)
+        slot_rows = NonZero (is_slot)
+        slots = Squeeze (slot_rows, axis0)"""
     return f"""
+        position = Range (zero, tokens, one)
         group = {BLOCK}
         group_1d = [{BLOCK}]
         nearly_group = {BLOCK - 1}
@@ -369,12 +362,7 @@ def _global_keys() -> str:
         global_place = Where (is_global, rank, other_place)
         batch_length = Concat <axis = 0> (batch_1d, length_1d)
         positions = Expand (position, batch_length)
-        order = ScatterElements <axis = 1> (positions, global_place, positions)
-        most_any = ReduceMax <keepdims = 0> (total)
-        most = Max (most_any, one)
-        is_slot = Less (position, most)
-        slot_rows = NonZero (is_slot)
-        slots = Squeeze (slot_rows, axis0)
+        order = ScatterElements <axis = 1> (positions, global_place, positions){slots}
         slots_1d = Shape (slots)
         global_token = Gather <axis = 1> (order, slots)
 
@@ -401,27 +389,27 @@ def _global_keys() -> str:
 
 
 def _far_visible(causal: bool) -> str:
-    """Which global keys each query sees: [batch, 1, chunks, chunk, slots]."""
-    later = """
-        token_row = Unsqueeze (global_token, axes12)
-        token_last = Unsqueeze (token_row, axis1)
-        query_place = Add (chunk_start, lane_row)
-        query_column = Unsqueeze (query_place, axis2)
-        not_before = LessOrEqual (token_last, query_column)
-        visible_far = And (kept_far_chunks, not_before)"""
-    return f"""
+    """The mask of global keys that each query sees: [batch, 1, chunks, chunk, slots]."""
+    kept = """
         axes12 = [1, 2]
         axes123 = [1, 2, 3]
         global_keys = And (keep, is_global)
         kept_far = GatherElements <axis = 1> (global_keys, global_token)
-        kept_far_all = Unsqueeze (kept_far, axes123)
+        kept_far_all = Unsqueeze (kept_far, axes123)"""
+    if causal:
+        return f"""{kept}
+        token_last = Unsqueeze (global_token, axes123)
+        query_place = Add (chunk_start, lane_row)
+        query_column = Unsqueeze (query_place, axis2)
+        not_before = LessOrEqual (token_last, query_column)
+        visible_far = And (kept_far_all, not_before)"""
+    return f"""{kept}
         far_shape = Concat <axis = 0> (batch_1d, one_1d, chunks_1d, chunk_1d, slots_1d)
-        kept_far_chunks = Expand (kept_far_all, far_shape){later if causal else ""}
-        {"" if causal else "visible_far = Identity (kept_far_chunks)"}"""
+        visible_far = Expand (kept_far_all, far_shape)"""
 
 
 def _global_queries(causal: bool) -> str:
-    """What global tokens see, in the rows of these tokens: [batch, heads, n, e]; other rows hold another's."""
+    """The results of global tokens in their rows, [batch, heads, n, e]; other rows hold those of another token."""
     later = """
         token_column = Unsqueeze (global_token, axes13)
         seen_before = LessOrEqual (position, token_column)
@@ -440,9 +428,9 @@ def _global_queries(causal: bool) -> str:
         {_softmax("global", "global_logits", "visible_all", 3)}
         global_context = MatMul (global_weights, v_global)
         context_table = Reshape (global_context, width_table)
-        slot_count = Squeeze (slots_1d)
-        slot_start = Mul (pair_rows, slot_count)
-        last_slot = Sub (slot_count, one)
+        slots_here = Squeeze (slots_1d)
+        slot_start = Mul (pair_rows, slots_here)
+        last_slot = Sub (slots_here, one)
         own_slot = Min (rank, last_slot)
         slot_of_heads = Unsqueeze (own_slot, axis1)
         own_row = Add (slot_start, slot_of_heads)

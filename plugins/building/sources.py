@@ -17,10 +17,13 @@ FOLDER = Path(__file__).resolve().parents[1]
 SHARED_FILES = (
     "CMakeLists.txt",
     "native/attention.h",
+    "native/attention_slices.h",
     "native/cpu_dispatch.h",
     "native/cuda.h",
     "native/element_types.h",
     "native/instruction_sets.h",
+    "native/online_softmax.h",
+    "native/online_softmax_vectors.h",
     "native/ort_library.cc",
     "native/ort_op.h",
     "native/products.h",

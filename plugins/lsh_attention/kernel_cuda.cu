@@ -157,11 +157,14 @@ struct Source {
     return {first_value + static_cast<std::int64_t>(s.value_dim) * row, row != kNobody};
   }
 
-  __device__ float logit(float product, int row, int tile, int i) const {
-    const Key key = seen_at(tile, i);
-    const int query = own[row];
-    const float score = query < key.visible_from ? kHiddenScore : product * key.scale;
-    return query == key.token ? kSelfScore : score;
+  template <class Use>
+  __device__ void with_logits(int tile, const Use& use) const {
+    use([&](float product, int row, int i) {
+      const Key key = seen_at(tile, i);
+      const int query = own[row];
+      const float score = query < key.visible_from ? kHiddenScore : product * key.scale;
+      return query == key.token ? kSelfScore : score;
+    });
   }
 };
 

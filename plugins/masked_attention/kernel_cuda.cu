@@ -7,19 +7,18 @@
 //
 // The arguments are inputs, scalars, outputs; any grid is right.
 #include "masked_attention/kernel.h"
-#include "native/attention.h"
+#include "native/attention_slices.h"
 
 namespace effexport::masked_attention {
 namespace {
 
-using attention::kColumnTiles;
 using attention::kQueries;
+using attention::kStatistics;
 using attention::kWidth;
 using attention::Softmax;
 
 constexpr int kMergeThreads = 256;
 constexpr int kSliceTiles = 4;  // keys of a slice per query, both in whole tiles
-constexpr int kStatistics = 2;  // highest and total, before the context of a row of `partials`
 
 // Sizes of a launch. slice: keys of a slice, a multiple of 64.
 struct Sizes {
@@ -95,8 +94,9 @@ class Source {
 
   // fminf takes the number where the other one is NaN: so NaN stays out of sight where a key is hidden, and is
   // infinite, which makes NaN of the softmax, where it is visible.
-  __device__ float logit(float product, int, int tile, int i) const {
-    return fminf(product * factor_, highest_logits(tile)[i]);
+  template <class Use>
+  __device__ void with_logits(int tile, const Use& use) const {
+    use([&](float product, int, int i) { return fminf(product * factor_, highest_logits(tile)[i]); });
   }
 
   static constexpr int kKeys = attention::kKeys<T>;
@@ -122,57 +122,27 @@ constexpr std::size_t kSharedBytes = attention::kTileBytes<T> + 2 * attention::k
 template <class T>
 constexpr int kBlocks = tile::kTensorCores<T> && tile::kAsynchronousCopies ? 3 : 2;
 
-template <class T>
-struct alignas(2 * sizeof(T)) Pair {
-  T values[2];
-};
-
 // out: of the only slice.
 template <class T>
 __device__ void write_results(const Sizes& s, const Job& job, const Softmax& softmax, T* out) {
-  const bool in_pairs = s.e % 2 == 0 && reinterpret_cast<std::uintptr_t>(out) % sizeof(Pair<T>) == 0;
+  const bool in_pairs = attention::pairs_are_aligned(out, s.e);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = job.first_query + Softmax::row_of(i);
     if (row >= s.n) continue;
     T* const to = out + (static_cast<std::int64_t>(job.group) * s.n + row) * s.e;
-    const float factor = 1.0f / softmax.total[i];
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      const int column = job.first_column + Softmax::column_of(j);
-      Pair<T> pair;
-      narrow(softmax.context[j].values[2 * i] * factor, pair.values[0]);
-      narrow(softmax.context[j].values[2 * i + 1] * factor, pair.values[1]);
-      if (in_pairs) {
-        if (column < s.e) *reinterpret_cast<Pair<T>*>(to + column) = pair;
-      } else {
-        if (column < s.e) to[column] = pair.values[0];
-        if (column + 1 < s.e) to[column + 1] = pair.values[1];
-      }
-    }
+    attention::write_row(softmax, i, 1.0f / softmax.total[i], job.first_column, s.e, in_pairs, to);
   }
 }
 
-// partials [groups, slices, n, 2 + e]: highest, total and context of each query.
+// partials [groups, slices, n, 2 + e]
 inline __device__ void write_partials(const Sizes& s, const Job& job, const Softmax& softmax, float* partials) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = job.first_query + Softmax::row_of(i);
     if (row >= s.n) continue;
     const std::int64_t index = (static_cast<std::int64_t>(job.group) * s.slices() + job.slice) * s.n + row;
-    float* const to = partials + index * (kStatistics + s.e);
-    if (job.first_column == 0 && tile::sums_column() == 0) {
-      to[0] = softmax.highest[i];
-      to[1] = softmax.total[i];
-    }
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = job.first_column + Softmax::column_of(j) + c;
-        if (column < s.e) to[kStatistics + column] = softmax.context[j].values[2 * i + c];
-      }
-    }
+    attention::write_partial_row(softmax, i, job.first_column, s.e, partials + index * (kStatistics + s.e));
   }
 }
 
@@ -202,24 +172,9 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
     const int column = static_cast<int>(i) % s.merges_of_row() * tile::kWarpSize + tile::lane();
     const std::int64_t first_slice = static_cast<std::int64_t>(row / s.n) * s.slices();
     const float* const first = partials + first_slice * slice_floats + row % s.n * std::int64_t{kStatistics + s.e};
-    float highest = attention::kLowest;
-    for (int slice = tile::lane(); slice < s.slices(); slice += tile::kWarpSize) {
-      highest = fmaxf(highest, first[slice * slice_floats]);
-    }
-#pragma unroll
-    for (int distance = 1; distance < tile::kWarpSize; distance *= 2) {
-      highest = fmaxf(highest, __shfl_xor_sync(tile::kAllLanes, highest, distance));
-    }
-    if (column >= s.e) continue;
-    float total = 0, context = 0;
-#pragma unroll 4
-    for (int slice = 0; slice < s.slices(); ++slice) {
-      const float* const partial = first + slice * slice_floats;
-      const float factor = ptx::exp2_approx(partial[0] - highest);
-      total += factor * partial[1];
-      context += factor * partial[kStatistics + column];
-    }
-    narrow(s.slices() == 0 ? 0.0f : context / total, out[static_cast<std::int64_t>(row) * s.e + column]);
+    const attention::PartialRows rows = {first, s.slices(), slice_floats};
+    const float highest = rows.highest();
+    if (column < s.e) narrow(rows.merged(highest, column), out[static_cast<std::int64_t>(row) * s.e + column]);
   }
 }
 

@@ -17,7 +17,9 @@
 //   void prepare(int tile) const;                 // all threads: what the next three need, in shared memory
 //   tile::Row<T> key(int tile, int i) const;      // of key i < kKeys<T> of this tile of keys; or const T*
 //   tile::Row<T> value(int tile, int i) const;    // from this block's first column on; or const T*
-//   float logit(float product, int row, int tile, int i) const;  // in base 2: times log₂ e; -inf: not a key
+//   void with_logits(int tile, use) const;        // calls use(logit) once, with the same function in all threads
+//
+// logit(float product, int row, int i) is that of a query and key i of the tile in base 2, times log₂ e; -inf: not a key.
 //
 // prepare(tile + 1) runs while others are still at `tile`, so it needs places of its own for odd and for even tiles. It
 // has the memory from side_memory<T>() on. A barrier lies between prepare and those that use it.
@@ -116,15 +118,17 @@ __device__ void make_scores(const Source& source, const Tiles<T>& tiles, int til
 template <class Source, int kTiles>
 __device__ void weigh(const Source& source, int tile, tile::Sums (&scores)[kTiles], Softmax& softmax) {
   float highest[2] = {softmax.highest[0], softmax.highest[1]};
+  source.with_logits(tile, [&](const auto& logit) {
 #pragma unroll
-  for (int j = 0; j < kTiles; ++j) {
+    for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& score = scores[j].values[i];
-      score = source.logit(score, Softmax::row_of(i / 2), tile, Softmax::column_of(j) + i % 2);
-      highest[i / 2] = fmaxf(highest[i / 2], score);
+      for (int i = 0; i < 4; ++i) {
+        float& score = scores[j].values[i];
+        score = logit(score, Softmax::row_of(i / 2), Softmax::column_of(j) + i % 2);
+        highest[i / 2] = fmaxf(highest[i / 2], score);
+      }
     }
-  }
+  });
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     highest[i] = tile::largest_in_row(highest[i]);

@@ -12,6 +12,7 @@ namespace baseline {
 #define REGISTER_BYTES 16
 #define REGISTERS 3
 #include EFFEXPORT_PER_INSTRUCTION_SET
+#undef EFFEXPORT_SIMD
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace baseline
@@ -27,6 +28,7 @@ namespace avx2 {
 #define REGISTER_BYTES 32
 #define REGISTERS 3
 #include EFFEXPORT_PER_INSTRUCTION_SET
+#undef EFFEXPORT_SIMD
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx2
@@ -42,6 +44,7 @@ namespace avx512 {
 #define REGISTER_BYTES 64
 #define REGISTERS 4
 #include EFFEXPORT_PER_INSTRUCTION_SET
+#undef EFFEXPORT_SIMD
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx512

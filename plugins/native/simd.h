@@ -1,5 +1,7 @@
-// Vectors of floats for the CPU kernels. Compiled once for every instruction set (see instruction_sets.h), hence
-// without an include guard. The including file has <algorithm>, <cstdint> and <cstring>.
+// Vectors of floats for the CPU kernels. Compiled once for every instruction set (see instruction_sets.h, which lifts
+// the include guard). The including file has <algorithm>, <cstdint> and <cstring>.
+#ifndef EFFEXPORT_SIMD
+#define EFFEXPORT_SIMD
 
 template <class Scalar, int kBytes = REGISTER_BYTES>
 struct VectorOf {
@@ -72,3 +74,4 @@ inline Floats exponential(Floats x) {
   std::memcpy(&scale, &power, sizeof scale);
   return x < lowest ? Floats{} : p * scale;
 }
+#endif

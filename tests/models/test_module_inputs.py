@@ -78,7 +78,7 @@ def test_examples_are_repeated_or_cut_off_for_other_sizes() -> None:
         ((STATES, STATES, 1.0, STATES), None, "was given 4 example inputs, but its forward takes: x, mask, scale, oth"),
         ({"x": [1.0]}, None, "example input 'x' of mine is a list; expected a tensor, a number or None"),
         ({"scale": 1.0}, None, "hold no tensor; expected one for each input"),
-        ({"x": STATES.to(torch.complex64)}, None, "'x' is complex64; expected floats, int64, int32 or bool: convert"),
+        ({"x": STATES.to(torch.complex64)}, None, "'x' is complex64; expected floats, int64, int32, uint8 or bool"),
         (
             {"x": STATES, "mask": TOKENS[:, :5]},
             {"x": {1: "seq"}, "mask": {1: "seq"}},

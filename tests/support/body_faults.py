@@ -27,6 +27,19 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "AFTSimpleAttention": ("AFTSimpleAttention", {}),
     "AFTWindowAttention": ("AFTWindowAttention", {"causal": 0}),
     "AFTWindowAttention, causal": ("AFTWindowAttention", {"causal": 1}),
+    "BandedAttention": ("BandedAttention", {"scale": 0.25, "left": 9, "right": 5, "block": 1}),
+    "BandedAttention, global tokens": (
+        "BandedAttention",
+        {"scale": 0.25, "left": 9, "right": 5, "block": 1, "with_globals": 1},
+    ),
+    "BandedAttention, global tokens, biases and blocks": (
+        "BandedAttention",
+        {"scale": 0.25, "left": 4, "right": 28, "block": 3, "with_globals": 1, "with_bias": 1, "most_globals": 60},
+    ),
+    "BandedAttention, causal with global tokens": (
+        "BandedAttention",
+        {"scale": 0.25, "left": 9, "right": 5, "block": 1, "with_globals": 1, "causal": 1},
+    ),
     "EluLinearAttention": ("EluLinearAttention", {"eps": 1e-6, "causal": 0, "chunk_length": 128}),
     "EluLinearAttention, causal": ("EluLinearAttention", {"eps": 1e-6, "causal": 1, "chunk_length": 16}),
     "IterativePinv": ("IterativePinv", {"iterations": 6}),
@@ -81,7 +94,8 @@ DEFAULTS = {("", "keepdims"): 1, ("", "start"): 0, ("Softmax", "axis"): -1, ("Ga
 # Edits that change nothing by the mathematics: a pattern for "FORM | FAULT", and the reason.
 NO_OPS: tuple[tuple[str, str], ...] = (
     (
-        r"Squeeze (size_scalar|padded|groups|rows_scalar|\w+_count|block|window): bypassed, gives its input \w+$"
+        r"Squeeze (size_scalar|padded|groups|rows_scalar|\w+_count|block|window|pairs|slots_here)"
+        r": bypassed, gives its input \w+$"
         r"|SegmentMeans: Squeeze length: bypassed, gives its input length_1d",
         "ONNX Runtime takes a vector of one element as a scalar",
     ),
@@ -107,9 +121,9 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         "ONNX rounds the quotient of integers down itself, and some dividends are multiples already",
     ),
     (
-        r"Sub (blocks_or_none|blocks|whole_1d)_whole: another operator"
-        r"|Div (blocks|blocks_or_none|whole_1d): bypassed, gives its input \w+_whole"
-        r"|Constant (rounding|nearly_block): another constant, (doubled|plus 1)"
+        r"Sub (blocks_or_none|blocks|whole_1d|chunks|groups)_whole: another operator"
+        r"|Div (blocks|blocks_or_none|whole_1d|chunks|groups): bypassed, gives its input (\w+_whole|group$)"
+        r"|Constant (rounding|nearly_(block|chunk|group)): another constant, (doubled|plus 1)"
         r"|Sub nearly_1d: (another operator|bypassed, gives its input block_1d)"
         r"|Max blocks(_1d)?: another operator, Add",
         "more blocks than needed, which hold nothing",
@@ -195,6 +209,42 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     (r"AFTWindowAttention \| .*Unsqueeze key_block: bypassed, gives its input block_", "broadcasting does the same"),
     (r"AFTW.* Squeeze (blocks|seen)_index: bypassed", "ONNX Runtime takes a vector of one element as a scalar"),
     (r"AFTW.* Sub distance_signed: operands exchanged", "its absolute value follows"),
+    (
+        r"Banded.* Constant hidden_logit: another constant, (doubled|halved|a hundredth)",
+        "not above any other logit; where no key is visible, zeros stand for the weights",
+    ),
+    (
+        r"^BandedAttention \| .*Constant full: another constant, (doubled|halved|plus 1|a hundredth)",
+        "counts that are only compared with 0",
+    ),
+    (
+        r"^BandedAttention(, .* biases .*)? \| .*Constant axis0: another constant, minus 1",
+        "the first axis is the last one",
+    ),
+    (
+        r"Banded.* Constant after_1d: another constant, (doubled|plus 1)"
+        r"|Banded.*, causal .*Add missing_after_1d: (another operator, Sub|bypassed, gives its input missing_1d)",
+        "keys after those of the last chunk, or none of them",
+    ),
+    (r"Banded.* Where local_float: bypassed, gives its input local_keys", "booleans may be padded too"),
+    (
+        r"Banded.* (ReduceMax most_any: another operator, ReduceSum|Max most: another operator, Add"
+        r"|Less is_slot: another operator, LessOrEqual|Constant most: another constant, (doubled|plus 1)"
+        r"|Min slot_count: bypassed, gives its input tokens)",
+        "more slots than needed, whose tokens are not global",
+    ),
+    (r"Banded.* LessOrEqual not_before: another operator, Less", "a global token's own row is replaced"),
+    (
+        r"Banded.* Max offset_low: (bypassed, gives its input offset_any|another operator, Add)",
+        "before the band: hidden",
+    ),
+    (r"Banded.* Softmax (near|global)_all: another attribute, no axis", "it is the last one"),
+    (
+        r"Banded.* ReduceSum \w+_count: (bypassed, gives its input \w+_ones|another operator)"
+        r"|Banded.*, global .*Constant global_axis: another constant, (halved|minus)"
+        r"|Banded.*, causal .*Constant global_axis: another constant, halved",
+        "a hidden key has no weight, unless its query sees none",
+    ),
     (r"SegmentMeans: Constant one_float: another constant, halved", "a count is 0, of nothing, or at least 1"),
 )
 NO_OPS_IN_HALF = ((r"Constant key_eps: another constant, a hundredth more", "below the rounding of float16"),)

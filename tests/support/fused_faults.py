@@ -39,9 +39,24 @@ def attribute_is(name: str, value: Any, graph: Graph) -> bool:
 
 
 def scale_to_the_power(power: float, graph: Graph) -> bool:
-    nodes = fused_nodes(graph, "MaskedAttention")
+    nodes = fused_nodes(graph, "MaskedAttention", "BandedAttention")
     for node in nodes:
         set_attribute(node, "scale", float(attribute(node, "scale") ** power))
+    return bool(nodes)
+
+
+def band_wider(side: str, graph: Graph) -> bool:
+    nodes = fused_nodes(graph, "BandedAttention")
+    for node in nodes:
+        set_attribute(node, side, attribute(node, side) + 1)
+    return bool(nodes)
+
+
+def global_queries_lost(graph: Graph) -> bool:
+    """Global tokens have the query 0 where they look at all others."""
+    nodes = fused_nodes(graph, "BandedAttention")
+    for node in nodes:
+        node.input[3] = graph.add("Sub", [node.input[3], node.input[3]])
     return bool(nodes)
 
 
@@ -83,7 +98,7 @@ def rotations_changed(change: Callable[[np.ndarray], np.ndarray], graph: Graph) 
 def heads_of_values_reversed(graph: Graph) -> bool:
     """Every head gets the values of another one."""
     heads = graph.spec.attention.heads
-    for node in fused_nodes(graph, "EluLinearAttention", "LSHAttention", "MaskedAttention"):
+    for node in fused_nodes(graph, "EluLinearAttention", "LSHAttention", "MaskedAttention", "BandedAttention"):
         place = 1 if node.op_type == "LSHAttention" else 2
         other = graph.new_constant(np.arange(heads)[::-1].copy())
         node.input[place] = graph.add("Gather", [node.input[place], other], axis=1)
@@ -124,7 +139,14 @@ def fault(name: str, description: str, damage: Damage, *at: str, causal: bool = 
 
 
 FUSED_FAULTS: tuple[Fault, ...] = (
-    fault("fused: query is key", "query and key exchanged", partial(operands_exchanged, 0, 1), "softmax", "linear"),
+    fault(
+        "fused: query is key",
+        "query and key exchanged",
+        partial(operands_exchanged, 0, 1),
+        "softmax",
+        "linear",
+        "window",
+    ),
     fault(
         "fused: key is value",
         "key and value exchanged",
@@ -132,6 +154,7 @@ FUSED_FAULTS: tuple[Fault, ...] = (
         "linear",
         "aft-simple",
         "aft-local",
+        "window",
     ),
     fault("fused: query is value", "query-key and value exchanged", partial(operands_exchanged, 0, 1), "lsh"),
     fault("fused: order is rank", "the inverse of the sort", partial(operands_exchanged, 2, 3), "lsh"),
@@ -139,16 +162,16 @@ FUSED_FAULTS: tuple[Fault, ...] = (
         "fused: mask ignored",
         "all tokens are kept",
         masks_ignored,
-        *("softmax", "linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv"),
+        *("softmax", "linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv", "window"),
     ),
     fault(
         "fused: values of another head",
         "heads of the values reversed",
         heads_of_values_reversed,
-        *("softmax", "linear", "nystrom", "lsh"),
+        *("softmax", "linear", "nystrom", "lsh", "window"),
     ),
-    fault("fused: scale lost", "logits without 1/√d", partial(scale_to_the_power, 0), "softmax", "nystrom"),
-    fault("fused: scale doubled", "1/√d applied twice", partial(scale_to_the_power, 2), "softmax", "nystrom"),
+    fault("fused: scale lost", "logits without 1/√d", partial(scale_to_the_power, 0), "softmax", "nystrom", "window"),
+    fault("fused: scale doubled", "1/√d applied twice", partial(scale_to_the_power, 2), "softmax", "nystrom", "window"),
     fault("fused: eps lost", "eps of the denominator is 0", partial(attribute_is, "eps", 0.0), "linear"),
     fault("fused: look-around direction", "the chunk after, not before", around_exchanged, "lsh"),
     fault("fused: look-around lost", "only the own chunk", partial(attribute_is, "chunks_before", 0), "lsh"),
@@ -175,9 +198,16 @@ FUSED_FAULTS: tuple[Fault, ...] = (
         "fused: later tokens seen",
         "the node is not causal",
         partial(attribute_is, "causal", 0),
-        *("linear", "lsh", "aft-local"),
+        *("linear", "lsh", "aft-local", "window"),
         causal=True,
     ),
+    fault("fused: window too wide", "one token more before a query", partial(band_wider, "left"), "window"),
+    fault("fused: window too narrow", "none after a query", partial(attribute_is, "right", 0), "window"),
+    fault("fused: window in blocks", "a band for each two queries", partial(attribute_is, "block", 2), "window"),
+    fault(
+        "fused: no global token", "the first token is like others", partial(attribute_is, "with_globals", 0), "window"
+    ),
+    fault("fused: global queries lost", "a global token's own query is another", global_queries_lost, "window"),
 )
 
 ALL_FAULTS: tuple[Fault, ...] = (*FAULTS, *FUSED_FAULTS)

@@ -7,6 +7,7 @@ FUSED: dict[str, dict[str, int]] = {
     "linear": {"EluLinearAttention": 1},
     "nystrom": {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1},
     "lsh": {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1},
+    "window": {"BandedAttention": 1},
     "aft-simple": {"AFTSimpleAttention": 1},
     "aft-local": {"AFTWindowAttention": 1},
     "aft-conv": {"AFTWindowAttention": 1},

@@ -299,7 +299,7 @@ def convolution_lost(graph: Graph) -> bool:
 
 def scale_changed(power: float, graph: Graph) -> bool:
     """q, k or both are divided by a power of the usual divisor: 0 loses the scale, 2 applies it twice."""
-    if graph.spec.attention.variant not in ("softmax", "nystrom", "lsh"):
+    if graph.spec.attention.variant not in (*SOFTMAXES, "lsh"):
         return False
     divisions = [(node, graph.scalar(node, 1)) for node in graph.nodes("Div")]
     return applied([graph.set_constant(node, 1, by**power) for node, by in divisions if by is not None])
@@ -322,7 +322,7 @@ def weak_mask(graph: Graph) -> bool:
     found = False
     for node in graph.nodes("Where"):
         constant = graph.scalar(node, 2)
-        if graph.spec.attention.variant in ("softmax", "nystrom", "lsh") and constant is not None and constant < -1e8:
+        if graph.spec.attention.variant in (*SOFTMAXES, "lsh") and constant is not None and constant < -1e8:
             found = graph.set_constant(node, 2, -3)
     return found
 
@@ -807,9 +807,9 @@ def lost_bias(layer: str, at: tuple[str, ...], **fields: Any) -> Fault:
     return fault(f"{layer} bias lost", f"{layer} has no bias", partial(bias_lost, layer), at=at, **fields)
 
 
-HEADS = ("softmax", "linear", "nystrom", "lsh", "aft-conv")
+HEADS = ("softmax", "linear", "nystrom", "lsh", "window", "aft-conv")
 BIASED = tuple(variant for variant in VARIANTS if variant != "lsh")
-SOFTMAXES = ("softmax", "nystrom")
+SOFTMAXES = ("softmax", "nystrom", "window")
 
 FAULTS: tuple[Fault, ...] = (
     fault("pinv iteration dropped", "one step of the iteration less", pinv_iteration_dropped, at=("nystrom",)),
@@ -823,10 +823,10 @@ FAULTS: tuple[Fault, ...] = (
     fault("padding in convolution", "values of padding are not zeroed", padding_in_convolution, at=("nystrom",)),
     fault("convolution flipped", "the filter runs backwards", convolution_flipped, at=("nystrom", "aft-conv")),
     fault("convolution lost", "its term is not added", convolution_lost, at=("nystrom",)),
-    fault("scale lost", "logits without 1/√d", partial(scale_changed, 0), at=("softmax", "nystrom", "lsh")),
-    fault("scale doubled", "1/√d applied twice", partial(scale_changed, 2), at=("softmax", "nystrom", "lsh")),
+    fault("scale lost", "logits without 1/√d", partial(scale_changed, 0), at=(*SOFTMAXES, "lsh")),
+    fault("scale doubled", "1/√d applied twice", partial(scale_changed, 2), at=(*SOFTMAXES, "lsh")),
     fault("softmax over queries", "softmax along the wrong axis", softmax_over_queries, at=SOFTMAXES),
-    fault("weak mask", "hidden logits are −3", weak_mask, at=("softmax", "nystrom", "lsh")),
+    fault("weak mask", "hidden logits are −3", weak_mask, at=(*SOFTMAXES, "lsh")),
     fault("mask ignored", "all tokens are kept", mask_ignored),
     fault("mask inverted", "padding is kept, tokens are hidden", mask_inverted),
     fault("mask before the feature map", "φ(mask · k) instead of mask · φ(k)", mask_before_feature_map, at=("linear",)),

@@ -201,7 +201,8 @@ def call_in_torch(use: OperatorUse, exact: type[np.floating[Any]]) -> Call:
     # its parameters are named as in the signature; it needs neither what is redundant nor what only a body reads
     wanted = inspect.signature(op.reference).parameters
     attributes = {a.name: a.default for a in op.SIGNATURE.attributes} | use.attributes
-    attributes = {name: value for name, value in attributes.items() if name in wanted}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted.values())
+    attributes = {name: value for name, value in attributes.items() if takes_any or name in wanted}
     # with `rounded`, the weights of some tokens are what float32 makes of a sum with -1e5
     dtype = np.float32 if attributes.get("rounded") else exact
 

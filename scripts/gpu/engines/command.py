@@ -53,7 +53,7 @@ split files that are too large to transfer at once,
 copy all files, in several steps if necessary, into one folder of that machine, and there
   python3 scripts/gpu --engines --wheels wheels -o results
 Polygraphy, the second runner, is optional: pip download --no-deps -d wheels polygraphy, or pip install polygraphy.
-Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 runs a part of them, and --minutes
+Nine variants in two precisions take long; --variants softmax,lsh --precisions fp16 runs a part of them, and --minutes
 limits the time.
 """
 PACKAGES = (*TENSORRT_PACKAGES, "polygraphy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")

@@ -354,6 +354,35 @@ def test_several_inputs_with_axes_of_their_own_and_outputs_of_any_type(tmp_path:
     np.testing.assert_allclose(outputs["output0"], expected, atol=1e-5)  # float32 rounding
 
 
+@pytest.mark.parametrize("dynamic", [None, {"x": {0: "batch", 1: "seq"}}])
+def test_an_example_of_one_token_leaves_the_number_of_tokens_free(dynamic: Any, tmp_path: Path) -> None:
+    import onnxruntime
+
+    class Mixer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(x @ x.transpose(1, 2), dim=-1) @ x
+
+    effexport.export(Mixer(), {"x": torch.randn(2, 1, DIM)}, tmp_path / "out", dynamic=dynamic)
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
+    for seq_len in (1, 2, 33):
+        x = torch.randn(3, seq_len, DIM)
+        np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], Mixer()(x).numpy(), atol=1e-5)
+
+
+def test_bytes_are_inputs(tmp_path: Path) -> None:
+    class Pixels(nn.Module):
+        def forward(self, image: Tensor) -> Tensor:
+            return (image.float() / 255).mean(dim=-1)
+
+    image = torch.arange(4 * 96, dtype=torch.int64).remainder(256).to(torch.uint8).reshape(4, 8, 12)
+    effexport.export(Pixels(), {"image": image}, tmp_path / "out")
+    opened = effexport.load(tmp_path / "out")
+    (name,) = (tensor.name for tensor in opened.outputs)
+    np.testing.assert_allclose(opened.run({"image": image.numpy()})[name], Pixels()(image).numpy(), atol=1e-6)
+    with pytest.raises(UserError, match=r"'image' is int64 .*expected image uint8 .*convert it with"):
+        opened.run({"image": image.long().numpy()})
+
+
 def test_a_model_without_a_sequence_is_exported(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
     result = effexport.export(model, torch.randn(2, 3, 8, 8), tmp_path / "out", precision="fp16")

@@ -33,12 +33,14 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "aft-simple": ("aft-simple", {}),
     "aft-local": ("aft-local", {}),
     "aft-conv causal": ("aft-conv", {"causal": True}),
+    "window": ("window", {}),
     "softmax fp16": ("softmax", {"precision": "fp16"}),
     "linear fp16": ("linear", {"precision": "fp16"}),
     "nystrom fp16": ("nystrom", {"precision": "fp16"}),
     "lsh fp16": ("lsh", {"precision": "fp16"}),
     "aft-simple fp16": ("aft-simple", {"precision": "fp16"}),
     "aft-local fp16": ("aft-local", {"precision": "fp16"}),
+    "window fp16": ("window", {"precision": "fp16"}),
 }
 
 
