@@ -155,7 +155,7 @@ MUTANTS = (
     *mutants_of(
         "banded_attention/kernel_cpu.cc",
         ("keep_[key] && !is_global(key)", "keep_[key]"),
-        ("std::upper_bound(keys.begin()", "std::lower_bound(keys.begin()"),
+        ("(p_.causal ? std::upper_bound", "(p_.block == 0 ? std::upper_bound"),
         ("p_.causal ? tokens[i] + 1 : p_.seq", "p_.seq"),
         ("if (keep[offset + token]) keys.push_back(token);", "keys.push_back(token);"),
         ("group % p.heads * p.offsets()", "group / p.heads * p.offsets()"),
