@@ -180,7 +180,7 @@ def module_rng(variant: str, state: Tensor) -> Tensor:
 # Tensors that a formula provably ignores: a key bias shifts every logit of a softmax by the same amount.
 WITHOUT_EFFECT = {
     variant: {"blocks.0.attention.key.bias"}
-    for variant in ("softmax", "nystrom", "aft-full", "aft-simple", "aft-local", "aft-conv")
+    for variant in ("softmax", "window", "nystrom", "aft-full", "aft-simple", "aft-local", "aft-conv")
 }
 
 

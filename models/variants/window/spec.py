@@ -20,7 +20,7 @@ class WindowSpec(QueryKeySpec):
     """
 
     variant: ClassVar[str] = "window"
-    place: ClassVar[int] = 15
+    place: ClassVar[int] = 90
     layer: ClassVar[str] = "variants.window.layer.WindowAttention"
     formula: ClassVar[str] = "softmax(QKᵀ/√d over w near and g global keys) V"
     cost: ClassVar[str] = "n·(w + g)·d"
