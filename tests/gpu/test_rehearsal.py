@@ -38,7 +38,7 @@ def bare_environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
-# one operator of one launch, one of several, and one with scratch memory; the soak run rehearses all ten
+# one operator of one launch, one of several, and one with scratch memory; the soak run rehearses all
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "only",

@@ -31,6 +31,7 @@ from effexport.bench.results import BenchCase, BenchRow, Status
 from effexport.bench.run import Settings
 from effexport.cli.bench import BenchRequest
 from effexport.models.validation import SpecError
+from effexport.models.variants import ATTENTION_SPECS
 
 LENGTH = 32_768
 MB = 10**6
@@ -349,7 +350,7 @@ def test_layers_describe_an_encoder_and_nothing_describes_the_default_layer_of_b
     assert (layer.cases[0].scope, layer.cases[0].heads * layer.cases[0].head_dim) == ("attention", 256)
     model = model_of_case(encoder.cases[0])
     assert (model.scope, model.layers, model.attention.dim, model.attention.heads) == ("encoder", 3, 96, 3)
-    assert len(layer.cases) == 8
+    assert len(layer.cases) == len(ATTENTION_SPECS)
 
 
 def test_a_spec_file_describes_every_variant_and_refuses_those_that_cannot_be(tmp_path: Path) -> None:
