@@ -169,7 +169,7 @@ def test_cells_survive_the_way_to_another_machine() -> None:
         (PLAIN + "[[include]]\nseq_len = 64", "an [[include]] has no variant"),
         (
             PLAIN + '[[include]]\nvariant = "lsh"\nwindow = 3',
-            "window does not apply to lsh, only to: aft-local; leave it out",
+            "window does not apply to lsh, only to: aft-local, window; leave it out",
         ),
         (PLAIN + '[exclude]\nvariant = "lsh"', "each under [[exclude]]"),
         (
