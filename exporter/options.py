@@ -92,7 +92,7 @@ class SpecOptions(Options):
     pinv_init: Literal["per_head", "global"] | None = option(
         None, "Scale of Nyström's inverse: per_head, global.", SIZES, metavar="SCALE", in_file=True
     )
-    window: int | None = option(None, "Window of window attention and aft-local.", SIZES, metavar=A_NUMBER, in_file=True)
+    window: int | None = option(None, "Tokens that window and aft-local see.", SIZES, metavar=A_NUMBER, in_file=True)
     global_tokens: int | None = option(
         None, "With a window: first tokens that all see.", SIZES, metavar=A_NUMBER, in_file=True
     )
