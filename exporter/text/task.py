@@ -10,7 +10,6 @@ import numpy as np
 
 from effexport.base.errors import UserError
 from effexport.base.spec import is_optional
-from effexport.models.contract import GLOBAL_MASK
 from effexport.text.tokenizer import Encoding, Tokenizer
 
 if TYPE_CHECKING:
@@ -217,8 +216,9 @@ def reader_from_spec(spec: BuildSpec, tokenizer: Tokenizer, *, given_by_task: It
     """Raises UserError for a model with inputs that a text does not give. given_by_task: inputs that the task gives."""
     model = spec.model
     dims = {tensor.name: tensor.dims for tensor in spec.inputs}
-    left_out = [tensor.name for tensor in spec.inputs if tensor.name == GLOBAL_MASK and is_optional(tensor)]
-    unknown = [name for name in dims if name not in (TOKENS, SEGMENTS, model.mask, *given_by_task, *left_out)]
+    read = (TOKENS, SEGMENTS, model.mask, *given_by_task)
+    left_out = [tensor.name for tensor in spec.inputs if is_optional(tensor) and tensor.name not in read]
+    unknown = [name for name in dims if name not in (*read, *left_out)]
     if unknown or len(dims.get(TOKENS, ())) != 2:
         inputs = ", ".join(str(tensor) for tensor in spec.inputs)
         raise UserError(f"a text cannot be the input of this model, which takes {inputs}; give arrays with --input")

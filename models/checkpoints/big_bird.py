@@ -23,7 +23,7 @@ from effexport.models.checkpoints.bert_spec import HIDDEN_ACTS
 from effexport.models.checkpoints.big_bird_spec import BigBirdAttentionSpec, BigBirdSpec
 from effexport.models.layers import LayerNorm, MultiHeadAttention, at_least_float32
 from effexport.models.variants.softmax.layer import softmax_attention
-from effexport.plugins.banded_attention.op import banded_attention, reference
+from effexport.plugins.banded_attention.op import Band, attend_in_band
 from effexport.plugins.masked_attention.op import masked_attention
 
 # Checkpoint names that may be present and mean nothing to a module: buffers of old versions, an unused pooler, and
@@ -110,9 +110,8 @@ class BigBirdAttention(MultiHeadAttention):
         is_global = is_short | is_first | (position >= last - last % size)
         query, key = (~is_global).to(q.dtype) / scale, math.log(self.spec.repeats) * is_first.to(k.dtype)
         q, k = (torch.cat((x, one[:, None].expand(*x.shape[:3], 1)), dim=-1) for x, one in ((q, query), (k, key)))
-        attend = banded_attention if self.fused else reference
-        no_bias, is_global = q.new_zeros(self.spec.heads, 1), is_global.expand(*keep.shape)
-        context = attend(q, k, v, q, k, v, keep, is_global, no_bias, scale, size, size, size, False, True, False)
+        band = Band(scale, size, size, size)
+        context = attend_in_band((q, k, v), keep, band, fused=self.fused, is_global=is_global.expand(*keep.shape))
         # as in transformers, where padding of long sequences has a context of zeros
         return torch.where((keep | is_short)[:, None, :, None], context, 0.0)
 

@@ -24,7 +24,7 @@ from effexport.models.checkpoints.longformer_spec import (
 from effexport.models.contract import GLOBAL_MASK
 from effexport.models.layers import MultiHeadAttention, merge_heads, split_heads
 from effexport.models.variants.sums import block_count
-from effexport.plugins.banded_attention.op import banded_attention, reference
+from effexport.plugins.banded_attention.op import Band, attend_in_band
 
 # Tokens whose places are counted by one product; the sums of a block are exact in TF32, too.
 BLOCK = 256
@@ -102,7 +102,6 @@ class BandedAttentionLayer(MultiHeadAttention):
 
     def __init__(self, spec: BandedSpec) -> None:
         super().__init__(spec)
-        self.scale = 1 / math.sqrt(spec.head_size)
         for name in GLOBAL_PROJECTIONS:
             self.add_module(name, nn.Linear(spec.dim, spec.inner_dim))
 
@@ -117,10 +116,9 @@ class BandedAttentionLayer(MultiHeadAttention):
         As in transformers, padding sees nothing: its context is 0.
         """
         q, k, v, q_far, k_far, v_far = self.project(hidden_states)
-        reach, no_bias = self.spec.reach, q.new_zeros(self.spec.heads, 1)
-        attend = banded_attention if self.fused else reference
-        tensors = (q, k, v, q_far, k_far, v_far, keep, is_global, no_bias)
-        context: Tensor = attend(*tensors, self.scale, reach, reach, 1, False, True, False)
+        band = Band(1 / math.sqrt(self.spec.head_size), self.spec.reach, self.spec.reach)
+        far = (q_far, k_far, v_far)
+        context = attend_in_band((q, k, v), keep, band, fused=self.fused, is_global=is_global, of_globals=far)
         projected: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
         return projected
 

@@ -14,7 +14,7 @@ from effexport.models.encoder.module import pool
 from effexport.models.layers import AttentionLayer, LayerNorm, at_least_float32, split_heads
 from effexport.models.validation import SpecError
 from effexport.models.variants.softmax.layer import softmax_attention
-from effexport.plugins.banded_attention.op import banded_attention, reference
+from effexport.plugins.banded_attention.op import Band, attend_in_band
 from effexport.plugins.masked_attention.op import masked_attention
 
 # Head models save the encoder under this prefix, base models without it.
@@ -113,9 +113,7 @@ class ModernBertAttention(AttentionLayer):
         q, k, v = projected
         window, scale = self.spec.window, 1 / math.sqrt(self.spec.head_size)
         if window is not None:
-            attend, no_bias = banded_attention if self.fused else reference, q.new_zeros(self.spec.heads, 1)
-            near: Tensor = attend(q, k, v, q, k, v, keep, keep, no_bias, scale, window, window, 1, False, False, False)
-            return near
+            return attend_in_band((q, k, v), keep, Band(scale, window, window), fused=self.fused)
         if self.fused:
             context: Tensor = masked_attention(q, k, v, keep, scale)
             return context

@@ -145,6 +145,27 @@ def _check(tensors: Sequence[Tensor], band: Band) -> None:
         )
 
 
+def attend_in_band(
+    projected: tuple[Tensor, Tensor, Tensor],
+    keep: Tensor,
+    band: Band,
+    *,
+    fused: bool,
+    is_global: Tensor | None = None,
+    of_globals: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`banded_attention` without biases, by the operator if `fused`, otherwise by `reference`, which has gradients.
+
+    projected: q, k and v; of_globals: those of global tokens, by default the same. keep, is_global: boolean [batch, n];
+    None: no token is global. Shapes as there.
+    """
+    q, attend = projected[0], banded_attention if fused else reference
+    marked = keep if is_global is None else is_global
+    tensors = (*projected, *(of_globals or projected), keep, marked, q.new_zeros(q.shape[1], 1))
+    context: Tensor = attend(*tensors, *band._replace(with_globals=is_global is not None, with_bias=False))
+    return context
+
+
 def chunk(left: int, right: int, block: int) -> int:
     """Queries per chunk of the body: whole blocks, and about a quarter of the keys around them."""
     return -(-max(16, min(128, (left + right) // 4)) // block) * block

@@ -12,7 +12,7 @@ from torch import Tensor
 from effexport.models.layers import MultiHeadAttention, State, masked_softmax, merge_heads
 from effexport.models.validation import require
 from effexport.models.variants.window.spec import WindowSpec
-from effexport.plugins.banded_attention.op import banded_attention
+from effexport.plugins.banded_attention.op import Band, attend_in_band
 
 
 class WindowAttention(MultiHeadAttention):
@@ -28,12 +28,10 @@ class WindowAttention(MultiHeadAttention):
         spec = self.spec
         if self.fused:
             count = spec.global_tokens
-            is_global = keep if count == 0 else (torch.arange(q.shape[2], device=q.device) < count).expand_as(keep)
-            tensors = (q, k, v, q, k, v, keep, is_global, q.new_zeros(spec.heads, 1))
+            is_global = (torch.arange(q.shape[2], device=q.device) < count).expand_as(keep) if count else None
             scale = 1 / math.sqrt(q.shape[-1])
-            band = (spec.left, spec.right, 1, spec.causal)
-            fused: Tensor = banded_attention(*tensors, scale, *band, count > 0, False, count)
-            return fused
+            band = Band(scale, spec.left, spec.right, causal=spec.causal, most_globals=count)
+            return attend_in_band((q, k, v), keep, band, fused=True, is_global=is_global)
         context = banded(q, k, v, keep, spec)
         if not spec.global_tokens:
             return context
