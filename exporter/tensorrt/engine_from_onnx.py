@@ -264,6 +264,8 @@ def parse_failure(parser: OnnxParser, log: BuildLog) -> str:
                 f"{where} is an operator that TensorRT does not have, without a function body or a plugin; attach a "
                 "body to the model, or use another operator"
             )
+        if where and "was not found in plugin registry" in error.desc():
+            return f"{where} is an operator that this TensorRT does not have; use another one, or another --target"
         if where and error.desc() in ("false", "unsupported"):
             return f"{where} is an operator that TensorRT does not import; use another one"
         if where:

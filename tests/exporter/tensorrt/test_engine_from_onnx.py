@@ -207,12 +207,21 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(built: Built, tmp_path: 
             ["Bar"],
         ),
         (tiny("g (float[n, 4, 4] x) => (float[n] y) { y = Det (x) }"), ["Det", "does not import"]),
+        (tiny("g (bool[n] x) => (int64[1, m] y) { y = NonZero (x) }"), ["NonZero", "this TensorRT does not have"]),
         (
             tiny("g (float[n, 4] x, float[k, 4] w) => (float[n, 4] y) { y = MatMul (x, w) }"),
             ["mismatching dimensions"],
         ),
     ],
-    ids=["TopK of 8192", "opset 27", "float64", "unknown operator", "unsupported operator", "shapes that do not fit"],
+    ids=[
+        "TopK of 8192",
+        "opset 27",
+        "float64",
+        "unknown operator",
+        "unsupported operator",
+        "NonZero",
+        "shapes that do not fit",
+    ],
 )
 def test_a_model_that_tensorrt_cannot_take_is_refused_with_the_node_and_the_reason(
     build: Callable[..., EngineInfo], tmp_path: Path, model: onnx.ModelProto, words: list[str]
