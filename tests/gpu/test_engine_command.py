@@ -143,7 +143,7 @@ def test_a_causal_model_is_decoded(monkeypatch: pytest.MonkeyPatch, machine: Mac
     everything_passes(monkeypatch)
     specs = command.specs_from_options(command.parse_options(["--precisions", "fp16"]))
     causal = [spec for spec in specs if spec.attention.causal]
-    assert [spec.attention.variant for spec in causal] == ["linear", "aft-simple"]
+    assert [spec.attention.variant for spec in causal] == ["linear", "aft-simple", "window"]
     assert all(spec.model.has_decode_step for spec in causal)
     results = records.Results({})
     command.check_model(results, model.Model("trt", causal[0], machine.model.folder), command.Call())

@@ -121,9 +121,12 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         "ONNX rounds the quotient of integers down itself, and some dividends are multiples already",
     ),
     (
-        r"Sub (blocks_or_none|blocks|whole_1d|chunks|groups)_whole: another operator"
-        r"|Div (blocks|blocks_or_none|whole_1d|chunks|groups): bypassed, gives its input (\w+_whole|group$)"
-        r"|Constant (rounding|nearly_(block|chunk|group)): another constant, (doubled|plus 1)"
+        r"Sub (blocks_or_none|blocks|whole_1d)_whole: another operator"
+        r"|Div (blocks|blocks_or_none|whole_1d): bypassed, gives its input \w+_whole"
+        r"|Constant (rounding|nearly_block): another constant, (doubled|plus 1)"
+        r"|Banded.* Sub (chunks|groups)_whole: another operator"
+        r"|Banded.* Div (chunks|groups): bypassed, gives its input (\w+_whole|group$)"
+        r"|Banded.* Constant nearly_(chunk|group): another constant, (doubled|plus 1)"
         r"|Sub nearly_1d: (another operator|bypassed, gives its input block_1d)"
         r"|Max blocks(_1d)?: another operator, Add",
         "more blocks than needed, which hold nothing",
