@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from effexport.evaluation.data import IGNORED, MASKED_SHARE
 from effexport.models.encoder.module import Encoder
 from effexport.text.tokenizer import BYTE_MASK
+from scripts import train_proof
 from scripts.training.corpus import Corpus, tokens_of
 from scripts.training.experiments import EXPERIMENTS
 from scripts.training.tasks import ANSWER_HERE, CLOSE, FIRST_DIGIT, FIRST_OPERATOR, Duplication, ListOps, Task, Text
@@ -137,3 +139,14 @@ def test_every_experiment_has_a_spec_for_each_of_its_layers() -> None:
             names = {name: parameter.shape for name, parameter in Encoder(spec).named_parameters()}
             own = {name: parameter.shape for name, parameter in Encoder(experiment.spec().model).named_parameters()}
             assert names == own, (experiment.name, other)
+
+
+@pytest.mark.slow
+def test_an_experiment_ends_in_figures_of_every_run(tmp_path: Path) -> None:
+    experiment = replace(EXPERIMENTS["duplication-64-lsh-1"], schedule=Schedule(2, 2), rows=4, others={})
+    train_proof.run(experiment, tmp_path)
+    judged = json.loads((tmp_path / f"{experiment.name}.json").read_text())["judged"]
+    runs = {(run["precision"], run["run"]) for run in judged["runs"] if "not_run" not in run}
+    expected = {("fp32", title) for title in ("kernels", "function bodies", "OpenVINO", "int8")}
+    assert runs == expected | {("fp16", title) for title in ("kernels", "function bodies")}
+    assert {judged[name]["verdict"] for name in ("verify_fp32", "verify_fp16")} == {"passed"}

@@ -21,23 +21,24 @@ from campaign.strange import STRANGE, any_number_of_digits, mutated_json
 
 HUGE = (10**9, 10**9 + 1, 10**9 + 8, 2**30, 2**31 - 1, 2**31, 2**40, 10**18, 10**30, 10**5000)
 SIZES = (*HUGE, *HUGE, -1, 0, 1, 2, 3, 7, 64, 999, 100_000)
+OF_ALL = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    *("pad_token_id", "num_labels"),
+)
+OF_BERT = (*OF_ALL, "type_vocab_size", "intermediate_size", "layer_norm_eps")
 # Sizes of all families, also those that a config.json leaves at their defaults.
 FIELDS = {
-    "longformer": (
-        *("vocab_size", "type_vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-        *("intermediate_size", "max_position_embeddings", "attention_window", "pad_token_id", "sep_token_id"),
-        *("num_labels", "layer_norm_eps"),
+    "big_bird": (*OF_BERT, "block_size", "num_random_blocks", "attention_type", "sep_token_id", "use_bias"),
+    "longformer": (*OF_BERT, "attention_window", "sep_token_id"),
+    "modernbert": (
+        *(*OF_ALL, "intermediate_size", "norm_eps", "local_attention", "global_attn_every_n_layers"),
+        *("global_rope_theta", "local_rope_theta", "classifier_pooling", "attention_bias", "mlp_bias"),
     ),
-    "nystromformer": (
-        *("vocab_size", "type_vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-        *("intermediate_size", "max_position_embeddings", "segment_means_seq_len", "num_landmarks"),
-        *("conv_kernel_size", "pad_token_id", "num_labels", "layer_norm_eps"),
-    ),
+    "nystromformer": (*OF_BERT, "segment_means_seq_len", "num_landmarks", "conv_kernel_size"),
     "reformer": (
-        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "attention_head_size"),
-        *("feed_forward_size", "max_position_embeddings", "lsh_attn_chunk_length", "local_attn_chunk_length"),
-        *("num_hashes", "num_buckets", "lsh_num_chunks_before", "local_num_chunks_after", "hash_seed", "num_labels"),
-        *("axial_pos_shape", "axial_pos_embds_dim", "attn_layers", "layer_norm_eps", "pad_token_id"),
+        *(*OF_ALL, "attention_head_size", "feed_forward_size", "lsh_attn_chunk_length", "local_attn_chunk_length"),
+        *("num_hashes", "num_buckets", "lsh_num_chunks_before", "local_num_chunks_after", "hash_seed"),
+        *("axial_pos_shape", "axial_pos_embds_dim", "attn_layers", "layer_norm_eps"),
     ),
 }
 # Many bytes of JSON, made without a parser.

@@ -41,7 +41,7 @@ def run(cases: int, seed: int, folder: Path) -> Tally:
 
 def make_checkpoints(folder: Path) -> None:
     """Small checkpoints of all families, with tokenizers."""
-    from checkpoint_artifacts import FIELDS, LONGFORMER, NYSTROMFORMER, REFORMER
+    from checkpoint_artifacts import BIG_BIRD, FIELDS, LONGFORMER, MODERNBERT, NYSTROMFORMER, REFORMER
     from random_tokenizers import saved_tokenizer
     from transformers_models import saved
 
@@ -49,7 +49,9 @@ def make_checkpoints(folder: Path) -> None:
     models = {
         "NystromformerForMaskedLM": NYSTROMFORMER,
         "NystromformerForSequenceClassification": landmarks | FIELDS["NystromformerForSequenceClassification"],
+        "BigBirdForQuestionAnswering": BIG_BIRD,
         "LongformerForMaskedLM": LONGFORMER,
+        "ModernBertForMaskedLM": MODERNBERT,
         "ReformerModelWithLMHead": REFORMER,
         "ReformerForSequenceClassification": REFORMER | {"is_decoder": False},
     }

@@ -44,8 +44,8 @@ def text(folder: Path, masked: bool) -> Text:
     return Text(corpus(folder), TEXT_TOKENS, masked)
 
 
-def causal(variant: str) -> Experiment:
-    options = SMALL | {"variant": variant, "causal": True, "seq_len": TEXT_TOKENS}
+def causal(variant: str, **changes: Any) -> Experiment:
+    options = SMALL | {"variant": variant, "causal": True, "seq_len": TEXT_TOKENS} | changes
     return Experiment(f"causal-{variant}", options, lambda folder: text(folder, False), CAUSAL_SCHEDULE, TEXT_ROWS)
 
 
@@ -92,6 +92,8 @@ EXPERIMENTS = {
     one.name: one
     for one in (
         *map(causal, ("linear", "aft-simple", "softmax")),
+        # a token sees the 64 before it in each layer, and with four layers 256
+        causal("window", window=64),
         masked("nystrom", {"variant": "nystrom"}),
         masked("nystrom-32", {"variant": "nystrom", "num_landmarks": 32}),
         # what Nyströmformer approximates: with its convolution

@@ -18,6 +18,7 @@ from effexport.evaluation.data import LabelledRows, Windows, rows_of_data
 from effexport.evaluation.evaluate import TORCH, EvaluatedModel, Run, scores_of
 from effexport.evaluation.figures import Estimate, Scores, changes, differences, estimates_of
 from effexport.models.encoder.spec import LOGITS
+from effexport.proof.rebuilt_module import source_of_weights
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
@@ -47,7 +48,9 @@ def judged(
         found[f"verify_{precision}"] = {"verdict": report.verdict, "checks": len(report.checks), "failed": failed}
         rows = rows_of_data(data, artifact, Windows())
         if precision == "fp32":
-            with EvaluatedModel(artifact, RunOptions(runtime=TORCH), weights=weights).opened() as run:
+            with EvaluatedModel(
+                artifact, RunOptions(runtime=TORCH), source_of_weights(artifact, weights)
+            ).opened() as run:
                 expected = scores_of(run, rows)
             found |= {"rows": len(expected.asked), "answers": int(expected.asked.sum())}
             found["PyTorch"] = intervals(estimates_of(expected, language=False))
