@@ -1,6 +1,6 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
-build, verify, evaluate, refit, inspect and report do what the commands of these names do; export builds from an
+build, verify, sign, evaluate, refit, inspect and report do what the commands of these names do; export builds from an
 nn.Module; load, load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in the place
 of a model of transformers.
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         load_text,
         refit,
         report,
+        sign,
         verify,
     )
     from effexport.base.errors import EffexportError, StageError, UserError
@@ -57,6 +58,7 @@ __all__ = [
     "load_text",
     "refit",
     "report",
+    "sign",
     "verify",
 ]
 

@@ -23,6 +23,7 @@ from effexport.options import (
     ExportOptions,
     InspectOptions,
     RefitOptions,
+    SignOptions,
     VerifyOptions,
 )
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from effexport.runners.options import RunOptions
     from effexport.runners.ort.runner import OrtRunner
     from effexport.runners.runner import Runner
+    from effexport.signature import Signed
     from effexport.tensorrt.runner import TrtRunner
     from effexport.text.task import TextOptions
     from effexport.text.tasks import TextModel
@@ -231,6 +233,7 @@ class Verified:
     candidate: ArtifactCandidate
     request: VerifyRequest
     found: Trace | Unavailable | None
+    seal: Signed | None
 
 
 def verified(options: VerifyOptions) -> Verified:
@@ -243,6 +246,7 @@ def verified(options: VerifyOptions) -> Verified:
     from effexport.report.reading import side_of_artifact
     from effexport.report.rendering.formats import format_of_file, text_from_report
     from effexport.report.verified import report_from_verification
+    from effexport.signature import check_identity
 
     weights, output = optional_path("weights", options.weights), optional_path("output", options.output)
     named = named_module(options.module, options.examples, weights)
@@ -253,7 +257,9 @@ def verified(options: VerifyOptions) -> Verified:
         form = format_of_file(output)
         check_output_file(output, force=options.force)
     start = time.perf_counter()
-    artifact = open_artifact(path_of("artifact", options.artifact))
+    folder, identity = path_of("artifact", options.artifact), optional_path("identity", options.identity)
+    seal = None if identity is None else check_identity(folder, identity)
+    artifact = open_artifact(folder)
     candidate = ArtifactCandidate(artifact, run_options, optional_path("model", options.model))
     source = source_of_verify(artifact, weights, named)
     request = VerifyRequest(choice, source, tuple(options.cases), options.trace, optional_path("data", options.data))
@@ -263,7 +269,27 @@ def verified(options: VerifyOptions) -> Verified:
     report = report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
     if output is not None:
         write_output(output, text_from_report(side_of_artifact(artifact, str(options.artifact), report), form))
-    return Verified(report, candidate, request, found)
+    return Verified(report, candidate, request, found, seal)
+
+
+@keywords(SignOptions)
+def sign(options: SignOptions) -> Signed:
+    """Sign an artifact and its verdict, as `effexport sign` does, in place of earlier signatures.
+
+        effexport.sign("artifacts/lsh", key="key.pem")
+        effexport.verify("artifacts/lsh", identity="public.pem")
+
+    key: an elliptic-curve private key in PEM. docs/security.md says what is signed.
+    Raises UserError for a damaged artifact, for one with other files in it, and for another key.
+    """
+    return signed(options)
+
+
+def signed(options: SignOptions) -> Signed:
+    from effexport.artifact import open_artifact
+    from effexport.signature import sign_artifact
+
+    return sign_artifact(open_artifact(path_of("artifact", options.artifact)), path_of("key", options.key))
 
 
 @keywords(EvaluateOptions)

@@ -397,6 +397,7 @@ class VerifyOptions(ArtifactOptions, ResultOptions, RunnerOptions, ProgressOptio
     data: str | Path | None = option(None, "Also compare answers on this data.", metavar=A_FILE)
     cases: Sequence[str] = option((), "Check only this case. Repeatable.", flag="--case", metavar="NAME")
     trace: bool = option(False, "Find the first value that differs, in any case.")
+    identity: str | Path | None = option(None, "Public key: refuse what its owner did not sign.", metavar=A_FILE)
     output: str | Path | None = option(None, "Also a report: .html, .md, .json or .xml.", short="-o", metavar=A_FILE)
 
 
@@ -437,6 +438,14 @@ class EvaluateOptions(ArtifactOptions, ResultOptions, RunnerOptions, ProgressOpt
     stride: int = option(0, "Tokens that neighbouring windows share.", metavar=A_NUMBER)
     rows: int | None = option(None, "Use only the first N rows.", metavar=A_NUMBER)
     seed: int = option(0, "Of the tokens that are masked.", metavar=A_NUMBER)
+
+
+@dataclass(frozen=True)
+class SignOptions(ArtifactOptions):
+    """The options of `effexport sign`."""
+
+    _: KW_ONLY
+    key: str | Path = field(metadata={"option": Option("Private key, P-256, P-384 or P-521, in PEM.", metavar=A_FILE)})
 
 
 @dataclass(frozen=True)

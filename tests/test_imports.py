@@ -62,6 +62,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("text",),
     ("proof",),
     ("runners", "tensorrt"),
+    ("signature",),
     ("artifact",),
     ("export",),
     ("quantize",),

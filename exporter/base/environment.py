@@ -52,6 +52,7 @@ PARTS = (
     Package(("transformers",), "transformers", "run inside transformers", "hf", optional=True),
     Package(("uvicorn",), "uvicorn", "serve over HTTP", "serve", optional=True),
     Package(("ray",), "ray", "serve on Ray", "serve-ray", optional=True),
+    Package(("cryptography",), "cryptography", "sign artifacts", "sign", optional=True),
 )
 
 

@@ -10,6 +10,7 @@ import click
 from effexport import api
 from effexport.base.errors import Unavailable
 from effexport.base.one_line import say
+from effexport.base.units import counted
 from effexport.cli._console import implementation_text, result_console, stage_progress, stderr_console
 from effexport.cli._result import print_checks, verdict_text
 from effexport.cli._verbs import verb
@@ -41,6 +42,9 @@ def command(options: VerifyOptions, as_json: bool, verbose: bool) -> None:
     ran = implementation_text(report.implementation)
     title = reference_text(result, options.precision_hint)
     say(console, f"{options.model or options.artifact}: {verdict_text(report, title)}{ran}")
+    if result.seal is not None:
+        files = counted(len(result.seal.files), "file")
+        say(console, f"{options.artifact}: {files} as the owner of {options.identity} signed them")
     if options.output is not None:
         say(console, f"{options.output}: written")
     if not passed(report.checks):
@@ -66,6 +70,7 @@ def json_of_verification(result: api.Verified, options: VerifyOptions) -> dict[s
         "checks": [dict_of_check(check) for check in report.checks],
         "trace": {"not_run": trace_text(found)} if isinstance(found, Unavailable) else found and found.to_dict(),
         "quality": report.quality and asdict(report.quality),
+        **({"signed_by": result.seal.key_sha256} if result.seal is not None else {}),
         **({"output": str(options.output)} if options.output is not None else {}),
     }
 

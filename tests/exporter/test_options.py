@@ -27,6 +27,7 @@ from effexport.options import (
     EvaluateOptions,
     InspectOptions,
     RefitOptions,
+    SignOptions,
     SpecOptions,
     VerifyOptions,
 )
@@ -37,6 +38,7 @@ from effexport.report.reproduce import build_command
 RECORDS = {
     "build": BuildOptions,
     "verify": VerifyOptions,
+    "sign": SignOptions,
     "evaluate": EvaluateOptions,
     "refit": RefitOptions,
     "inspect": InspectOptions,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.base.errors import UserError
-from effexport.base.option_fields import A_NUMBER, Option, Options, option
+from effexport.base.option_fields import A_FILE, A_NUMBER, Option, Options, option
 from effexport.base.process_memory import STATUS
 from effexport.base.runtimes import CPU
 from effexport.base.units import bytes_from_text, tokens_from_text
@@ -53,6 +54,7 @@ class ServingSettings(Options):
     max_memory_bytes: int | None = option(
         None, "No model is loaded beyond it, such as 8GiB.", flag="--max-memory", metavar="SIZE", read=bytes_from_text
     )
+    require_identity: Path | None = option(None, "Public key: load only what its owner signed.", metavar=A_FILE)
     timeout_s: float = option(30.0, "Longest wait of a request.", flag="--timeout", metavar="SECONDS")
     token: str | None = field(
         default=None,

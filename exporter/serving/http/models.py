@@ -39,6 +39,7 @@ from effexport.serving.engine.queue import Batcher, Padding, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
 from effexport.serving.engine.texts import Tasks, Texts
+from effexport.signature import check_identity
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -403,6 +404,8 @@ class ServingTarget:
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
         options_from_flags(self.runtime, implementation=self.implementation, device=self.device)
+        if self.settings.require_identity is not None:
+            check_identity(self.artifact, self.settings.require_identity)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
         signature_from_spec(artifact.spec, self.settings)
