@@ -22,10 +22,11 @@ from effexport.models.checkpoints.longformer import (
     Longformer,
     counts,
     global_tokens,
+    rows_of,
     weight_names,
     with_global_tokens,
 )
-from effexport.models.checkpoints.longformer_spec import RULES, LongformerSpec
+from effexport.models.checkpoints.longformer_spec import GLOBAL_PROJECTIONS, RULES, LongformerSpec
 from effexport.models.contract import GLOBAL_MASK
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
@@ -224,6 +225,33 @@ def test_the_base_loads_from_base_and_head_checkpoints(saved_task: str) -> None:
 def test_counts_are_cumulative_sums(length: int) -> None:
     counted = torch.rand(3, length, generator=torch.Generator().manual_seed(length)) < 0.7
     assert torch.equal(counts(counted), counted.long().cumsum(dim=1))
+
+
+def test_only_wanted_tokens_are_projected_and_the_first() -> None:
+    for wanted, tokens, row in (
+        ([0, 0, 1, 1, 0], [0, 2, 3], [0, 0, 1, 2, 0]),
+        ([1, 0, 1], [0, 2], [0, 0, 1]),
+        ([0, 0], [0], [0, 0]),
+        ([1, 1], [0, 1], [0, 1]),
+    ):
+        assert [x.tolist() for x in rows_of(torch.tensor(wanted) == 1)] == [tokens, row]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("marks", [[[0] * 9], [[0, 0, 1] + [0] * 6] * 2, [[0] * 9, [0] * 8 + [1]]])
+def test_as_few_rows_as_can_be_go_through_the_projections_of_global_tokens(marks: list[list[int]]) -> None:
+    module, seen = random_module(spec_of()), {}
+    layer = module.blocks[1].attention
+    for name in ("query", *GLOBAL_PROJECTIONS):
+        layer.get_submodule(name).register_forward_hook(
+            lambda _, inputs, __, name=name: seen.update({name: inputs[0].shape[1]})
+        )
+    inputs = inputs_of(spec_of(), len(marks), 9)
+    inputs = inputs | {GLOBAL_MASK: torch.tensor(marks), "attention_mask": torch.ones(len(marks), 9)}
+    module(*inputs.values())
+    any_global = any(map(any, marks))
+    queries, keys = (2, 9) if any_global else (1, 1)
+    assert seen == {"query": 9, "query_global": queries, "key_global": keys, "value_global": keys}
 
 
 def test_the_rule_counts_the_separators_of_a_sequence_and_not_those_of_its_padding() -> None:
