@@ -64,7 +64,7 @@ def traps(model: onnx.ModelProto) -> Iterator[str]:
     for node in graph.node:
         what = f"the {node.op_type} that computes {', '.join(node.output)}"
         is_integer = bool(node.input) and types.get(node.input[0]) in integer_types
-        if node.op_type == "Constant" and node.attribute[0].name != "value":
+        if node.op_type == "Constant" and node.attribute[0].name not in ("value", "value_int"):
             yield f"{what} has {node.attribute[0].name}; expected `value`, a typed tensor"
         elif node.op_type == "CastLike" and node.input[0] in constants:
             yield f"{what} casts a constant; expected a constant of the right type, or a cast of a computed value"

@@ -28,6 +28,12 @@ from onnx import TensorProto, helper
 from torch.nn.functional import scaled_dot_product_attention
 
 from effexport.base.environment import versions
+from effexport.bench.child import peak_bytes_of
+from effexport.export.onnx_from_module import attach_function_bodies, mark_custom_nodes, register_schemas
+from effexport.models.checkpoints.longformer import BandedAttentionLayer, rows_of
+from effexport.models.checkpoints.longformer_spec import BandedSpec
+from effexport.models.layers import fused_operators
+from effexport.plugins.banded_attention import SIGNATURE
 from effexport.plugins.building.library import find_library
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.runners.options import RunOptions
@@ -43,10 +49,11 @@ BANDED_LIMIT = 1e-4
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation to be timed; `run` makes one call."""
+    """One implementation to be timed; `run` makes one call, `bare` the same without a memory arena, to see its peak."""
 
     name: str
     run: Callable[[], object]
+    bare: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Timing:
     lowest_us: float
     highest_us: float
     times_kernel: float
+    peak_bytes: int | None
 
 
 def main() -> None:
@@ -122,10 +130,11 @@ def op_model(op: str, inputs: dict[str, tuple[int, list[Any]]], outputs: list[st
     return bytes(model.SerializeToString())
 
 
-def runners(model: bytes, threads: int) -> tuple[OrtRunner, OrtRunner]:
+def runners(model: bytes, threads: int, *, memory_arena: bool = True) -> tuple[OrtRunner, OrtRunner]:
     """Two runners of the model: one with kernels, one with function bodies."""
     kernel, body = (
-        OrtRunner(model, RunOptions(implementation=choice, threads=threads)) for choice in ("kernel", "body")
+        OrtRunner(model, RunOptions(implementation=choice, threads=threads, memory_arena=memory_arena))
+        for choice in ("kernel", "body")
     )
     assert set(kernel.implementation.values()) == {"kernel"}
     assert set(body.implementation.values()) == {"body"}
@@ -198,33 +207,36 @@ def banded_candidates(heads: int, n: int, d: int, reach: int, threads: int) -> l
     layer = LongformerSelfAttention(config, layer_id=0).eval()
     hidden, is_global = torch.randn(1, n, heads * d), torch.arange(n)[None] == 0
     mask, is_hidden = torch.where(is_global, 10000.0, 0.0), torch.zeros_like(is_global)
-
-    def projected() -> dict[str, np.ndarray[Any, Any]]:
-        projections = {
-            short + kind: getattr(layer, name + kind)
-            for kind in ("", "_global")
-            for short, name in (("q", "query"), ("k", "key"), ("v", "value"))
-        }
-        return {
-            name: project(hidden).view(1, n, heads, d).transpose(1, 2).contiguous().numpy()
-            for name, project in projections.items()
-        }
+    names = {"q": "query", "k": "key", "v": "value"}
+    linears = {
+        f"{short}{kind}": getattr(layer, f"{name}{kind}") for kind in ("", "_global") for short, name in names.items()
+    }
+    feeds = {
+        name: linear(hidden).view(1, n, heads, d).transpose(1, 2).contiguous().numpy()
+        for name, linear in linears.items()
+    }
+    feeds |= {"keep": ~is_hidden.numpy(), "is_global": is_global.numpy(), "bias": np.zeros((heads, 1), np.float32)}
+    axes = {4: ["b", "h", "n", "d"], 2: ["b", "n"]}
+    inputs = {name: (helper.np_dtype_to_tensor_dtype(x.dtype), axes[x.ndim]) for name, x in feeds.items()}
+    inputs["bias"] = (TensorProto.FLOAT, ["h", 1])
+    numbers = {"scale": d**-0.5, "left": reach, "right": reach, "block": 1}
+    model = op_model("BandedAttention", inputs, ["out"], **numbers, with_globals=1)
+    kernel, body = runners(model, threads)
+    bare, bare_body = runners(model, threads, memory_arena=False)
+    without, _ = runners(op_model("BandedAttention", inputs, ["out"], **numbers, with_globals=0), threads)
+    of_layer = longformer_layer_model(layer, reach)
+    own, _ = runners(of_layer, threads)
+    bare_own, _ = runners(of_layer, threads, memory_arena=False)
+    layer_feeds = {"hidden": hidden.numpy(), "keep": feeds["keep"], "is_global": feeds["is_global"]}
 
     def transformers_layer() -> torch.Tensor:
         out: torch.Tensor = layer(hidden, mask, None, is_hidden, is_global, is_global_attn=True)[0]
         return out
 
-    feeds = projected() | {"keep": ~is_hidden.numpy(), "is_global": is_global.numpy()}
-    feeds |= {"bias": np.zeros((heads, 1), np.float32)}
-    axes = {4: ["b", "h", "n", "d"], 2: ["b", "n"]}
-    inputs = {name: (helper.np_dtype_to_tensor_dtype(x.dtype), axes[x.ndim]) for name, x in feeds.items()}
-    inputs["bias"] = (TensorProto.FLOAT, ["h", 1])
-    numbers = {"scale": d**-0.5, "left": reach, "right": reach, "block": 1}
-    kernel, body = runners(op_model("BandedAttention", inputs, ["out"], **numbers, with_globals=1), threads)
-    without, _ = runners(op_model("BandedAttention", inputs, ["out"], **numbers, with_globals=0), threads)
-    expected = transformers_layer().view(1, n, heads, d).transpose(1, 2)
-    for runner in (kernel, body):
-        error = (torch.from_numpy(runner.run(feeds)["out"]) - expected).abs().max() / expected.abs().max()
+    expected = transformers_layer()
+    by_head = expected.view(1, n, heads, d).transpose(1, 2)
+    for found, wanted in ((kernel.run(feeds), by_head), (body.run(feeds), by_head), (own.run(layer_feeds), expected)):
+        error = (torch.from_numpy(found["out"]) - wanted).abs().max() / wanted.abs().max()
         assert error <= BANDED_LIMIT, error
     bound, bound_without = kernel.bind(feeds), without.bind(feeds)
     q, k, v = (torch.from_numpy(feeds[name]) for name in "qkv")
@@ -232,31 +244,82 @@ def banded_candidates(heads: int, n: int, d: int, reach: int, threads: int) -> l
     side = 1024
     left, right = torch.randn(2 * n * (2 * reach + 1) * d * heads // side**2, side), torch.randn(side, side)
 
-    def own_layer() -> None:
-        kernel.run(feeds | projected())
+    def products_of_layer() -> None:
+        for name, linear in linears.items():
+            if name != "q_global":  # of one token
+                linear(hidden)
+        left @ right
+
+    def dense() -> torch.Tensor:
+        return (q @ k.mT * d**-0.5).softmax(dim=-1) @ v
+
+    def sdpa() -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v)
 
     return [
-        Candidate("kernel", bound.run),
+        Candidate("kernel", bound.run, lambda: bare.run(feeds)),
         Candidate("kernel, no global token", bound_without.run),
-        Candidate("body in ONNX Runtime", lambda: body.run(feeds)),
-        Candidate("torch SDPA, all tokens", lambda: scaled_dot_product_attention(q, k, v)),
+        Candidate("body in ONNX Runtime", lambda: body.run(feeds), lambda: bare_body.run(feeds)),
+        Candidate("torch SDPA, all tokens", sdpa, sdpa),
+        Candidate("torch eager, all tokens", dense, dense),
         Candidate("lower bound: its products, in torch", lambda: left @ right),
-        Candidate("kernel and projections in torch", own_layer),
-        Candidate("transformers' layer, eager", transformers_layer),
+        Candidate("layer", lambda: own.run(layer_feeds), lambda: bare_own.run(layer_feeds)),
+        Candidate("lower bound of it: its products, in torch", products_of_layer),
+        Candidate("transformers' layer, eager", transformers_layer, transformers_layer),
     ]
+
+
+def longformer_layer_model(theirs: torch.nn.Module, reach: int) -> bytes:
+    """Our layer with the weights of transformers' `LongformerSelfAttention`: hidden, keep, is_global → out."""
+    heads, dim = theirs.num_heads, theirs.embed_dim
+    layer = BandedAttentionLayer(BandedSpec(dim=dim, heads=heads, seq_len=4096, reach=reach)).eval()
+    layer.load_state_dict(theirs.state_dict(), strict=False)
+    layer.out = torch.nn.Identity()  # transformers has it in another module
+
+    class WithRows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: torch.Tensor, keep: torch.Tensor, is_global: torch.Tensor) -> torch.Tensor:
+            rows = (*rows_of(is_global.any(dim=0)), *rows_of(is_global.any().expand(keep.shape[1])))
+            out: torch.Tensor = self.layer(hidden, keep, is_global, *rows)
+            return out
+
+    example = (torch.randn(2, 8, dim), torch.ones(2, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool)[:2])
+    dynamic = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) * 3
+    translations = {torch.ops.effexport.banded_attention.default: SIGNATURE.onnx_translation()}
+    register_schemas()
+    with fused_operators(layer, True):
+        program = torch.export.export(WithRows(), example, dynamic_shapes=dynamic)
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            output_names=["out"],
+            opset_version=20,
+            custom_translation_table=translations,
+            verbose=False,
+        )
+    mark_custom_nodes(exported.model)
+    attach_function_bodies(exported.model, 20)
+    return bytes(exported.model_proto.SerializeToString())
 
 
 def report(title: str, candidates: list[Candidate], turns: int) -> list[dict[str, Any]]:
     timings = timed(candidates, turns)
     print(f"\n{title}")
-    print(f"  {'':46}{'median':>12}{'lowest':>12}{'highest':>12}{'÷ kernel':>12}")
+    print(f"  {'':46}{'median':>12}{'lowest':>12}{'highest':>12}{'÷ kernel':>12}{'peak':>12}")
     for t in timings:
-        print(f"  {t.name:46}{t.median_us:9.0f} µs{t.lowest_us:9.0f} µs{t.highest_us:9.0f} µs{t.times_kernel:12.2f}")
+        peak = "" if t.peak_bytes is None else f"{t.peak_bytes / 1e6:9.0f} MB"
+        print(
+            f"  {t.name:46}{t.median_us:9.0f} µs{t.lowest_us:9.0f} µs{t.highest_us:9.0f} µs{t.times_kernel:12.2f}{peak}"
+        )
     return [asdict(timing) for timing in timings]
 
 
 def timed(candidates: list[Candidate], turns: int) -> list[Timing]:
-    """Timings of all candidates; each is compared with the first one turn by turn."""
+    """Timings of all candidates; each is compared with the first one turn by turn. Peaks come before, one by one."""
+    peaks = [None if candidate.bare is None else peak_bytes_of(candidate.bare) for candidate in candidates]
     seconds: list[list[float]] = [[] for _ in candidates]
     for _ in range(turns):
         for own, candidate in zip(seconds, candidates, strict=True):
@@ -269,8 +332,9 @@ def timed(candidates: list[Candidate], turns: int) -> list[Timing]:
             min(own) * 1e6,
             max(own) * 1e6,
             statistics.median(x / kernel for x, kernel in zip(own, seconds[0], strict=True)),
+            peak,
         )
-        for candidate, own in zip(candidates, seconds, strict=True)
+        for candidate, own, peak in zip(candidates, seconds, peaks, strict=True)
     ]
 
 

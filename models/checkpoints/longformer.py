@@ -75,8 +75,10 @@ class Longformer(BertModel):
         check_length(input_ids.shape[1], spec)
         hidden: Tensor = self.embeddings(input_ids, token_type_ids)
         is_global = global_tokens(spec, input_ids, keep, global_attention_mask)
+        asking = rows_of(is_global.any(dim=0))
+        answering = rows_of(is_global.any().expand(keep.shape[1]))
         for block in self.blocks:
-            hidden = block(hidden, keep, is_global)
+            hidden = block(hidden, keep, is_global, *asking, *answering)
         return hidden
 
 
@@ -105,22 +107,40 @@ class BandedAttentionLayer(MultiHeadAttention):
         for name in GLOBAL_PROJECTIONS:
             self.add_module(name, nn.Linear(spec.dim, spec.inner_dim))
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Query, key and value, and those of global tokens, each [batch, heads, seq, head_dim]."""
-        far = (self.get_submodule(name)(hidden_states) for name in GLOBAL_PROJECTIONS)
-        return *super().project(hidden_states), *(split_heads(x, self.spec.heads) for x in far)
-
-    def forward(self, hidden_states: Tensor, keep: Tensor, is_global: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, keep: Tensor, is_global: Tensor, *rows: Tensor
+    ) -> Tensor:
         """hidden_states [batch, seq, dim]; keep, is_global: boolean [batch, seq]. Returns [batch, seq, dim].
 
+        rows: those of `rows_of` for tokens that are global in a sample, and for all tokens if there are any.
         As in transformers, padding sees nothing: its context is 0.
         """
-        q, k, v, q_far, k_far, v_far = self.project(hidden_states)
+        projected, asking, answering = self.project(hidden_states), rows[:2], rows[2:]
+        far = (
+            self.project_some("query_global", hidden_states, *asking),
+            self.project_some("key_global", hidden_states, *answering),
+            self.project_some("value_global", hidden_states, *answering),
+        )
         band = Band(1 / math.sqrt(self.spec.head_size), self.spec.reach, self.spec.reach)
-        far = (q_far, k_far, v_far)
-        context = attend_in_band((q, k, v), keep, band, fused=self.fused, is_global=is_global, of_globals=far)
-        projected: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
-        return projected
+        context = attend_in_band(projected, keep, band, fused=self.fused, is_global=is_global, of_globals=far)
+        out: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
+        return out
+
+    def project_some(self, name: str, hidden_states: Tensor, tokens: Tensor, row_of_token: Tensor) -> Tensor:
+        """A projection of some tokens, [batch, heads, seq, head_dim]; others have the row of the first one."""
+        some = self.get_submodule(name)(hidden_states.index_select(1, tokens))
+        return split_heads(some, self.spec.heads).index_select(2, row_of_token)
+
+
+def rows_of(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of a batch to project, int64 [rows], and the row of each token, int64 [seq].
+
+    wanted: boolean [seq]. The first token always has row 0, which is also the row of tokens that are not wanted.
+    """
+    position = torch.arange(wanted.shape[0], device=wanted.device)
+    tokens = (wanted | (position == 0)).nonzero().squeeze(1)
+    row = torch.arange(tokens.shape[0], device=wanted.device)
+    return tokens, torch.zeros_like(position).index_copy(0, tokens, row)
 
 
 def counts(counted: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ No torch here. Names and semantics are those of transformers 4.57.1 (`Longformer
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -118,13 +117,6 @@ class BandedModelSpec(BertSpec):
         fields: dict[str, Any] = {"dim": self.hidden_size, "heads": self.heads, "seq_len": self.seq_len}
         specs = {window: BandedSpec(**fields, reach=min(window // 2, longest - 1)) for window in set(self.windows)}
         return [specs[window] for window in self.windows]
-
-    def custom_ops(self, fused: bool) -> dict[str, int]:
-        """The layers with the window that most have: a graph has one body for an operator, so that others become
-        standard operators."""
-        if not fused:
-            return {}
-        return {"BandedAttention": max(Counter(layer.reach for layer in self.layer_specs).values())}
 
     @property
     def input_limits(self) -> dict[str, int]:

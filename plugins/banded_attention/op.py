@@ -166,26 +166,18 @@ def attend_in_band(
     return context
 
 
-def chunk(left: int, right: int, block: int) -> int:
-    """Queries per chunk of the body: whole blocks, and about a quarter of the keys around them."""
-    return -(-max(16, min(128, (left + right) // 4)) // block) * block
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators: one product for each chunk of queries, with all keys that one of them sees.
 
-    One body serves all nodes of a model. If they differ in `scale`, it takes that of each node. Raises ValueError when
-    they differ in another attribute.
+    One body serves all nodes of a model. If they differ in `scale`, `left` or `right`, it takes those of each node;
+    otherwise they are constants. Raises ValueError when they differ in another attribute.
     """
-    names = Band._fields[1:]
-    left, right, block, causal, with_globals, with_bias, most = SIGNATURE.common_attributes(nodes, *names).values()
+    names = Band._fields[3:]
+    block, causal, with_globals, with_bias, most = SIGNATURE.common_attributes(nodes, *names).values()
     try:
         scale = f"{SIGNATURE.common_attributes(nodes, 'scale')['scale']:.9e}"
     except ValueError:  # otherwise a constant, which every tool reads
         scale = "Constant <value_float: float = @scale> ()"
-    length = chunk(left, right, block)
-    after = 0 if causal else right  # a causal band ends with the query
-    window = length + left + after
     body = f"""
         scale = {scale}
         hidden_logit = {HIDDEN_LOGIT:.9e}
@@ -209,23 +201,17 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         width_1d = Shape <start = 3, end = 4> (v)
         tokens = Squeeze (length_1d)
 
-        chunk = {length}
-        chunk_1d = [{length}]
-        window = {window}
-        nearly_chunk = {length - 1}
+        {_sizes(nodes, block, bool(causal))}
         spread = Add (tokens, nearly_chunk)
         {rounded_down("chunks", "spread", "chunk")}
         chunks_1d = Unsqueeze (chunks, axis0)
         padded = Mul (chunks, chunk)
         missing = Sub (padded, tokens)
         missing_1d = Unsqueeze (missing, axis0)
-        after_1d = [{after}]
         missing_after_1d = Add (missing_1d, after_1d)
         query_start = [0, 0, 0, 0, 0, 0]
         query_ends = Concat <axis = 0> (query_start, missing_1d, zero_1d)
-        key_start = [0, 0, {left}, 0, 0, 0]
         key_ends = Concat <axis = 0> (key_start, missing_after_1d, zero_1d)
-        mask_start = [0, {left}, 0]
         mask_ends = Concat <axis = 0> (mask_start, missing_after_1d)
         chunk_index = Range (zero, chunks, one)
         chunk_start_row = Mul (chunk_index, chunk)
@@ -254,7 +240,6 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         lane_row = Range (zero, chunk, one)
         lane = Unsqueeze (lane_row, axis1)
         {_first_of_block(block)}
-        reach = {left if causal else block - 1 + left + right}
         last_seen = Add ({"lane" if causal else "first_seen"}, reach)
         after_first = GreaterOrEqual (column, first_seen)
         before_last = LessOrEqual (column, last_seen)
@@ -269,7 +254,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         keys_transposed = Transpose <perm = [0, 1, 2, 4, 3]> (keys)
         products = MatMul (queries, keys_transposed)
         products_float = Cast <to = 1> (products)
-        {_biases(left, right, block, bool(with_globals)) if with_bias else ""}
+        {_biases(block, bool(with_globals)) if with_bias else ""}
         logits = {"Add (products_float, biases)" if with_bias else "Identity (products_float)"}
         {_softmax("near", "logits", "visible", 4)}
         context = MatMul (near_weights, values)
@@ -280,6 +265,44 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         out = {"Where (global_rows, global_out, local_out)" if with_globals else "Identity (local_out)"}
     """
     return SIGNATURE.function_body(opset, body)
+
+
+def _sizes(nodes: Sequence[onnx.NodeProto], block: int, causal: bool) -> str:
+    """Sizes that follow from the attributes: constants, or of each node if bands differ.
+
+    A chunk has about a quarter of the keys around it in the widest band, in whole blocks. A causal band ends with its
+    query.
+    """
+    bands = {tuple(SIGNATURE.common_attributes([node], "left", "right").values()) for node in nodes}
+    chunk = -(-max(16, min(128, max(map(sum, bands)) // 4)) // block) * block
+    of_chunk = f"""
+        chunk = {chunk}
+        chunk_1d = [{chunk}]
+        nearly_chunk = {chunk - 1}"""
+    if len(bands) > 1:
+        return f"""{of_chunk}
+        left = Constant <value_int: int = @left> ()
+        right = Constant <value_int: int = @right> ()
+        left_1d = Unsqueeze (left, axis0)
+        {"after_1d = [0]" if causal else "after_1d = Unsqueeze (right, axis0)"}
+        key_start = Concat <axis = 0> (zero_1d, zero_1d, left_1d, zero_1d, zero_1d, zero_1d)
+        mask_start = Concat <axis = 0> (zero_1d, left_1d, zero_1d)
+        both = Add (left, right)
+        seen = Identity ({"left" if causal else "both"})
+        window = Add (seen, chunk)
+        beside = {block - 1}
+        reach = {"Identity (left)" if causal else "Add (both, beside)"}
+        beside_both = {2 * block - 2}
+        last_offset = Add (both, beside_both)"""
+    ((left, right),) = bands
+    after = 0 if causal else right
+    return f"""{of_chunk}
+        after_1d = [{after}]
+        key_start = [0, 0, {left}, 0, 0, 0]
+        mask_start = [0, {left}, 0]
+        window = {chunk + left + after}
+        reach = {left if causal else left + right + block - 1}
+        last_offset = {offsets(left, right, block) - 1}"""
 
 
 def _first_of_block(block: int) -> str:
@@ -305,14 +328,13 @@ def _softmax(name: str, logits: str, visible: str, axis: int) -> str:
         {name}_weights = CastLike ({name}_seen, v)"""
 
 
-def _biases(left: int, right: int, block: int, with_globals: bool) -> str:
+def _biases(block: int, with_globals: bool) -> str:
     """Those of the distances in a chunk, and zeros for global keys: [1, heads, 1, chunk, keys]."""
     biases = f"""
         distance = Sub (column, lane)
         {f"block_end = {block - 1}" if block > 1 else ""}
         offset_any = {"Add (distance, block_end)" if block > 1 else "Identity (distance)"}
         offset_low = Max (offset_any, zero)
-        last_offset = {offsets(left, right, block) - 1}
         offset = Min (offset_low, last_offset)
         bias_float = Cast <to = 1> (bias)
         bias_chunk = Gather <axis = 1> (bias_float, offset)

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
+import onnx.inliner
 import pytest
 from fused_operators import FUSED
 from onnx import TensorProto, helper, numpy_helper
@@ -352,6 +353,20 @@ def test_a_graph_that_the_manifest_does_not_describe_is_refused(
     with pytest.raises(UserError, match=r"model\.onnx is not the graph that manifest\.json describes: ") as error:
         open_artifact(folder)
     assert words in str(error.value)
+
+
+def test_an_artifact_whose_release_wrote_an_operator_out_still_opens(copied: Copied, rewrite_manifest: Rewrite) -> None:
+    folder = copied("softmax", "attention")
+    inlined = onnx.inliner.inline_local_functions(onnx.load(str(folder / "model.onnx")))
+    (folder / "model.onnx").write_bytes(inlined.SerializeToString())
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=r"custom operators are {}; declared are {'MaskedAttention': 1}"):
+        open_artifact(folder)
+    rewrite_manifest(folder, custom_ops={"MaskedAttention": 2})
+    with pytest.raises(UserError, match="its fields custom_ops and spec contradict each other"):
+        open_artifact(folder)
+    rewrite_manifest(folder, custom_ops={})
+    assert open_artifact(folder).manifest.custom_ops == {}
 
 
 def external(name: str, location: str) -> TensorProto:

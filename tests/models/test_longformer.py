@@ -22,10 +22,11 @@ from effexport.models.checkpoints.longformer import (
     Longformer,
     counts,
     global_tokens,
+    rows_of,
     weight_names,
     with_global_tokens,
 )
-from effexport.models.checkpoints.longformer_spec import RULES, LongformerSpec
+from effexport.models.checkpoints.longformer_spec import GLOBAL_PROJECTIONS, RULES, LongformerSpec
 from effexport.models.contract import GLOBAL_MASK
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
@@ -226,6 +227,33 @@ def test_counts_are_cumulative_sums(length: int) -> None:
     assert torch.equal(counts(counted), counted.long().cumsum(dim=1))
 
 
+def test_only_wanted_tokens_are_projected_and_the_first() -> None:
+    for wanted, tokens, row in (
+        ([0, 0, 1, 1, 0], [0, 2, 3], [0, 0, 1, 2, 0]),
+        ([1, 0, 1], [0, 2], [0, 0, 1]),
+        ([0, 0], [0], [0, 0]),
+        ([1, 1], [0, 1], [0, 1]),
+    ):
+        assert [x.tolist() for x in rows_of(torch.tensor(wanted) == 1)] == [tokens, row]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("marks", [[[0] * 9], [[0, 0, 1] + [0] * 6] * 2, [[0] * 9, [0] * 8 + [1]]])
+def test_as_few_rows_as_can_be_go_through_the_projections_of_global_tokens(marks: list[list[int]]) -> None:
+    module, seen = random_module(spec_of()), {}
+    layer = module.blocks[1].attention
+    for name in ("query", *GLOBAL_PROJECTIONS):
+        layer.get_submodule(name).register_forward_hook(
+            lambda _, inputs, __, name=name: seen.update({name: inputs[0].shape[1]})
+        )
+    inputs = inputs_of(spec_of(), len(marks), 9)
+    inputs = inputs | {GLOBAL_MASK: torch.tensor(marks), "attention_mask": torch.ones(len(marks), 9)}
+    module(*inputs.values())
+    any_global = any(map(any, marks))
+    queries, keys = (2, 9) if any_global else (1, 1)
+    assert seen == {"query": 9, "query_global": queries, "key_global": keys, "value_global": keys}
+
+
 def test_the_rule_counts_the_separators_of_a_sequence_and_not_those_of_its_padding() -> None:
     ids = torch.tensor([[5, 6, SEP, SEP, 7, 8], [5, 6, 7, SEP, PAD, SEP], [5, 6, 7, 8, 9, SEP]])
     keep = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]) == 1
@@ -313,8 +341,7 @@ def test_the_spec_describes_the_graph() -> None:
     assert spec.input_limits == {"input_ids": 99, GLOBAL_MASK: 2, "token_type_ids": 3}
     assert (spec.layers, [layer.reach for layer in spec.layer_specs]) == (2, [2, 4])
     assert (spec_of().custom_ops(fused=True), spec_of().custom_ops(fused=False)) == ({"BandedAttention": 2}, {})
-    # a graph has one body for the layers of one window
-    assert spec.custom_ops(fused=True) == {"BandedAttention": 1}
+    assert spec.custom_ops(fused=True) == {"BandedAttention": 2}
     assert (spec.seq_len, spec.max_seq_len, spec.why_not_invariant) == (200, 200, "")
     # one kind of segment is no input, and no band is wider than a sequence
     wide = spec_of(type_vocab_size=1, attention_window=100_000)

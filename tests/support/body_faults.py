@@ -40,6 +40,14 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "BandedAttention",
         {"scale": 0.25, "left": 9, "right": 5, "block": 1, "with_globals": 1, "causal": 1},
     ),
+    "BandedAttention, bands of several widths": (
+        "BandedAttention",
+        {"scale": 0.25, "left": 60, "right": 40, "block": 3, "with_bias": 1},
+    ),
+    "BandedAttention, causal bands of several widths": (
+        "BandedAttention",
+        {"scale": 0.25, "left": 9, "right": 5, "block": 1, "causal": 1},
+    ),
     "EluLinearAttention": ("EluLinearAttention", {"eps": 1e-6, "causal": 0, "chunk_length": 128}),
     "EluLinearAttention, causal": ("EluLinearAttention", {"eps": 1e-6, "causal": 1, "chunk_length": 16}),
     "IterativePinv": ("IterativePinv", {"iterations": 6}),
@@ -56,6 +64,11 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "MaskedAttention": ("MaskedAttention", {"scale": 0.25}),
     "SegmentMeans": ("SegmentMeans", {"num_segments": 16}),
     "SequenceConv": ("SequenceConv", {}),
+}
+# Attributes of another node in the same model, which shares the body.
+OTHER_NODES: dict[str, dict[str, Any]] = {
+    "BandedAttention, bands of several widths": {"left": 4, "right": 5},
+    "BandedAttention, causal bands of several widths": {"left": 4, "right": 7},
 }
 # Those whose body works in the element type of the model: the others are called in float32, or are for integers.
 HALF = tuple(name for name, (op, _) in FORMS.items() if op != "IterativePinv" and OPS[op].element_types != ("int32",))
@@ -126,6 +139,7 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         r"|Constant (rounding|nearly_block): another constant, (doubled|plus 1)"
         r"|Banded.* Sub (chunks|groups)_whole: another operator"
         r"|Banded.* Div (chunks|groups): bypassed, gives its input (\w+_whole|group$)"
+        r"|^BandedAttention, bands .* Div chunks: bypassed, gives its input chunk$"
         r"|Banded.* Constant nearly_(chunk|group): another constant, (doubled|plus 1)"
         r"|Sub nearly_1d: (another operator|bypassed, gives its input block_1d)"
         r"|Max blocks(_1d)?: another operator, Add",
@@ -217,18 +231,20 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         "not above any other logit; where no key is visible, zeros stand for the weights",
     ),
     (
-        r"^BandedAttention \| .*Constant full: another constant, (doubled|halved|plus 1|a hundredth)",
+        r"^BandedAttention(, (causal )?bands .*)? \| .*Constant full: another constant, (doubled|halved|plus 1|a h)",
         "counts that are only compared with 0",
     ),
     (
-        r"^BandedAttention(, .* biases .*)? \| .*Constant axis0: another constant, minus 1",
+        r"^BandedAttention(, .* biases .*|, (causal )?bands .*)? \| .*Constant axis0: another constant, minus 1",
         "the first axis is the last one",
     ),
     (
         r"Banded.* Constant after_1d: another constant, (doubled|plus 1)"
+        r"|Banded.* Unsqueeze after_1d: bypassed, gives its input right"
         r"|Banded.*, causal .*Add missing_after_1d: (another operator, Sub|bypassed, gives its input missing_1d)",
         "keys after those of the last chunk, or none of them",
     ),
+    (r"^BandedAttention, causal bands .*(Constant (right|beside_both)|Add both): ", "only biases need it"),
     (r"Banded.* Where local_float: bypassed, gives its input local_keys", "booleans may be padded too"),
     (
         r"Banded.* (ReduceMax most_any: another operator, ReduceSum|Max most: another operator, Add"
@@ -285,13 +301,16 @@ def unread(form: str) -> frozenset[str]:
 
 
 def healthy_use(form: str, precision: str = "fp32") -> OperatorUse:
-    """A model with one node of an operator, and its body."""
+    """A node of an operator, and a model with its body."""
     op, given = FORMS[form]
     module = OPS[op].load()
     attributes = {attribute.name: given.get(attribute.name, 0) for attribute in module.SIGNATURE.attributes}
     inputs, outputs = ([item.name for item in items] for items in (module.SIGNATURE.inputs, module.SIGNATURE.outputs))
-    node = helper.make_node(op, inputs, outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
-    return OperatorUse(model_of(module.onnx_function_body([node], OPSET)), node, precision)
+    node, *others = (
+        helper.make_node(op, inputs, outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes | changed)
+        for changed in ({}, *([OTHER_NODES[form]] if form in OTHER_NODES else []))
+    )
+    return OperatorUse(model_of(module.onnx_function_body([node, *others], OPSET)), node, precision)
 
 
 def damaged_use(healthy: OperatorUse, fault: BodyFault) -> OperatorUse:
@@ -357,7 +376,8 @@ def element_types(function: onnx.FunctionProto, dtype: str) -> dict[str, int]:
         elif node.op_type in ("Shape", "ArgMax"):
             kind = TensorProto.INT64
         elif node.op_type == "Constant":
-            kind = node.attribute[0].t.data_type if node.attribute[0].name == "value" else TensorProto.FLOAT
+            untyped = {"value_int": TensorProto.INT64, "value_float": TensorProto.FLOAT}
+            kind = untyped.get(node.attribute[0].name, node.attribute[0].t.data_type)
         elif node.op_type in ("Equal", "Less", "LessOrEqual", "GreaterOrEqual", "And"):
             kind = TensorProto.BOOL
         else:
@@ -398,7 +418,8 @@ def edits(
 def other_constants(node: onnx.NodeProto) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     (attribute,) = node.attribute
     if attribute.ref_attr_name:
-        yield f"0 and not {attribute.ref_attr_name}", np.array(0.0, np.float32)
+        dtype = np.int64 if attribute.name == "value_int" else np.float32
+        yield f"0 and not {attribute.ref_attr_name}", np.array(0, dtype)
         return
     old = numpy_helper.to_array(attribute.t)
     exact = old.astype(np.float64)
