@@ -15,9 +15,11 @@ from effexport.models.adapters import (
     fast_transformers,
     labml_nn,
     linear_attention_transformer,
+    local_attention,
     nystrom_attention,
     reformer_pytorch,
     torch_layers,
+    transformers_banded,
     transformers_layers,
 )
 from effexport.models.adapters.adapter import (
@@ -48,9 +50,11 @@ ADAPTERS: tuple[Adapter, ...] = (
     fast_transformers.ADAPTER,
     labml_nn.ADAPTER,
     linear_attention_transformer.ADAPTER,
+    local_attention.ADAPTER,
     nystrom_attention.ADAPTER,
     reformer_pytorch.ADAPTER,
     torch_layers.ADAPTER,
+    transformers_banded.ADAPTER,
     transformers_layers.ADAPTER,
 )
 
@@ -344,10 +348,11 @@ def folded_remarks(folded: Sequence[str]) -> Iterator[str]:
 def variants_in(ours: nn.Module) -> set[str]:
     """The variants of attention in a replacement."""
     from effexport.models.adapters.linear_function import LinearFunction
+    from effexport.models.adapters.local_attention import BandedFunction
     from effexport.models.layers import AttentionLayer
 
-    layers = [child for child in ours.modules() if isinstance(child, AttentionLayer | LinearFunction)]
-    return {layer.variant if isinstance(layer, LinearFunction) else layer.spec.variant for layer in layers}
+    layers = [child for child in ours.modules() if isinstance(child, AttentionLayer | BandedFunction | LinearFunction)]
+    return {layer.spec.variant if isinstance(layer, AttentionLayer) else layer.variant for layer in layers}
 
 
 def places(paths: Sequence[str]) -> str:
