@@ -107,7 +107,7 @@ def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] |
                 if made is not child:
                     replaced[path.partition(".")[2]] = made
                 visit(made, f"{path}.")
-                if made is not child and not type(made).__module__.startswith("torch."):
+                if made is not child and type(made).__module__.startswith("effexport."):
                     seal(made)
             if made is not child:
                 setattr(parent, name, made)

@@ -7,6 +7,7 @@ have replacements too.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +69,17 @@ def stacked(
     attention_mask: Tensor,
     with_hidden_states: bool | None,
     return_dict: bool | None,
+    stop: int | None = None,
 ) -> StackOutput | tuple[Any, ...]:
-    """Layers of Longformer or LED one after the other. attention_mask: as of `BandedSelfAttention`."""
+    """Layers of Longformer or LED one after the other. attention_mask: as of `BandedSelfAttention`. stop: where padding
+    begins."""
     states = [hidden_states]
     for layer in layers:
-        states.append(layer(states[-1], attention_mask=attention_mask, layer_head_mask=None)[0])
+        # which LED needs in transformers 4, and no layer knows in 5
+        no_mask = {name: None for name in inspect.signature(layer.forward).parameters if name == "layer_head_mask"}
+        states.append(layer(states[-1], attention_mask=attention_mask, **no_mask)[0])
+    if stop is not None:
+        states = [state[:, :stop] for state in states]
     output = StackOutput(states[-1], tuple(states) if with_hidden_states else None)
     return output if return_dict else tuple(part for part in output if part is not None)
 
@@ -95,8 +102,9 @@ class LongformerStack(nn.Module):
         return_dict: bool = True,
     ) -> StackOutput | tuple[Any, ...]:
         """hidden_states [batch, seq, dim]; attention_mask: as of `BandedSelfAttention`."""
-        refuse(head_mask=head_mask, output_attentions=output_attentions, padding_len=padding_len or None)
-        return stacked(self.layer, hidden_states, attention_mask, output_hidden_states, return_dict)
+        refuse(head_mask=head_mask, output_attentions=output_attentions)
+        stop = hidden_states.shape[1] - padding_len if padding_len else None  # of a derived model, which still pads
+        return stacked(self.layer, hidden_states, attention_mask, output_hidden_states, return_dict, stop)
 
 
 class LEDStack(nn.Module):
@@ -169,9 +177,9 @@ class BlockAttention(nn.Module):
         output_attentions: bool = False,
         to_mask: Tensor | None = None,
         **other_masks: Tensor | None,
-    ) -> tuple[Tensor]:
-        """hidden_states [batch, seq, dim]; attention_mask [batch, 1, 1, seq], 0 for a kept token, else the lowest
-        number, or to_mask of this shape, 1 for a kept token."""
+    ) -> tuple[Tensor, None]:
+        """hidden_states [batch, seq, dim]; attention_mask [batch, 1, 1 or seq, seq], the same for each query: True or 0
+        for a kept token, else False or the lowest number; or to_mask [batch, 1, 1, seq], 1 for a kept token."""
         refuse(
             head_mask=head_mask,
             encoder_hidden_states=encoder_hidden_states,
@@ -179,10 +187,11 @@ class BlockAttention(nn.Module):
             output_attentions=output_attentions,
         )
         if attention_mask is not None:
-            keep = attention_mask[:, 0, 0] > HIDES
+            row = attention_mask[:, 0, 0]
+            keep = row if row.dtype == torch.bool else row > HIDES
         else:
             keep = keep_from_mask(hidden_states, None if to_mask is None else to_mask[:, 0, 0])
-        return (self.output(self.attention(hidden_states, keep), hidden_states),)
+        return self.output(self.attention(hidden_states, keep), hidden_states), None
 
 
 def big_bird_attention(layer: Any, seq_len: int) -> Any:
@@ -292,7 +301,7 @@ LED = "transformers.models.led.modeling_led"
 LONG_T5 = "transformers.models.longt5.modeling_longt5"
 ADAPTER = Adapter(
     package="transformers",
-    tested=("4.57",),
+    tested=("4.57", "5.23"),
     projections=(
         *("query", "key", "value", *GLOBAL_PROJECTIONS),
         *("self.query", "self.key", "self.value"),
