@@ -229,6 +229,8 @@ def check_folded(original: nn.Module, adapted: Adapted, tensors: Sequence[Tensor
 def layers_at_fault(error: ModuleFailedError | NotAsOriginalError, adapted: Adapted) -> dict[str, str]:
     """The parts to keep as in the original, so that a copy does not fail, with the reasons: replaced layers and modules
     with stored weights. Those around the place of an error, or all; none if there are none."""
+    if isinstance(error.__cause__, NotExportableError):  # nor can the original be exported
+        return {}
     ours = [*adapted.replaced, *adapted.folded]
     if isinstance(error, NotAsOriginalError):
         if adapted.by_answers:  # first, because weights are folded in every model that has computed ones

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotReplaceableError
+from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError
 from effexport.models.adapters.local_attention import BandedFunction
 from effexport.models.adapters.transformers_layers import refuse, sizes, take_projections
 from effexport.models.checkpoints.big_bird import BigBirdAttention
@@ -21,6 +21,7 @@ from effexport.models.checkpoints.big_bird_spec import BigBirdAttentionSpec
 from effexport.models.checkpoints.longformer import BandedAttentionLayer
 from effexport.models.checkpoints.longformer_spec import GLOBAL_PROJECTIONS, BandedSpec
 from effexport.models.layers import keep_from_mask, merge_heads, split_heads
+from effexport.models.validation import SpecError
 from effexport.plugins.banded_attention.op import Band
 from effexport.plugins.masked_attention.op import HIDES
 
@@ -50,8 +51,16 @@ class BandedSelfAttention(nn.Module):
     ) -> tuple[Tensor]:
         """hidden_states [batch, seq, dim]; attention_mask [batch, seq]: below 0 for padding, above 0 for global tokens.
         Returns the context [batch, seq, dim], as a tuple of one."""
-        refuse(layer_head_mask=layer_head_mask, output_attentions=output_attentions)
+        end_at(layer_head_mask=layer_head_mask, output_attentions=output_attentions)
         return (self.attention(hidden_states, attention_mask >= 0, attention_mask > 0),)
+
+
+def end_at(**given: object) -> None:
+    """Raise NotExportableError for an argument that ours does not have; the original asks a mask for its values."""
+    try:
+        refuse(**given)
+    except SpecError as error:
+        raise NotExportableError(f"{error}, as the original cannot be exported either") from error
 
 
 class StackOutput(NamedTuple):
@@ -102,7 +111,7 @@ class LongformerStack(nn.Module):
         return_dict: bool = True,
     ) -> StackOutput | tuple[Any, ...]:
         """hidden_states [batch, seq, dim]; attention_mask: as of `BandedSelfAttention`."""
-        refuse(head_mask=head_mask, output_attentions=output_attentions)
+        end_at(head_mask=head_mask, output_attentions=output_attentions)
         stop = hidden_states.shape[1] - padding_len if padding_len else None  # of a derived model, which still pads
         return stacked(self.layer, hidden_states, attention_mask, output_hidden_states, return_dict, stop)
 
@@ -137,7 +146,7 @@ class LEDStack(nn.Module):
             name: getattr(self.config, "use_return_dict" if name == "return_dict" else name) if value is None else value
             for name, value in given.items()
         }
-        refuse(head_mask=head_mask, output_attentions=options["output_attentions"])
+        end_at(head_mask=head_mask, output_attentions=options["output_attentions"])
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected input_ids or inputs_embeds")
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds

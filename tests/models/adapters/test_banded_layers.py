@@ -211,8 +211,27 @@ def test_what_ours_cannot_do_is_kept_with_a_reason() -> None:
 def test_attention_weights_are_refused(name: str) -> None:
     case = CASES[name]
     ours = with_our_layers(case.make(), 100).module
-    with pytest.raises(SpecError, match="got output_attentions"):
+    with pytest.raises(SpecError, match=r"got output_attentions"):
         ours(**inputs_of(case, 2, 30), output_attentions=True)
+
+
+def test_weights_of_a_longformer_end_the_build_with_a_remedy(tmp_path: Path) -> None:
+    case = CASES["Longformer"]
+    model = case.make()
+    model.config.output_attentions = True
+    with pytest.raises(effexport.UserError, match=r"got output_attentions, .* leave it out, as the original cannot be"):
+        effexport.export(model, inputs_of(case, 2, 30), tmp_path / "out")
+
+
+def test_a_derived_model_still_pads() -> None:
+    case = CASES["Longformer"]
+    original = case.make()
+    original.__class__ = type("Derived", (type(original),), {"__module__": "theirs"})
+    adapted = with_our_layers(original, 100)
+    assert "its class is derived from" in adapted.kept[""]
+    given = inputs_of(case, 2, 41)
+    expected = answer(original, given)
+    assert relative_error(answer(adapted.module, given), expected, kept_rows(expected, given)) < CLOSE
 
 
 def test_hidden_states_are_those_of_the_original() -> None:
