@@ -15,9 +15,11 @@ from effexport.models.adapters import (
     fast_transformers,
     labml_nn,
     linear_attention_transformer,
+    local_attention,
     nystrom_attention,
     reformer_pytorch,
     torch_layers,
+    transformers_banded,
     transformers_layers,
 )
 from effexport.models.adapters.adapter import (
@@ -48,9 +50,11 @@ ADAPTERS: tuple[Adapter, ...] = (
     fast_transformers.ADAPTER,
     labml_nn.ADAPTER,
     linear_attention_transformer.ADAPTER,
+    local_attention.ADAPTER,
     nystrom_attention.ADAPTER,
     reformer_pytorch.ADAPTER,
     torch_layers.ADAPTER,
+    transformers_banded.ADAPTER,
     transformers_layers.ADAPTER,
 )
 
@@ -103,7 +107,7 @@ def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] |
                 if made is not child:
                     replaced[path.partition(".")[2]] = made
                 visit(made, f"{path}.")
-                if made is not child and not type(made).__module__.startswith("torch."):
+                if made is not child and type(made).__module__.startswith("effexport."):
                     seal(made)
             if made is not child:
                 setattr(parent, name, made)
@@ -225,6 +229,8 @@ def check_folded(original: nn.Module, adapted: Adapted, tensors: Sequence[Tensor
 def layers_at_fault(error: ModuleFailedError | NotAsOriginalError, adapted: Adapted) -> dict[str, str]:
     """The parts to keep as in the original, so that a copy does not fail, with the reasons: replaced layers and modules
     with stored weights. Those around the place of an error, or all; none if there are none."""
+    if isinstance(error.__cause__, NotExportableError):  # nor can the original be exported
+        return {}
     ours = [*adapted.replaced, *adapted.folded]
     if isinstance(error, NotAsOriginalError):
         if adapted.by_answers:  # first, because weights are folded in every model that has computed ones
@@ -344,10 +350,11 @@ def folded_remarks(folded: Sequence[str]) -> Iterator[str]:
 def variants_in(ours: nn.Module) -> set[str]:
     """The variants of attention in a replacement."""
     from effexport.models.adapters.linear_function import LinearFunction
+    from effexport.models.adapters.local_attention import BandedFunction
     from effexport.models.layers import AttentionLayer
 
-    layers = [child for child in ours.modules() if isinstance(child, AttentionLayer | LinearFunction)]
-    return {layer.variant if isinstance(layer, LinearFunction) else layer.spec.variant for layer in layers}
+    layers = [child for child in ours.modules() if isinstance(child, AttentionLayer | BandedFunction | LinearFunction)]
+    return {layer.spec.variant if isinstance(layer, AttentionLayer) else layer.variant for layer in layers}
 
 
 def places(paths: Sequence[str]) -> str:

@@ -153,16 +153,18 @@ def attend_in_band(
     fused: bool,
     is_global: Tensor | None = None,
     of_globals: tuple[Tensor, Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """`banded_attention` without biases, by the operator if `fused`, otherwise by `reference`, which has gradients.
+    """`banded_attention`, by the operator if `fused`, otherwise by `reference`, which has gradients.
 
     projected: q, k and v; of_globals: those of global tokens, by default the same. keep, is_global: boolean [batch, n];
-    None: no token is global. Shapes as there.
+    None: no token is global. bias: None for none. Shapes as there.
     """
     q, attend = projected[0], banded_attention if fused else reference
     marked = keep if is_global is None else is_global
-    tensors = (*projected, *(of_globals or projected), keep, marked, q.new_zeros(q.shape[1], 1))
-    context: Tensor = attend(*tensors, *band._replace(with_globals=is_global is not None, with_bias=False))
+    added = q.new_zeros(q.shape[1], 1) if bias is None else bias
+    tensors = (*projected, *(of_globals or projected), keep, marked, added)
+    context: Tensor = attend(*tensors, *band._replace(with_globals=is_global is not None, with_bias=bias is not None))
     return context
 
 

@@ -48,6 +48,11 @@ def padded_ids(batch: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": torch.where(kept, ids(batch, length)["input_ids"], 0), "attention_mask": kept.long()}
 
 
+def first_is_global(batch: int, length: int) -> dict[str, Tensor]:
+    marked = (torch.arange(length) == 0).long().repeat(batch, 1)
+    return {**padded_ids(batch, length), "global_attention_mask": marked}
+
+
 def vectors(batch: int, length: int, *names: str, dim: int = DIM) -> dict[str, Tensor]:
     return {name: torch.randn(batch, length, dim) for name in names or ("x",)}
 
@@ -258,6 +263,13 @@ MODELS = (
     text("LongT5 tglobal", "LongT5EncoderModel", **T5, local_radius=15, encoder_attention_type="transient-global"),
     text("Llama", "LlamaModel", num_key_value_heads=2),
     text("Longformer", "LongformerModel", attention_window=[32, 32], max_position_embeddings=600),
+    replace(
+        text(
+            "Longformer, 512 tokens wide", "LongformerModel", attention_window=[512, 512], max_position_embeddings=2100
+        ),
+        inputs=first_is_global,
+        lengths=(300, 700, 2000),
+    ),
     text("LED encoder", "LEDModel", "encoder", **ENCODER, attention_window=[32, 32]),
     text("BigBird", "BigBirdModel", block_size=8, num_random_blocks=2, max_position_embeddings=512),
     text("Qwen3-Next", "Qwen3NextModel", **QWEN),
