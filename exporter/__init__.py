@@ -1,6 +1,6 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
-build, verify, evaluate, refit, inspect and report do what the commands of these names do; export builds from an
+build, verify, prove, evaluate, refit, inspect and report do what the commands of these names do; export builds from an
 nn.Module; load, load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in the place
 of a model of transformers.
 """
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         load_decoder,
         load_generator,
         load_text,
+        prove,
         refit,
         report,
         verify,
@@ -55,6 +56,7 @@ __all__ = [
     "load_decoder",
     "load_generator",
     "load_text",
+    "prove",
     "refit",
     "report",
     "verify",

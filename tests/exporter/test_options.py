@@ -26,6 +26,7 @@ from effexport.options import (
     BuildOptions,
     EvaluateOptions,
     InspectOptions,
+    ProveOptions,
     RefitOptions,
     SpecOptions,
     VerifyOptions,
@@ -37,6 +38,7 @@ from effexport.report.reproduce import build_command
 RECORDS = {
     "build": BuildOptions,
     "verify": VerifyOptions,
+    "prove": ProveOptions,
     "evaluate": EvaluateOptions,
     "refit": RefitOptions,
     "inspect": InspectOptions,
