@@ -360,7 +360,8 @@ def subject_of_call(asked: ProofRequest, called: Called, choice: ReferenceChoice
     spec = with_independence(user, spec)
     artifact = FileArtifact(model, manifest_of_spec(spec, weights_from=called.name))
     source = source_from_user(user, spec.model, called.name)
-    notes = (*arguments.notes, *results.notes, *notes_on_file(outline, precision), *spec.model.notes)
+    sizes = notes_on_sizes(graph_inputs(outline), spec, called.name)
+    notes = (*arguments.notes, *results.notes, *notes_on_file(outline, precision), *sizes, *spec.model.notes)
     return ArtifactCandidate(artifact, asked.options, None), VerifyRequest(choice, source, notes=notes)
 
 
@@ -426,6 +427,20 @@ def with_axes_of_file(
             if isinstance(dim, str) and isinstance(size, int):
                 spec = spec.with_fixed(dim, size, f"{dim} is {size} in the file, which was compared at that size only.")
     return spec
+
+
+def notes_on_sizes(inputs: Sequence[TensorInfo], spec: BuildSpec, other: str) -> dict[str, None]:
+    """Sentences on axes that are free in the file, and of which the other model takes one size."""
+    pairs = (
+        (dim, size)
+        for tensor, own in zip(inputs, spec.inputs, strict=True)
+        for dim, size in zip(tensor.dims, own.dims, strict=True)
+    )
+    return {
+        f"{dim} is free in the file, and {other} takes {size} only; other sizes were not compared.": None
+        for dim, size in pairs
+        if isinstance(dim, str) and isinstance(size, int)
+    }
 
 
 def with_independence(user: UserModel, spec: BuildSpec) -> BuildSpec:
