@@ -1,8 +1,8 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
-build, verify, sign, evaluate, refit, inspect and report do what the commands of these names do; export builds from an
-nn.Module; load, load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in the place
-of a model of transformers.
+build, verify, prove, sign, evaluate, refit, inspect and report do what the commands of these names do; export builds
+from an nn.Module; load, load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in
+the place of a model of transformers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         load_decoder,
         load_generator,
         load_text,
+        prove,
         refit,
         report,
         sign,
@@ -56,6 +57,7 @@ __all__ = [
     "load_decoder",
     "load_generator",
     "load_text",
+    "prove",
     "refit",
     "report",
     "sign",

@@ -7,12 +7,12 @@ the functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from effexport.base.errors import Unavailable, UserError, check_type
+from effexport.base.errors import UserError, check_type
 from effexport.base.option_fields import keywords, optional_path, path_of, python_errors
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
 from effexport.options import (
@@ -22,6 +22,8 @@ from effexport.options import (
     EvaluateOptions,
     ExportOptions,
     InspectOptions,
+    Progress,
+    ProveOptions,
     RefitOptions,
     SignOptions,
     VerifyOptions,
@@ -33,11 +35,10 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
-    from effexport.proof.check import Trace
     from effexport.proof.named_module import NamedModule
-    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
     from effexport.report.description import Kind
     from effexport.report.model import Report
+    from effexport.report.verified import Verified
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.openvino.runner import OpenVinoRunner
     from effexport.runners.options import RunOptions
@@ -225,51 +226,61 @@ def verify(options: VerifyOptions) -> Report:
     return verified(options).report
 
 
-@dataclass(frozen=True)
-class Verified:
-    """The report of a verification, of which model against what, and where the values inside first differ."""
-
-    report: Report
-    candidate: ArtifactCandidate
-    request: VerifyRequest
-    found: Trace | Unavailable | None
-    seal: Signed | None
-
-
 def verified(options: VerifyOptions) -> Verified:
-    from effexport.artifact import check_output_file, open_artifact
-    from effexport.base.files import write_output
-    from effexport.evaluation.evaluate import answer_checks
+    from effexport.artifact import open_artifact
     from effexport.proof.named_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
-    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
-    from effexport.report.reading import side_of_artifact
-    from effexport.report.rendering.formats import format_of_file, text_from_report
-    from effexport.report.verified import report_from_verification
+    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+    from effexport.report.verified import checked_output, judged
     from effexport.signature import check_identity
 
-    weights, output = optional_path("weights", options.weights), optional_path("output", options.output)
+    weights = optional_path("weights", options.weights)
     named = named_module(options.module, options.examples, weights)
     choice = parse_choice(options.reference)
     # cases have different shapes and up to two sessions are open, so memory is released after each run
     run_options = options.run_options(memory_arena=False)
-    if output is not None:
-        form = format_of_file(output)
-        check_output_file(output, force=options.force)
-    start = time.perf_counter()
+    output, start = checked_output(options), time.perf_counter()
     folder, identity = path_of("artifact", options.artifact), optional_path("identity", options.identity)
     seal = None if identity is None else check_identity(folder, identity)
     artifact = open_artifact(folder)
     candidate = ArtifactCandidate(artifact, run_options, optional_path("model", options.model))
     source = source_of_verify(artifact, weights, named)
     request = VerifyRequest(choice, source, tuple(options.cases), options.trace, optional_path("data", options.data))
-    answers, quality = answer_checks(candidate, request, lambda stage: options.progress(stage, None))
-    verification, found = verify_artifact(candidate, request, lambda stage: options.progress(stage, None))
-    verification.checks += answers
-    report = report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
-    if output is not None:
-        write_output(output, text_from_report(side_of_artifact(artifact, str(options.artifact), report), form))
-    return Verified(report, candidate, request, found, seal)
+    result = judged(candidate, request, stages_of(options.progress), output, start, str(options.artifact))
+    return replace(result, seal=seal)
+
+
+@keywords(ProveOptions)
+def prove(options: ProveOptions) -> Report:
+    """Check that any ONNX file computes what another model computes, as `effexport prove` does.
+
+        report = effexport.prove("model.onnx", model, {"input_ids": ids, "attention_mask": mask})
+        assert report.verdict == "passed", report.sentence
+
+    model: an ONNX file of any exporter. against: an nn.Module, which stays as it is, "package.module:factory", the
+    folder of an artifact, whose stored answers need no PyTorch, or another ONNX file. examples: as for `export`;
+    without them, inputs are drawn as the file declares them. A check that fails does not raise.
+    Raises UserError for files and models that cannot be compared, such as those of different inputs.
+    """
+    return proved(options).report
+
+
+def proved(options: ProveOptions) -> Verified:
+    from effexport.proof.prove import ProofRequest
+    from effexport.report.verified import checked_output, judged
+
+    model, against = path_of("model", options.model), options.against
+    check_module(None if isinstance(against, Path) else against)
+    run_options = options.run_options(memory_arena=False)
+    output, start = checked_output(options), time.perf_counter()
+    on_stage = stages_of(options.progress)
+    request = ProofRequest(model, against, options.examples, options.seq_len, options.trace, run_options, on_stage)
+    return judged(*request.subject(), on_stage, output, start, str(options.model))
+
+
+def stages_of(progress: Progress) -> Callable[[str], None]:
+    """Report the beginning of each stage."""
+    return lambda stage: progress(stage, None)
 
 
 @keywords(SignOptions)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -269,7 +269,12 @@ def why_not_states(states: tuple[TensorInfo, ...], most_elements: int) -> str:
 
 def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:
     """The folder of a build as an artifact, for what reads texts or runs the model before the build is finished."""
-    manifest = Manifest(
+    return Artifact(folder, manifest_of_spec(spec, files_of_folder(folder)))
+
+
+def manifest_of_spec(spec: BuildSpec, files: Iterable[str] = (), weights_from: str = "") -> Manifest:
+    """The manifest of a model that was not built, or not yet."""
+    return Manifest(
         effexport_version="",
         variant=spec.attention.variant,
         spec=spec.to_dict(),
@@ -280,14 +285,13 @@ def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:
         custom_ops=spec.custom_ops,
         hash_values=(),
         weights_sha256="",
-        weights_from="",
+        weights_from=weights_from,
         notes=(),
         engines=(),
         parity=Parity(False, {}),
         environment={},
-        files=dict.fromkeys(files_of_folder(folder), FileEntry("", 0)),
+        files=dict.fromkeys(files, FileEntry("", 0)),
     )
-    return Artifact(folder, manifest)
 
 
 def is_bare_checkpoint(path: Path) -> bool:

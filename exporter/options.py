@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
     Module = nn.Module | str
     OnlyModule = nn.Module
+    AnyModel = nn.Module | str | Path
 else:  # types of arguments are read when a command is made, which imports no PyTorch
-    Module = OnlyModule = Array = object
+    Module = OnlyModule = AnyModel = Array = object
 
 # Called with the name of a stage as it begins, and None; and while TensorRT builds an engine, with what it is doing and
 # how much of that is done, 0 to 1.
@@ -59,6 +60,7 @@ SECTIONS = (WHAT, SIZES, RETURNS, FILE, QUANTISATION, CHECK, RUNS, ENGINES)
 GENERATED = "With --generate: {}; default: {}."
 MODULE = "an nn.Module, not its class, or 'package.module:factory'"
 SETTINGS = "an effexport.RunOptions"
+AGAINST = "an nn.Module, 'package.module:factory', an artifact folder or an ONNX file"
 COMPARED = "a path, '@' and a runtime, both, or 'torch'"
 HINTS = tuple(dict.fromkeys(hint for runtime in ARTIFACT_RUNTIMES.values() for hint in runtime.precision_hints))
 
@@ -398,6 +400,21 @@ class VerifyOptions(ArtifactOptions, ResultOptions, RunnerOptions, ProgressOptio
     cases: Sequence[str] = option((), "Check only this case. Repeatable.", flag="--case", metavar="NAME")
     trace: bool = option(False, "Find the first value that differs, in any case.")
     identity: str | Path | None = option(None, "Public key: refuse what its owner did not sign.", metavar=A_FILE)
+    output: str | Path | None = option(None, "Also a report: .html, .md, .json or .xml.", short="-o", metavar=A_FILE)
+
+
+@dataclass(frozen=True)
+class ProveOptions(ResultOptions, RunnerOptions, ProgressOptions):
+    """The options of `effexport prove`."""
+
+    model: str | Path = field(metadata=argument("An ONNX file."))
+    against: AnyModel = field(
+        metadata={"option": Option("MODULE:FUNCTION, an artifact, or a file.", metavar="WHAT", expected=AGAINST)}
+    )
+    examples: object = python_option(None, "What the module is called with.")
+    _: KW_ONLY
+    seq_len: int | None = option(None, "Tokens of the first case.", metavar="LENGTH", read=tokens_from_text)
+    trace: bool = option(False, "Find the first value that differs, in any case.")
     output: str | Path | None = option(None, "Also a report: .html, .md, .json or .xml.", short="-o", metavar=A_FILE)
 
 

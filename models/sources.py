@@ -133,17 +133,22 @@ def module_with_weights(module: nn.Module, name: str, path: Path) -> nn.Module:
     return copy
 
 
-def loaded_module(module: nn.Module | str) -> tuple[nn.Module, str, object, Mapping[str, object] | None]:
+def loaded_module(
+    module: nn.Module | str, flag: str = "--module"
+) -> tuple[nn.Module, str, object, Mapping[str, object] | None]:
     """A module of the user's own, or what its factory returns: the module, how manifests and messages name it, without
-    paths of this machine, and the example inputs and their free axes that come with it, each None without them."""
+    paths of this machine, and the example inputs and their free axes that come with it, each None without them.
+
+    flag: its name in errors.
+    """
     if not isinstance(module, str):
         return module, type(module).__name__, None, None
-    made, examples, dynamic = module_from_factory(module)
+    made, examples, dynamic = module_from_factory(module, flag)
     origin = Path(module).name if module.rpartition(":")[0].endswith(".py") else module
     return made, origin, examples, dynamic
 
 
-def module_from_factory(name: str) -> tuple[nn.Module, object, Mapping[str, object] | None]:
+def module_from_factory(name: str, flag: str = "--module") -> tuple[nn.Module, object, Mapping[str, object] | None]:
     """Call `package.module:factory`, or `path/to/file.py:factory`, and take what it returns: a module; or a module and
     example inputs; or these and the free axes of the inputs.
 
@@ -155,28 +160,28 @@ def module_from_factory(name: str) -> tuple[nn.Module, object, Mapping[str, obje
     path, _, factory = name.rpartition(":")
     if not path or not factory.isidentifier():
         raise SpecError(
-            f"--module is {name!r}; expected package.module:factory or file.py:factory, a function without arguments"
+            f"{flag} is {name!r}; expected package.module:factory or file.py:factory, a function without arguments"
         )
     file = Path(path).resolve() if path.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise SpecError(f"--module {name}: no file at {file}; expected package.module:factory or file.py:factory")
+        raise SpecError(f"{flag} {name}: no file at {file}; expected package.module:factory or file.py:factory")
     with folder_on_path("" if file is None else str(file.parent)):
         try:
             function = getattr(importlib.import_module(path) if file is None else module_of_file(file), factory)
         except (ImportError, AttributeError) as error:
-            raise SpecError(f"--module {name}: {error}; expected a function that can be imported from here") from error
+            raise SpecError(f"{flag} {name}: {error}; expected a function that can be imported from here") from error
         except (Exception, SystemExit) as error:  # as below
-            raise SpecError(f"--module {name}: importing {path} failed with {failure_of_user(error)}") from error
-        check_needs_no_arguments(function, name)
+            raise SpecError(f"{flag} {name}: importing {path} failed with {failure_of_user(error)}") from error
+        check_needs_no_arguments(function, f"{flag} {name}")
         try:
             made = function()
         except (Exception, SystemExit) as error:  # code of the user's, which may raise anything
-            raise SpecError(f"--module {name} failed with {failure_of_user(error)}") from error
+            raise SpecError(f"{flag} {name} failed with {failure_of_user(error)}") from error
     parts = made if isinstance(made, tuple) and made and isinstance(made[0], nn.Module) else (made,)
     module, examples, dynamic = (*parts, None, None)[:3]
     if not isinstance(module, nn.Module) or len(parts) > 3 or not isinstance(dynamic, Mapping | None):
         raise SpecError(
-            f"--module {name} returned a {type(made).__name__}; expected an nn.Module, or (module, example inputs), or "
+            f"{flag} {name} returned a {type(made).__name__}; expected an nn.Module, or (module, example inputs), or "
             "(module, example inputs, free axes by input)"
         )
     return module, examples, dynamic
@@ -200,9 +205,9 @@ def module_of_file(file: Path) -> ModuleType:
 
 
 def check_needs_no_arguments(function: object, name: str) -> None:
-    """Raise SpecError unless a factory can be called as it is."""
+    """Raise SpecError unless a factory can be called as it is. name: with the flag that names it."""
     if not callable(function):
-        raise SpecError(f"--module {name} is a {type(function).__name__}; expected a function without arguments")
+        raise SpecError(f"{name} is a {type(function).__name__}; expected a function without arguments")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of code that is not Python
@@ -211,7 +216,7 @@ def check_needs_no_arguments(function: object, name: str) -> None:
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
     if needed:
         raise SpecError(
-            f"--module {name} needs arguments: {', '.join(needed)}; expected a function without arguments: give them "
+            f"{name} needs arguments: {', '.join(needed)}; expected a function without arguments: give them "
             "default values, or name a function that passes yours"
         )
 

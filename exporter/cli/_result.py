@@ -1,17 +1,21 @@
-"""The lines of `effexport build` and `effexport refit` about the artifact that they have written."""
+"""The lines of `effexport build` and `effexport refit` about the artifact that they have written, and those of
+`effexport verify` and `effexport prove` about a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from effexport.artifact import files_of_folder
-from effexport.base.errors import UserError
+from effexport.base.errors import Unavailable, UserError
 from effexport.base.one_line import say
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.shell import command_line
 from effexport.base.units import NOTHING, counted, megabytes, memory, number, rough_duration, seconds
-from effexport.cli._console import cell, implementation_text
+from effexport.cli._console import cell, implementation_text, result_console
 from effexport.proof.check import (
     NOT_MEASURED,
     Check,
@@ -31,7 +35,9 @@ if TYPE_CHECKING:
 
     from effexport.api import BuildResult
     from effexport.artifact import Artifact, EngineEntry
+    from effexport.options import ProveOptions, VerifyOptions
     from effexport.report.model import Report
+    from effexport.report.verified import Verified
 
 
 # Of golden values, from which on there is a note.
@@ -206,3 +212,64 @@ def print_table(console: Console, checks: Sequence[Check]) -> None:
             cases_text(group),
         )
     console.print(table)
+
+
+def show_verification(
+    result: Verified, options: VerifyOptions | ProveOptions, subject: dict[str, Any], *, as_json: bool, verbose: bool
+) -> None:
+    """Print a comparison, and exit with 1 if it failed. subject: the first fields of its JSON."""
+    from effexport.cli.main import print_json
+    from effexport.proof.check import passed
+    from effexport.report.rendering.text import quality_text, trace_text
+
+    report = result.report
+    if as_json:
+        print_json(subject | json_of_verification(result, options))
+    console = result_console(as_json=as_json)
+    if verbose or report.verdict != "passed" or options.trace:
+        print_checks(console, report.checks, report.divergence)
+    if result.found is not None and not report.divergence and not options.trace:
+        say(console, trace_text(result.found))
+    for note in result.request.notes:
+        say(console, f"note: {note}", style="yellow")
+    if report.quality is not None:
+        say(console, quality_text(report.quality))
+    ran = implementation_text(report.implementation)
+    title = reference_text(result, options.precision_hint)
+    say(console, f"{options.model or next(iter(subject.values()))}: {verdict_text(report, title)}{ran}")
+    if options.output is not None:
+        say(console, f"{options.output}: written")
+    if not passed(report.checks):
+        raise click.exceptions.Exit(1)
+
+
+def json_of_verification(result: Verified, options: VerifyOptions | ProveOptions) -> dict[str, Any]:
+    from effexport.proof.check import passed, summary
+    from effexport.report.model import dict_of_check
+    from effexport.report.rendering.text import trace_text
+
+    report, found = result.report, result.found
+    return {
+        "passed": passed(report.checks),
+        "runtime": options.runtime,
+        "precision_hint": options.precision_hint or None,
+        "implementation": report.implementation,
+        "environment": report.environment,
+        "summary": summary(report.checks),
+        "checks": [dict_of_check(check) for check in report.checks],
+        "trace": {"not_run": trace_text(found)} if isinstance(found, Unavailable) else found and found.to_dict(),
+        "quality": report.quality and asdict(report.quality),
+        **({"output": str(options.output)} if options.output is not None else {}),
+    }
+
+
+def reference_text(result: Verified, precision_hint: str) -> str:
+    """`PyTorch within the limits of bf16`: what a model was compared with."""
+    from effexport.proof.check import Kind
+
+    report, kind = result.report, result.request.choice.kind
+    title = report.reference
+    stored = any(check.kind == Kind.PYTORCH_MODULE for check in report.checks)
+    if kind == "golden" or (kind == "auto" and stored):
+        title = "PyTorch's stored answers"
+    return f"{title} within the limits of {precision_hint}" if precision_hint else title

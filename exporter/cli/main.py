@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "list": "List the attention variants.",
     "build": "Export a model, prove parity and write an artifact.",
     "verify": "Check an artifact, or another ONNX file, against the reference.",
+    "prove": "Check any ONNX file against a PyTorch module, an artifact or another file.",
     "sign": "Sign an artifact and its verdict with a key.",
     "evaluate": "Judge an artifact on labelled data or on a text, beside another one if wanted.",
     "refit": "Put other weights into an artifact without exporting it again.",

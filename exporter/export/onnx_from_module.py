@@ -24,7 +24,6 @@ from effexport.base.spec import INPUT_DEFAULTS, BuildSpec
 from effexport.export.failures import STAGE, place_of, reason_of
 from effexport.export.inlined import inline_functions, save
 from effexport.export.onnx_graph import (
-    MODULE_KEY,
     RANDOM_OPS,
     GraphSignature,
     check_graph,
@@ -36,7 +35,6 @@ from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
 from effexport.export.traced_graphs import (
     REMEDY,
-    SCOPES_KEY,
     add_traced,
     blaming_traced,
     graph_without_numbers,
@@ -49,7 +47,7 @@ from effexport.models.encoder.spec import MASKS
 from effexport.models.layers import fused_operators
 from effexport.models.size_formula import shape_of
 from effexport.plugins.known_ops import known_ops
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
+from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, SCOPES_KEY, Op
 from effexport.plugins.user_operators import loaded
 from effexport.quantize.places import first_paths, reason_of_product
 from effexport.quantize.record import FloatProduct, Quantization

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from effexport.base.spec import NEXT_PREFIX, BuildSpec
 from effexport.export.failures import GRAPH_CHECK
 from effexport.models.encoder.spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
-from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPS, PLUGIN_NAMESPACE, SCOPES_KEY
 
 if TYPE_CHECKING:
     import onnx
@@ -42,8 +43,6 @@ FORBIDDEN_OPS: dict[str, str] = RANDOM_OPS | {
     "TopK": "TensorRT stops at 3840 elements",  # fewer are allowed, see `why_forbidden`
     "CumSum": "TensorRT's parser has made a sequential loop of it (10.1)",
 }
-# The path of the module that a node came from, in the metadata of a written file.
-MODULE_KEY = "effexport.module"
 # Runtimes replace calls of functions by their nodes. Models of ours have a few thousand, the largest published ones
 # some hundred thousand.
 MOST_NODES = 2_000_000
@@ -230,7 +229,11 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 def module_of_node(node: onnx.NodeProto) -> str:
     """The path of the module that a node came from; "" for the root, and where the file does not say."""
-    return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
+    known = {entry.key: entry.value for entry in node.metadata_props}
+    # as torch.onnx writes it: a list in Python, of which the last scope is the operator itself
+    scopes = re.findall(r"'([^']*)'", known.get(SCOPES_KEY, ""))
+    path: str = known.get(MODULE_KEY, scopes[-2] if len(scopes) > 1 else "")
+    return path
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import EffexportError, StageError, UserError, is_out_of_memory
+from effexport.plugins.ops import SCOPES_KEY
 
 # Of one traced graph; those of effexport have some kilobytes per layer. A larger one is not kept: a refit traces again.
 MOST_BYTES = 128 << 20
@@ -31,8 +32,6 @@ REMEDY = "build the artifact again with effexport build"
 ALMOST = {0.0: 1e-7, 1.0: 1e-4}
 # The end of a slice that has none.
 FAR = 2**63 - 1
-# Exporter metadata that later steps read: the modules that a node came from.
-SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
 
 def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:

@@ -147,6 +147,7 @@ class Kind(StrEnum):
     )
     REPLACEMENT = "replaced layers", "In PyTorch, the model with our layers computes what the original computes."
     # what could not run as a whole
+    RUNS = "runs", "The file runs on every input that the reference answers, within the axes that it says are free."
     SHAPES = "shapes", "The model was built for the shapes of these inputs."
     PARITY = "parity", "The model runs here, so that it can be compared at all."
     PYTORCH_MODULE = "PyTorch module", "The PyTorch module can be made again, to compute new answers."

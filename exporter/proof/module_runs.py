@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from effexport.base.dtypes import UNIT_ROUNDOFF, Array
 from effexport.base.errors import StageError
 from effexport.base.spec import BuildSpec
 from effexport.models.encoder.spec import TOKENS
+from effexport.proof.cases import Case
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind
+from effexport.proof.metrics import rms_change
 
 if TYPE_CHECKING:
     import torch
@@ -259,3 +261,22 @@ def with_rounded_weights(module: nn.Module, precision: str, draw: int = 0) -> nn
             noise = torch.rand(weight.shape, generator=generator) * 2 - 1
             weight.mul_(1 + UNIT_ROUNDOFF[precision] * noise)
     return other
+
+
+def answered_case(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Case:
+    """The case with the outputs of a module of ours and the buckets and margins of its hashes."""
+    return case.with_parts(runs.answer(case.label, lambda: recorded_run(module, spec, case.inputs)))
+
+
+def repeated_outputs(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Mapping[str, Array]:
+    """The outputs that a module gives twice to the inputs of a case."""
+    return runs.answer(case.label, lambda: {"outputs": run_module(module, spec, case.inputs)})["outputs"]
+
+
+def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Case:
+    """The case with its noise: how much the outputs change with other rotations, and in `rounded`, the module in lower
+    precision."""
+    with other_rotations(module):
+        by_seed = rms_change(case, repeated_outputs(case, module, spec, runs))
+    by_precision = 0.0 if rounded is module else rms_change(case, repeated_outputs(case, rounded, spec, runs))
+    return replace(case, seed_noise=by_seed, precision_noise=by_precision)

@@ -19,7 +19,7 @@ from effexport.models.encoder.spec import EMBEDDING, LOGITS, POSITIONS, SCORES, 
 from effexport.models.size_formula import shape_of
 from effexport.proof.cases import Case, check_fits, checked_cases, kept_tokens, stored_cases
 from effexport.proof.check import Check, Kind, not_run
-from effexport.proof.module_runs import RepeatedRuns
+from effexport.proof.module_runs import RepeatedRuns, answered_case, with_hash_noise
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import tensors_text
 
@@ -164,8 +164,6 @@ def with_hashes(cases: list[Case], module: nn.Module, spec: BuildSpec) -> list[C
     its scores of all indices if these are ranked."""
     if not spec.attention.is_hashed and not spec.ranked_outputs:
         return cases
-    from effexport.proof.reference import answered_case, with_hash_noise
-
     runs = RepeatedRuns("PyTorch")
     hashed = []
     for case in cases:

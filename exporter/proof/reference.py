@@ -36,9 +36,10 @@ from effexport.proof.module_runs import (
     RepeatedRuns,
     bucket_name,
     given_buckets,
-    other_rotations,
     recorded_run,
+    repeated_outputs,
     run_module,
+    with_hash_noise,
     with_rounded_weights,
 )
 from effexport.proof.tolerances import OWN_ERROR_FACTOR, reference_limit
@@ -93,6 +94,18 @@ def reference_from_model(model: UserModel, spec: BuildSpec, seed: int, names: Se
     that the user has given."""
     inputs = case_inputs(spec, seed) | adversarial_inputs(model.module, spec) | example_case(model, spec)
     return answers_of_model(model, spec, {name: own for name, own in inputs.items() if not names or name in names})
+
+
+def are_independent(model: UserModel, spec: BuildSpec) -> bool:
+    """True if no sample of a batch depends on the others in PyTorch, on drawn inputs; false if it has no answer."""
+    original = Original(model, spec, RepeatedRuns("PyTorch"))
+    cases = [empty_case(name, inputs, spec) for name, inputs in case_inputs(spec, spec.seed).items()]
+    several = [case for case in cases if len(case.keep) > 1 and case.name != NOTHING_KEPT]
+    try:
+        answers = [original.answer(case).case for case in several[-1:]]
+    except OriginalFailedError:
+        return False
+    return bool(answers) and all(original.check_independent(case).status == "passed" for case in answers)
 
 
 def empty_case(name: str, inputs: Mapping[str, Array], spec: BuildSpec) -> Case:
@@ -364,25 +377,6 @@ def check_finite_reference(case: Case) -> None:
                 f"PyTorch's own answer to {case.label} has {bad:,} NaN or infinite elements in {name}; expected "
                 "numbers: check the weights",
             )
-
-
-def answered_case(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Case:
-    """The case with the outputs of a module of ours and the buckets and margins of its hashes."""
-    return case.with_parts(runs.answer(case.label, lambda: recorded_run(module, spec, case.inputs)))
-
-
-def repeated_outputs(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Mapping[str, Array]:
-    """The outputs that a module gives twice to the inputs of a case."""
-    return runs.answer(case.label, lambda: {"outputs": run_module(module, spec, case.inputs)})["outputs"]
-
-
-def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Case:
-    """The case with its noise: how much the outputs change with other rotations, and in `rounded`, the module in lower
-    precision."""
-    with other_rotations(module):
-        by_seed = rms_change(case, repeated_outputs(case, module, spec, runs))
-    by_precision = 0.0 if rounded is module else rms_change(case, repeated_outputs(case, rounded, spec, runs))
-    return replace(case, seed_noise=by_seed, precision_noise=by_precision)
 
 
 def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> float:

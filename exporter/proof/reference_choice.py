@@ -21,7 +21,7 @@ from effexport.export.module_source import model_from_source
 from effexport.export.onnx_graph import graph_inputs, graph_outline
 from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.candidate import ModelCandidate, ModelUnderTest
+from effexport.proof.candidate import ModelCandidate, ModelUnderTest, engine_candidate
 from effexport.proof.cases import Answers, Case, has_tokens, stored_cases
 from effexport.proof.check import GOLDEN_SUFFIX, NAMED, Check, Kind, not_run
 from effexport.proof.checks.arithmetic import check_buckets
@@ -47,7 +47,7 @@ class ReferenceChoice:
     """A parsed --reference.
 
     kind: one of NAMED, "file" or "runtime".
-    path and runtime: of the last two.
+    path and runtime: of the last two. path: of "torch", too, if a file stands for the module.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class ReferenceChoice:
     def title(self) -> str:
         """The name of the reference in a verdict: a model that passes is equal to it."""
         titles = {"file": str(self.path), "runtime": self.option, "transformers": "transformers"}
-        return titles.get(self.kind, "PyTorch")
+        return titles.get(self.kind, str(self.path) if self.path.name else "PyTorch")
 
     @property
     def option(self) -> str:
@@ -318,7 +318,6 @@ def opened_reference(
     choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
 ) -> tuple[ModelUnderTest, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
-    from effexport.proof.verify import engine_candidate
     from effexport.tensorrt.sidecar import read_sidecar
 
     if choice.path.is_file():

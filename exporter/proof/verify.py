@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,15 +11,17 @@ from typing import cast
 import numpy as np
 
 from effexport.base.dtypes import Array
-from effexport.base.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError, UserError
-from effexport.base.runtimes import ENGINE_SUFFIX
+from effexport.base.errors import (
+    EffexportError,
+    RuntimeFailedError,
+    RuntimeUnsupportedError,
+    UserError,
+    is_out_of_memory,
+)
 from effexport.base.spec import BuildSpec, Precision
 from effexport.export.onnx_graph import (
     custom_ops_of_model,
-    external_sizes,
-    graph_outline,
     load_graph,
-    model_digest,
     value_types,
 )
 from effexport.plugins.ops import DOMAIN, OPS
@@ -31,11 +31,9 @@ from effexport.proof.candidate import (
     OpenedCandidate,
     ShapeGuard,
     WrongShapeError,
-    bucket_dims,
-    given_values,
+    engine_candidate,
     open_in_ort,
     opened_with_given,
-    with_given_values,
 )
 from effexport.proof.cases import Case
 from effexport.proof.check import (
@@ -72,11 +70,7 @@ from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import Runner
-from effexport.tensorrt.cuda import current_compute_capability
-from effexport.tensorrt.engine_from_onnx import engine_from_onnx
-from effexport.tensorrt.sidecar import EngineInfo, EngineMismatchError, read_sidecar
-from effexport.tensorrt.spec import EngineSpec, Profile, Range, profile_from_shapes
+from effexport.tensorrt.sidecar import EngineMismatchError, read_sidecar
 
 # Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:
 # EluLinearAttention casts inside its body.
@@ -128,12 +122,17 @@ def run_checks(
         if not candidate.accepts(case.inputs):
             yield not_run(Kind.SHAPES, f"this case {OUTSIDE}", case.label)
             continue
-        outputs = candidate.run(case.inputs)
+        try:
+            outputs = candidate.run(case.inputs)
+        except RuntimeFailedError as error:
+            yield failed_run(case.label, error, spec)
+            continue
         yield check_signature(case, outputs, spec)
         if set(outputs) == set(case.outputs) and all(outputs[n].shape == case.outputs[n].shape for n in outputs):
-            yield from up_to_wrong_shape(checks_of_answer(guarded, case, outputs, computed, index == 0), case.label)
+            checks = checks_of_answer(guarded, case, outputs, computed, index == 0)
+            yield from up_to_wrong_shape(checks, case.label, spec)
     if spec.arithmetic != "fp32":
-        yield from up_to_wrong_shape(check_long_sequence(guarded, cases, spec), ALL_CASES)
+        yield from up_to_wrong_shape(check_long_sequence(guarded, cases, spec), ALL_CASES, spec)
 
 
 def checks_of_answer(
@@ -166,12 +165,24 @@ def checks_of_answer(
         yield check_prefix(candidate, case, outputs, spec)
 
 
-def up_to_wrong_shape(checks: Iterator[Check], label: CaseLabel) -> Iterator[Check]:
-    """The checks, up to one whose run returned another shape than expected: a failed check of the signature."""
+def up_to_wrong_shape(checks: Iterator[Check], label: CaseLabel, spec: BuildSpec) -> Iterator[Check]:
+    """The checks, up to one whose run failed, or returned another shape than expected: a failed check of that."""
     try:
         yield from checks
+    except RuntimeFailedError as error:
+        yield failed_run(label, error, spec)
     except WrongShapeError as error:
         yield Check(Kind.SIGNATURE, label, SIGNATURE_METRIC, "failed", detail=str(error))
+
+
+def failed_run(label: CaseLabel, error: RuntimeFailedError, spec: BuildSpec) -> Check:
+    """A failed check of a file that does not answer, with the message of the runtime.
+
+    Raises the error again if this machine is at fault, or for a model of ours, which has no shapes that fail.
+    """
+    if spec.model.answers_always or is_out_of_memory(error):
+        raise error
+    return Check(Kind.RUNS, label, "the runtime answers", "failed", detail=" ".join(str(error).split()))
 
 
 def check_long_sequence(candidate: ModelUnderTest, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
@@ -319,83 +330,6 @@ def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: boo
     if not wanted or not cases:
         return None
     return next((case for case in cases if not case.keep.all()), cases[0])
-
-
-class EngineCandidate(OpenedCandidate):
-    """An engine under test. It accepts the shapes of its profiles."""
-
-    def __init__(self, info: EngineInfo, runner: Runner, given: Runner | None, values: Mapping[str, str]) -> None:
-        super().__init__(runner, given, values)
-        self._profiles = info.profiles
-
-    def accepts(self, inputs: Mapping[str, Array]) -> bool:
-        return any(
-            all(
-                low <= size <= high
-                for name, array in inputs.items()
-                for low, size, high in zip(profile[name][0], array.shape, profile[name][2], strict=True)
-            )
-            for profile in self._profiles
-        )
-
-
-@contextlib.contextmanager
-def engine_candidate(
-    engine: Path, info: EngineInfo, model: Path, spec: BuildSpec, hashes: Sequence[str]
-) -> Iterator[EngineCandidate]:
-    """An engine under test; if the model hashes, with a second engine that reads the buckets as inputs.
-
-    The second engine is built here, from the same model with the same options. One flipped bucket changes a third of
-    all outputs, so the arithmetic can only be compared if both sides use the same buckets.
-    """
-    from effexport.tensorrt.runner import TrtRunner
-
-    limits = limits_from_spec(spec)
-    # the temporary folder is removed last, after the engine in it is closed
-    with contextlib.ExitStack() as stack:
-        runner = stack.enter_context(TrtRunner(engine, limits=limits, onnx_sha256=model_digest(model)))
-        # of a quantised model only the free run is judged: its roundings would be inputs of any shape
-        values = {} if spec.is_quantized else given_values(model, hashes)
-        given = None
-        if values:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-")))
-            second = engine_with_given_buckets(model, list(values.values()), info, spec, folder)
-            given = stack.enter_context(TrtRunner(second, limits=limits))
-        yield EngineCandidate(info, runner, given, values)
-
-
-def engine_with_given_buckets(
-    model: Path, values: Sequence[str], info: EngineInfo, spec: BuildSpec, folder: Path
-) -> Path:
-    """Build the engine of a model whose buckets are inputs and outputs, into `folder`."""
-    changed = folder / model.name
-    changed.write_bytes(with_given_values(model, values))
-    for location in external_sizes(graph_outline(model)):
-        (folder / location).parent.mkdir(parents=True, exist_ok=True)
-        (folder / location).symlink_to((model.parent / location).resolve())
-    path = folder / f"given{ENGINE_SUFFIX}"
-    changed_spec = spec_with_given_buckets(info, spec, values)
-    engine_from_onnx(changed, changed_spec, path, current_compute_capability, precision=info.precision)
-    return path
-
-
-def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec, values: Sequence[str]) -> EngineSpec:
-    """The spec of an engine, with ranges for its buckets, int32 [rows, padded]: one row per sample, head and round, and
-    sequences padded to whole chunks."""
-    chunk, rows = spec.model.pad_multiple, spec.attention.hashes.rows
-    profiles = []
-    for profile in info.profiles:
-        sizes = profile_from_shapes(spec.inputs, profile).ranges
-        batch, seq = sizes["batch"], sizes.get("seq", Range(*(3 * [spec.model.seq_len])))
-        of_buckets = (Range(*(n * rows for n in batch)), Range(*(-(-size // chunk) * chunk for size in seq)))
-        ranges = {dim: size for value in values for dim, size in zip(bucket_dims(value), of_buckets, strict=True)}
-        profiles.append(Profile({"batch": batch, "seq": seq, **ranges}))
-    options = {
-        **info.options,
-        "compute_capabilities": tuple(info.options["compute_capabilities"]),
-        "timing_cache": None,
-    }
-    return EngineSpec(target=info.target, profiles=tuple(profiles), **options)
 
 
 def verify_engine_if_possible(

@@ -35,7 +35,7 @@ from effexport.proof.verify import (
     verify_engine,
     verify_in_runtime,
 )
-from effexport.runners.artifact_runner import check_precision_of_model, decoder_from_artifact, model_opener
+from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, decoder_from_artifact, model_opener
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.options import RunOptions
 
@@ -202,8 +202,11 @@ class ArtifactCandidate:
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
-        open_model = model_opener(self.options)
-        return verify_in_runtime(self.path, cases, spec, hashes, open_model, self.options.precision_hint)
+        return verify_in_runtime(self.path, cases, spec, hashes, self.opener(self.options), self.options.precision_hint)
+
+    def opener(self, options: RunOptions) -> OpenModel:
+        """Opens the file for the checks, under the names that the artifact has for its inputs and outputs."""
+        return model_opener(options)
 
     def check_products(self) -> list[Check]:
         """A check of the products that a quantised file has quantised; an engine's network has other nodes."""
@@ -227,7 +230,7 @@ class ArtifactCandidate:
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
         """Check the file without the kernel library."""
-        open_with_bodies = model_opener(
+        open_with_bodies = self.opener(
             replace(self.options, implementation="body", memory_arena=False, threads=None, precision_hint="")
         )
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
@@ -249,6 +252,8 @@ class VerifyRequest:
     cases: the names of those to check; none for all.
     trace: look for the first value inside the graph that differs, even if no check fails.
     data: a file whose answers are compared as well; see `answer_checks`.
+    against: of `effexport prove`, the other model as the user names it; "" of `effexport verify`.
+    notes: on the comparison.
     """
 
     choice: ReferenceChoice
@@ -256,6 +261,8 @@ class VerifyRequest:
     cases: tuple[str, ...] = ()
     trace: bool = False
     data: Path | None = None
+    against: str = ""
+    notes: tuple[str, ...] = ()
 
     def check(self, candidate: ArtifactCandidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
@@ -284,7 +291,7 @@ def verify_artifact(
     request.check(candidate)
     artifact, spec, choice = candidate.artifact, candidate.artifact.spec, request.choice
     result, cases = Verification(candidate.check_products()), []
-    if request.source is not None:
+    if request.source is not None and artifact.manifest.weights_sha256:  # which a file alone does not say
         on_stage("comparing the weights")
         weights = check_weights(artifact, request.source)
         result.checks.append(weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -14,12 +15,23 @@ from effexport.base.files import json_text
 from effexport.base.records import Count, Figure, Seconds, figure
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES
 from effexport.base.spec import BuildSpec, Precision
+from effexport.base.units import number
 from effexport.base.version import __version__
 from effexport.evaluation.figures import Quality
 from effexport.models.contract import Scope
-from effexport.proof.check import HISTOGRAM_BINS, CaseLabel, Check, Status, Worst, outcomes_text, passed, summary
+from effexport.proof.check import (
+    HISTOGRAM_BINS,
+    CaseLabel,
+    Check,
+    Status,
+    Worst,
+    by_name,
+    outcome_of,
+    outcomes_text,
+    passed,
+    summary,
+)
 from effexport.quantize.record import Quantization
-from effexport.report.notebook import notebook_html
 from effexport.report.rendering.quantization import cost_text
 from effexport.report.rendering.text import quality_text
 
@@ -37,6 +49,8 @@ REPORT_VERSION: Literal[5] = 5
 PYTORCH = "PyTorch"
 # Of a report that pages can show; real ones have a few hundred.
 MOST_CHECKS = 2000
+# In notebooks.
+_COLOURS = {"passed": "#1a7f37", "failed": "#cf222e", "not run": "#9a6700", "not applicable": "#6e7781"}
 
 
 def described(text: str) -> msgspec.Meta:
@@ -308,3 +322,29 @@ def schema_text() -> str:
         "title": f"effexport report, version {REPORT_VERSION}",
     }
     return json.dumps({**head, **(report | head), "$defs": types}, indent=2, ensure_ascii=False) + "\n"
+
+
+def notebook_html(title: str, sentence: str, checks: Sequence[Check], notes: Sequence[str]) -> str:
+    """A report as notebooks show it: the verdict, and one row for each kind of check. Self-contained HTML.
+
+    title, sentence and notes: of the report.
+    """
+    rows = []
+    groups = by_name(checks)
+    for name, entry in summary(checks).items():
+        outcome = outcome_of(groups[name])
+        cells = (
+            name,
+            f'<span style="color:{_COLOURS[outcome]}">{outcome}</span>',
+            entry["metric"],
+            number(entry["worst"]),
+            number(entry["limit"]),
+        )
+        rows.append("".join(f"<td>{cell if i == 1 else escape(cell)}</td>" for i, cell in enumerate(cells)))
+    heads = "".join(f"<th>{head}</th>" for head in ("check", "result", "metric", "worst", "limit"))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    remarks = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return (
+        f"<div><b>{escape(title)}</b><br>{escape(sentence)}<table><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{body}</tbody></table>{f'<ul>{remarks}</ul>' if remarks else ''}</div>"
+    )

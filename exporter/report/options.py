@@ -1,4 +1,5 @@
-"""The options of `effexport verify` that a report records, so that its pages can show how a check is repeated.
+"""The options of `effexport verify` and `prove` that a report records, so that its pages can show how a check is
+repeated.
 
 A report may come from anybody, and a command on its page is there to be copied: only these options are read, with
 values that can be theirs.
@@ -16,6 +17,7 @@ from effexport.proof.check import GOLDEN_SUFFIX, NAMED
 from effexport.runners.options import LAST_DEVICE, implementation_per_op
 
 MODEL, WEIGHTS, DATA, REFERENCE = "--model", "--weights", "--data", "--reference"
+AGAINST = "--against"  # of prove
 IMPLEMENTATION, DEVICE, PRECISION_HINT = "--implementation", "--device", "--precision-hint"
 
 
@@ -46,6 +48,7 @@ def is_precision_hint(value: str) -> bool:
 
 # What an option's value may be.
 RECORDED: dict[str, Callable[[str], bool]] = {
+    AGAINST: is_path,
     MODEL: is_path,
     WEIGHTS: is_path,
     DATA: is_path,

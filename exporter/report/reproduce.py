@@ -18,7 +18,7 @@ from effexport.models.sources import SEED
 from effexport.options import BuildOptions
 from effexport.proof.check import ALL_CASES, OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
-from effexport.report.options import REFERENCE, WEIGHTS
+from effexport.report.options import AGAINST, REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields
 
 # They are the subjects of other flags.
@@ -37,8 +37,17 @@ _FACTORY = re.compile(r"[^\s:][^\n\r:]*:[A-Za-z_]\w*")
 
 def repeat_command(report: Report, artifact: str, *further: Word) -> str:
     """Checks an artifact as a report says that it was checked; with further options."""
-    options = zip(report.options[::2], report.options[1::2], strict=True)
-    return command_line("effexport", "verify", Path(artifact), *options, *further)
+    options = dict(zip(report.options[::2], report.options[1::2], strict=True))
+    other = options.get(AGAINST, "")
+    if is_proof(report) and not (_FACTORY.fullmatch(other) or Path(other).exists()):
+        return f"effexport.prove({artifact!r}, model)  # in Python; model: a {' '.join(other.split())}"
+    verb = "prove" if is_proof(report) else "verify"
+    return command_line("effexport", verb, Path(artifact), *options.items(), *further)
+
+
+def is_proof(report: Report) -> bool:
+    """True for a file that was compared with another model, and not built."""
+    return AGAINST in report.options
 
 
 def verify_command(check: Check, report: Report, artifact: str) -> str:
@@ -46,6 +55,8 @@ def verify_command(check: Check, report: Report, artifact: str) -> str:
     that has no name on the command line is repeated by building again."""
     further: list[Word] = []
     runtime = check.target or report.runtime
+    if is_proof(report):
+        return repeat_command(report, artifact, *[("--runtime", runtime)] * (runtime != DEFAULT_RUNTIME))
     golden = report.spec.get("golden", "full")
     of_torch = check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE
     without_case = of_torch or check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check)
@@ -75,11 +86,14 @@ def source_option(report: Report) -> list[tuple[str, str]] | None:
 
 
 def build_command(report: Report, output: str, record: type = BuildOptions) -> str:
-    """Builds the artifact of a report again, into `output`; with a spec file where flags do not reach.
+    """Builds the artifact of a report again, into `output`; with a spec file where flags do not reach. "" for a file
+    that effexport has not built.
 
     record: whose fields become flags.
     """
     spec = report.spec
+    if is_proof(report):
+        return ""
     if spec.get("scope") == "checkpoint":
         return _checkpoint_command(report, output, record)
     changed = _changed_fields(spec)

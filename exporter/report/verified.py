@@ -2,20 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from effexport.artifact import check_output_file
 from effexport.base.environment import versions
+from effexport.base.errors import Unavailable
+from effexport.base.files import write_output
+from effexport.base.option_fields import optional_path
+from effexport.evaluation.evaluate import answer_checks
 from effexport.proof.check import Check, Kind, Trace, is_about_bodies, only_weights_failed
+from effexport.proof.verify_artifact import verify_artifact
 from effexport.report.model import PYTORCH, LayerError, Report
-from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
+from effexport.report.options import AGAINST, DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
+from effexport.report.reading import side_of_artifact
+from effexport.report.rendering.formats import format_of_file, text_from_report
 from effexport.report.rendering.text import trace_text
 
 if TYPE_CHECKING:
     from effexport.evaluation.figures import Quality
     from effexport.proof.verify import Verification
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+    from effexport.signature import Signed
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The report of a verification, of which model against what, and where the values inside first differ."""
+
+    report: Report
+    candidate: ArtifactCandidate
+    request: VerifyRequest
+    found: Trace | Unavailable | None
+    seal: Signed | None = None
+
+
+class WrittenOptions(Protocol):
+    """Options that may name a file for the report."""
+
+    @property
+    def output(self) -> str | Path | None: ...
+
+    @property
+    def force(self) -> bool: ...
+
+
+def checked_output(options: WrittenOptions) -> Path | None:
+    """The file for the report. Raises UserError, before any work, for one that cannot be written."""
+    output = optional_path("output", options.output)
+    if output is not None:
+        format_of_file(output)
+        check_output_file(output, force=options.force)
+    return output
+
+
+def judged(
+    candidate: ArtifactCandidate,
+    request: VerifyRequest,
+    on_stage: Callable[[str], None],
+    output: Path | None,
+    start: float,
+    name: str,
+) -> Verified:
+    """Compare a model as requested, and write the report if it has a file. start: of the clock. name: of the model."""
+
+    answers, quality = answer_checks(candidate, request, on_stage)
+    verification, found = verify_artifact(candidate, request, on_stage)
+    verification.checks += answers
+    report = report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
+    if output is not None:
+        side = side_of_artifact(candidate.artifact, name, report)
+        write_output(output, text_from_report(side, format_of_file(output)))
+    return Verified(report, candidate, request, found)
 
 
 def report_from_verification(
@@ -31,15 +93,16 @@ def report_from_verification(
     artifact = candidate.artifact
     spec, manifest = artifact.spec, artifact.manifest
     traced = trace if isinstance(trace, Trace) and trace.values else None
+    title = f"{spec.model.title}: {candidate.model}" if candidate.model else spec.model.title
     return Report(
-        title=f"{spec.model.title}: {candidate.model}" if candidate.model else spec.model.title,
+        title=f"{candidate.path.name} against {request.against}" if request.against else title,
         spec=spec.to_dict(),
         checks=verification.checks,
         environment=versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         runtime=candidate.runtime,
-        notes=list(manifest.notes),
-        seconds={"effexport verify": seconds},
+        notes=[*request.notes, *manifest.notes],
+        seconds={f"effexport {'prove' if request.against else 'verify'}": seconds},
         implementation=verification.implementation,
         engines=[engine for engine in manifest.engines if engine.target == candidate.runtime],
         layers=[LayerError(**row) for row in traced.layers()] if traced else [],
@@ -69,11 +132,12 @@ def divergence_text(trace: Trace, request: VerifyRequest, checks: Sequence[Check
 def options_of(candidate: ArtifactCandidate, request: VerifyRequest) -> list[str]:
     """The options of `effexport verify` that chose the model and the reference, but for --runtime and --case."""
     given = {
-        MODEL: candidate.model,
+        AGAINST: request.against or None,
+        MODEL: None if request.against else candidate.model,
         # without --module, which names code, and so is not repeated as a report says
         WEIGHTS: request.source and request.source.path,
         DATA: request.data,
-        REFERENCE: None if request.choice.kind == "auto" else request.choice.option,
+        REFERENCE: None if request.choice.kind == "auto" or request.against else request.choice.option,
         IMPLEMENTATION: None if candidate.options.implementation == "auto" else candidate.options.implementation,
         DEVICE: candidate.options.device or None,
         PRECISION_HINT: candidate.options.precision_hint or None,

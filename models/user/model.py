@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from effexport.base.dtypes import Array
 from effexport.models.adapters.adapter import Adapted
 from effexport.models.same_weights import SameWeights
 from effexport.models.user.drawn_numbers import DrawnNumbers, NotFrozenError
@@ -138,17 +140,73 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                 found.update(kept)
 
 
+class CalledAsFile(SameWeights):
+    """A model under the names of an ONNX file that another exporter has made of it.
+
+    arguments: of `forward`, by the input of the file that has another name. results: of the model, as `named_outputs`
+    names them, by the output of the file; None for all under their own names.
+    """
+
+    results: Mapping[str, str] | None = None
+
+    def __init__(self, model: nn.Module, arguments: Mapping[str, str]) -> None:
+        super().__init__(model)
+        self._arguments = dict(arguments)
+
+    def train(self, mode: bool = True) -> CalledAsFile:
+        """Set the mode of the model as well, which is not a submodule."""
+        self._model.train(mode)
+        return super().train(mode)
+
+    def forward(self, **tensors: Any) -> dict[str, Tensor]:
+        given = {self._arguments.get(name, name): value for name, value in tensors.items()}
+        positional, named = arguments_of(self._model, given)
+        found = named_outputs(self._model(*positional, **named))
+        return found if self.results is None else {name: found[result] for name, result in self.results.items()}
+
+
+class FileModule(nn.Module):
+    """An ONNX file in the place of a model. run: takes arrays by name, and returns arrays by name; copies share it.
+
+    It computes in the precision of the file: a copy in float64 raises TypeError.
+    """
+
+    def __init__(self, run: Callable[[Mapping[str, Array]], Mapping[str, Array]]) -> None:
+        super().__init__()
+        self.mark = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self._run = run
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileModule:
+        return FileModule(self._run)
+
+    def forward(self, **tensors: Tensor) -> dict[str, Tensor]:
+        if self.mark.dtype is not torch.float32:
+            raise TypeError("it is an ONNX file, which has one precision")
+        found = self._run({name: tensor.numpy() for name, tensor in tensors.items()})
+        return {name: torch.from_numpy(array) for name, array in found.items()}
+
+
 def called_by_position(model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> CalledByPosition:
     """A model as torch.onnx needs it: with one argument of `forward` for each input."""
 
     def forward(self: CalledByPosition, *tensors: Tensor) -> tuple[Tensor, ...]:
         return CalledByPosition.forward(self, *tensors)
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+    # files of other exporters have names such as input.1
+    safe = [name if name.isidentifier() and not iskeyword(name) else f"input_{i}" for i, name in enumerate(names)]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *safe)]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     kind = type("CalledByPosition", (CalledByPosition,), {"forward": forward})
     called: CalledByPosition = kind(model, names, constants)
     return called
+
+
+def name_results(user: UserModel, results: Mapping[str, str]) -> None:
+    """Let a model that is called as a file return these results; see `CalledAsFile`."""
+    for module in (user.original, user.module):
+        assert isinstance(module, CalledByPosition)
+        assert isinstance(module._model, CalledAsFile)
+        module._model.results = results
 
 
 def drawing_model(module: nn.Module) -> CalledByPosition | None:

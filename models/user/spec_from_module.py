@@ -77,6 +77,7 @@ class Calling:
 
     examples: arguments of a call; dynamic: the free axes of these; see `inputs_from_examples`. table: see
     `inputs_from_table`. inputs, replaced: those of an artifact, see `inputs_from_spec`, and which layers are ours.
+    guesses: inputs to try, the most likely first. as_it_stands: no layer is replaced by ours.
     """
 
     examples: object = None
@@ -84,16 +85,20 @@ class Calling:
     table: Mapping[str, Any] | None = None
     inputs: ModuleInputs | None = None
     replaced: Collection[str] | None = None
+    guesses: Sequence[ModuleInputs] = ()
+    as_it_stands: bool = False
 
     @property
     def is_guess(self) -> bool:
         """True if the signature of `forward` is the only source."""
-        return self.examples is None and self.table is None and self.inputs is None
+        return self.examples is None and self.table is None and self.inputs is None and not self.guesses
 
     def candidates(self, model: nn.Module, name: str, widths: Sequence[int]) -> Iterator[ModuleInputs]:
         """The inputs, or several guesses, the most likely first."""
         if self.inputs is not None:
             yield self.inputs
+        elif self.guesses:
+            yield from self.guesses
         elif self.table is not None:
             yield inputs_from_table(model, name, self.table)
         elif self.examples is not None:
@@ -125,7 +130,7 @@ def model_and_spec(
     calling = calling or Calling()
     given = None if calling.is_guess else next(calling.candidates(original, name, ()))
     wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
-    subject = subject_with(original, name, notes, wanted, {})
+    subject = subject_with(original, name, notes, wanted, None if calling.as_it_stands else {})
     if calling.replaced is not None:
         subject = subject_again(subject, calling.replaced)
     failures: list[ModuleFailedError] = []
@@ -145,11 +150,14 @@ def model_and_spec(
 
 
 def subject_with(
-    original: nn.Module, name: str, notes: tuple[str, ...], wanted: int | None, keep: Mapping[str, str]
+    original: nn.Module, name: str, notes: tuple[str, ...], wanted: int | None, keep: Mapping[str, str] | None
 ) -> Subject:
-    """A model with our layers, except in the places of `keep`; see `with_our_layers`. wanted: the length to export for,
-    None if nobody says one."""
-    adapted = with_our_layers(original, wanted or DEFAULT_SEQ_LEN, keep)
+    """A model with our layers, except in the places of `keep`; see `with_our_layers`. None keeps all, without a copy.
+
+    wanted: the length to export for, None if nobody says one.
+    """
+    whole = Adapted(original, {}, {})
+    adapted = whole if keep is None else with_our_layers(original, wanted or DEFAULT_SEQ_LEN, keep)
     adapted.module.requires_grad_(False)
     specs = [layer.spec for layer in attention_layers(adapted.module)]
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)

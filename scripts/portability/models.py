@@ -18,8 +18,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import Case, load_reference, save_reference
 from effexport.proof.float64 import warm_up
 from effexport.proof.inputs import REFERENCE_SEED_OFFSET, random_inputs
-from effexport.proof.module_runs import RepeatedRuns, hash_modules
-from effexport.proof.reference import answered_case, with_hash_noise
+from effexport.proof.module_runs import RepeatedRuns, answered_case, hash_modules, with_hash_noise
 
 if TYPE_CHECKING:
     from torch import nn

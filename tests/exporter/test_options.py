@@ -26,6 +26,7 @@ from effexport.options import (
     BuildOptions,
     EvaluateOptions,
     InspectOptions,
+    ProveOptions,
     RefitOptions,
     SignOptions,
     SpecOptions,
@@ -38,6 +39,7 @@ from effexport.report.reproduce import build_command
 RECORDS = {
     "build": BuildOptions,
     "verify": VerifyOptions,
+    "prove": ProveOptions,
     "sign": SignOptions,
     "evaluate": EvaluateOptions,
     "refit": RefitOptions,

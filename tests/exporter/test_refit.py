@@ -28,11 +28,12 @@ from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import Written, onnx_from_module
 from effexport.export.onnx_graph import model_digest
-from effexport.export.traced_graphs import SCOPES_KEY, add_traced, read_traced
+from effexport.export.traced_graphs import add_traced, read_traced
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.options import BuildOptions
 from effexport.pipeline.build import artifact_from_spec
 from effexport.pipeline.refit import RefitRequest
+from effexport.plugins.ops import SCOPES_KEY
 from effexport.proof.cases import load_reference
 from effexport.tensorrt.sidecar import read_sidecar
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts

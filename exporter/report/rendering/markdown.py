@@ -33,8 +33,9 @@ def markdown_from_report(report: Report, artifact: str) -> str:
     parts += [_quantization(report.quantization)] if report.quantization else []
     parts += ["\n".join(others)] if others else []
     parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
-    commands = f"{repeat_command(report, artifact)}\n\n{build_command(report, REBUILT)}"
-    parts.append(folded("Check it again, build it again", fenced(commands)))
+    build = build_command(report, REBUILT)
+    commands = "\n\n".join(filter(None, (repeat_command(report, artifact), build)))
+    parts.append(folded("Check it again, build it again" if build else "Check it again", fenced(commands)))
     versions = [(name, version or "not installed") for name, version in report.environment.items()]
     parts.append(folded("Environment", table(("part", "version"), versions)))
     return "\n\n".join(parts) + "\n"

@@ -57,6 +57,8 @@ def trace_text(trace: Trace | Unavailable, *, other_weights: bool = False) -> st
         return f"no trace: {trace.reason}"
     compared = f"{len(trace.values)} of {trace.pairable} values were compared with PyTorch's ({trace.case})"
     value = trace.first_divergence
+    if not trace.pairable:
+        return f"no trace: {trace.model} names no value as PyTorch does when it is exported here"
     if not trace.values:
         return f"no trace: none of the {trace.pairable} values has kept its name in {trace.model}"
     if value is None:

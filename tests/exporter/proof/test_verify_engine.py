@@ -17,9 +17,10 @@ from fused_operators import FUSED
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
 from effexport.export.onnx_graph import model_digest
+from effexport.proof.candidate import spec_with_given_buckets
 from effexport.proof.cases import load_reference
 from effexport.proof.check import passed
-from effexport.proof.verify import spec_with_given_buckets, verify_engine, verify_engine_if_possible
+from effexport.proof.verify import verify_engine, verify_engine_if_possible
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner

@@ -1,0 +1,213 @@
+"""The inputs and outputs of an ONNX file beside those of another model: by name, else by type and shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import UserError
+from effexport.models.shapes import Dims
+from effexport.models.user.inputs import ELEMENTS, MASKS, ModuleInput, ModuleInputs, input_from_tensor
+from effexport.runners.runner import tensors_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Sizes to try for the free axes of a file without an example.
+SIZES = (64, 16, 224)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An input or output of the other model. kind: see `kind_of`. dims: None if they are not known, like a kind of "".
+
+    is_needed: whether the model does not run without it.
+    """
+
+    name: str
+    kind: str = ""
+    dims: Dims | None = None
+    is_needed: bool = False
+
+    def __str__(self) -> str:
+        kinds = {"f": " float", "i": " integer", "b": " bool"}
+        return f"{self.name}{kinds.get(self.kind, '')}" + ("" if self.dims is None else f" {list(self.dims)}")
+
+    def fits(self, tensor: TensorInfo, *, sizes: bool = True) -> bool:
+        """True if it may be a tensor of the file. sizes: also compare those that both know."""
+        if self.kind not in ("", kind_of(tensor.dtype)):
+            return False
+        if not sizes or self.dims is None:
+            return True
+        pairs = zip(self.dims, tensor.dims, strict=False)
+        same = all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in pairs)
+        return same and len(self.dims) == len(tensor.dims)
+
+
+def kind_of(dtype: str) -> str:
+    """ "f" for floats of any width, "i" for integers, "b" for booleans."""
+    return "f" if "float" in dtype else "b" if dtype == "bool" else "i"
+
+
+def offers_of(tensors: Sequence[TensorInfo]) -> list[Offer]:
+    """Those of another file, which needs all of its inputs."""
+    return [Offer(tensor.name, kind_of(tensor.dtype), tensor.dims, is_needed=True) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Match:
+    """names: in the other model, by name in the file. notes: on those that differ, and on what is not compared."""
+
+    names: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def matched_inputs(path: Path, tensors: Sequence[TensorInfo], offers: Sequence[Offer], other: str) -> Match:
+    """The input of the other model for each of the file.
+
+    Raises UserError if one of them has an input that the other does not have.
+    """
+    names, notes, lost = matched(tensors, offers, other, "input", by_order=False)
+    missing = [offer for offer in offers if offer.is_needed and offer.name not in names.values()]
+    if lost or missing:
+        parts = [f"{other} does not take {tensors_text(lost)}"] * bool(lost)
+        parts += [f"the file does not take {', '.join(map(str, missing))}"] * bool(missing)
+        raise UserError(
+            f"{path} and {other} have different inputs: {'; '.join(parts)}. The file takes {tensors_text(tensors)}; "
+            f"{other} takes {', '.join(map(str, offers))}. Export the file with these inputs, or give example inputs "
+            "that the file has, under the names of the arguments"
+        )
+    return Match(names, tuple(notes))
+
+
+def matched_outputs(path: Path, tensors: Sequence[TensorInfo], offers: Sequence[Offer], other: str) -> Match:
+    """The output of the other model for each of the file. Raises UserError for one that has no counterpart."""
+    names, notes, lost = matched(tensors, offers, other, "output", by_order=True)
+    if lost:
+        raise UserError(
+            f"{path} returns {tensors_text(lost)}, and {other} nothing of that type; it returns "
+            f"{', '.join(map(str, offers))}. Export the file without these outputs, or let the model return them"
+        )
+    more = [offer.name for offer in offers if offer.name not in names.values()]
+    if more:
+        notes.append(f"The file does not have {', '.join(more)} of {other}, which was not compared.")
+    return Match(names, tuple(notes))
+
+
+def matched(
+    tensors: Sequence[TensorInfo], offers: Sequence[Offer], other: str, what: str, *, by_order: bool
+) -> tuple[dict[str, str], list[str], list[TensorInfo]]:
+    """Names, notes, and the tensors without a counterpart. by_order: sizes need not fit; the checks will judge them."""
+    known = {offer.name: offer for offer in offers}
+    names = {tensor.name: tensor.name for tensor in tensors if tensor.name in known}
+    notes: list[str] = []
+    lost: list[TensorInfo] = []
+    for tensor in tensors:
+        if tensor.name in names:
+            continue
+        free = [offer for offer in offers if offer.name not in names.values() and (offer.is_needed or by_order)]
+        found = [offer for offer in free if offer.fits(tensor)]
+        found = found or [offer for offer in free if by_order and offer.fits(tensor, sizes=False)]
+        if not found:
+            lost.append(tensor)
+            continue
+        names[tensor.name] = found[0].name
+        order = f", the first of {len(found)} that fit" if len(found) > 1 else ""
+        notes.append(f"The {what} {tensor.name} of the file is {found[0].name} of {other}, by type and shape{order}.")
+    return {tensor.name: names[tensor.name] for tensor in tensors if tensor.name in names}, notes, lost
+
+
+def guessed_inputs(
+    tensors: Sequence[TensorInfo], arguments: Mapping[str, str], examples: Mapping[str, Tensor]
+) -> list[ModuleInputs]:
+    """The inputs of a file as a module is called with them, the most likely first.
+
+    Axes are named as in the file, or else with one name for all batches and one for all lengths, as tools mean them
+    that name every axis by itself. A batch and a length that the file fixes are free at first, as most modules have
+    them. Without examples, there are several sizes to try.
+    arguments: of the module, by input. examples: by input.
+    """
+    found: list[ModuleInputs] = []
+    for base in SIZES[:1] if examples else SIZES:
+        for fixed, merged in ((False, False), (False, True), (True, False), (True, True)):
+            axes = named_axes(tensors, merged=merged)
+            if fixed:
+                axes = {tensor.name: with_sizes(axes[tensor.name], tensor.dims) for tensor in tensors}
+            one = inputs_of(tensors, arguments, examples, axes, base)
+            if all(one.inputs != other.inputs or one.sizes != other.sizes for other in found):
+                found.append(one)
+    return found
+
+
+def with_sizes(axes: Dims, dims: Dims) -> Dims:
+    """The axes of an input with the sizes that the file has."""
+    return tuple(dim if isinstance(dim, int) else axis for axis, dim in zip(axes, dims, strict=True))
+
+
+def named_axes(tensors: Sequence[TensorInfo], *, merged: bool) -> dict[str, Dims]:
+    """The axes of each input: "batch" and "seq", also where the file has one size of them, other names, and sizes.
+
+    The first axis of the first input is the batch; the second of vectors and of indices is the sequence. merged: also
+    under other names.
+    """
+    dims = {tensor.name: plain_names(tensor, place) for place, tensor in enumerate(tensors)}
+    sequences = [tensor.name for tensor in tensors if len(tensor.dims) == (3 if kind_of(tensor.dtype) == "f" else 2)]
+    batch = next((own[0] for own in dims.values() if own), None)
+    lengths = [dims[name][1] for name in sequences]
+    seq = next((dim for dim in lengths if isinstance(dim, str)), next(iter(lengths), None))
+    if isinstance(seq, int) and any(isinstance(dim, str) for own in dims.values() for dim in own[2:]):
+        seq = None  # the channels of a signal whose last axis is free
+
+    def named(name: str, axis: int, dim: int | str) -> int | str:
+        is_length = axis == 1 and name in sequences
+        is_free = merged and isinstance(dim, str)
+        if axis == 0 and (dim == batch or (is_free and isinstance(batch, str))):
+            return "batch"
+        same = dim == seq and (is_length or isinstance(dim, str))
+        if axis and (same or (is_length and is_free and isinstance(seq, str))):
+            return "seq"
+        return dim
+
+    return {name: tuple(named(name, axis, dim) for axis, dim in enumerate(own)) for name, own in dims.items()}
+
+
+def plain_names(tensor: TensorInfo, place: int) -> Dims:
+    """The axes of an input with names that formulas may have; an axis without a name has its own size."""
+
+    def plain(axis: int, dim: int | str) -> int | str:
+        if isinstance(dim, int):
+            return dim
+        return f"axis_{axis}_of_{place}" if dim == "?" else f"{re.sub(r'[^0-9A-Za-z_]', '_', dim)}_size"
+
+    return tuple(plain(axis, dim) for axis, dim in enumerate(tensor.dims))
+
+
+def inputs_of(
+    tensors: Sequence[TensorInfo],
+    arguments: Mapping[str, str],
+    examples: Mapping[str, Tensor],
+    dims: Mapping[str, Dims],
+    base: int,
+) -> ModuleInputs:
+    """The inputs of a module with these axes. base: the size of a free axis of which nothing is known."""
+    inputs: list[ModuleInput] = []
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        kind, example = kind_of(tensor.dtype), examples.get(tensor.name)
+        element = "float" if kind == "f" else tensor.dtype if tensor.dtype in ELEMENTS else "int64"
+        one = ModuleInput(name=tensor.name, dims=dims[tensor.name], dtype=element)  # type: ignore[arg-type]
+        if example is not None:
+            one = input_from_tensor(tensor.name, example, one.dims)
+        mask = MASKS.get(arguments[tensor.name], MASKS.get(tensor.name, ""))
+        if kind != "f" and one.is_of_tokens and (example is None or bool(((example == 0) | (example == 1)).all())):
+            one = replace(one, mask=mask)
+        inputs.append(one)
+        for axis, dim in enumerate(one.dims):
+            if isinstance(dim, str) and dim != "batch":
+                fixed, own = tensor.dims[axis], base if example is None else int(example.shape[axis])
+                sizes.setdefault(dim, fixed if isinstance(fixed, int) else own)
+    return ModuleInputs(inputs=tuple(inputs), sizes=sizes, examples=examples, declared=tuple(sizes))

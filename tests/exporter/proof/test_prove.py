@@ -1,0 +1,221 @@
+"""Files of other exporters beside the module, an artifact or another file: right ones pass, and each fault is found by
+the check that is meant for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import effexport
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import UserError
+from effexport.proof.matching import Offer, matched_inputs, named_axes, offers_of
+from tests.support import proven_models
+from tests.support.proven_models import Edit, edited
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Files = Callable[..., Path]
+MODULE = "tests.support.proven_models:masked"
+EXAMPLE = "tests.support.proven_models:with_example"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Exports the module once for each way."""
+    folder = tmp_path_factory.mktemp("files")
+
+    def make(edit: Edit | None = None, **way: bool) -> Path:
+        name = "-".join(f"{key}-{value}" for key, value in way.items())
+        path = folder / f"plain{name}.onnx"
+        if not path.exists():
+            proven_models.exported(path, **way)
+        return path if edit is None else edited(path, folder / f"{edit.__name__}.onnx", edit)
+
+    return make
+
+
+def failed(report: Any) -> set[str]:
+    return {str(check.kind) for check in report.checks if check.status == "failed"}
+
+
+def half(model: onnx.ModelProto) -> None:
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model.CopyFrom(convert_float_to_float16(model, keep_io_types=True))
+
+
+def half_inside_and_out(model: onnx.ModelProto) -> None:
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model.CopyFrom(convert_float_to_float16(model))
+
+
+def test_a_file_of_torch_is_equal_to_the_module(files: Files) -> None:
+    report = effexport.prove(files(), proven_models.masked(), proven_models.example())
+    assert report.verdict == "passed", report.sentence
+    kinds = {str(check.kind) for check in report.checks if check.status == "passed"}
+    assert {"arithmetic", "overall error", "repeatable", "finite", "reference", "batch invariance"} <= kinds
+    shapes = {check.case.shape for check in report.checks}
+    assert len(shapes) >= 5, shapes
+    assert any(check.case.padded for check in report.checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("edit", "way", "module", "note"),
+    [
+        (None, {"free": False}, MODULE, "batch is 2 in the file, which was compared at that size only."),
+        (None, {"legacy": True}, MODULE, ""),
+        (half, {}, EXAMPLE, "The file has numbers in fp16, so the limits are those of fp16."),
+        (half_inside_and_out, {}, MODULE, "limits are those of fp16"),
+        (proven_models.other_names, {}, MODULE, "The input tokens.1 of the file is input_ids of"),
+        (proven_models.swapped, {}, MODULE, ""),
+        (proven_models.int32_inputs, {}, EXAMPLE, ""),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)) if not isinstance(value, str) else "",
+)
+def test_a_right_file_is_equal(files: Files, edit: Edit | None, way: dict[str, bool], module: str, note: str) -> None:
+    report = effexport.prove(files(edit, **way), module)
+    assert report.verdict == "passed", (report.sentence, failed(report))
+    assert any(note in one for one in report.notes) or not note, report.notes
+    compared = [check for check in report.checks if check.kind == "arithmetic"]
+    assert compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("edit", "way", "expected"),
+    [
+        (proven_models.other_weights, {}, {"arithmetic", "overall error"}),
+        (proven_models.free_in_name, {"free": False}, {"runs"}),
+        (proven_models.without_mask, {}, {"arithmetic", "overall error"}),
+        (proven_models.transposed, {}, {"signature"}),
+        (proven_models.unscaled, {}, {"arithmetic", "overall error"}),
+        (proven_models.noisy, {}, {"repeatable"}),
+        (proven_models.integers, {}, {"signature", "arithmetic"}),
+        (proven_models.infinite, {}, {"finite"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_file_fails_in_the_check_for_it(
+    files: Files, edit: Edit, way: dict[str, bool], expected: set[str]
+) -> None:
+    report = effexport.prove(files(edit, **way), EXAMPLE)
+    assert report.verdict == "failed"
+    assert expected <= failed(report)
+
+
+@pytest.mark.slow
+def test_a_fault_is_traced_to_its_node(files: Files) -> None:
+    report = effexport.prove(files(proven_models.without_mask), MODULE)
+    assert report.divergence.startswith("first divergence: value `masked_fill`"), report.divergence
+    padded = {check.case.name for check in report.checks if check.status == "failed"}
+    assert padded
+    assert padded <= {"padded batch", "padded single", "nothing kept"}
+
+
+@pytest.mark.slow
+def test_two_files_are_compared(files: Files) -> None:
+    """One of them renames everything, so that matches are by type; a file with one size decides the sizes."""
+    plain, fixed = files(), files(free=False)
+    report = effexport.prove(files(proven_models.other_names), plain)
+    assert (report.verdict, report.reference) == ("passed", str(plain))
+    report = effexport.prove(plain, fixed)
+    assert report.verdict == "passed", (report.sentence, failed(report))
+    assert any("is free in the file, and" in note and "takes 12 only" in note for note in report.notes)
+    report = effexport.prove(files(proven_models.other_weights), plain)
+    assert "arithmetic" in failed(report)
+
+
+@pytest.mark.slow
+def test_an_artifact_judges_a_file_without_pytorch(files: Files, tmp_path: Path) -> None:
+    built = effexport.build(module=EXAMPLE, output=tmp_path / "built")
+    for edit, code in ((None, 0), (proven_models.other_names, 0), (half, 0), (proven_models.other_weights, 1)):
+        words = [sys.executable, "-c", WITHOUT_TORCH, "prove", str(files(edit)), "--against", str(built.path), "--json"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert json.loads(done.stdout)["passed"] == (code == 0)
+
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from effexport.cli.main import main; main(sys.argv[1:])"
+
+
+@pytest.mark.slow
+def test_the_command_writes_reports_and_exits_with_1(files: Files, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    xml, page = tmp_path / "report.xml", tmp_path / "report.html"
+    wrong = files(proven_models.other_weights)
+    assert cli("prove", wrong, "--against", MODULE, "-o", xml).code == 1
+    suite = ElementTree.parse(xml).getroot()[0]
+    assert int(suite.attrib["failures"]) > 0
+    assert f"effexport prove {wrong} --against {MODULE}" in xml.read_text()
+    assert cli("prove", files(), "--against", MODULE, "-o", page).code == 0
+    assert "Build it again" not in page.read_text()
+
+
+def test_what_cannot_be_compared_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+
+    def refused(inputs: list[str], op: str, domain: str, against: object) -> str:
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 8]) for name in inputs]
+        output = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])
+        graph = helper.make_graph([helper.make_node(op, inputs[:1], ["y"], domain=domain)], "g", values, [output])
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), str(path))
+        with pytest.raises(UserError) as error:
+            effexport.prove(path, against)  # type: ignore[arg-type]
+        return str(error.value)
+
+    module = proven_models.masked()
+    assert "model.onnx has operators that nothing here can run: far::Odd; expected" in refused(
+        ["x"], "Odd", "far", module
+    )
+    message = refused(["x", "y2", "z"], "Relu", "", module)
+    assert "Masked does not take" in message
+    assert "z float32 [batch, 8]" in message
+    assert "the file does not take attention_mask" in refused(["x"], "Relu", "", module)
+    assert "there is no such path" in refused(["x"], "Relu", "", "nowhere")
+    assert "<class" in refused(["x"], "Relu", "", proven_models.Masked)
+
+
+IDS, KEEP = TensorInfo("a", "int64", ("n", "s")), TensorInfo("b", "bool", ("n", "s"))
+
+
+def test_inputs_are_matched_by_name_then_by_type() -> None:
+    offers = [Offer("mask", "b", ("x", "y"), is_needed=True), Offer("ids", "i", ("x", "y"), is_needed=True)]
+    match = matched_inputs(Path("m"), [IDS, KEEP], offers, "net")
+    assert match.names == {"a": "ids", "b": "mask"}
+    assert match.notes == (
+        "The input a of the file is ids of net, by type and shape.",
+        "The input b of the file is mask of net, by type and shape.",
+    )
+    assert matched_inputs(Path("m"), [IDS, KEEP], offers_of([KEEP, IDS]), "net").notes == ()
+    same = [Offer(name, "i", ("x", "y"), is_needed=True) for name in ("first", "second")]
+    other = TensorInfo("c", "int32", ("n", "s"))
+    assert "the first of 2 that fit" in matched_inputs(Path("m"), [IDS, other], same, "net").notes[0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "merged", "expected"),
+    [
+        ([IDS, KEEP], False, [("batch", "seq"), ("batch", "seq")]),
+        ([TensorInfo("x", "float32", (4, 16, 8))], False, [("batch", "seq", 8)]),
+        ([TensorInfo("x", "float32", ("n", 3, "h", "w"))], False, [("batch", 3, "h_size", "w_size")]),
+        ([TensorInfo("x", "float32", ("n", 16, "time"))], False, [("batch", 16, "time_size")]),
+        ([IDS, TensorInfo("b", "int64", ("n2", "s2"))], False, [("batch", "seq"), ("n2_size", "s2_size")]),
+        ([IDS, TensorInfo("b", "int64", ("n2", "s2"))], True, [("batch", "seq"), ("batch", "seq")]),
+        ([TensorInfo("a", "int64", ("?", "?"))], False, [("batch", "seq")]),
+        ([IDS, TensorInfo("b", "float32", ("n", 1, "s", "s"))], False, [("batch", "seq"), ("batch", 1, "seq", "seq")]),
+    ],
+)
+def test_axes_of_a_file_are_named(
+    tensors: list[TensorInfo], merged: bool, expected: list[tuple[int | str, ...]]
+) -> None:
+    assert list(named_axes(tensors, merged=merged).values()) == expected
