@@ -1,8 +1,8 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
 build, verify, prove, sign, evaluate, refit, inspect and report do what the commands of these names do; export builds
-from an nn.Module; load, load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in
-the place of a model of transformers.
+from an nn.Module; load, load_decoder, load_encoder_decoder and load_generator run an artifact, load_text gives it
+texts, and hf puts one in the place of a model of transformers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         inspect,
         load,
         load_decoder,
+        load_encoder_decoder,
         load_generator,
         load_text,
         prove,
@@ -55,6 +56,7 @@ __all__ = [
     "inspect",
     "load",
     "load_decoder",
+    "load_encoder_decoder",
     "load_generator",
     "load_text",
     "prove",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from effexport.report.model import Report
     from effexport.report.verified import Verified
     from effexport.runners.decode import DecodeRunner
+    from effexport.runners.encoder_decoder import EncoderDecoderRunner
     from effexport.runners.openvino.runner import OpenVinoRunner
     from effexport.runners.options import RunOptions
     from effexport.runners.ort.runner import OrtRunner
@@ -454,6 +455,22 @@ def load_decoder(path: str | Path, settings: RunOptions | None = None, *, runtim
 
     options = checked_options(settings, runtime)
     return decoder_from_artifact(open_artifact(path_of("path", path)), options)
+
+
+@python_errors()
+def load_encoder_decoder(
+    path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None
+) -> EncoderDecoderRunner:
+    """Open an artifact of an encoder-decoder, such as LED, to read a source once and decode token by token.
+
+    settings, runtime: as for `load`; "ort" or "ort-cuda".
+    Raises UserError for another artifact, or a runtime that is not available.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.runners.artifact_runner import encoder_decoder_from_artifact
+
+    options = checked_options(settings, runtime)
+    return encoder_decoder_from_artifact(open_artifact(path_of("path", path)), options)
 
 
 @python_errors()

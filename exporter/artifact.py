@@ -41,6 +41,7 @@ MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 DECODE_STEP = "decode_step.onnx"
 PREFILL = "prefill.onnx"
+ENCODER = "encoder.onnx"
 TRACED = "traced.zip"
 REFERENCE = "reference.safetensors"
 REPORT_JSON = "report.json"
@@ -156,13 +157,18 @@ class Artifact:
 
     @property
     def decode_step_path(self) -> Path:
-        """Only causal models with a state of constant size have one."""
+        """Only causal models with a state of constant size have one, and encoder-decoders."""
         return self.path / DECODE_STEP
 
     @property
     def prefill_path(self) -> Path | None:
         """None in an artifact with a decode step that was built before there was a prefill."""
         return self.path / PREFILL if PREFILL in self.manifest.files else None
+
+    @property
+    def encoder_path(self) -> Path:
+        """Only encoder-decoders have one, which reads the source."""
+        return self.path / ENCODER
 
     @property
     def traced_path(self) -> Path:
@@ -215,23 +221,30 @@ def open_artifact(path: Path) -> Artifact:
         if getattr(manifest, name) != value:
             raise UserError(f"{path / MANIFEST} is damaged: its fields {name} and spec contradict each other; {REMEDY}")
     graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
+    of_decoder: dict[str, GraphSignature] = {}
+    if spec.model.decoder is not None:
+        of_decoder[ENCODER] = GraphSignature(*spec.source_tensors, spec.custom_ops)
+        of_decoder[DECODE_STEP] = GraphSignature(*spec.step_tensors, {})
     golden = () if spec.golden == "none" else (REFERENCE,)
-    for required in (*graphs, *golden):
+    for required in (*graphs, *of_decoder, *golden):
         if required not in manifest.files:
             raise UserError(f"{path / MANIFEST} does not list {required}; {REMEDY}")
     states: tuple[TensorInfo, ...] = ()
     for graph in (*graphs, PREFILL):
         if graph in manifest.files:
             states = check_graph_of_artifact(artifact, graph, states)
+    for graph, signature in of_decoder.items():
+        check_graph_of_artifact(artifact, graph, signature=signature)
     return artifact
 
 
 def check_graph_of_artifact(
-    artifact: Artifact, name: str, states: tuple[TensorInfo, ...] = ()
+    artifact: Artifact, name: str, states: tuple[TensorInfo, ...] = (), signature: GraphSignature | None = None
 ) -> tuple[TensorInfo, ...]:
     """Raise UserError unless a graph is valid ONNX, and the one that the manifest describes.
 
-    states: the state that the decode step takes, which the prefill must take, too. Returns the state of this graph.
+    states: the state that the decode step takes, which the prefill must take, too. signature: of a graph whose state
+    the spec knows. Returns the state of this graph.
     """
     file, manifest, spec = artifact.path / name, artifact.manifest, artifact.spec
     graph = graph_outline(file)
@@ -240,6 +253,8 @@ def check_graph_of_artifact(
         problem = f"its opset is {opset_of(graph)}; expected {manifest.opset}"
     elif unlisted := sorted(external_sizes(graph).keys() - manifest.files.keys()):
         problem = f"it keeps weights in {unlisted[0]!r}, which {MANIFEST} does not list"
+    elif signature is not None and not problem:
+        problem = why_another(graph, signature)
     elif name == MODEL and not problem:
         signature = GraphSignature(manifest.inputs, manifest.outputs, manifest.custom_ops)
         problem = why_another(graph, signature) or why_other_weights(graph, spec.model.weights())

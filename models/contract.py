@@ -39,6 +39,24 @@ class HostileInputs:
     small_key: float | None = None
 
 
+# The axis of earlier tokens in the cache of a decoder.
+PAST = "past"
+
+
+@dataclass(frozen=True)
+class DecoderSignature:
+    """The tensors of the decoder of an encoder-decoder, by name.
+
+    token: the input of the model of which a step takes one token for each sample. memory: keys and values of the
+    source, which the encoder returns and every step reads. cache: keys and values of earlier tokens, whose axis PAST
+    grows by one with each step.
+    """
+
+    token: str
+    memory: Mapping[str, Dims]
+    cache: Mapping[str, Dims]
+
+
 class ModelContract(ABC):
     """A frozen description of something that can be exported, and every fact by which the exporter treats it otherwise
     than others. Names that begin with `why` give a reason as half a sentence, "" if there is none.
@@ -51,10 +69,10 @@ class ModelContract(ABC):
     pad_token_id: what stands in padded places of `input_ids`. reads_bytes: whether tokens are bytes.
     counts_positions: whether a decode step is told its position.
 
-    Sizes. shortest: the fewest tokens that the file takes. lowest: the smallest size of another axis, by axis.
-    axis_sizes: those of the example, of axes other than batch and seq. size_notes: why the file takes some sizes of an
-    axis only, by axis. length_multiple: the original takes multiples of this only, and the file every length.
-    has_seq: whether there is an axis of tokens at all; seq_len is 1 without one.
+    Sizes. shortest: the fewest tokens that the file takes. lowest, highest: the smallest and the largest size of
+    another axis, by axis. axis_sizes: those of the example, of axes other than batch and seq. size_notes: why the file
+    takes some sizes of an axis only, by axis. length_multiple: the original takes multiples of this only, and the file
+    every length. has_seq: whether there is an axis of tokens at all; seq_len is 1 without one.
 
     Inputs. mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are
     padding. padding: what may stand in padded places of inputs of indices, by input. guesses: inputs whose range is
@@ -94,6 +112,7 @@ class ModelContract(ABC):
     pad_token_id: int = 0
     shortest: int = 1
     lowest: Mapping[str, int] = NONE
+    highest: Mapping[str, int] = NONE
     axis_sizes: Mapping[str, int] = NONE
     size_notes: Mapping[str, str] = NONE
     length_multiple: int = 1
@@ -218,6 +237,11 @@ class ModelContract(ABC):
     def has_decode_step(self) -> bool:
         """True if the model can also run token by token, with a state of constant size."""
         return False
+
+    @property
+    def decoder(self) -> DecoderSignature | None:
+        """The decoder of an encoder-decoder, which also runs token by token; None for other models."""
+        return None
 
     @property
     def hostile_inputs(self) -> HostileInputs | None:

@@ -98,6 +98,12 @@ class Runtime:
         """True if it runs the decode steps of causal models."""
         return self.engine or self.in_ort
 
+    @property
+    def grows_caches(self) -> bool:
+        """True if it runs the decode steps of encoder-decoders, whose cache grows from nothing: engines have no empty
+        inputs, and OpenVINO 2026.4.1 computes another answer from eight tokens in the cache on."""
+        return self.provider in (CPU, CUDA)
+
 
 # The execution providers of ONNX Runtime, by its own names.
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"

@@ -17,7 +17,7 @@ from effexport.models.attention_spec import (
     known_fields,
 )
 from effexport.models.checkpoints.spec import spec_from_checkpoint
-from effexport.models.contract import GLOBAL_MASK, ModelContract, contract_from_recipe
+from effexport.models.contract import GLOBAL_MASK, PAST, ModelContract, contract_from_recipe
 from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling
 from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
@@ -113,6 +113,11 @@ class BuildSpec(ShortRepr):
 
     def check_quantization(self) -> None:
         """Raise SpecError for options of quantisation that contradict each other or cannot work."""
+        require(
+            not self.is_quantized or self.model.decoder is None,
+            f"--precision {self.precision} does not apply to {self.model.title}, whose decode step is not quantised; "
+            "use fp16, bf16 or fp32",
+        )
         given = [name for name in QUANTIZATION_FIELDS if getattr(self, name) not in (None, (), False)]
         require(
             self.is_quantized or not given,
@@ -198,8 +203,36 @@ class BuildSpec(ShortRepr):
 
     @property
     def has_decode_step(self) -> bool:
-        """True if the artifact also has graphs that run token by token."""
+        """True if the artifact also has the graphs of a causal model that run token by token."""
         return self.model.has_decode_step and not self.head.is_wanted
+
+    @property
+    def decodes(self) -> bool:
+        """True if the artifact also has graphs that run token by token, be it after a prompt or for a source."""
+        return self.has_decode_step or self.model.decoder is not None
+
+    @property
+    def source_tensors(self) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
+        """Inputs and outputs of the graph of an encoder-decoder that reads the source."""
+        assert self.model.decoder is not None
+        token, memory = self.model.decoder.token, self.model.decoder.memory
+        source = tuple(tensor for tensor in self.inputs if tensor.name != token)
+        return source, tuple(TensorInfo(name, self.dtype, dims) for name, dims in memory.items())
+
+    @property
+    def step_tensors(self) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
+        """Inputs and outputs of the graph of an encoder-decoder that decodes a token: the first input and the first
+        output are the caller's, and all others belong to the state."""
+        (source, memory), decoder = self.source_tensors, self.model.decoder
+        assert decoder is not None
+        token = next(tensor for tensor in self.inputs if tensor.name == decoder.token)
+        first = [replace(tensor, dims=("batch", 1, *tensor.dims[2:])) for tensor in (token, self.outputs[0])]
+        mask = [tensor for tensor in source if tensor.name == self.model.mask]
+        cache = [TensorInfo(name, self.dtype, dims) for name, dims in decoder.cache.items()]
+        # as torch.onnx writes it
+        longer = {dim: f"{PAST} + 1" if dim == PAST else dim for tensor in cache for dim in tensor.dims}
+        grown = [replace(t, name=NEXT_PREFIX + t.name, dims=tuple(longer[dim] for dim in t.dims)) for t in cache]
+        return (first[0], *mask, *memory, *cache), (first[1], *grown)
 
     @property
     def pooled_outputs(self) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""The graphs of a causal model with constant memory: one decodes a token, the other reads a whole prompt."""
+"""Graphs that run token by token: of a causal model with constant memory, one decodes a token, and the other reads a
+whole prompt; of an encoder-decoder, one reads the source, and the other decodes a token."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from torch import nn
 from effexport.base.dtypes import TensorInfo
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import at_precision, example_inputs, write_graph
-from effexport.export.onnx_graph import signature_with_state
+from effexport.export.onnx_graph import GraphSignature, signature_with_state
+from effexport.models.checkpoints.seq2seq import SourceEncoder, TargetStep
 from effexport.models.encoder.module import DecodeStep, Prefill
+from effexport.models.size_formula import shape_of
 from effexport.quantize.record import Quantization
 
 
@@ -44,3 +47,16 @@ def onnx_with_state(
     if quantization is not None:
         quantization = quantization.below("model")  # the attribute of ModelWithState
     write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path, traced, quantization)
+
+
+def onnx_of_decoder(module: nn.Module, spec: BuildSpec, encoder: Path, step: Path, traced: Path | None = None) -> None:
+    """Export the two graphs of an encoder-decoder. traced, errors: as of `onnx_with_state`."""
+    module = at_precision(module, spec.precision)
+    reading = GraphSignature(*spec.source_tensors, spec.model.custom_ops(spec.fused))
+    decoding = GraphSignature(*spec.step_tensors, {})
+    for kind, path, signature in ((SourceEncoder, encoder, reading), (TargetStep, step, decoding)):
+        example = tuple(
+            torch.zeros(shape_of(tensor.dims, spec.model.trace_sizes), dtype=getattr(torch, tensor.dtype))
+            for tensor in signature.inputs
+        )
+        write_graph(kind(module), example, signature, spec, path, traced)  # type: ignore[arg-type]

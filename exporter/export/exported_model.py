@@ -39,6 +39,7 @@ BY_OUTPUTS: dict[tuple[str, ...], OutputClass] = {
 BY_TASK: dict[str, str] = {
     "masked-lm": "MaskedLMOutput",
     "lm-head": "CausalLMOutput",
+    "seq2seq-lm": "Seq2SeqLMOutput",
     "sequence-classification": "SequenceClassifierOutput",
     "token-classification": "TokenClassifierOutput",
     "multiple-choice": "MultipleChoiceModelOutput",

@@ -446,6 +446,8 @@ def check_generates(artifact: Artifact) -> None:
 
 def why_not_generated(spec: BuildSpec) -> str:
     """The reason a model cannot generate text; "" if it can."""
+    if spec.model.decoder is not None:
+        return "reads a source first, which effexport.hf.model(…).generate takes"
     if not spec.has_decode_step:
         return "has no decode step"
     if INPUT not in spec.model.inputs:

@@ -20,19 +20,21 @@ def model(path: str | Path, settings: RunOptions | None = None, *, runtime: str 
 
     Its class has the name that transformers gives to the class of the checkpoint, and its outputs have the class that
     this one returns. Tensors are on the CPU, whatever runs the model.
+    That of an encoder-decoder, such as LED, has `generate`, which reads the source once and decodes token by token.
     settings, runtime: as for `effexport.load`.
     Raises UserError as `effexport.load` does, and for an artifact whose outputs no model of transformers has;
     MissingExtraError without transformers or PyTorch.
     """
     require_transformers()
-    from effexport.api import load
+    from effexport.api import load, load_encoder_decoder
     from effexport.artifact import Artifact, read_manifest
     from effexport.base.option_fields import path_of
     from effexport.hf.drop_in import drop_in_from_runner
 
     runner = load(path, settings, runtime=runtime)  # type: ignore[call-overload]
     folder = path_of("path", path)
-    return drop_in_from_runner(Artifact(folder, read_manifest(folder)), runner)
+    artifact = Artifact(folder, read_manifest(folder))
+    return drop_in_from_runner(artifact, runner, lambda: load_encoder_decoder(path, settings, runtime=runtime))
 
 
 def SentenceModule(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> Sentences:

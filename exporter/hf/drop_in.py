@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -17,11 +18,12 @@ from effexport.artifact import Artifact
 from effexport.base.errors import UserError
 from effexport.export.exported_model import OutputClass, output_class, transformers_class
 from effexport.export.onnx_graph import load_graph
-from effexport.models.checkpoints.spec import CONFIG
+from effexport.models.checkpoints.spec import CONFIG, GENERATION_CONFIG
 from effexport.runners.runner import Runner, tensors_text
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
+    from effexport.runners.encoder_decoder import EncoderDecoderRunner
 
 
 class DropIn(transformers.PreTrainedModel):
@@ -40,6 +42,8 @@ class DropIn(transformers.PreTrainedModel):
         self.artifact = artifact
         self.runner = runner
         self.output_class = outputs
+        if GENERATION_CONFIG in artifact.manifest.files and self.can_generate():
+            self.generation_config = transformers.GenerationConfig.from_pretrained(artifact.path)
         self.train(False)
 
     @property
@@ -139,12 +143,124 @@ class CausalDropIn(transformers.GenerationMixin, DropIn):  # type: ignore[misc]
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
+class GenerationState(dict[str, torch.Tensor]):
+    """The state of an EncoderDecoderRunner between two calls, as transformers' `generate` carries it along.
+
+    cached: the names of what grows with each token; the rest belongs to the source.
+    """
+
+    def __init__(self, state: Mapping[str, Array], cached: Sequence[str]) -> None:
+        super().__init__({name: tensor_from_array(array) for name, array in state.items()})
+        self.cached = tuple(cached)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far."""
+        return int(self[self.cached[0]].shape[2])
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Choose the rows of a beam search, which stay within their sample and so keep its source."""
+        self.update({name: self[name].index_select(0, beam_idx) for name in self.cached})
+
+
+class SourceReader(torch.nn.Module):
+    """The encoder of a Seq2SeqDropIn: a source → the state before the first token, as encoder_outputs."""
+
+    def __init__(self, model: Seq2SeqDropIn) -> None:
+        super().__init__()
+        self.read = model.read
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> GenerationState:
+        source = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "global_attention_mask": global_attention_mask,
+            **others,
+        }
+        return self.read({name: value for name, value in source.items() if asks_for(value)})
+
+
+class Seq2SeqDropIn(transformers.GenerationMixin, DropIn):  # type: ignore[misc]
+    """A drop-in that reads a source once and writes a target with transformers' `generate`, token by token.
+
+    A call with a whole target runs the whole model. The graphs that decode are opened with the first `generate`.
+    """
+
+    def __init__(self, *args: Any, open_decoder: Callable[[], EncoderDecoderRunner]) -> None:
+        super().__init__(*args)
+        self._open_decoder = functools.cache(open_decoder)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """False: the state is our own."""
+        return False
+
+    def get_encoder(self) -> SourceReader:
+        return SourceReader(self)
+
+    def read(self, source: dict[str, Any]) -> GenerationState:
+        """Raises UserError for inputs that do not fit."""
+        decoder = self._open_decoder()
+        decoder.encode(self.feeds(source))
+        return GenerationState(decoder.state, decoder.cached)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        encoder_outputs: GenerationState | None = None,
+        past_key_values: GenerationState | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """The logits of a target for a source; or of the next tokens, for the state that the encoder or an earlier call
+        returned. Raises as `DropIn.forward`, and for a state of another model."""
+        others |= {"global_attention_mask": global_attention_mask, "decoder_input_ids": decoder_input_ids}
+        state = encoder_outputs if past_key_values is None else past_key_values
+        if state is None:
+            return super().forward(input_ids, attention_mask, return_dict=return_dict, **others)
+        if not isinstance(state, GenerationState):
+            refuse(f"a state that is a {type(state).__name__}", "give what get_encoder() or an earlier call returned")
+        given = self.feeds({name: value for name, value in others.items() if asks_for(value)})
+        decoder = self._open_decoder()
+        decoder.state = {name: array_from_tensor(name, value, "") for name, value in state.items()}
+        tokens = given[decoder.token.name]
+        columns = [tokens[..., i : i + 1] for i in range(max(1, tokens.shape[-1]))]
+        steps = [decoder.step({**given, decoder.token.name: column})["logits"] for column in columns]
+        answer = modeling_outputs.Seq2SeqLMOutput(
+            logits=torch.cat([tensor_from_array(step) for step in steps], dim=1),  # type: ignore[arg-type]
+            past_key_values=GenerationState(decoder.state, decoder.cached),  # type: ignore[arg-type]
+        )
+        return answer.to_tuple() if return_dict is False else answer
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: GenerationState | None = None,
+        encoder_outputs: GenerationState | None = None,
+        **kwargs: Any,  # transformers refuses arguments that neither this nor `forward` has by this name
+    ) -> dict[str, Any]:
+        done = 0 if past_key_values is None else past_key_values.length
+        state = {"past_key_values": past_key_values, "encoder_outputs": encoder_outputs}
+        return {**state, "decoder_input_ids": input_ids[:, done:]}
+
+
 def refuse(what: str, remedy: str) -> NoReturn:
     raise UserError(f"{what} does not work with an artifact, which ONNX Runtime or TensorRT runs; {remedy}")
 
 
-def drop_in_from_runner(artifact: Artifact, runner: Runner) -> DropIn:
-    """Raises UserError for an artifact whose outputs no model of transformers has."""
+def drop_in_from_runner(artifact: Artifact, runner: Runner, open_decoder: Callable[[], EncoderDecoderRunner]) -> DropIn:
+    """open_decoder: opens the graphs that decode of an encoder-decoder. Raises UserError for an artifact whose outputs
+    no model of transformers has."""
     outputs = output_class(artifact.spec)
     if outputs is None:
         found = tensors_text(artifact.spec.outputs)
@@ -154,9 +270,12 @@ def drop_in_from_runner(artifact: Artifact, runner: Runner) -> DropIn:
         )
     # pipelines compare the name of the class with those that they know for their task
     name = transformers_class(artifact.spec) or DropIn.__name__
-    base = CausalDropIn if outputs.name == "CausalLMOutput" else DropIn
+    base: type[DropIn] = CausalDropIn if outputs.name == "CausalLMOutput" else DropIn
+    options: dict[str, Any] = {}
+    if artifact.spec.model.decoder is not None:
+        base, options = Seq2SeqDropIn, {"open_decoder": open_decoder}
     kind: type[DropIn] = type(name, (base,), {"__module__": __name__})
-    return kind(config_of(artifact), artifact, runner, outputs)
+    return kind(config_of(artifact), artifact, runner, outputs, **options)
 
 
 def config_of(artifact: Artifact) -> Any:

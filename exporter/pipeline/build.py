@@ -16,6 +16,7 @@ import msgspec
 from effexport.artifact import (
     ARTIFACT_FOLDER,
     DECODE_STEP,
+    ENCODER,
     MODEL,
     PREFILL,
     REFERENCE,
@@ -24,6 +25,7 @@ from effexport.artifact import (
     TRACED,
     Artifact,
     EngineEntry,
+    artifact_in_progress,
     files_of_folder,
     open_artifact,
     write_manifest,
@@ -72,16 +74,14 @@ from effexport.proof.verify import (
     verify_bodies,
     verify_candidate,
     verify_decode_engines_if_possible,
-    verify_decoder,
+    verify_decoding,
     verify_engine_if_possible,
 )
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_lines
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.runners.ort.runner import decoder_in_ort
 from effexport.runners.ort.session import check_settings
 from effexport.tensorrt.bindings import import_api
 from effexport.tensorrt.cuda import current_compute_capability
@@ -303,9 +303,9 @@ def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
 
 
 def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
-    """Export the model, and its decode step and prefill if it has them. Returns what `attach_function_bodies` does, and
+    """Export the model, and its graphs that run token by token. Returns what `attach_function_bodies` does, and
     the build with the names that quantised graphs have."""
-    from effexport.export.decode_step import onnx_with_state
+    from effexport.export.decode_step import onnx_of_decoder, onnx_with_state
     from effexport.export.onnx_from_module import onnx_from_module
     from effexport.models.encoder.module import DecodeStep, Prefill
 
@@ -320,6 +320,8 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
     if spec.has_decode_step:
         onnx_with_state(DecodeStep, module, spec, build.folder / DECODE_STEP, build.traced, record)
         onnx_with_state(Prefill, module, spec, build.folder / PREFILL, build.traced, record)
+    if spec.model.decoder is not None:
+        onnx_of_decoder(module, spec, build.folder / ENCODER, build.folder / DECODE_STEP, build.traced)
     if quantized is not None and record is not None:
         known = {product.layer for product in record.products}
         products = (*record.products, *(p for p in written.products if p.layer not in known))
@@ -452,12 +454,9 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
         with watch.stage("checking the function bodies of custom operators"):
             open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
             result += verify_bodies(build.model, cases, spec, build.decisions, result.implementation, open_with_bodies)
-    if spec.has_decode_step:
-        with watch.stage("checking the decode step and the prefill"):
-            step, prefill = build.folder / DECODE_STEP, build.folder / PREFILL
-            result += verify_decoder(
-                lambda: decoder_in_ort(step, prefill, limits_from_spec(spec), settings), cases, spec
-            )
+    if spec.decodes:
+        with watch.stage(f"checking the decode step and the {'prefill' if spec.has_decode_step else 'encoder'}"):
+            result += verify_decoding(artifact_in_progress(build.folder, spec), cases, settings)
     return result
 
 

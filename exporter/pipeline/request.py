@@ -180,6 +180,11 @@ def engines_of(options: BuildOptions, spec: BuildSpec) -> tuple[EngineSpec, ...]
     )
     if not targets:
         return ()
+    require(
+        spec.model.decoder is None,
+        f"--target was given, and TensorRT does not run the decode step of {spec.model.title}, whose cache is empty at "
+        "first; leave it out, and run the artifact in ONNX Runtime",
+    )
     values["profiles"] = profiles_from_texts(values.get("profiles", ()), spec)
     if (workspace := values.pop("workspace", None)) is not None:
         values["workspace_bytes"] = bytes_from_text(str(workspace), "workspace")

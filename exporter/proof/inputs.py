@@ -11,7 +11,7 @@ import numpy as np
 from effexport.base.dtypes import Array, TensorInfo, numpy_dtype
 from effexport.base.spec import MASK_NAME, BuildSpec
 from effexport.models.contract import NONE, longer_length
-from effexport.models.encoder.spec import MASKS, POSITIONS
+from effexport.models.encoder.spec import POSITIONS
 from effexport.models.size_formula import shape_of
 from effexport.proof.cases import Case
 
@@ -227,14 +227,20 @@ def hidden_for_keys(module: Any, keys: Array, cutoff: float) -> Array:
     return hidden
 
 
+def has_axes_of_tokens(tensor: TensorInfo, spec: BuildSpec) -> bool:
+    """True for an input with the axes of the mask first, and so with padding."""
+    axes = spec.model.kept_dims
+    return tensor.dims[: len(axes)] == axes
+
+
 def padding_of_other_content(case: Case, spec: BuildSpec) -> dict[str, Array]:
     """The inputs of a case with other, valid content where its mask is 0."""
     rng = np.random.default_rng(CONTENT_SEED)
     limits = spec.model.input_limits
-    dims = {tensor.name: tensor.dims for tensor in spec.inputs}
+    has_padding = {tensor.name: has_axes_of_tokens(tensor, spec) for tensor in spec.inputs}
     changed: dict[str, Array] = {}
     for name, array in case.inputs.items():
-        if name == "attention_mask" or dims[name][1:] == (MASKS,):
+        if name == MASK_NAME or not has_padding[name]:
             changed[name] = array
             continue
         if array.dtype.kind in "iu":

@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 
+from effexport.artifact import Artifact
 from effexport.base.dtypes import Array
 from effexport.base.errors import (
     EffexportError,
@@ -59,14 +60,14 @@ from effexport.proof.checks.arithmetic import (
     check_repeatable,
     check_signature,
 )
-from effexport.proof.checks.decode_step import check_decoder
+from effexport.proof.checks.decode_step import check_decoder, check_encoder_decoder
 from effexport.proof.checks.function_bodies import check_function_bodies
 from effexport.proof.checks.invariance import check_alone, check_padding_content, check_prefix
 from effexport.proof.inputs import random_inputs
 from effexport.proof.metrics import rms_change
 from effexport.proof.quantized import check_quantized
 from effexport.proof.tolerances import foreign_limit, free_limit
-from effexport.runners.artifact_runner import OpenModel
+from effexport.runners.artifact_runner import OpenModel, decoder_from_artifact, encoder_decoder_from_artifact
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
@@ -309,6 +310,18 @@ def verify_decoder(
         with open_decoder() as decoder:
             checks = check_decoder(decoder, cases, spec)
         return Verification([dataclasses.replace(check, target=target) for check in checks])
+    except RuntimeUnsupportedError as error:
+        return Verification([not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)])
+
+
+def verify_decoding(artifact: Artifact, cases: Sequence[Case], options: RunOptions, target: str = "") -> Verification:
+    """Check the graphs of an artifact that run token by token, as `verify_decoder` does."""
+    spec = artifact.spec
+    if spec.model.decoder is None:
+        return verify_decoder(lambda: decoder_from_artifact(artifact, options), cases, spec, target)
+    try:
+        with encoder_decoder_from_artifact(artifact, options) as model:
+            return Verification([check_encoder_decoder(model, case, spec) for case in cases])
     except RuntimeUnsupportedError as error:
         return Verification([not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)])
 

@@ -31,12 +31,11 @@ from effexport.proof.verify import (
     Verification,
     case_to_trace,
     verify_bodies,
-    verify_decoder,
+    verify_decoding,
     verify_engine,
     verify_in_runtime,
 )
-from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, decoder_from_artifact, model_opener
-from effexport.runners.decode import DecodeRunner
+from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, model_opener
 from effexport.runners.options import RunOptions
 
 if TYPE_CHECKING:
@@ -214,19 +213,18 @@ class ArtifactCandidate:
         return [] if record is None or self.is_engine else [check_products(self.path, record)]
 
     def verify_decoder(self, cases: Sequence[Case]) -> Verification:
-        """The decode step and the prefill of the artifact, or their engines."""
+        """The graphs of the artifact that run token by token, or their engines."""
         artifact, target = self.artifact, self.runtime if self.is_engine else ""
         if self.runtime not in (*ORT_RUNTIMES, *ENGINE_RUNTIMES):
             reason = f"a decode step runs in ONNX Runtime or as an engine, not in {self.runtime}"
             return Verification([not_run(Kind.DECODE_STEP, reason)])
+        if artifact.spec.model.decoder is not None and not self.options.row.grows_caches:
+            reason = f"{self.runtime} does not run the decode steps of encoder-decoders"
+            return Verification([not_run(Kind.DECODE_STEP, reason)])
         if self.is_engine and not artifact.has_engine(target, DECODE_STEP):
             reason = f"the artifact has no {target} engine of its decode step; build it again with --target {target}"
             return Verification([not_run(Kind.DECODE_STEP, reason, target=target)])
-
-        def open_decoder() -> DecodeRunner:
-            return decoder_from_artifact(artifact, self.options)
-
-        return verify_decoder(open_decoder, cases, artifact.spec, target)
+        return verify_decoding(artifact, cases, self.options, target)
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
         """Check the file without the kernel library."""
@@ -304,7 +302,7 @@ def verify_artifact(
             result += candidate.verify(reference.cases)
             cases += reference.cases
         result.checks += reference.checks
-        whole = reference.cases and candidate.model in (None, artifact.model_path) and spec.has_decode_step
+        whole = reference.cases and candidate.model in (None, artifact.model_path) and spec.decodes
         if whole and reference.kind == ("golden" if artifact.has_golden else "torch"):
             result += candidate.verify_decoder(reference.cases)
     # an engine has no function bodies: TensorRT has compiled them

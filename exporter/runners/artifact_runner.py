@@ -16,6 +16,7 @@ from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.plugins.ops import OPS
 from effexport.runners.decode import DecodeRunner
+from effexport.runners.encoder_decoder import EncoderDecoderRunner
 from effexport.runners.feeds import FeedLimits, limits_from_spec, limits_of_runner
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import check_operators
@@ -149,7 +150,33 @@ def decoder_from_artifact(artifact: Artifact, options: RunOptions = DEFAULT_OPTI
     return open_decoder(options, artifact, limits_from_spec(artifact.spec))
 
 
+def encoder_decoder_from_artifact(artifact: Artifact, options: RunOptions = DEFAULT_OPTIONS) -> EncoderDecoderRunner:
+    """Open the encoder and the decode step of an encoder-decoder.
+
+    Raises UserError for another artifact, and for a runtime that is missing or does not run them.
+    """
+    if artifact.spec.model.decoder is None:
+        raise UserError(
+            f"{artifact.path} is {artifact.spec.model.title}, not an encoder-decoder; run it with effexport.load"
+        )
+    if not options.row.grows_caches:
+        able = [name for name, other in ARTIFACT_RUNTIMES.items() if other.grows_caches]
+        raise UserError(
+            f"--runtime {options.runtime} does not run the decode steps of encoder-decoders; expected one of: "
+            f"{', '.join(able)}"
+        )
+    check_precision_of_model(artifact.spec, options)
+    open_model = model_opener(options)
+    encoder, step = (
+        open_model(path, FeedLimits(), None) for path in (artifact.encoder_path, artifact.decode_step_path)
+    )
+    return EncoderDecoderRunner(artifact.spec, encoder, step)
+
+
 def check_has_decode_step(artifact: Artifact) -> None:
     """Raises UserError for an artifact that cannot decode token by token."""
     if not artifact.spec.has_decode_step:
-        raise UserError(f"{artifact.path} has no decode step; only causal linear and aft-simple models have one")
+        remedy = "; only causal linear and aft-simple models have one"
+        if artifact.spec.model.decoder is not None:
+            remedy = " without a source: it is an encoder-decoder; open it with effexport.load_encoder_decoder"
+        raise UserError(f"{artifact.path} has no decode step{remedy}")

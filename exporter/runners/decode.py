@@ -12,7 +12,7 @@ import numpy as np
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.spec import MASK_NAME, NEXT_PREFIX
-from effexport.runners.feeds import FeedLimits, array_of, check_array, checked_feeds
+from effexport.runners.feeds import FeedLimits, checked_feeds, checked_state
 from effexport.runners.runner import Closeable, tensors_text
 
 if TYPE_CHECKING:
@@ -217,22 +217,6 @@ def states_of(inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -
     """The inputs of a graph that hold the state: those with an output for the next state."""
     names = {tensor.name for tensor in outputs}
     return tuple(tensor for tensor in inputs if NEXT_PREFIX + tensor.name in names)
-
-
-def checked_state(state: object, states: tuple[TensorInfo, ...]) -> dict[str, Array]:
-    """A state as arrays, or {}. Raises UserError for one that does not fit."""
-    if not isinstance(state, dict):
-        raise UserError(f"the state is given as {type(state).__name__}; expected a dictionary of arrays")
-    names = [tensor.name for tensor in states]
-    if state and set(state) != set(names):
-        given = ", ".join(map(repr, state))
-        raise UserError(f"the state has {given}; expected {', '.join(names)}, or an empty dictionary")
-    sizes: dict[str, tuple[int, str]] = {}
-    arrays: dict[str, Array] = {}
-    for tensor in states if state else ():
-        arrays[tensor.name] = array_of(state[tensor.name], tensor, "state")
-        check_array(arrays[tensor.name], tensor, sizes, "state")
-    return arrays
 
 
 def zero_state(states: tuple[TensorInfo, ...], batch: int) -> dict[str, Array]:

@@ -6,6 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.dtypes import TensorInfo, named_sizes
@@ -26,9 +27,9 @@ class FeedLimits:
     there are.
 
     mask: the input that is made of 0 and 1, "" if none is; mask_ignores: whether 1 stands for padding. defaults: values
-    of inputs that may be left out. lowest: the smallest sizes of other axes than that of tokens. outputs: what every
-    answer is held to; empty if something else judges it. is_of_code: whether branches of the user's code, and no
-    positions, limit the longest sequence.
+    of inputs that may be left out. lowest, highest: the smallest and the largest sizes of other axes than that of
+    tokens. outputs: what every answer is held to; empty if something else judges it. is_of_code: whether branches of
+    the user's code, and no positions, limit the longest sequence.
     """
 
     max_seq_len: int | None = None
@@ -38,6 +39,7 @@ class FeedLimits:
     defaults: Mapping[str, int] = field(default_factory=lambda: INPUT_DEFAULTS)
     min_seq_len: int = 1
     lowest: Mapping[str, int] = field(default_factory=dict)
+    highest: Mapping[str, int] = field(default_factory=dict)
     outputs: tuple[TensorInfo, ...] = ()
     is_of_code: bool = False
 
@@ -55,6 +57,7 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
         defaults,
         model.shortest,
         model.lowest,
+        model.highest,
         is_of_code="seq" in model.size_notes,
     )
 
@@ -163,6 +166,10 @@ def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLim
             raise UserError(
                 f"{axis} is {size} in {owner!r}; this model takes at least {lowest}: pad the input; its report says why"
             )
+    for axis, highest in limits.highest.items():
+        size, owner = sizes.get(axis, (highest, ""))
+        if size > highest:
+            raise UserError(f"{axis} is {size} in {owner!r}; this model has positions for {highest}: shorten the input")
     check_values(complete, inputs, limits)
     return {name: complete[name] for name in names}
 
@@ -188,10 +195,13 @@ def array_of(value: Any, tensor: TensorInfo, what: str = "input") -> Array:
     return array
 
 
-def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]], what: str = "input") -> None:
-    """Check dtype, rank and dims of one input. `sizes` collects the named dimensions seen so far."""
+def check_array(
+    value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]], what: str = "input", growing: str = ""
+) -> None:
+    """Check dtype, rank and dims of one input. `sizes` collects the named dimensions seen so far. growing: an axis that
+    may have no element."""
     expected: str | None = None
-    if value.size == 0:
+    if value.size == 0 and 0 in (size for dim, size in zip_longest(tensor.dims, value.shape) if dim != growing):
         expected = f", which is empty; expected at least one element in every dimension of {tensor}"
     elif dtype_name(value.dtype) != tensor.dtype:
         expected = f"; expected {tensor}: convert it with .astype({tensor.dtype!r})"
@@ -209,6 +219,22 @@ def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, st
                     break
     if expected is not None:
         raise UserError(f"{what} {tensor.name!r} is {value.dtype} {list(value.shape)}{expected}")
+
+
+def checked_state(state: object, states: tuple[TensorInfo, ...], growing: str = "") -> dict[str, Array]:
+    """A state as arrays, or {}. growing: an axis that is empty at first. Raises UserError for one that does not fit."""
+    if not isinstance(state, dict):
+        raise UserError(f"the state is given as {type(state).__name__}; expected a dictionary of arrays")
+    names = [tensor.name for tensor in states]
+    if state and set(state) != set(names):
+        given = ", ".join(map(repr, state))
+        raise UserError(f"the state has {given}; expected {', '.join(names)}, or an empty dictionary")
+    sizes: dict[str, tuple[int, str]] = {}
+    arrays: dict[str, Array] = {}
+    for tensor in states if state else ():
+        arrays[tensor.name] = array_of(state[tensor.name], tensor, "state")
+        check_array(arrays[tensor.name], tensor, sizes, "state", growing)
+    return arrays
 
 
 @functools.cache

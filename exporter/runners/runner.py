@@ -45,3 +45,6 @@ class Runner(Closeable, Protocol):
     def implementation(self) -> Mapping[str, str]: ...
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]: ...
+
+    def run_complete(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        """As `run`, for feeds with all inputs that their owner has checked."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from effexport.artifact import Artifact
 from effexport.base.errors import MissingExtraError, UserError
-from effexport.models.checkpoints.spec import CONFIG
+from effexport.models.checkpoints.spec import CONFIG, GENERATION_CONFIG
 from effexport.models.validation import MOST_BYTES_OF_VOCABULARY, FileTooLargeError, bounded_bytes
 from effexport.text.fast_tokenizer import (
     REMEDY,
@@ -67,7 +67,8 @@ def tokenizer_of_refit(previous: Artifact, checkpoint: Path | None) -> tuple[Tok
 
 
 def copy_tokenizer(source: TokenizerSource, target: Path, vocab_size: int | None) -> list[str]:
-    """Copy config.json and the tokenizer's files into an artifact's folder, and check that they work.
+    """Copy config.json, the options of `generate` and the tokenizer's files into an artifact's folder, and check that
+    the tokenizer works.
 
     vocab_size: the number of tokens that the model knows, None if it reads none. A tokenizer without tokenizer.json is
     converted with transformers. Returns sentences for the report: what cannot be used, and what it needs.
@@ -75,6 +76,8 @@ def copy_tokenizer(source: TokenizerSource, target: Path, vocab_size: int | None
     """
     if source.config is not None:
         copy_bounded(source.config, target / CONFIG)
+        if (options := source.config.with_name(GENERATION_CONFIG)).is_file():
+            copy_bounded(options, target / GENERATION_CONFIG)
     if source.folder is None:
         return []
     if not has_tokenizer(source.folder):

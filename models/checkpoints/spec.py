@@ -300,6 +300,8 @@ def config_value(config: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 CONFIG = "config.json"
+# The options of transformers' `generate`.
+GENERATION_CONFIG = "generation_config.json"
 # What PEFT writes beside the weights of an adapter.
 ADAPTER_CONFIG = "adapter_config.json"
 MERGE = "merge the adapter into its model, and save that: model.merge_and_unload().save_pretrained(FOLDER)"
@@ -310,7 +312,7 @@ class Family:
     """The modules that define a family, within effexport.models.
 
     spec: its spec, a PublishedSpec, whose module loads no torch. model: its `nn.Module`, whose module also defines
-    `weight_names` and `IGNORED`; "" for modules that users bring themselves.
+    `weight_names` and `IGNORED`, which may differ by task; "" for modules that users bring themselves.
     """
 
     spec: str
@@ -321,12 +323,17 @@ class Family:
         """The module that defines the model."""
         return importlib.import_module(f"effexport.models.{self.model.rpartition('.')[0]}")
 
+    def ignored(self, task: str) -> tuple[str, ...]:
+        """Patterns of names in a checkpoint that mean nothing to the model of a task."""
+        patterns = self.module.IGNORED
+        return tuple(patterns[task] if isinstance(patterns, Mapping) else patterns)
+
 
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json
 FAMILIES: dict[str, Family] = {
     "big_bird": Family("checkpoints.big_bird_spec.BigBirdSpec", "checkpoints.big_bird.BigBird"),
     "longformer": Family("checkpoints.longformer_spec.LongformerSpec", "checkpoints.longformer.Longformer"),
-    "led": Family("checkpoints.led_spec.LEDSpec", "checkpoints.led.LEDEncoder"),
+    "led": Family("checkpoints.led_spec.LEDSpec", "checkpoints.led.led_from_spec"),
     "modernbert": Family("checkpoints.modernbert_spec.ModernBertSpec", "checkpoints.modernbert.ModernBert"),
     "nystromformer": Family(
         "checkpoints.nystromformer_spec.NystromformerSpec", "checkpoints.nystromformer.Nystromformer"

@@ -46,7 +46,7 @@ def module_from_checkpoint(folder: Path, spec: ModelContract) -> nn.Module:
     Raises SpecError that lists unknown, missing and misshapen weights, or says which file is damaged.
     """
     family = FAMILIES[spec.family]
-    names, ignored = family.module.weight_names(spec), family.module.IGNORED
+    names, ignored = family.module.weight_names(spec), family.ignored(spec.task)
     # config.json may claim any size: the module is made when the files, which stay on the disk until then, agree
     chosen = fitting_weights(spec.weights(), read_weights(folder), names, ignored, folder)
     module: nn.Module = load(family.model)(spec)

@@ -71,7 +71,25 @@ MODERNBERT: dict[str, Any] = {
     "local_attention": 8,
     "pad_token_id": 0,
 }
-FAMILIES = {"BigBird": BIG_BIRD, "Longformer": LONGFORMER, "ModernBert": MODERNBERT, "Reformer": REFORMER}
+# As transformers' own tester of these models, with the words of the tokenizers.
+LED: dict[str, Any] = {
+    "vocab_size": 420,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 37,
+    "decoder_ffn_dim": 37,
+    "max_encoder_position_embeddings": 52,
+    "max_decoder_position_embeddings": 50,
+    "attention_window": 4,
+    "eos_token_id": 2,
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 2,
+}
+FAMILIES = {"BigBird": BIG_BIRD, "LED": LED, "Longformer": LONGFORMER, "ModernBert": MODERNBERT, "Reformer": REFORMER}
 LABELS = {"num_labels": 3, "id2label": {0: "ENTAILMENT", 1: "NEUTRAL", 2: "CONTRADICTION"}}
 FIELDS: dict[str, dict[str, Any]] = {
     "NystromformerForSequenceClassification": LABELS

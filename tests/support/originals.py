@@ -25,7 +25,7 @@ def module_from_weights(spec: PublishedSpec, weights: Mapping[str, Tensor]) -> n
     """Ours with the weights of a checkpoint."""
     family = FAMILIES[spec.family]
     names = family.module.weight_names(spec)
-    module: nn.Module = with_weights(load(family.model)(spec), names, family.module.IGNORED, weights)
+    module: nn.Module = with_weights(load(family.model)(spec), names, family.ignored(spec.task), weights)
     return module
 
 

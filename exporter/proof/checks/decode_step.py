@@ -1,4 +1,5 @@
-"""A decoder against the answers to whole sequences: token by token, and after a prompt that is read at once."""
+"""A decoder against the answers to whole sequences: token by token, and after a prompt, or a source, that is read at
+once."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from effexport.base.spec import MASK_NAME, BuildSpec
 from effexport.proof.cases import Case
 from effexport.proof.check import METRIC, OUTSIDE, RMS_METRIC, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.arithmetic import check_arithmetic
+from effexport.proof.checks.invariance import rows_of
 from effexport.proof.metrics import largest_error, overall_error, rms_change
 from effexport.proof.tolerances import arithmetic_limit, case_limit, free_limit
 from effexport.runners.decode import DecodeRunner, Graph
+from effexport.runners.encoder_decoder import EncoderDecoderRunner
 
 # Tokens of the export case that are decoded one by one.
 CHECKED_TOKENS = 48
@@ -121,3 +124,19 @@ def check_prefill(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Check:
         token = np.ascontiguousarray(tokens[rows, columns][:, None])
         actual[rows, columns] = decoder.step({name: token})[output][:, 0]
     return check_answer(case, {output: actual}, case_limit(spec, case.own_error), Kind.PREFILL, spec)
+
+
+def check_encoder_decoder(model: EncoderDecoderRunner, case: Case, spec: BuildSpec) -> Check:
+    """Reading the source of every sample at once, and decoding its target token by token, equals the reference's answer
+    to both. Halfway, the samples trade places, as those of a beam search do."""
+    name, output = model.token.name, spec.outputs[0].name
+    tokens, order = case.inputs[name], list(range(len(case.keep)))
+    actual = np.empty_like(case.outputs[output], dtype=numpy_dtype(spec.dtype))
+    model.encode({tensor.name: case.inputs[tensor.name] for tensor in model.source})
+    for column in range(tokens.shape[1]):
+        if column == tokens.shape[1] // 2:
+            order = order[::-1]
+            model.state = rows_of(model.state, order, len(order))
+        token = np.ascontiguousarray(tokens[order, column : column + 1])
+        actual[order, column] = model.step({name: token})[output][:, 0]
+    return check_answer(case, {output: actual}, case_limit(spec, case.own_error), Kind.DECODE_STEP, spec)

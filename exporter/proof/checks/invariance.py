@@ -10,10 +10,9 @@ import numpy as np
 
 from effexport.base.dtypes import Array
 from effexport.base.spec import BuildSpec
-from effexport.models.encoder.spec import MASKS
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Check, Kind, Limit, judged, not_run
-from effexport.proof.inputs import padding_of_other_content
+from effexport.proof.inputs import has_axes_of_tokens, padding_of_other_content
 from effexport.proof.metrics import largest_error, overall_error
 from effexport.proof.tolerances import case_limit, free_limit
 
@@ -64,7 +63,7 @@ def check_alone(
             yield check_independent(candidate, case, outputs, spec)
         yield from (not_run(kind, spec.model.why_not_invariant, case.label, metric) for kind in found)
         return
-    is_long = {tensor.name: tensor.dims[1:] != (MASKS,) for tensor in spec.inputs}
+    is_long = {tensor.name: has_axes_of_tokens(tensor, spec) for tensor in spec.inputs}
     # a quantised model rounds by itself here: given roundings would hide a scale that depends on other samples
     uses_given = bool(candidate.given) and not spec.is_quantized
     for row, keep in enumerate(case.keep):
