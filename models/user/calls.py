@@ -170,27 +170,27 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(scale), equal_nan=True)
 
 
-def with_range(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> ModuleInput:
+def with_range(one: ModuleInput, inputs: ModuleInputs, models: Sequence[CalledByPosition]) -> ModuleInput:
     """An input of integers with its range: the rows of the table that it selects from or, as a guess, what the example
-    has."""
+    has. models: the original, and our copy, which may select with the input itself where the original pads it."""
     if one.high is not None or one.mask or not one.dtype.startswith("int"):
         return one
-    rows = rows_selected(one, inputs, original)
-    if rows is not None:
+    found = (rows_selected(one, inputs, model) for model in models)
+    if (rows := next((each for each in found if each is not None), None)) is not None:
         return replace(one, low=max(one.low, rows.low), high=rows.high, padding=rows.padding)
     example = inputs.examples.get(one.name)
     highest = 1 if example is None or not example.numel() else int(example.max())
     return replace(one, high=highest + 1, is_guess=True)
 
 
-def rows_selected(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> Rows | None:
+def rows_selected(one: ModuleInput, inputs: ModuleInputs, model: CalledByPosition) -> Rows | None:
     """The smallest table that an input selects from; None if there is none.
 
     A table is a parameter, a buffer, or computed from them. The model may add a number to the input first.
     """
     sizes = {axis: 2 if axis == "batch" else max(2, inputs.sizes.get(axis, PROBE_SEQ_LEN)) for axis in inputs.axes}
     tensors = patterned(inputs, sizes)
-    weights = {tensor.untyped_storage().data_ptr() for tensor in (*original.parameters(), *original.buffers())}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def is_table(tensor: Tensor, axis: int) -> bool:
         # a computed one, unless it is as long as the input: positions in a sequence have no limit of their own
@@ -198,7 +198,7 @@ def rows_selected(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosi
 
     # what the run raises is judged elsewhere
     with Selections() as selections, contextlib.suppress(Exception), torch.inference_mode():
-        original(*tensors.values())
+        model(*tensors.values())
     pattern = tensors[one.name]
     found: list[Rows] = []
     for table, axis, index, padding in selections.found:
@@ -212,7 +212,7 @@ def rows_selected(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosi
     beyond = {**tensors, one.name: torch.full_like(pattern, rows.high)}
     try:
         with torch.inference_mode():
-            original(*beyond.values())
+            model(*beyond.values())
     except Exception:  # of any kind, as libraries check indices themselves
         return rows
     return None  # the model brings larger ones into range

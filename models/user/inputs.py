@@ -64,6 +64,12 @@ class ModuleInput:
         """True if there is a part for each token of each sample."""
         return self.dims.count("batch") == self.dims.count("seq") == 1
 
+    @property
+    def constant(self) -> int:
+        """The integer to try: one, if it may be, as zero often stands for padding; the next if one does."""
+        usual = max(self.low, min(1, (self.high or 2) - 1))
+        return usual + 1 if usual == self.padding and usual + 1 < (self.high or 0) else usual
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleInputs:
@@ -109,8 +115,7 @@ class ModuleInputs:
             require(
                 count <= LARGEST_SIZE, f"{one.name} would have {count:,} elements; expected at most {LARGEST_SIZE:,}"
             )
-            # one, if it may be: zero often stands for padding
-            fill = int(one.mask == "keep") if one.mask else max(one.low, min(1, (one.high or 2) - 1))
+            fill = int(one.mask == "keep") if one.mask else one.constant
             fill *= one.dtype != "float"
             yield torch.full(shape, fill, dtype=torch_dtype(one.dtype))
 

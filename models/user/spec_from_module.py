@@ -220,7 +220,14 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     traced = Probe(module, subject.name, inputs, output_formulas)
     lengths = lengths_of(subject, traced, Probe(original, subject.name, inputs))
     tuned = lengths.tuned
-    marked = marked_inputs(replace(lengths.inputs, inputs=inputs.inputs), original, lengths, subject.name)
+    marked = marked_inputs(replace(lengths.inputs, inputs=inputs.inputs), (original, module), lengths, subject.name)
+    tried = {one.name: one.constant for one in inputs.inputs if one.name not in inputs.examples}
+    if any(one.padding is not None and one.padding == tried.get(one.name) for one in marked):
+        # nor do positions of padding count in every model
+        known = replace(inputs, inputs=marked)
+        traced, plain = Probe(module, subject.name, known, output_formulas), Probe(original, subject.name, known)
+        lengths = lengths_of(subject, traced, plain)
+        tuned = lengths.tuned
     inputs = replace(
         lengths.inputs,
         inputs=tuple(replace(new, dims=old.dims) for new, old in zip(marked, lengths.inputs.inputs, strict=True)),
@@ -319,11 +326,12 @@ def batch_of(inputs: ModuleInputs) -> int:
 
 
 def marked_inputs(
-    inputs: ModuleInputs, original: CalledByPosition, lengths: Lengths, name: str
+    inputs: ModuleInputs, models: Sequence[CalledByPosition], lengths: Lengths, name: str
 ) -> tuple[ModuleInput, ...]:
-    """The inputs with the ranges of integers, and with what those of 0 and 1 tell of tokens."""
-    inputs = replace(inputs, inputs=tuple(with_range(one, inputs, original) for one in inputs.inputs))
-    probe = Probe(original, name, inputs)
+    """The inputs with the ranges of integers, and with what those of 0 and 1 tell of tokens. models: the original and
+    our copy."""
+    inputs = replace(inputs, inputs=tuple(with_range(one, inputs, models) for one in inputs.inputs))
+    probe = Probe(models[0], name, inputs)
     return tuple(with_mask(one, inputs, probe, lengths.outputs, lengths.tuned) for one in inputs.inputs)
 
 

@@ -19,6 +19,7 @@ import effexport
 from effexport.models.adapters.adapter import NotReplaceableError
 from effexport.models.adapters.local_attention import angles_at
 from effexport.models.adapters.replace import with_our_layers
+from effexport.models.user.spec_from_module import spec_from_module
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch", "transformers")
@@ -194,6 +195,14 @@ def test_a_build_proves_a_longformer_and_says_what_was_replaced(tmp_path: Path) 
             expected = answer(original, given)
             actual = torch.from_numpy(outputs["last_hidden_state"])
             assert relative_error(actual, expected, kept_rows(expected, given)) < CLOSE
+
+
+@pytest.mark.slow
+def test_the_limit_of_a_model_that_pads_and_counts_positions_is_found() -> None:
+    """A row of padding is the token that would be tried, and the original selects from its table after padding."""
+    model = of_transformers("LongformerModel", **LONGFORMER | {"pad_token_id": 1, "max_position_embeddings": 90})
+    spec = spec_from_module(model, "theirs", 40)
+    assert (spec.longest, spec.ranges["input_ids"], spec.padding) == (88, [0, WORDS], {"input_ids": 1})
 
 
 def test_what_ours_cannot_do_is_kept_with_a_reason() -> None:
