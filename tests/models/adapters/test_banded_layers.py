@@ -58,11 +58,10 @@ def of_transformers(kind: str, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A model. layers: replaced ones, models and encoders left out. nodes: of BandedAttention in the file."""
+    """A model. layers: replaced ones, models and encoders left out."""
 
     make: Callable[[], Any]
     layers: tuple[str, ...]
-    nodes: int = 2
     with_globals: bool = False
 
 
@@ -76,13 +75,11 @@ CASES = {
         numbered("encoder.layer.{}.attention.self"),
         with_globals=True,
     ),
-    # nodes of another window become standard operators
     "Longformer, two windows": Case(
         functools.partial(
             of_transformers, "LongformerForSequenceClassification", **LONGFORMER | {"attention_window": [16, 8]}
         ),
         numbered("longformer.encoder.layer.{}.attention.self"),
-        nodes=1,
     ),
     "LED's encoder": Case(
         lambda: of_transformers("LEDModel", **LED).encoder,
@@ -157,7 +154,7 @@ def test_exported_models_answer_as_the_originals_at_any_size(name: str, tmp_path
     example = inputs_of(case, 2, 100)
     module = FirstOutput(with_our_layers(original, 100).module)
     run, counts = exported(module, example, dict.fromkeys(example, BATCH), tmp_path / "model.onnx")
-    assert counts["BandedAttention"] == case.nodes
+    assert counts["BandedAttention"] == len(case.layers)
     for seq_len in (1, 9, 64, 333):
         given = inputs_of(case, 3, seq_len)
         expected = answer(original, given)
