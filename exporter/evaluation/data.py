@@ -87,6 +87,8 @@ def objective_of(spec: BuildSpec) -> Objective:
         )
     if len(dims) == 2:
         return Objective.CLASSIFICATION
+    if spec.model.decoder is not None:
+        return Objective.SEQ2SEQ
     kind = spec.model.task
     if kind == "lm-head" or spec.model.is_causal:
         return Objective.LANGUAGE_MODEL
@@ -186,6 +188,8 @@ def rows_of_arrays(
     labels = np.asarray(arrays[LABELS])
     feeds = {name: array for name, array in arrays.items() if name != LABELS}
     lead = next((array for array in feeds.values()), labels)
+    if spec.model.decoder is not None:
+        lead = feeds.get(spec.model.decoder.token, labels)
     wanted = lead.shape[:1] if objective == Objective.CLASSIFICATION else lead.shape[:2]
     if labels.dtype.kind not in "iu" or labels.shape != wanted:
         raise UserError(

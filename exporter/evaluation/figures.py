@@ -160,12 +160,13 @@ class Objective(StrEnum):
 
     LANGUAGE_MODEL = "language model"  # the next token
     MASKED_LANGUAGE_MODEL = "masked language model"  # the token in a masked place
+    SEQ2SEQ = "sequence to sequence"  # the next token of a target
     CLASSIFICATION = "classification"  # the class of a row
     TOKEN_CLASSIFICATION = "token classification"  # the class of each token
 
 
-# What texts without labels can judge.
-LANGUAGE = (Objective.LANGUAGE_MODEL, Objective.MASKED_LANGUAGE_MODEL)
+# Those whose answers are words, and whose loss has a perplexity.
+LANGUAGE = (Objective.LANGUAGE_MODEL, Objective.MASKED_LANGUAGE_MODEL, Objective.SEQ2SEQ)
 
 
 @dataclass(frozen=True)

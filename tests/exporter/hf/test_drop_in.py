@@ -190,7 +190,7 @@ def test_outputs_that_no_model_of_transformers_has_are_refused(masked_lm: Any) -
     outputs = (TensorInfo("scores", "float32", ("batch", 5)), TensorInfo("tokens", "int64", ("batch", 5)))
     ranked: Any = SimpleNamespace(path="artifacts/top", spec=SimpleNamespace(outputs=outputs))
     with pytest.raises(UserError, match=r"artifacts/top returns scores .*tokens .*run it with effexport.load"):
-        drop_in_from_runner(ranked, masked_lm.runner)
+        drop_in_from_runner(ranked, masked_lm.runner, pytest.fail)
 
 
 def test_logits_of_a_causal_encoder_are_those_of_a_language_model() -> None:

@@ -267,6 +267,18 @@ def test_what_a_build_cannot_have_is_refused_first(
     assert "\n" not in str(error.value)
 
 
+@torch.no_grad()
+def test_a_target_is_judged_as_by_transformers(folders: CheckpointArtifact, original: Any) -> None:
+    inputs, labels = source(3, 20), torch.randint(3, 420, (3, 12), generator=torch.Generator().manual_seed(5))
+    labels[1, 9:] = -100
+    target = original.prepare_decoder_input_ids_from_labels(labels)
+    found = effexport.evaluate(folders.artifact, data=arrays({**inputs, TOKEN: target, "labels": labels}))
+    assert (found.objective, found.answers) == ("sequence to sequence", 33)
+    assert abs(found.figure("loss").value - float(original(**inputs, labels=labels).loss)) <= LIMIT
+    with pytest.raises(UserError, match=r"labels is int64 \[3, 5\]; expected integers \[3, 12\]: one for each token"):
+        effexport.evaluate(folders.artifact, data=arrays({**inputs, TOKEN: target, "labels": labels[:, :5]}))
+
+
 class Forgetful(EncoderDecoderRunner):
     """Its steps get a part of the state wrong."""
 
