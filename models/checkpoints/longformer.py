@@ -75,10 +75,9 @@ class Longformer(BertModel):
         check_length(input_ids.shape[1], spec)
         hidden: Tensor = self.embeddings(input_ids, token_type_ids)
         is_global = global_tokens(spec, input_ids, keep, global_attention_mask)
-        asking = rows_of(is_global.any(dim=0))
-        answering = rows_of(is_global.any().expand(keep.shape[1]))
+        rows = rows_for_globals(is_global)
         for block in self.blocks:
-            hidden = block(hidden, keep, is_global, *asking, *answering)
+            hidden = block(hidden, keep, is_global, *rows)
         return hidden
 
 
@@ -112,9 +111,10 @@ class BandedAttentionLayer(MultiHeadAttention):
     ) -> Tensor:
         """hidden_states [batch, seq, dim]; keep, is_global: boolean [batch, seq]. Returns [batch, seq, dim].
 
-        rows: those of `rows_of` for tokens that are global in a sample, and for all tokens if there are any.
+        rows: those of `rows_for_globals`, which a model finds once for all layers.
         As in transformers, padding sees nothing: its context is 0.
         """
+        rows = rows or rows_for_globals(is_global)
         projected, asking, answering = self.project(hidden_states), rows[:2], rows[2:]
         far = (
             self.project_some("query_global", hidden_states, *asking),
@@ -130,6 +130,11 @@ class BandedAttentionLayer(MultiHeadAttention):
         """A projection of some tokens, [batch, heads, seq, head_dim]; others have the row of the first one."""
         some = self.get_submodule(name)(hidden_states.index_select(1, tokens))
         return split_heads(some, self.spec.heads).index_select(2, row_of_token)
+
+
+def rows_for_globals(is_global: Tensor) -> tuple[Tensor, ...]:
+    """The rows of tokens that are global in a sample, and of all tokens if there are any; see `rows_of`."""
+    return *rows_of(is_global.any(dim=0)), *rows_of(is_global.any().expand(is_global.shape[1]))
 
 
 def rows_of(wanted: Tensor) -> tuple[Tensor, Tensor]:
