@@ -229,7 +229,8 @@ def verified(options: VerifyOptions) -> Verified:
     from effexport.proof.named_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
-    from effexport.report.verified import checked_output, judged
+    from effexport.report.rendering.formats import checked_output, written
+    from effexport.report.verified import judged
 
     weights = optional_path("weights", options.weights)
     named = named_module(options.module, options.examples, weights)
@@ -241,7 +242,8 @@ def verified(options: VerifyOptions) -> Verified:
     candidate = ArtifactCandidate(artifact, run_options, optional_path("model", options.model))
     source = source_of_verify(artifact, weights, named)
     request = VerifyRequest(choice, source, tuple(options.cases), options.trace, optional_path("data", options.data))
-    return judged(candidate, request, stages_of(options.progress), output, start, str(options.artifact))
+    result = judged(candidate, request, stages_of(options.progress), start)
+    return written(result, output, str(options.artifact))
 
 
 @keywords(ProveOptions)
@@ -261,7 +263,8 @@ def prove(options: ProveOptions) -> Report:
 
 def proved(options: ProveOptions) -> Verified:
     from effexport.proof.prove import ProofRequest
-    from effexport.report.verified import checked_output, judged
+    from effexport.report.rendering.formats import checked_output, written
+    from effexport.report.verified import judged
 
     model, against = path_of("model", options.model), options.against
     check_module(None if isinstance(against, Path) else against)
@@ -269,7 +272,7 @@ def proved(options: ProveOptions) -> Verified:
     output, start = checked_output(options), time.perf_counter()
     on_stage = stages_of(options.progress)
     request = ProofRequest(model, against, options.examples, options.seq_len, options.trace, run_options, on_stage)
-    return judged(*request.subject(), on_stage, output, start, str(options.model))
+    return written(judged(*request.subject(), on_stage, start), output, str(options.model))
 
 
 def stages_of(progress: Progress) -> Callable[[str], None]:
