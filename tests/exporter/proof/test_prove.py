@@ -59,6 +59,7 @@ def half_inside_and_out(model: onnx.ModelProto) -> None:
     model.CopyFrom(convert_float_to_float16(model))
 
 
+@pytest.mark.slow
 def test_a_file_of_torch_is_equal_to_the_module(files: Files) -> None:
     report = effexport.prove(files(), proven_models.masked(), proven_models.example())
     assert report.verdict == "passed", report.sentence
