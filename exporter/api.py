@@ -232,7 +232,8 @@ def verified(options: VerifyOptions) -> Verified:
     from effexport.proof.named_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
-    from effexport.report.verified import checked_output, judged
+    from effexport.report.rendering.formats import checked_output, written
+    from effexport.report.verified import judged
     from effexport.signature import check_identity
 
     weights = optional_path("weights", options.weights)
@@ -247,8 +248,8 @@ def verified(options: VerifyOptions) -> Verified:
     candidate = ArtifactCandidate(artifact, run_options, optional_path("model", options.model))
     source = source_of_verify(artifact, weights, named)
     request = VerifyRequest(choice, source, tuple(options.cases), options.trace, optional_path("data", options.data))
-    result = judged(candidate, request, stages_of(options.progress), output, start, str(options.artifact))
-    return replace(result, seal=seal)
+    result = judged(candidate, request, stages_of(options.progress), start)
+    return replace(written(result, output, str(options.artifact)), seal=seal)
 
 
 @keywords(ProveOptions)
@@ -268,7 +269,8 @@ def prove(options: ProveOptions) -> Report:
 
 def proved(options: ProveOptions) -> Verified:
     from effexport.proof.prove import ProofRequest
-    from effexport.report.verified import checked_output, judged
+    from effexport.report.rendering.formats import checked_output, written
+    from effexport.report.verified import judged
 
     model, against = path_of("model", options.model), options.against
     check_module(None if isinstance(against, Path) else against)
@@ -276,7 +278,7 @@ def proved(options: ProveOptions) -> Verified:
     output, start = checked_output(options), time.perf_counter()
     on_stage = stages_of(options.progress)
     request = ProofRequest(model, against, options.examples, options.seq_len, options.trace, run_options, on_stage)
-    return judged(*request.subject(), on_stage, output, start, str(options.model))
+    return written(judged(*request.subject(), on_stage, start), output, str(options.model))
 
 
 def stages_of(progress: Progress) -> Callable[[str], None]:

@@ -156,6 +156,9 @@ class RenamedRunner(Closeable):
         renamed = {self._names.get(name, name): array for name, array in found.items()}
         return {name: self._widened(name, array) for name, array in renamed.items()}
 
+    def run_complete(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        return self.run(feeds)
+
     def _widened(self, name: str, array: Array) -> Array:
         wanted = self._types.get(name, array.dtype.name)
         is_same_kind = kind_of(wanted) == kind_of(array.dtype.name)

@@ -6,21 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from effexport.artifact import check_output_file
 from effexport.base.environment import versions
 from effexport.base.errors import Unavailable
-from effexport.base.files import write_output
-from effexport.base.option_fields import optional_path
 from effexport.evaluation.evaluate import answer_checks
 from effexport.proof.check import Check, Kind, Trace, is_about_bodies, only_weights_failed
 from effexport.proof.verify_artifact import verify_artifact
 from effexport.report.model import PYTORCH, LayerError, Report
 from effexport.report.options import AGAINST, DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
-from effexport.report.reading import side_of_artifact
-from effexport.report.rendering.formats import format_of_file, text_from_report
 from effexport.report.rendering.text import trace_text
 
 if TYPE_CHECKING:
@@ -41,42 +35,18 @@ class Verified:
     seal: Signed | None = None
 
 
-class WrittenOptions(Protocol):
-    """Options that may name a file for the report."""
-
-    @property
-    def output(self) -> str | Path | None: ...
-
-    @property
-    def force(self) -> bool: ...
-
-
-def checked_output(options: WrittenOptions) -> Path | None:
-    """The file for the report. Raises UserError, before any work, for one that cannot be written."""
-    output = optional_path("output", options.output)
-    if output is not None:
-        format_of_file(output)
-        check_output_file(output, force=options.force)
-    return output
-
-
 def judged(
     candidate: ArtifactCandidate,
     request: VerifyRequest,
     on_stage: Callable[[str], None],
-    output: Path | None,
     start: float,
-    name: str,
 ) -> Verified:
-    """Compare a model as requested, and write the report if it has a file. start: of the clock. name: of the model."""
+    """Compare a model as requested. start: of the clock."""
 
     answers, quality = answer_checks(candidate, request, on_stage)
     verification, found = verify_artifact(candidate, request, on_stage)
     verification.checks += answers
     report = report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
-    if output is not None:
-        side = side_of_artifact(candidate.artifact, name, report)
-        write_output(output, text_from_report(side, format_of_file(output)))
     return Verified(report, candidate, request, found)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.base.dtypes import Array
 from effexport.models.adapters.adapter import Adapted
 from effexport.models.same_weights import SameWeights
 from effexport.models.user.drawn_numbers import DrawnNumbers, NotFrozenError
@@ -171,7 +170,7 @@ class FileModule(nn.Module):
     It computes in the precision of the file: a copy in float64 raises TypeError.
     """
 
-    def __init__(self, run: Callable[[Mapping[str, Array]], Mapping[str, Array]]) -> None:
+    def __init__(self, run: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         super().__init__()
         self.mark = nn.Parameter(torch.zeros(()), requires_grad=False)
         self._run = run

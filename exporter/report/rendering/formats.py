@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from effexport.artifact import check_output_file
 from effexport.base.errors import UserError
+from effexport.base.files import write_output
+from effexport.base.option_fields import optional_path
 
 if TYPE_CHECKING:
     from effexport.report.compare import Side
+    from effexport.report.verified import Verified
 
 FORMATS = ("html", "json", "markdown", "junit")
 FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "markdown", ".xml": "junit"}
@@ -36,3 +40,32 @@ def text_from_report(side: Side, form: str) -> str:
     if form == "junit":
         return junit_from_reports([(side.name, side.report)])
     return markdown_from_report(side.report, side.name)
+
+
+class WrittenOptions(Protocol):
+    """Options that may name a file for the report."""
+
+    @property
+    def output(self) -> str | Path | None: ...
+
+    @property
+    def force(self) -> bool: ...
+
+
+def checked_output(options: WrittenOptions) -> Path | None:
+    """The file for the report. Raises UserError, before any work, for one that cannot be written."""
+    output = optional_path("output", options.output)
+    if output is not None:
+        format_of_file(output)
+        check_output_file(output, force=options.force)
+    return output
+
+
+def written(result: Verified, output: Path | None, name: str) -> Verified:
+    """The result of a comparison, after writing its report if there is a file for it. name: of the model."""
+    from effexport.report.reading import side_of_artifact
+
+    if output is not None:
+        side = side_of_artifact(result.candidate.artifact, name, result.report)
+        write_output(output, text_from_report(side, format_of_file(output)))
+    return result

@@ -144,6 +144,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("evaluate art --data nope", 2, "returns last_hidden_state, which labels cannot judge"),
     ("evaluate nope --data text", 2, "no artifact at nope; make one with: effexport build"),
     ("verify", 2, "ARTIFACT is missing; expected: effexport verify [OPTIONS] ARTIFACT"),
+    ("prove", 2, "MODEL is missing; expected: effexport prove [OPTIONS] MODEL"),
+    ("prove nowhere.onnx", 2, "--against is missing; see: effexport prove --help"),
+    ("prove nowhere.onnx --against also.onnx", 2, "no model file at nowhere.onnx; expected the path of an ONNX file"),
     ("verify nope", 2, "no artifact at nope; make one with: effexport build"),
     (
         "verify .",

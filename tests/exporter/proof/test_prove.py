@@ -12,20 +12,20 @@ from typing import Any
 from xml.etree import ElementTree
 
 import onnx
+import proven_models
 import pytest
 from onnx import TensorProto, helper
+from proven_models import Edit, edited
 
 import effexport
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.proof.matching import Offer, matched_inputs, named_axes, offers_of
-from tests.support import proven_models
-from tests.support.proven_models import Edit, edited
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Files = Callable[..., Path]
-MODULE = "tests.support.proven_models:masked"
-EXAMPLE = "tests.support.proven_models:with_example"
+MODULE = "proven_models:masked"
+EXAMPLE = "proven_models:with_example"
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,7 @@ def half_inside_and_out(model: onnx.ModelProto) -> None:
     model.CopyFrom(convert_float_to_float16(model))
 
 
+@pytest.mark.slow
 def test_a_file_of_torch_is_equal_to_the_module(files: Files) -> None:
     report = effexport.prove(files(), proven_models.masked(), proven_models.example())
     assert report.verdict == "passed", report.sentence

@@ -83,10 +83,24 @@ def test_options_that_effexport_does_not_record_are_damage(options: Any) -> None
 def test_every_option_that_a_verification_records_is_read_again() -> None:
     options = ["--model", "a b.onnx", "--weights", "w.safetensors", "--data", "d.npz", "--reference", "other/one@ort"]
     options += ["--implementation", "LSHSort=body,MaskedAttention=auto", "--device", "1", "--precision-hint", "bf16"]
-    assert options[::2] == list(RECORDED)
+    assert ["--against", *options[::2]] == list(RECORDED)  # the first is of prove
     report = report_from_values(json.loads(json_from_report(report_of(options=options))), FILE)
     words = words_in_bash(verify_command(check_of(), report, "artifact"))
     assert words == ["effexport", "verify", "artifact", *options, "--case", "export"]
+
+
+@pytest.mark.parametrize(
+    ("against", "expected"),
+    [
+        ("nets.py:make", "effexport prove m.onnx --against nets.py:make --runtime openvino"),
+        ("Masked", "effexport.prove('m.onnx', model)  # in Python; model: a Masked"),
+    ],
+)
+def test_a_proof_is_repeated_as_one(against: str, expected: str) -> None:
+    """In Python if the other model has no name; and nothing says how to build the file."""
+    report = report_of(options=["--against", against], runtime="openvino")
+    assert verify_command(check_of(), report, "m.onnx") == expected
+    assert build_command(report, "rebuilt") == ""
 
 
 @pytest.mark.parametrize("reference", ["golden", "answers.safetensors", "torch"])
