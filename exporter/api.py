@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from effexport.base.errors import UserError, check_type
 from effexport.base.option_fields import keywords, optional_path, path_of, python_errors
-from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME
+from effexport.base.runtimes import DEFAULT_RUNTIME
 from effexport.options import (
     MODULE,
-    SETTINGS,
     BuildOptions,
     EvaluateOptions,
     ExportOptions,
@@ -408,7 +407,7 @@ def load(path: str | Path, settings: RunOptions | None = None, *, runtime: str |
     Raises UserError for a missing or damaged artifact, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.runners.artifact_runner import runner_from_artifact
+    from effexport.runners.artifact_runner import checked_options, runner_from_artifact
 
     options = checked_options(settings, runtime)
     return runner_from_artifact(open_artifact(path_of("path", path)), options)
@@ -432,7 +431,7 @@ def load_text(
     package tokenizers.
     """
     from effexport.artifact import open_artifact
-    from effexport.runners.artifact_runner import runner_from_artifact
+    from effexport.runners.artifact_runner import checked_options, runner_from_artifact
     from effexport.text.task import DEFAULT_OPTIONS, TextOptions
     from effexport.text.tasks import TextModel, task_from_artifact
 
@@ -445,7 +444,7 @@ def load_text(
 
 @python_errors()
 def load_decoder(path: str | Path, settings: RunOptions | None = None, *, runtime: str | None = None) -> DecodeRunner:
-    """Open a causal `linear` or `aft-simple` artifact to read prompts and decode token by token, with a state.
+    """Open a causal artifact with a decode step, such as `linear`, to decode token by token with a state.
 
     settings: how to run it; see `effexport.RunOptions`.
     runtime: instead of settings, the name of a runtime alone, as in --runtime: "ort-cuda", or "trt-rtx" for the engines
@@ -453,7 +452,7 @@ def load_decoder(path: str | Path, settings: RunOptions | None = None, *, runtim
     Raises UserError for an artifact without a decode step, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.runners.artifact_runner import decoder_from_artifact
+    from effexport.runners.artifact_runner import checked_options, decoder_from_artifact
 
     options = checked_options(settings, runtime)
     return decoder_from_artifact(open_artifact(path_of("path", path)), options)
@@ -469,7 +468,7 @@ def load_encoder_decoder(
     Raises UserError for another artifact, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.runners.artifact_runner import encoder_decoder_from_artifact
+    from effexport.runners.artifact_runner import checked_options, encoder_decoder_from_artifact
 
     options = checked_options(settings, runtime)
     return encoder_decoder_from_artifact(open_artifact(path_of("path", path)), options)
@@ -477,7 +476,7 @@ def load_encoder_decoder(
 
 @python_errors()
 def load_generator(path: str | Path, *, runtime: str = DEFAULT_RUNTIME) -> TextGenerator:
-    """Open a causal `linear` or `aft-simple` artifact that has logits, to continue texts.
+    """Open a causal artifact with a decode step and logits, to continue texts.
 
         with effexport.load_generator("artifacts/linear") as generator:
             for piece in generator.stream("Once upon a time", effexport.Sampling(max_new_tokens=100)):
@@ -487,42 +486,7 @@ def load_generator(path: str | Path, *, runtime: str = DEFAULT_RUNTIME) -> TextG
     """
     from effexport.artifact import open_artifact
     from effexport.generation.text_generator import generator_from_artifact
-    from effexport.runners.artifact_runner import decoder_from_artifact
+    from effexport.runners.artifact_runner import checked_options, decoder_from_artifact
 
     options = checked_options(None, runtime)
     return generator_from_artifact(open_artifact(path_of("path", path)), lambda it: decoder_from_artifact(it, options))
-
-
-def check_settings(settings: RunOptions | None) -> None:
-    """Raise UserError for settings that are something else."""
-    from effexport.runners.options import RunOptions
-
-    check_type("settings", settings, (RunOptions, type(None)), SETTINGS)
-    if settings is not None and settings.runtime not in ARTIFACT_RUNTIMES:
-        expected = ", ".join(ARTIFACT_RUNTIMES)
-        raise UserError(f"settings.runtime is {settings.runtime!r}, which runs no artifacts; expected: {expected}")
-
-
-def checked_options(settings: RunOptions | None, runtime: str | None) -> RunOptions:
-    """The options of a run, from settings or the name of a runtime.
-
-    Raises UserError if both are given, or one is something else.
-    """
-    from effexport.runners.artifact_runner import options_from_flags
-    from effexport.runners.options import RunOptions
-
-    check_settings(settings)
-    if runtime is None:
-        return settings or RunOptions()
-    check_texts(runtime=runtime)
-    if settings is not None:
-        raise UserError(
-            "settings and runtime were both given; settings have a runtime of their own, so give one of them"
-        )
-    return options_from_flags(runtime)
-
-
-def check_texts(**values: str) -> None:
-    """Raise UserError for arguments that must be text and are something else."""
-    for name, value in values.items():
-        check_type(name, value, str, "text")

@@ -59,7 +59,6 @@ CHECK, RUNS, ENGINES = "The check", "How the model runs", "TensorRT engines"
 SECTIONS = (WHAT, SIZES, RETURNS, FILE, QUANTISATION, CHECK, RUNS, ENGINES)
 GENERATED = "With --generate: {}; default: {}."
 MODULE = "an nn.Module, not its class, or 'package.module:factory'"
-SETTINGS = "an effexport.RunOptions"
 AGAINST = "an nn.Module, 'package.module:factory', an artifact folder or an ONNX file"
 COMPARED = "a path, '@' and a runtime, both, or 'torch'"
 HINTS = tuple(dict.fromkeys(hint for runtime in ARTIFACT_RUNTIMES.values() for hint in runtime.precision_hints))
@@ -215,7 +214,9 @@ class OrtOptions(DeviceOptions, ProgressOptions):
     runtime: str = option(
         DEFAULT_RUNTIME, "Of the check, such as ort-cuda.", RUNS, metavar="NAME", choices=ORT_RUNTIMES
     )
-    settings: RunOptions | None = python_option(None, "How ONNX Runtime runs the model.", RUNS, expected=SETTINGS)
+    settings: RunOptions | None = python_option(
+        None, "How ONNX Runtime runs the model.", RUNS, expected="an effexport.RunOptions"
+    )
 
     def run_options(self) -> RunOptions:
         """Raises UserError for a GPU that the runtime cannot be told to use."""

@@ -251,7 +251,7 @@ def _opened(file: Path, key: EllipticCurvePublicKey, predicate_type: str) -> _St
 
 
 def _encoded(payload: bytes) -> bytes:
-    """What DSSE 1.0 signs: its type and length, too."""
+    """The bytes that DSSE 1.0 signs, with the type and length of the payload."""
     return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
 
 

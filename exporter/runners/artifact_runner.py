@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
-from effexport.base.errors import UserError
+from effexport.base.errors import UserError, check_type
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, Runtime
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
@@ -180,3 +180,22 @@ def check_has_decode_step(artifact: Artifact) -> None:
         if artifact.spec.model.decoder is not None:
             remedy = " without a source: it is an encoder-decoder; open it with effexport.load_encoder_decoder"
         raise UserError(f"{artifact.path} has no decode step{remedy}")
+
+
+def checked_options(settings: RunOptions | None, runtime: str | None) -> RunOptions:
+    """The options of a run, from settings or the name of a runtime.
+
+    Raises UserError if both are given, or one is something else.
+    """
+    check_type("settings", settings, (RunOptions, type(None)), "an effexport.RunOptions")
+    if settings is not None and settings.runtime not in ARTIFACT_RUNTIMES:
+        expected = ", ".join(ARTIFACT_RUNTIMES)
+        raise UserError(f"settings.runtime is {settings.runtime!r}, which runs no artifacts; expected: {expected}")
+    if runtime is None:
+        return settings or RunOptions()
+    check_type("runtime", runtime, str, "text")
+    if settings is not None:
+        raise UserError(
+            "settings and runtime were both given; settings have a runtime of their own, so give one of them"
+        )
+    return options_from_flags(runtime)
