@@ -321,7 +321,7 @@ def damage_dims(model: onnx.ModelProto) -> None:
 
 def damage_constant_in_body(model: onnx.ModelProto) -> None:
     constant = next(node for node in model.functions[0].node if node.op_type == "Constant")
-    constant.attribute[0].CopyFrom(onnx.helper.make_attribute("value_int", 0))
+    constant.attribute[0].CopyFrom(onnx.helper.make_attribute("value_ints", [0]))
 
 
 def damage_division(model: onnx.ModelProto) -> None:
