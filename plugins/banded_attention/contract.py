@@ -225,7 +225,7 @@ CONTRACT = Contract(
     hidden={"k": (1e4,), "v": (1e4,), "k_global": (1e4,), "v_global": (1e4,)},
     averaged=("v", lambda heads, channels: case_of(1, heads, 2, 8, channels, left=1, right=1, kind="mean")),
     cuda_roundings=1,  # of weights
-    per_node=("scale",),
+    per_node=("scale", "left", "right"),
     wrong_attributes=tuple(
         ({"scale": 0.5, "left": 1, "right": 1} | changed, words)
         for changed, words in (
