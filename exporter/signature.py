@@ -12,18 +12,19 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from effexport.artifact import MANIFEST, MODEL, REPORT_JSON, Artifact, files_of_folder
+from effexport.artifact import MANIFEST, REPORT_JSON, Artifact, files_of_folder
 from effexport.base.disk import ANOTHER_FOLDER, write_error
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.base.files import file_digest, partial_folder
-from effexport.base.records import record_from_values, values_of_file, values_of_text
+from effexport.base.records import read_record, record_from_values, values_of_file, values_of_text
+from effexport.base.runtimes import ENGINE_SUFFIX
 from effexport.models.validation import FileTooLargeError, bounded_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 SIGNED_TYPE = "https://model_signing/signature/v1.0"
 VERDICT_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
 RESULTS = {"passed": "PASSED", "failed": "FAILED"}
+# Of the files that a verdict is about: graphs, weights beside them, engines.
+MODEL_SUFFIXES = (".onnx", ".data", ENGINE_SUFFIX)
 # Curve → hash, as Sigstore's bundles have them.
 HASHES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
 LARGEST_KEY = 64 << 10
@@ -85,6 +88,16 @@ class _Subject(msgspec.Struct):
     digest: dict[str, str]
 
 
+class _Report(msgspec.Struct):
+    """The fields of a report that a verdict takes."""
+
+    title: str
+    verdict: str
+    created: str
+    reference: str
+    implementation: dict[str, str]
+
+
 class _Statement(msgspec.Struct, rename="camel"):
     type: str = msgspec.field(name="_type")
     subject: tuple[_Subject, ...]
@@ -109,11 +122,11 @@ def sign_artifact(artifact: Artifact, key: Path) -> Signed:
     Raises UserError for another key, for files that the manifest does not list, and if a file cannot be written.
     """
     folder, private = artifact.path, _private_key(key)
-    listed = {MANIFEST, *artifact.manifest.files}
-    if others := sorted(set(_files(folder)) - listed - {SIGNATURE, VERDICT}):
+    digests = {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
+    digests[MANIFEST] = file_digest(folder / MANIFEST)
+    if others := sorted(_files(folder).keys() - digests.keys() - {SIGNATURE, VERDICT}):
         raise UserError(f"{folder} has {others[0]!r}, which {MANIFEST} does not list; expected no other files: move it")
     verdict = _signed(_verdict(artifact), private)
-    digests = {name: file_digest(file) for name, file in _files(folder).items() if name in listed}
     digests[VERDICT] = hashlib.sha256(verdict.encode()).hexdigest()
     signature = _signed(_statement(folder.resolve().name, digests), private)
     try:
@@ -182,29 +195,26 @@ def _statement(name: str, digests: Mapping[str, str]) -> dict[str, Any]:
 def _verdict(artifact: Artifact) -> dict[str, Any]:
     """The statement of an artifact's report: its graphs and weights, and how they were compared."""
     manifest = artifact.manifest
-    report = values_of_file(artifact.path / REPORT_JSON, REMEDY)
+    report = read_record(artifact.path / REPORT_JSON, _Report, REMEDY)
     entries = {name: {"name": name, "digest": {"sha256": entry.sha256}} for name, entry in manifest.files.items()}
-    names = [name for name in entries if Path(name).suffix in (".onnx", ".data", ".engine") or name == MODEL]
-    outcomes = {
-        name: (summary.failed and "failed") or (summary.passed and "passed") or "not run"
-        for name, summary in manifest.parity.summary.items()
-    }
+    summary = manifest.parity.summary
     return {
         "_type": STATEMENT_TYPE,
-        "subject": [entries[name] for name in names],
+        "subject": [entries[name] for name in entries if Path(name).suffix in MODEL_SUFFIXES],
         "predicateType": VERDICT_TYPE,
         "predicate": {
-            "result": RESULTS.get(report["verdict"], "WARNED"),
+            "result": RESULTS.get(report.verdict, "WARNED"),
             "configuration": [entries[REPORT_JSON]],
-            **{f"{end}Tests": [name for name, how in outcomes.items() if how == end] for end in ("passed", "failed")},
+            "passedTests": [name for name, checks in summary.items() if checks.passed and not checks.failed],
+            "failedTests": [name for name, checks in summary.items() if checks.failed],
             # what other readers of this predicate leave out
-            "title": report["title"],
-            "created": report["created"],
-            "reference": report["reference"],
+            "title": report.title,
+            "created": report.created,
+            "reference": report.reference,
             "weights": {"sha256": manifest.weights_sha256, "from": manifest.weights_from},
-            "implementation": report["implementation"],
+            "implementation": report.implementation,
             "environment": manifest.environment,
-            "summary": msgspec.to_builtins(manifest.parity.summary),
+            "summary": msgspec.to_builtins(summary),
         },
     }
 
@@ -215,11 +225,8 @@ def _signed(statement: dict[str, Any], key: EllipticCurvePrivateKey) -> str:
 
     payload = json.dumps(statement, sort_keys=True).encode()
     mark = key.sign(_encoded(payload), ECDSA(_hash(key.public_key())))
-    envelope = {
-        "payload": base64.b64encode(payload).decode(),
-        "payloadType": PAYLOAD_TYPE,
-        "signatures": [{"sig": base64.b64encode(mark).decode(), "keyid": ""}],
-    }
+    signatures = [{"sig": base64.b64encode(mark).decode(), "keyid": ""}]
+    envelope = {"payload": base64.b64encode(payload).decode(), "payloadType": PAYLOAD_TYPE, "signatures": signatures}
     material = {"publicKey": {"hint": _fingerprint(key.public_key())}, "tlogEntries": []}
     bundle = {"mediaType": BUNDLE_TYPE, "verificationMaterial": material, "dsseEnvelope": envelope}
     return json.dumps(bundle) + "\n"
@@ -257,15 +264,10 @@ def _encoded(payload: bytes) -> bytes:
 
 def _files(folder: Path) -> dict[str, Path]:
     """All files by name. Raises UserError for a link, which may lead elsewhere when the file is read."""
-    for path in _everything(folder):
+    for path in folder.rglob("*"):  # does not follow links
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(f"{path} is a link or no regular file; a signed artifact has regular files only")
     return files_of_folder(folder)
-
-
-def _everything(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        yield from (Path(root) / name for name in (*folders, *files))
 
 
 def _private_key(file: Path) -> EllipticCurvePrivateKey:
@@ -321,8 +323,7 @@ def _of_curve(key: Any, file: Path, command: str) -> Any:
 def _hash(key: EllipticCurvePublicKey) -> HashAlgorithm:
     from cryptography.hazmat.primitives import hashes
 
-    algorithm: HashAlgorithm = getattr(hashes, HASHES[key.curve.name])()
-    return algorithm
+    return getattr(hashes, HASHES[key.curve.name])()  # type: ignore[no-any-return]
 
 
 def _fingerprint(key: EllipticCurvePublicKey) -> str:

@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from effexport.base.environment import versions
 from effexport.bench.child import peak_bytes_of
 from effexport.export.onnx_from_module import attach_function_bodies, mark_custom_nodes, register_schemas
-from effexport.models.checkpoints.longformer import BandedAttentionLayer, rows_of
+from effexport.models.checkpoints.longformer import BandedAttentionLayer
 from effexport.models.checkpoints.longformer_spec import BandedSpec
 from effexport.models.layers import fused_operators
 from effexport.plugins.banded_attention import SIGNATURE
@@ -227,7 +227,7 @@ def banded_candidates(heads: int, n: int, d: int, reach: int, threads: int) -> l
     of_layer = longformer_layer_model(layer, reach)
     own, _ = runners(of_layer, threads)
     bare_own, _ = runners(of_layer, threads, memory_arena=False)
-    layer_feeds = {"hidden": hidden.numpy(), "keep": feeds["keep"], "is_global": feeds["is_global"]}
+    layer_feeds = {"hidden_states": hidden.numpy(), "keep": feeds["keep"], "is_global": feeds["is_global"]}
 
     def transformers_layer() -> torch.Tensor:
         out: torch.Tensor = layer(hidden, mask, None, is_hidden, is_global, is_global_attn=True)[0]
@@ -270,28 +270,18 @@ def banded_candidates(heads: int, n: int, d: int, reach: int, threads: int) -> l
 
 
 def longformer_layer_model(theirs: torch.nn.Module, reach: int) -> bytes:
-    """Our layer with the weights of transformers' `LongformerSelfAttention`: hidden, keep, is_global → out."""
+    """Our layer with the weights of transformers' `LongformerSelfAttention`: hidden_states, keep, is_global → out."""
     heads, dim = theirs.num_heads, theirs.embed_dim
     layer = BandedAttentionLayer(BandedSpec(dim=dim, heads=heads, seq_len=4096, reach=reach)).eval()
     layer.load_state_dict(theirs.state_dict(), strict=False)
     layer.out = torch.nn.Identity()  # transformers has it in another module
-
-    class WithRows(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, hidden: torch.Tensor, keep: torch.Tensor, is_global: torch.Tensor) -> torch.Tensor:
-            rows = (*rows_of(is_global.any(dim=0)), *rows_of(is_global.any().expand(keep.shape[1])))
-            out: torch.Tensor = self.layer(hidden, keep, is_global, *rows)
-            return out
 
     example = (torch.randn(2, 8, dim), torch.ones(2, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool)[:2])
     dynamic = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) * 3
     translations = {torch.ops.effexport.banded_attention.default: SIGNATURE.onnx_translation()}
     register_schemas()
     with fused_operators(layer, True):
-        program = torch.export.export(WithRows(), example, dynamic_shapes=dynamic)
+        program = torch.export.export(layer, example, dynamic_shapes=dynamic)
         exported = torch.onnx.export(
             program,
             dynamo=True,

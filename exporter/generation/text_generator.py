@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
-from effexport.base.units import counted
+from effexport.base.units import counted, listed
 from effexport.generation.sampling import Sampling
+from effexport.models.variants import WITH_STATE
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.runners.runner import Closeable
 from effexport.text.fast_tokenizer import tokenizer_from_artifact
@@ -439,7 +440,7 @@ def check_generates(artifact: Artifact) -> None:
     why = why_not_generated(artifact.spec)
     if why:
         raise UserError(
-            f"{artifact.path} cannot generate text: it {why}; causal linear and aft-simple encoders with a "
+            f"{artifact.path} cannot generate text: it {why}; causal encoders of {listed(WITH_STATE)} with a "
             "language-model head can: effexport build --variant linear --causal --lm-head"
         )
 

@@ -67,8 +67,6 @@ EXPECTED = "expected package.module:factory or file.py:factory, the folder of an
 KNOWN_DOMAINS = (*STANDARD_DOMAINS, "ai.onnx.ml", "com.microsoft", "com.ms.internal.nhwc")
 # Nodes that round to 8 bits or less, in files of quantisers.
 ROUNDING_OPS = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "QLinearMatMul", "MatMulNBits")
-# More than any table has.
-MOST_ROWS = 2**31
 OnStage = Callable[[str], None]
 Subject = tuple[ArtifactCandidate, VerifyRequest]
 
@@ -137,8 +135,7 @@ class RenamedRunner(Closeable):
 
     def __init__(self, runner: Runner, names: Mapping[str, str], spec: BuildSpec) -> None:
         self._runner, self._names = runner, dict(names)
-        types = {tensor.name: tensor.dtype for tensor in (*spec.inputs, *spec.outputs)}
-        self._types = types
+        self._types = {tensor.name: tensor.dtype for tensor in (*spec.inputs, *spec.outputs)}
         self.implementation = runner.implementation
         self.inputs, self.outputs = (tuple(map(self._renamed, part)) for part in (runner.inputs, runner.outputs))
 
@@ -306,8 +303,8 @@ def rows_of_tables(model: onnx.ModelProto) -> dict[str, int]:
     for node in model.graph.node:
         axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
         if node.op_type == "Gather" and axis == 0 and node.input[0] in weights:
-            name = source.get(node.input[1], node.input[1])
-            rows[name] = min(weights[node.input[0]][0], rows.get(name, MOST_ROWS))
+            name, size = source.get(node.input[1], node.input[1]), weights[node.input[0]][0]
+            rows[name] = min(size, rows.get(name, size))
     return rows
 
 

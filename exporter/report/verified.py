@@ -36,13 +36,9 @@ class Verified:
 
 
 def judged(
-    candidate: ArtifactCandidate,
-    request: VerifyRequest,
-    on_stage: Callable[[str], None],
-    start: float,
+    candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None], start: float
 ) -> Verified:
     """Compare a model as requested. start: of the clock."""
-
     answers, quality = answer_checks(candidate, request, on_stage)
     verification, found = verify_artifact(candidate, request, on_stage)
     verification.checks += answers

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError, check_type
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, Runtime
+from effexport.base.units import listed
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
+from effexport.models.variants import WITH_STATE
 from effexport.plugins.ops import OPS
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.encoder_decoder import EncoderDecoderRunner
@@ -176,7 +178,7 @@ def encoder_decoder_from_artifact(artifact: Artifact, options: RunOptions = DEFA
 def check_has_decode_step(artifact: Artifact) -> None:
     """Raises UserError for an artifact that cannot decode token by token."""
     if not artifact.spec.has_decode_step:
-        remedy = "; only causal linear and aft-simple models have one"
+        remedy = f"; only causal models of {listed(WITH_STATE)} have one"
         if artifact.spec.model.decoder is not None:
             remedy = " without a source: it is an encoder-decoder; open it with effexport.load_encoder_decoder"
         raise UserError(f"{artifact.path} has no decode step{remedy}")

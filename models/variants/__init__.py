@@ -15,3 +15,5 @@ for found in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{found.name}.spec")
 
 ATTENTION_SPECS = offered()
+# Those whose causal models decode with a state of constant size.
+WITH_STATE = tuple(name for name, spec in ATTENTION_SPECS.items() if spec.causal_state_is_constant)

@@ -201,7 +201,7 @@ def test_decoding_with_engines_without_a_gpu_or_without_engines_is_one_clear_err
         (causal, "trt-rtx", "has no trt-rtx engine, nor any other; build one with"),
         (causal, "openvino", "runtime openvino does not decode token by token; expected one of: ort, "),
         (causal, "rtx", "unknown runtime 'rtx'"),
-        (with_engine, "trt-rtx", "has no decode step; only causal linear and aft-simple models have one"),
+        (with_engine, "trt-rtx", "has no decode step; only causal models of linear, aft-simple and window have one"),
     ):
         with pytest.raises(UserError, match=message):
             effexport.load_decoder(path, runtime=runtime)

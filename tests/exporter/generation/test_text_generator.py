@@ -215,8 +215,8 @@ def test_other_artifacts_are_refused_with_how_to_build_one_that_generates(
     with pytest.raises(UserError) as error:
         generator_from_artifact(artifact, decoder_from_artifact)
     assert str(error.value) == (
-        f"artifacts/other cannot generate text: it {why}; causal linear and aft-simple encoders with a language-model "
-        "head can: effexport build --variant linear --causal --lm-head"
+        f"artifacts/other cannot generate text: it {why}; causal encoders of linear, aft-simple and window with a "
+        "language-model head can: effexport build --variant linear --causal --lm-head"
     )
 
 

@@ -291,7 +291,9 @@ def test_a_decoder_takes_settings_and_says_what_it_is(built: Built) -> None:
 
 
 def test_an_artifact_without_a_decode_step_says_which_have_one(built: Built) -> None:
-    with pytest.raises(UserError, match="has no decode step; only causal linear and aft-simple models have one"):
+    with pytest.raises(
+        UserError, match="has no decode step; only causal models of linear, aft-simple and window have one"
+    ):
         effexport.load_decoder(built("softmax", "encoder").path)
 
 
