@@ -30,7 +30,9 @@ def compare(name: str, found: Any) -> None:
     found = json.loads(json.dumps(found))
     if os.environ.get("EFFEXPORT_RECORD"):
         record(name, found)
-    assert found == recorded().get(name), f"{name}: not as recorded in {GOLDEN.name}"
+    kept = recorded().get(name) or {}
+    unlike = {part: (kept.get(part), found.get(part)) for part in {**kept, **found} if kept.get(part) != found.get(part)}
+    assert not unlike, f"{name}: not as recorded in {GOLDEN.name} (recorded, found): {unlike}"
 
 
 @functools.cache
