@@ -31,7 +31,8 @@ def compare(name: str, found: Any) -> None:
     if os.environ.get("EFFEXPORT_RECORD"):
         record(name, found)
     kept = recorded().get(name) or {}
-    unlike = {part: (kept.get(part), found.get(part)) for part in {**kept, **found} if kept.get(part) != found.get(part)}
+    pairs = {part: (kept.get(part), found.get(part)) for part in {**kept, **found}}
+    unlike = {part: pair for part, pair in pairs.items() if pair[0] != pair[1]}
     assert not unlike, f"{name}: not as recorded in {GOLDEN.name} (recorded, found): {unlike}"
 
 
