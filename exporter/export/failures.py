@@ -42,6 +42,10 @@ PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
         "torch.export cannot trace the operator {0} ({1}): compute the same with other operators, or outside of the "
         "model",
     ),
+    (
+        re.compile(r"unhashable type: non-nested SymInt"),
+        "the code looks a size up in a dict or a set, or caches a function of it: compute the value in each call",
+    ),
 )
 # What torch.onnx says when a translation of its own raises an error, which is the cause.
 OF_TRANSLATION = re.compile(r"Error when calling function '.*<function (\w+) at 0x")

@@ -55,7 +55,7 @@ from effexport.quantize.record import FloatProduct, Quantization
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
 # Of a model in memory: the operators that stand for what the code of a module writes out, and `SpecChanges`.
-WRITTEN, CHANGES = "written out", "changes of the spec"
+OPERATORS, CHANGES = "operators of the program", "changes of the spec"
 
 
 def onnx_from_module(
@@ -117,7 +117,8 @@ def write_graph(
     else:
         program = program_from_module(module, example, signature, spec, optimize=False)
         changes = program.model.meta[CHANGES]
-        signature = replace(signature, custom_ops=Counter(signature.custom_ops) + program.model.meta[WRITTEN])
+        if (operators := program.model.meta[OPERATORS]) is not None:
+            signature = replace(signature, custom_ops=operators)
         if changes.outputs:
             signature = replace(signature, outputs=changes.applied(spec).outputs)
         graph = graph_without_weights(program.model, module)
@@ -216,7 +217,7 @@ def program_from_module(
     }
     if spec.model.is_traced_as_found:
         table |= recurrent_translation(spec.opset) | size_translation(spec.opset)
-    written, changes = Counter[str](), NO_CHANGES
+    operators, changes = None, NO_CHANGES
     with (
         quiet(streams=True),
         without_shape_cache(),
@@ -226,7 +227,7 @@ def program_from_module(
         try:
             traced: Any = module
             if spec.model.is_traced_as_found:
-                traced, changes, written = UserProgram(module, example, signature.inputs, spec).finished()
+                traced, changes, operators = UserProgram(module, example, signature.inputs, spec).finished()
             program = torch.onnx.export(
                 traced,
                 example,
@@ -248,7 +249,7 @@ def program_from_module(
     for value in [value for node in program.model.graph for value in node.outputs]:
         if not value.is_graph_output():
             value.name = inner_name(value.name, signature.outputs)
-    program.model.meta[WRITTEN], program.model.meta[CHANGES] = written, changes
+    program.model.meta[OPERATORS], program.model.meta[CHANGES] = operators, changes
     return program
 
 

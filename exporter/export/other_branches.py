@@ -37,7 +37,7 @@ class BranchSide:
 
 def side_of(trace: UserTrace, axis: AxisOfTrace) -> BranchSide:
     assert trace.program is not None
-    sizes = range(axis.lowest, min(axis.highest, TRIED) + 1)
+    sizes = range(max(axis.lowest, 2), min(axis.highest, TRIED) + 1)
     taken = frozenset(size for size in sizes if axis.takes(size))
     return BranchSide(trace.program, taken, axis.highest, axis.reason(trace))
 
@@ -61,7 +61,7 @@ def program_of_sides(
     agrees: Callable[[ExportedProgram, int], bool],
 ) -> Whole | None:
     """The program of a side that holds for the most sizes around the example, those of other sides included; None if
-    that cannot be known. A size of 1 is left to the proof.
+    that cannot be known. A size of 1 is left to the caller.
 
     example: the size of the first. other: the side of a size, None if it cannot be traced. agrees: whether a program
     answers at a size as the module does.

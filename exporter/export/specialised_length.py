@@ -24,7 +24,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from effexport.base.dtypes import TensorInfo
-from effexport.export.failures import is_of_package
+from effexport.export.failures import is_of_package, line_of_user, reason_of
 from effexport.export.sizes_of_code import CHANGE, Sizes
 from effexport.models.validation import LARGEST_SIZE
 
@@ -59,7 +59,8 @@ class Assumption:
 
 @dataclass(frozen=True)
 class UserTrace:
-    """A program, None if it could not be traced, and what was assumed. axes: names by symbol: "seq of x"."""
+    """A program, None if it could not be traced, and what was assumed. axes: names by symbol: "seq of x". error: why it
+    could not be traced, or not with Python itself, which names the lines."""
 
     program: ExportedProgram | None
     error: Exception | None
@@ -105,7 +106,7 @@ def traced(
         tensor = inputs[int(index)] if index else next((one for one in inputs if one.name == name), None)
         if tensor is not None:
             axes[symbol] = f"{tensor.dims[int(axis)]} of {tensor.name}"
-    return UserTrace(program, error if program is None else None, tuple(assumptions(messages)), axes)
+    return UserTrace(program, error, tuple(assumptions(messages)), axes)
 
 
 def assumed_sizes(trace: UserTrace) -> str:
@@ -116,8 +117,9 @@ def assumed_sizes(trace: UserTrace) -> str:
 
 @dataclass(frozen=True)
 class AxisOfTrace:
-    """The sizes of one axis for which a program holds: from lowest to highest, if all guards hold. wanted: the limits
-    in the spec. assumptions: those about the axis."""
+    """The sizes of one axis for which a program holds: from lowest to highest, if all guards hold. Those that PyTorch
+    gives begin at 2; they count from 1, unless the user's code says otherwise. wanted: the limits in the spec.
+    assumptions: those about the axis."""
 
     axis: str
     lowest: int
@@ -137,15 +139,22 @@ class AxisOfTrace:
             low = high = example
         return self.sizes_between(low, high, self.reason(trace))
 
+    def branches_at_one(self) -> bool:
+        """True if the user's code may take another path at a size of 1."""
+        return self.wanted[0] <= 1 >= self.lowest and not all(holds(guard, 1) for guard in self.guards)
+
     def reason(self, trace: UserTrace) -> str:
-        return trace.reasons(self.assumptions) or "torch.export does not say which line decides it"
+        if reasons := trace.reasons(self.assumptions):
+            return reasons
+        if trace.error is not None and (place := line_of_user(trace.error)):
+            return f"{place}: {reason_of(trace.error)}"
+        return "torch.export does not say which line decides it"
 
     def sizes_between(self, low: int, high: int, reason: str) -> Sizes | None:
         """These sizes, if they are not all that are wanted."""
-        # the proof runs single samples and tokens
-        if low <= max(self.wanted[0], 2) and high >= self.wanted[1]:
+        if low <= self.wanted[0] and high >= self.wanted[1]:
             return None
-        return Sizes(self.axis, low if low > 2 else 1, high if high < LARGEST_SIZE else None, reason)
+        return Sizes(self.axis, low, high if high < LARGEST_SIZE else None, reason)
 
 
 def axes_of_trace(
@@ -224,8 +233,8 @@ def numbers_of(guards: Sequence[Any]) -> list[int]:
 
 
 def limits_of_range(bounds: ValueRanges[Any]) -> tuple[int, int]:
-    # without a limit, PyTorch has infinity or the largest index
-    return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else LARGEST_SIZE
+    # without a limit, PyTorch has 0 to 2, and infinity or the largest index
+    return int(bounds.lower) if bounds.lower > 2 else 1, int(bounds.upper) if bounds.upper.is_Integer else LARGEST_SIZE
 
 
 def holds(guard: Any, size: int) -> bool:
@@ -313,7 +322,7 @@ class InPython(ast.NodeTransformer):
         return ast.Call(ast.Name(known), node.args, []) if known else node.args[0]
 
 
-def line_of_user(frame: FrameType | None) -> str:
+def line_of_frame(frame: FrameType | None) -> str:
     """The innermost line of the user's code in a stack, up to `traced`; "" if there is none."""
     library = sysconfig.get_path("stdlib")
     while frame is not None and frame.f_code is not traced.__code__:
@@ -332,7 +341,7 @@ def recorded() -> Iterator[list[tuple[str, str]]]:
 
     class Messages(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            messages.append((record.getMessage(), line_of_user(sys._getframe())))
+            messages.append((record.getMessage(), line_of_frame(sys._getframe())))
 
     logger, recorder = logging.getLogger(TRACER), Messages()
     level, propagate, handlers = logger.level, logger.propagate, logger.handlers

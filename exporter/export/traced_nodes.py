@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph
+
+from effexport.plugins.ops import OPS
 
 # a node of torch.fx, whose arguments have any type
 Node = Any
@@ -22,6 +25,12 @@ def name_of(node: Any) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._opname if node.target.namespace == "aten" else ""
     return getattr(node.target, "__name__", "")
+
+
+def operators_of(program: ExportedProgram) -> Counter[str]:
+    """The number of nodes of each of our operators, by ONNX name."""
+    names = {getattr(torch.ops.effexport, op.torch_name).default: op.onnx_name for op in OPS.values()}
+    return Counter(names[node.target] for node in program.graph.nodes if node.target in names)
 
 
 def is_tensor(x: Any) -> bool:

@@ -22,7 +22,7 @@ from effexport.export.failures import STAGE, line_of_user, reason_of
 from effexport.export.other_branches import Agreement, BranchSide, Whole, program_of_sides, side_of
 from effexport.export.sizes_of_code import OtherSizesError, Sizes, SpecChanges
 from effexport.export.specialised_length import SIZES, AxisOfTrace, UserTrace, axes_of_trace, traced
-from effexport.export.traced_nodes import with_casts
+from effexport.export.traced_nodes import operators_of, with_casts
 from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.shapes import Dims
@@ -58,13 +58,13 @@ class UserProgram:
     spec: BuildSpec
 
     def finished(self) -> tuple[ExportedProgram, SpecChanges, Counter[str]]:
-        """As `traced`, for torch.onnx, and the operators that stand for what the code of the module writes out."""
+        """As `traced`, for torch.onnx, with our operators for what the code of the module writes out, and the number of
+        nodes of each of our operators."""
         program, changes = self.traced()
-        written = Counter[str]()
         if self.spec.fused:
-            written += turn_attentions(program, self.spec.model.seq_len)
-            written += turn_linear_attentions(program, {self.spec.model.mask})
-        return with_casts(program), changes, written
+            turn_attentions(program, self.spec.model.seq_len)
+            turn_linear_attentions(program, {self.spec.model.mask})
+        return with_casts(program), changes, operators_of(program)
 
     def traced(self) -> tuple[ExportedProgram, SpecChanges]:
         """PyTorch's program of the module, and for which spec it is.
@@ -129,9 +129,17 @@ class UserProgram:
         return axes_of_trace(trace, self.sizes, self.inputs, limits_of_spec(self.spec))
 
     def ties(self, trace: UserTrace) -> list[Tie]:
+        assert trace.program is not None
         sizes = self.sizes
-        pairs = ((axis, axis.sizes(sizes[axis.axis], trace)) for axis in self.axes(trace))
-        return [(axis, found) for axis, found in pairs if found is not None]
+        found = []
+        for axis in self.axes(trace):
+            tie = axis.sizes(sizes[axis.axis], trace)
+            if (tie is None or self.is_of_one(axis)) and not self.holds_at_one(trace.program, axis):
+                limits = (1, 1) if self.is_of_one(axis) else (2, axis.highest)
+                tie = axis.sizes_between(*limits, axis.reason(trace))
+            if tie is not None:
+                found.append((axis, tie))
+        return found
 
     def with_ties(self, trace: UserTrace, ties: Sequence[Tie]) -> tuple[ExportedProgram, SpecChanges]:
         """The program of a trace, or of another side of the branches that tie it; see `traced`."""
@@ -141,9 +149,10 @@ class UserProgram:
         tied = [sizes for _, sizes in ties]
         if len(ties) == 1:
             ((axis, _),) = ties
-            whole = self.of_other_branches(trace, axis)
+            whole = None if tied[0].highest == 1 else self.of_other_branches(trace, axis)
             if whole is not None:
-                found = axis.sizes_between(whole.lowest, whole.highest, whole.reason)
+                is_from_one = whole.lowest > 1 or self.holds_at_one(whole.program, axis)
+                found = axis.sizes_between(whole.lowest if is_from_one else 2, whole.highest, whole.reason)
                 if found is None or found.is_limit:
                     return self.with_changes(whole.program, () if found is None else (found,))
                 tied = [found]
@@ -169,12 +178,30 @@ class UserProgram:
                 return None
             return side_of(trace, found[axis.axis])
 
+        return program_of_sides(
+            side_of(first, axis), self.sizes[axis.axis], axis.wanted, side, self.agreement(axis.axis)
+        )
+
+    def is_of_one(self, axis: AxisOfTrace) -> bool:
+        """True if an axis is 1 in the example of the user, for which a larger size is traced."""
+        model = self.spec.model
+        return {"seq": model.seq_len, **model.axis_sizes}.get(axis.axis) == 1
+
+    def holds_at_one(self, program: ExportedProgram, axis: AxisOfTrace) -> bool:
+        """False if a program answers otherwise than the module at a size of 1, where its code takes another path.
+
+        PyTorch traces 1 as it does any other size.
+        """
+        return not axis.branches_at_one() or self.agreement(axis.axis)(program, 1)
+
+    def agreement(self, axis: str) -> Agreement:
+        """The comparison of programs with the module at sizes of an axis."""
+
         def values(size: int) -> list[list[torch.Tensor]]:
             # also large numbers, of which a side may cut off some
-            return [self.at({axis.axis: size}).drawn(scale) for scale in (1.0, 100.0)]
+            return [self.at({axis: size}).drawn(scale) for scale in (1.0, 100.0)]
 
-        agrees = Agreement(self.module, values)
-        return program_of_sides(side_of(first, axis), self.sizes[axis.axis], axis.wanted, side, agrees)
+        return Agreement(self.module, values)
 
     def drawn(self, scale: float) -> list[torch.Tensor]:
         """Random values in the place of those of the example: integers within their ranges, and a mask that hides the

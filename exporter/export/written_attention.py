@@ -7,7 +7,6 @@ Without a visible key, PyTorch averages all values, or has no number if that of 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +45,15 @@ class WrittenSoftmax:
     out: Node
 
 
-def turn_attentions(program: ExportedProgram, tokens: int) -> Counter[str]:
-    """Turn every attention that is written out, in place; returns how often which operator was put in.
+def turn_attentions(program: ExportedProgram, tokens: int) -> None:
+    """Put our operator in the place of every attention that is written out.
 
     None is turned if the model is exported for so few tokens that the operator would be slower.
 
     Heads may be an axis or not: [batch, heads, tokens, channels] or [batch, tokens, channels].
     """
     if tokens < LEAST_TOKENS:
-        return Counter()
+        return
     changed = changed_in_place(program.graph)
     found = [written for node in program.graph.nodes if (written := written_at(node, changed)) is not None]
     for written in found:
@@ -62,7 +61,6 @@ def turn_attentions(program: ExportedProgram, tokens: int) -> Counter[str]:
     if found:
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
-    return Counter({SOFTMAX.onnx_name: len(found)})
 
 
 def written_at(softmax: Any, changed: Collection[Node] = ()) -> WrittenSoftmax | None:

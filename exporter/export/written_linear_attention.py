@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +36,6 @@ from effexport.export.traced_nodes import (
     size_of,
 )
 from effexport.models.adapters.folding import ROUNDING
-from effexport.plugins.linear_attention import SIGNATURE
 from effexport.plugins.linear_attention.op import linear_attention
 
 # Operators that change no number, by their names in PyTorch: those of axes, and others.
@@ -105,8 +103,8 @@ class WrittenLinear:
         return self.q, self.k, self.v
 
 
-def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()) -> Counter[str]:
-    """Turn every linear attention that is written out, in place; returns how often which operator was put in.
+def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()) -> None:
+    """Put our operator in the place of every linear attention that is written out.
 
     Nodes of a model share one function body: those with another eps than the first stay, and all do beside nodes that
     the model calls itself, or where a shape does not hold for all sizes. masks: the inputs of the program that are made
@@ -115,7 +113,7 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     called = linear_attention._opoverload
     changed = changed_in_place(program.graph)
     if any(node.target is called or is_cut_at_other_sizes(node) for node in program.graph.nodes):
-        return Counter()
+        return
     found: list[WrittenLinear] = []
     for node in list(program.graph.nodes):  # in order: the result of one may be an argument of the next
         written = linear_at(node, masks, changed)
@@ -125,7 +123,6 @@ def turn_linear_attentions(program: ExportedProgram, masks: Collection[str] = ()
     if found:
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
-    return Counter({SIGNATURE.onnx_name: len(found)})
 
 
 def linear_at(out: Node, masks: Collection[str], changed: Collection[Node] = ()) -> WrittenLinear | None:

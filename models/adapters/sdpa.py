@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from effexport.models.user.modes import storage, writes, written_out
+from effexport.models.user.modes import ATTENTION, storage, writes, written_out
 from effexport.plugins.masked_attention.op import hides_when_added, masked_attention
 
 TO_BOOL = {Tensor.to, Tensor.bool}
@@ -86,7 +86,7 @@ class _MaskFollower(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is ATTENTION:
             return self.attention(*args, **kwargs)
         result = func(*args, **kwargs)
         if writes(func, kwargs):

@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+# As modes see it, also while its name stands for another function.
+ATTENTION = F.scaled_dot_product_attention
 
 
 def is_write(name: str) -> bool:

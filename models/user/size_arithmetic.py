@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import SymFloat, SymInt, Tensor, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from effexport.models.user.modes import ATTENTION
 from effexport.models.validation import LARGEST_SIZE
 
 DECIDED: ContextVar[bool] = ContextVar("DECIDED", default=False)
@@ -187,7 +189,19 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.minimum: torch.sym_min,
     np.maximum: torch.sym_max,
 }
-REPLACED = {plain: OfSizes(plain, symbolic) for plain, symbolic in FUNCTIONS.items()}
+
+
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """F.scaled_dot_product_attention, with a condition such as `is_causal=n > 1` decided as in a branch.
+
+    PyTorch refuses one before any mode sees the call.
+    """
+    decided: list[Any] = [bool(value) if isinstance(value, SymBool) else value for value in (*args, *kwargs.values())]
+    options = dict(zip(kwargs, decided[len(args) :], strict=True))
+    return ATTENTION(*decided[: len(args)], **options)
+
+
+REPLACED = {plain: OfSizes(plain, symbolic) for plain, symbolic in FUNCTIONS.items()} | {ATTENTION: attention}
 
 
 class Functions(types.ModuleType):
@@ -214,11 +228,14 @@ def arithmetic_of_sizes(module: nn.Module) -> Iterator[None]:
     """Let functions of sizes in the code of a module follow free sizes, for the length of a `with` block.
 
     The names `math`, `np`, `int`, `min` and so on are replaced in the files that define the classes of the module and
-    of its submodules, and in those of functions that these import; nowhere else. For numbers, they do the same as ever.
+    of its submodules, and in those of functions that these import. For numbers, they do the same as ever. Elsewhere,
+    only F.scaled_dot_product_attention is replaced.
     """
     with TRACING:
         before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
+            before.append((vars(functional), {"scaled_dot_product_attention": ATTENTION}))
+            functional.scaled_dot_product_attention = attention
             for file in users_modules(module):
                 names = vars(file)
                 new = {name: shadow for name, shadow in shadows(file).items() if name not in names}

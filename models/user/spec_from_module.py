@@ -234,7 +234,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     )
     probe = Probe(module, subject.name, inputs)
     check_folded(original, adapted, list(inputs.tensors(probe.sizes(1, tuned))))
-    calls = {fused: operator_calls(module, probe, lengths.short or tuned, fused) for fused in (True, False)}
+    calls = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
     check_repeatable(original, adapted, Probe(original, subject.name, inputs), tuned)
     found = probe.run(1, tuned)
     mask = next((one for one in inputs.inputs if one.mask), None)
@@ -376,7 +376,6 @@ class Lengths:
 
     tuned: the length to export for; 1 without an axis of tokens (has_seq). outputs: axes by name. longest, shortest,
     multiple: see `ModuleSpec`. note: why the length is not free, or has a smallest value; "" if nothing is to be said.
-    short: a length that is quick to run, None if there is none.
     """
 
     inputs: ModuleInputs
@@ -387,7 +386,6 @@ class Lengths:
     multiple: int = 1
     shortest: int = 1
     note: str = ""
-    short: int | None = None
 
 
 def lengths_of(subject: Subject, probe: Probe, original: Probe) -> Lengths:
@@ -416,7 +414,7 @@ def lengths_of(subject: Subject, probe: Probe, original: Probe) -> Lengths:
         shortest = probe.shortest(outputs, tuned)
         if shortest > 1:
             note = f"The file takes {shortest} tokens and more; of fewer, an output would have no elements."
-        return Lengths(inputs, tuned, True, outputs, longest, multiple, shortest, note, short)
+        return Lengths(inputs, tuned, True, outputs, longest, multiple, shortest, note)
     has_seq = not inputs.is_guess or is_sequence_of(inputs)
     fixed = replace(inputs, sizes={**inputs.sizes, "seq": tuned}).without_seq()
     at_tuned: dict[str, Dims] = {

@@ -163,6 +163,47 @@ def other_at_9_and_none_below_4(x: Tensor) -> Tensor:
     return x * 2 if n == 9 else x
 
 
+def doubled_if_single(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] == 1 else x
+
+
+def squared_if_several(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    if n > 1:
+        x = x * x
+    return x * 3 if n > 40 else x
+
+
+def causal_if_several(x: Tensor) -> Tensor:
+    """Both sides compute the same for one token; our operator takes the place of the other one only."""
+    x = x[:, None]
+    return F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 1)[:, 0]
+
+
+def cached_and_causal_if_several(x: Tensor) -> Tensor:
+    """As a layer with a cache writes it for a prompt and for the next token."""
+    x = x[:, None]
+    keys = torch.cat([-x[:, :, :1], x], 2)
+    return F.scaled_dot_product_attention(x, keys, keys, None, 0.0, x.shape[2] > 1)[:, 0]
+
+
+def causal_if_short(x: Tensor) -> Tensor:
+    x = x[:, None]
+    return F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] < 100)[:, 0]
+
+
+class TableOfLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in self.tables:
+            self.tables[n] = torch.arange(n).sin()[:, None]
+        return x + self.tables[n]
+
+
 def line_of(function: Callable[..., Any], offset: int) -> str:
     return f"test_sizes_of_code.py, line {function.__code__.co_firstlineno + offset}"
 
@@ -203,6 +244,37 @@ def test_a_branch_of_the_length_limits_the_file_on_the_side_of_the_example(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("change", "tokens", "limits"),
+    [
+        (doubled_if_single, 1, (1, 1)),
+        (squared_if_several, 20, (2, 40)),
+        (squared_if_several, 50, (41, None)),
+        (causal_if_several, 1, (1, None)),
+        (cached_and_causal_if_several, 1, (1, 1)),
+        (cached_and_causal_if_several, 8, (2, None)),
+        (causal_if_short, 120, (100, None)),
+    ],
+)
+def test_a_side_of_one_token_and_options_that_are_conditions_are_branches_as_others(
+    change: Callable[[Tensor], Tensor], tokens: int, limits: tuple[int, int | None], tmp_path: Path
+) -> None:
+    spec, note = built(change, vectors(2, tokens), tmp_path / "out")
+    assert (spec.shortest, spec.longest) == limits
+    assert bool(note) == (limits != (1, None))
+    if change is cached_and_causal_if_several:
+        assert f"{line_of(change, 4)}: seq > 1" in note
+    with effexport.load(tmp_path / "out") as runner, torch.inference_mode():
+        for length in (1, 2, 39, 40, 41, 99, 100, 200):
+            x = vectors(3, length)
+            if limits[0] <= length <= (limits[1] or length):
+                expected = Written(change)(x).numpy()
+                np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], expected, atol=1e-5)
+            else:
+                with pytest.raises(UserError, match="takes " if tokens > 1 else "expected x float32"):
+                    runner.run({"x": x.numpy()})
+
+
+@pytest.mark.parametrize(
     ("change", "sizes", "scale"),
     [
         (other_for_many_tokens_of_all_samples, [(1, 501), (30, 20)], 1.0),
@@ -233,12 +305,16 @@ def test_a_file_is_right_at_a_size_or_refuses_it(
             np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(tmp_path: Path) -> None:
-    spec, note = built(token_by_token, vectors(2, 12), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [(token_by_token, line_of(token_by_token, 1)), (TableOfLength(), line_of(TableOfLength.forward, 2))],
+)
+def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(
+    change: Callable[[Tensor], Tensor], line: str, tmp_path: Path
+) -> None:
+    spec, note = built(change, vectors(2, 12), tmp_path / "out")
     assert (spec.input_dims, spec.output_dims) == ({"x": ["batch", 12, DIM]}, {"output": ["batch", 12, DIM]})
-    assert note.startswith(
-        f"The file takes seq = 12 only, because the code ties it to one size: {line_of(token_by_token, 1)}: "
-    )
+    assert note.startswith(f"The file takes seq = 12 only, because the code ties it to one size: {line}: ")
     for way in ("build an artifact for each", "with dynamic", "no loop over tokens"):
         assert way in note
 
