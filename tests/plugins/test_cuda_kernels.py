@@ -15,6 +15,7 @@ from cuda_kernels import SANITIZERS, plugin_entries, run
 from cuda_programs import sanitized_programs
 from gpu.budget import ARCHITECTURES as SOME
 from gpu.calls import write_calls
+from gpu.compiled import compile_kernels
 from kernel_ptx import kept_usages
 
 from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
@@ -62,6 +63,13 @@ def test_a_kernel_spills_no_registers_and_fixes_no_shared_memory(kernel: str, ar
         assert usage.shared_bytes == 0, (entry, architecture, usage)
         # otherwise a tile would not fit in registers
         assert usage.spilled_bytes == 0, (entry, architecture, usage)
+
+
+@pytest.mark.soak
+@pytest.mark.requires("nvcc", "torch")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_record_of_usages_is_what_nvcc_says(kernel: str, tmp_path: Path) -> None:
+    assert kept_usages([BY_NAME[kernel]], SOME) == compile_kernels([BY_NAME[kernel]], SOME, tmp_path)
 
 
 @pytest.mark.slow
