@@ -396,6 +396,14 @@ def plainest_processor() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_token_of_the_machine() -> Iterator[None]:
+    """Clusters of the tests ask for no token. Ray would take one that the user has in ~/.ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        yield
+
+
 @pytest.fixture(params=PROCESSORS)
 def each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The test runs on each of PROCESSORS; its key.

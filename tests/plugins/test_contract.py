@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from cuda_kernels import depends_on_architecture
 from emulated_plugins import array_of
 from implementations import MAKERS, implementation, within_limit
 from kernel_sessions import session
@@ -43,9 +44,12 @@ def table(
     *hows: str, ops: Iterable[str] = CONTRACTS, dtypes: tuple[str, ...] = (), every: bool = True
 ) -> pytest.MarkDecorator:
     """Parameters op, how and cases of one type: what a contract asks of these implementations, in every case or in
-    some. The first are in the fast part, but for the older GPU, whose kernels it would have to compile as well."""
+    some. The first are in the fast part, but for the older GPU, whose kernels it would have to compile as well.
+    Those that are the same on it are left out."""
     rows, first = [], 15 if every else 6
     for op, how in itertools.product(ops, hows):
+        if how == "cuda sm_75" and not depends_on_architecture(OPS[op]):
+            continue
         contract = CONTRACTS[op]
         cases = contract.cases + every * (contract.small + ("cuda" not in how) * contract.larger)
         types = set(dtypes or OPS[op].element_types) - set(not_promised(contract, how))

@@ -12,6 +12,7 @@ import numpy as np
 from gpu.building import shared_memory_aliases
 from kept import kept_program
 
+from effexport.plugins.building.ptx import kernel_sources
 from effexport.plugins.building.toolchain import find_compiler
 from effexport.plugins.ops import Op
 
@@ -63,6 +64,13 @@ def build(name: str, *options: str, keep_as: str = "") -> Path:
 def plugin_entries(op: Op) -> list[str]:
     """The kernels of an operator that its TensorRT plugins launch."""
     return list(dict.fromkeys(entry for plugin in op.load_trt().PLUGINS for entry in plugin.entries))
+
+
+def depends_on_architecture(op: Op) -> bool:
+    """False if the kernels of an operator are the same program on every GPU: only ptx.h, which defines it, names
+    kArchitecture."""
+    texts = (text for name, text in kernel_sources(op).items() if name != "native/ptx.h")
+    return any(b"kArchitecture" in text for text in texts)
 
 
 DTYPES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(ml_dtypes.bfloat16): "bfloat16"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -14,12 +15,13 @@ from pathlib import Path
 from cuda_kernels import run
 from gpu import compiled
 from gpu.compiled import Usage, parse_usage
-from kept import ROOT, kept
+from kept import ROOT, digest_of, kept
 
 from effexport.plugins.building import ptx, sources
 from effexport.plugins.building.toolchain import find_nvcc
 from effexport.plugins.ops import Op
 
+RECORD = ROOT / "tests" / "plugins" / "kernel_usages.json"
 NVRTC_PYTHON = ROOT / ".venv-tensorrt" / "11" / "bin" / "python"
 BY_NVRTC = """
 import sys
@@ -71,21 +73,45 @@ def sources_of(op: Op) -> list[Path]:
 
 
 def kept_usages(ops: Sequence[Op], architectures: Sequence[int], folder: object = None) -> dict[tuple[str, int], Usage]:
-    """`compile_kernels` of scripts/gpu, which compiles each kernel once for every test."""
+    """`compile_kernels` of scripts/gpu, which compiles each kernel once for every test.
+
+    What nvcc said of these sources is in RECORD, so kernels are compiled only if they, nvcc or the way of compiling
+    have changed. EFFEXPORT_RECORD=1 writes it anew.
+    """
     return {key: usage for op in ops for sm in architectures for key, usage in _usages(op, sm).items()}
 
 
 @cache
 def _usages(op: Op, architecture: int) -> dict[tuple[str, int], Usage]:
+    name, digest = f"{op.torch_name} for SM {architecture}", usages_digest(op)
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    if record.get(name, {}).get("digest") == digest:
+        rows = record[name]["usages"]
+    else:
+        rows = _compiled_usages(op, architecture, digest)
+        if os.environ.get("EFFEXPORT_RECORD"):
+            record[name] = {"digest": digest, "usages": rows}
+            lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(record.items())]
+            RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return {(entry, architecture): Usage(*fields) for entry, *fields in rows}
+
+
+def usages_digest(op: Op) -> str:
+    """Of nvcc, of the functions that call it and read its output, and of the kernel's sources."""
+    way = (compiled.compile_kernels, compiled.parse_usage, compiled.tensor_products, Usage)
+    sources = [f"{path.relative_to(ROOT)}\n{path.read_text(encoding='utf-8')}" for path in sources_of(op)]
+    return digest_of([run(find_nvcc(), "--version"), repr(compiled.USAGE), *map(inspect.getsource, way), *sources])
+
+
+def _compiled_usages(op: Op, architecture: int, digest: str) -> list[list[object]]:
     def make(folder: Path) -> None:
         found = compiled.compile_kernels([op], [architecture], folder)
-        rows = [[entry, sm, *astuple(usage)] for (entry, sm), usage in found.items()]
+        rows = [[entry, *astuple(usage)] for (entry, _), usage in sorted(found.items())]
         (folder / "usages.json").write_text(json.dumps(rows), encoding="utf-8")
 
-    decided_by = [run(find_nvcc(), "--version"), Path(compiled.__file__), *sources_of(op)]
-    folder = kept(f"cubin/{op.torch_name}_{architecture}", decided_by, make)
-    rows = json.loads((folder / "usages.json").read_text(encoding="utf-8"))
-    return {(entry, sm): Usage(*fields) for entry, sm, *fields in rows}
+    folder = kept(f"cubin/{op.torch_name}_{architecture}", [digest], make)
+    rows: list[list[object]] = json.loads((folder / "usages.json").read_text(encoding="utf-8"))
+    return rows
 
 
 def entries_of(text: str) -> dict[str, list[str]]:
