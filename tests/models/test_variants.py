@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from named_rows import named
+from slow_cases import named
 from torch import Tensor
 
 from effexport.models.attention_spec import SPECS

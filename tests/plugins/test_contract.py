@@ -19,9 +19,9 @@ import torch
 from emulated_plugins import array_of
 from implementations import MAKERS, implementation, within_limit
 from kernel_sessions import session
-from named_rows import named
 from one_node import one_node_model
 from onnx import helper
+from slow_cases import named
 from torch import Tensor
 
 from effexport.export.onnx_from_module import register_schemas
