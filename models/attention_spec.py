@@ -17,6 +17,7 @@ from effexport.models.contract import HostileInputs, ModelContract
 from effexport.models.shapes import Dims, Product, Shapes, linear
 from effexport.models.validation import (
     ShortRepr,
+    SpecError,
     check_field_types,
     did_you_mean,
     nearest_divisors,
@@ -300,12 +301,10 @@ def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> At
     Raises SpecError for an unknown variant, an unknown field or a value that cannot work.
     """
     specs = offered()
-    ours = OTHER_NAMES.get(variant.lower()) if isinstance(variant, str) else None
-    meant = f"; its attention is called {ours!r} here." if ours else did_you_mean(variant, specs)
-    require(
-        variant in list(specs),  # a list compares, a dict would hash what may be a list
-        f"unknown variant {shown(variant)}{meant} Expected one of: {', '.join(specs)}",
-    )
+    if variant not in list(specs):  # a list compares, a dict would hash what may be a list
+        ours = OTHER_NAMES.get(variant.lower()) if isinstance(variant, str) else None
+        meant = f"; its attention is called {ours!r} here." if ours else did_you_mean(variant, specs)
+        raise SpecError(f"unknown variant {shown(variant)}{meant} Expected one of: {', '.join(specs)}")
     spec_class = specs[variant]
     return spec_class(**known_fields(spec_class, options or {}, f"{variant} attention"))
 
@@ -335,10 +334,10 @@ def known_fields(spec_class: type[DataclassInstance], options: Mapping[str, Any]
     """`options` with lists turned into tuples, refusing names that the class does not have, and missing ones."""
     names = field_names(spec_class)
     for name in options:
-        require(
-            name in names,
-            f"{owner} has no field {shown(name)}{did_you_mean(name, names)} Its fields: {', '.join(names)}",
-        )
+        if name not in names:
+            # looked for only now: similar names take long to find, and every manifest passes here
+            hint = did_you_mean(name, names)
+            raise SpecError(f"{owner} has no field {shown(name)}{hint} Its fields: {', '.join(names)}")
     for field in dataclasses.fields(spec_class):
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         # what the caller adds by itself is not an option

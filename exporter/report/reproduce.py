@@ -112,7 +112,8 @@ def _checkpoint_command(report: Report, output: str, record: type) -> str:
     model = report.spec["model"]
     is_module = model.get("family") == MODULE_FAMILY
     build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
-    changed = {n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])}
+    defaults = _build_defaults()
+    changed = {n: v for n, v in build.items() if _listed(v) != _listed(defaults[n])}
     declared = {INDEPENDENT: True} if model.get(INDEPENDENT) else {}
     if is_module and not _FACTORY.fullmatch(report.weights_from):
         options = "".join(f", {name}={value!r}" for name, value in (changed | declared | _data(report)).items())

@@ -268,21 +268,26 @@ def users_module(name: str | None) -> types.ModuleType | None:
 def shadows(file: types.ModuleType) -> dict[str, Any]:
     """The names of Python itself that a file gets. `int` and `float` only if it calls them, and uses them as types in
     `isinstance` and in annotations at most: elsewhere PyTorch and numpy insist on the real ones."""
-    trees = list(parsed(file))
-    return BUILTINS | {name: new for name, new in TYPES.items() if all(is_only_called(name, tree) for tree in trees)}
+    return BUILTINS | {name: TYPES[name] for name in frozenset(TYPES).intersection(*types_only_called(file))}
 
 
-def parsed(file: types.ModuleType) -> Iterator[ast.AST]:
-    """The code of a file; of a notebook, that of its functions and methods."""
+def types_only_called(file: types.ModuleType) -> Iterator[frozenset[str]]:
+    """Those of the code of a file; of a notebook, those of each of its functions and methods."""
     try:
-        yield ast.parse(inspect.getsource(file))
+        yield called_in(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):
         own = [value for value in vars(file).values() if getattr(value, "__module__", None) == file.__name__]
         methods = (method for value in own if isinstance(value, type) for method in vars(value).values())
         for function in (*own, *methods):
             if isinstance(function, types.FunctionType):
                 with suppress(OSError, SyntaxError):
-                    yield ast.parse(textwrap.dedent(inspect.getsource(function)))
+                    yield called_in(textwrap.dedent(inspect.getsource(function)))
+
+
+@functools.lru_cache(maxsize=64)
+def called_in(source: str) -> frozenset[str]:
+    tree = ast.parse(source)
+    return frozenset(name for name in TYPES if is_only_called(name, tree))
 
 
 def is_only_called(name: str, tree: ast.AST) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import warnings
@@ -166,13 +167,18 @@ def session_from_layer(layer: AttentionLayer, example_len: int) -> Any:
     layer.eval()
     what = repr((layer.spec, example_len))
     weights = hashlib.sha256(b"".join(value.numpy().tobytes() for value in layer.state_dict().values())).hexdigest()
-    versions = [importlib.metadata.version(name) for name in ("torch", "onnx", "onnxscript")]
     folder = kept(
         f"layers/{digest_of([what])}",
-        [what, weights, *versions, Path(__file__), *code_of("models", "plugins")],
+        [what, weights, what_decides_an_export()],
         lambda folder: export(layer, example, folder / "layer.onnx"),
     )
     return onnxruntime.InferenceSession(folder / "layer.onnx", providers=["CPUExecutionProvider"])
+
+
+@functools.cache
+def what_decides_an_export() -> str:
+    versions = [importlib.metadata.version(name) for name in ("torch", "onnx", "onnxscript")]
+    return digest_of([*versions, Path(__file__), *code_of("models", "plugins")])
 
 
 @torch.no_grad()

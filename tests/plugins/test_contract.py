@@ -6,7 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from implementations import MAKERS, implementation, within_limit
 from kernel_sessions import session
 from one_node import one_node_model
 from onnx import helper
+from slow_cases import named
 from torch import Tensor
 
 from effexport.export.onnx_from_module import register_schemas
@@ -216,22 +217,20 @@ def test_every_byte_of_a_mask_that_is_not_0_is_true(op: str, how: str) -> None:
 
 
 # ONNX Runtime's products do not spread one matrix over none, and take no sums over nothing: `body_refuses`
-@pytest.mark.parametrize(
-    ("op", "how", "case"),
-    [
-        pytest.param(op, how, case, id=f"{op}-{how}-{case.name}")
-        for op, contract in CONTRACTS.items()
-        for how in ("torch", "kernel", "body", "cuda")
-        for case in contract.empty
-        if case not in {"body": contract.body_refuses, "cuda": contract.unlaunched}.get(how, ())
-    ],
-)
-def test_empty_inputs_give_what_the_formula_gives(op: str, how: str, case: Case) -> None:
-    contract, inputs = CONTRACTS[op], CONTRACTS[op].inputs(case, "cpu")
-    answers = implementation(op, how).answers(case, inputs)
-    assert [x.shape for x in answers] == [output.shape for output in contract.outputs(case).values()]
-    if any(x.size for x in answers):
-        assert_equal(answers, [array_of(x) for x in contract.exact(case, inputs).values()])
+@operators
+@pytest.mark.parametrize("how", ["torch", "kernel", "body", "cuda"])
+def test_empty_inputs_give_what_the_formula_gives(op: str, how: str) -> None:
+    contract = CONTRACTS[op]
+    refused = {"body": contract.body_refuses, "cuda": contract.unlaunched}.get(how, ())
+    for case in contract.empty:
+        if case in refused:
+            continue
+        inputs = contract.inputs(case, "cpu")
+        with named(case.name):
+            answers = implementation(op, how).answers(case, inputs)
+            assert [x.shape for x in answers] == [output.shape for output in contract.outputs(case).values()]
+            if any(x.size for x in answers):
+                assert_equal(answers, [array_of(x) for x in contract.exact(case, inputs).values()])
 
 
 def wrong_inputs(op: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -258,20 +257,18 @@ def wrong_calls(op: str) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any
         yield str(changes), inputs, {name: changes.get(name, value) for name, value in attributes.items()}
 
 
-@pytest.mark.parametrize(
-    ("op", "inputs", "attributes"),
-    [pytest.param(op, *x, id=f"{op}-{name}") for op in CONTRACTS for name, *x in wrong_calls(op)],
-)
-def test_the_operator_and_the_kernel_refuse_a_wrong_shape_in_the_same_words(
-    op: str, inputs: dict[str, Tensor], attributes: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match=f"{OPS[op].torch_name}: ({'|'.join(inputs)}) has .*; expected ") as refused:
-        implementation(op, "torch").call(*inputs.values(), **attributes)
-    words = str(refused.value).partition(": ")[2].translate(str.maketrans("()", "[]")).replace(",]", "]")
-    feeds = {name: array_of(x) for name, x in inputs.items()}
-    opened = session(one_node_model(op, feeds, body=False, **attributes))
-    with pytest.raises(Exception, match=re.escape(f"{op}: {words}")):
-        opened.run(None, feeds)
+@operators
+def test_the_operator_and_the_kernel_refuse_a_wrong_shape_in_the_same_words(op: str) -> None:
+    for row, inputs, attributes in wrong_calls(op):
+        with named(row):
+            words = f"{OPS[op].torch_name}: ({'|'.join(inputs)}) has .*; expected "
+            with pytest.raises(ValueError, match=words) as refused:
+                implementation(op, "torch").call(*inputs.values(), **attributes)
+            words = str(refused.value).partition(": ")[2].translate(str.maketrans("()", "[]")).replace(",]", "]")
+            feeds = {name: array_of(x) for name, x in inputs.items()}
+            opened = session(one_node_model(op, feeds, body=False, **attributes))
+            with pytest.raises(Exception, match=re.escape(f"{op}: {words}")):
+                opened.run(None, feeds)
 
 
 @operators
@@ -359,14 +356,12 @@ def test_numbers_below_the_least_or_not_finite_are_errors_of_the_operator(op: st
                 implementation(op, "torch").call(*inputs.values(), **attributes | {attribute.name: given})
 
 
-@pytest.mark.parametrize(
-    ("op", "attributes", "words"),
-    [pytest.param(op, *x, id=f"{op}-{x[1]}") for op in CONTRACTS for x in CONTRACTS[op].wrong_attributes],
-)
-def test_wrong_attributes_are_errors_of_the_kernel(op: str, attributes: Mapping[str, Any], words: str) -> None:
+@operators
+def test_wrong_attributes_are_errors_of_the_kernel(op: str) -> None:
     feeds = {name: array_of(x) for name, x in CONTRACTS[op].inputs(last_case(op), "cpu").items()}
-    with pytest.raises(Exception, match=f"{op}: .*{words}.*expected"):
-        session(one_node_model(op, feeds, body=False, **attributes)).run(None, feeds)
+    for attributes, words in CONTRACTS[op].wrong_attributes:
+        with named(words), pytest.raises(Exception, match=f"{op}: .*{words}.*expected"):
+            session(one_node_model(op, feeds, body=False, **attributes)).run(None, feeds)
 
 
 @operators
@@ -408,9 +403,8 @@ def test_the_schema_infers_what_the_signature_says(op: str) -> None:
         assert value.type.tensor_type.elem_type == type_of(parameter)
 
 
-@pytest.mark.parametrize(
-    ("op", "sizes"), [pytest.param(op, x, id=f"{op}-{x}") for op in CONTRACTS for x in CONTRACTS[op].uncountable]
-)
-def test_sizes_that_int32_cannot_count_are_refused(op: str, sizes: tuple[int, ...]) -> None:
-    case = replace(CONTRACTS[op].small[0], sizes=sizes)
-    assert implementation(op, "cuda").launch(case, [0] * 8) == 1
+@operators
+def test_sizes_that_int32_cannot_count_are_refused(op: str) -> None:
+    for sizes in CONTRACTS[op].uncountable:
+        case = replace(CONTRACTS[op].small[0], sizes=sizes)
+        assert implementation(op, "cuda").launch(case, [0] * 8) == 1, sizes

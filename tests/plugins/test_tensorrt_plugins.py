@@ -7,6 +7,7 @@ show is whether an engine computes the right thing.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -69,13 +70,18 @@ def nodes_of(name: str, choice: Plugin | Rewrite, contract: Contract, case: Case
     """The attributes of the nodes of a plugin that a rewrite puts in the place of its operator."""
     if not isinstance(choice, Rewrite):
         return
-    given, dims = contract.attributes(case), [[*x.shape] for x in contract.inputs(case, "cpu").values()]
+    given, dims = contract.attributes(case), dims_of(ROWS[name].op, case)
     dtypes = [case.dtype if x.dtype == "T" else x.dtype for x in choice.tensors]
     if choice.why_not(dtypes, dims, given) is None:
         for attributes in re.findall(rf"effexport\.{name} (?:<(.*?)> )?\(", choice.body(dtypes, dims, given)):
             pairs = (pair.split(" = ") for pair in attributes.split(", ") if pair)
             own = {x.split(":")[0]: given[value[1:]] if value[0] == "@" else int(value) for x, value in pairs}
             yield {x: own[x] for x in ROWS[name].attributes}
+
+
+@functools.cache
+def dims_of(op: str, case: Case) -> list[list[int]]:
+    return [[*x.shape] for x in load_contract(OPS[op]).inputs(case, "cpu").values()]
 
 
 def case_of_plugin(plugin: Plugin, dtype: str, attributes: dict[str, Any], dynamic: bool) -> dict[str, Any]:

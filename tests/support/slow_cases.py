@@ -1,8 +1,9 @@
-"""Lists of cases for `pytest.mark.parametrize`, of which the fast part of the suite runs a few."""
+"""Tables of cases: which rows the fast part of the suite runs, and which row of a loop has failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -31,3 +32,13 @@ def soak(case: object) -> object:
 
 def marked(case: object, mark: pytest.MarkDecorator) -> object:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+
+
+@contextmanager
+def named(row: object) -> Iterator[None]:
+    """Add the name of a row to whatever fails in the block, `pytest.fail` and `pytest.raises` included."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the row {row}")
+        raise

@@ -54,11 +54,11 @@ def calibrated_artifact(spec: BuildSpec) -> Path:
 
 
 @functools.cache
-def what_decides_a_build() -> tuple[str | Path, ...]:
-    """The code that a build runs, the packages and the kernel library that it runs with."""
+def what_decides_a_build() -> tuple[str]:
+    """A digest of the code that a build runs, and of the packages and the kernel library that it runs with."""
     library = find_library()
     code = code_of("exporter", "models", "plugins", without=ABOVE_BUILD)
-    return (*code, repr(versions()), "no library" if library is None else library.path)
+    return (digest_of([*code, repr(versions()), "no library" if library is None else library.path]),)
 
 
 def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:

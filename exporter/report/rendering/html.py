@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,7 @@ def bucket_rows(checks: Sequence[Check]) -> list[tuple[Check, Check | None]]:
     return [(check, ties.get((check.target, check.case))) for check in checks if check.kind == Kind.BUCKET_AGREEMENT]
 
 
+@functools.cache
 def _environment() -> jinja2.Environment:
     filters: dict[str, Any] = {
         "number": number,

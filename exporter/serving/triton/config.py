@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import io
@@ -49,6 +50,8 @@ from effexport.text.tasks import task_from_artifact
 from effexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import jinja2
+
     from effexport.base.dtypes import Array
 
 
@@ -386,6 +389,11 @@ def comment(text: str) -> str:
 
 def render(template: str, values: Mapping[str, Any]) -> str:
     """A file of a repository: Markdown, YAML, a Dockerfile or a configuration."""
+    return _environment().get_template(template).render(values)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     filters: dict[str, Callable[..., Any]] = {
         "listed": listed,
         "json": json.dumps,
@@ -398,4 +406,4 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     environment = template_environment(["serving/triton"], filters)
     environment.autoescape = False  # `ModelRecord` has checked the names in them
     environment.keep_trailing_newline = True
-    return environment.get_template(template).render(values)
+    return environment

@@ -126,8 +126,15 @@ class UnderAutocast(nn.Module):
                 return x.float().softmax(dim=-1)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        pytest.param(torch.bfloat16, "fp32", id="bf16 in fp32"),
+        pytest.param(torch.float16, "fp16", id="fp16 in fp16"),
+        pytest.param(torch.bfloat16, "fp16", id="bf16 in fp16", marks=pytest.mark.soak),
+        pytest.param(torch.float16, "fp32", id="fp16 in fp32", marks=pytest.mark.soak),
+    ],
+)
 def test_autocast_is_the_originals_own_error(dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = UnderAutocast(attention_from_spec(LinearSpec(dim=DIM, heads=2)), dtype).eval()
@@ -209,7 +216,7 @@ def test_a_copy_in_half_precision_leaves_the_module_as_it_was() -> None:
 
 
 @pytest.mark.requires("foreign")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "fp16"])
 def test_autocast_around_a_layer_of_another_package(precision: str, tmp_path: Path) -> None:
     from nystrom_attention import NystromAttention
 
