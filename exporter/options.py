@@ -95,7 +95,7 @@ class SpecOptions(Options):
     )
     window: int | None = option(None, "Tokens that window and aft-local see.", SIZES, metavar=A_NUMBER, in_file=True)
     global_tokens: int | None = option(
-        None, "With a window: first tokens that all see.", SIZES, metavar=A_NUMBER, in_file=True
+        None, "First tokens that all see; in checkpoints, the most.", SIZES, metavar=A_NUMBER, in_file=True
     )
     seed: int | None = option(None, "Seed of the random weights.", SIZES, metavar=A_NUMBER, in_file=True)
 

@@ -211,6 +211,15 @@ class ModelContract(ABC):
         """The values that the proof puts in padded places, by input; the content of others must not count."""
         return {}
 
+    def why_refused(self, feeds: Mapping[str, Any]) -> str:
+        """The reason and the remedy for inputs that the model does not take although each one has the right type, shape
+        and range; or ""."""
+        return ""
+
+    def within_limits(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Inputs that the proof has drawn, with changes where `why_refused` has a reason."""
+        return inputs
+
     @property
     def kept_dims(self) -> Dims:
         """The axes along which tokens count or not: those of the mask."""
@@ -232,6 +241,11 @@ class ModelContract(ABC):
     def is_causal(self) -> bool:
         """True if the proof holds the model to causality: later tokens must not change earlier results."""
         return False
+
+    @property
+    def shapes_of_values(self) -> str:
+        """A clause on the sizes inside the graph that depend on values, and the way to a graph without them; or ""."""
+        return ""
 
     @property
     def has_decode_step(self) -> bool:

@@ -57,6 +57,7 @@ class Runtime:
     engine: true if it runs an engine built for it, and not the ONNX file; it is then also a --target of `build`.
     engine_options: the options of EngineSpec that only this target has. built_where_it_runs: true if
     its engines are built on the GPU that they are for, and for no other. engine_plugins: true if they may have plugins.
+    shapes_of_values: true if sizes inside its engines may depend on values, as those of NonZero do.
     missing: a remark for those who have not installed it.
     tensorrt: the product of NVIDIA that makes its engines; "" for none. engine_maker: the package that has it.
     bench: true if `bench` offers it. The last three fields are for `bench`, too.
@@ -79,6 +80,7 @@ class Runtime:
     engine_options: tuple[str, ...] = ()
     built_where_it_runs: bool = False
     engine_plugins: bool = False
+    shapes_of_values: bool = True
     missing: str = ""
     tensorrt: str = ""
     engine_maker: str = ""
@@ -201,6 +203,7 @@ RUNTIMES: dict[str, Runtime] = {
                 oldest=(1, 7),
             ),
             engine_options=("compute_capabilities",),
+            shapes_of_values=False,
             missing="it needs no GPU to build engines, only to run them",
             tensorrt="TensorRT-RTX",
             engine_maker="TensorRT-RTX",

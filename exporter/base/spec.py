@@ -339,7 +339,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: SpecFile | Path
 # Fields of some variants that have an option of their own.
 VARIANT_OPTIONS = ("num_hashes", "pinv_init", "window", "global_tokens")
 # Fields that flags may set for a checkpoint; config.json decides all others.
-_CHECKPOINT_OPTIONS = ("task", "seq_len", "num_hashes", "pinv_init")
+_CHECKPOINT_OPTIONS = ("task", "seq_len", "num_hashes", "pinv_init", "global_tokens")
 
 
 def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[BuildSpec, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.base.errors import UserError
 from effexport.base.option_fields import given, optional_path, options_of
 from effexport.base.quiet import quiet
+from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.spec import (
     INDEPENDENT,
     VARIANT_OPTIONS,
@@ -185,6 +186,12 @@ def engines_of(options: BuildOptions, spec: BuildSpec) -> tuple[EngineSpec, ...]
         f"--target was given, and TensorRT does not run the decode step of {spec.model.title}, whose cache is empty at "
         "first; leave it out, and run the artifact in ONNX Runtime",
     )
+    for target in targets:
+        row, values_decide = ENGINE_RUNTIMES[target], spec.model.shapes_of_values
+        require(
+            not values_decide or row.shapes_of_values,
+            f"--target {target} was given, and {row.label} does not run a {spec.model.title} in which {values_decide}",
+        )
     values["profiles"] = profiles_from_texts(values.get("profiles", ()), spec)
     if (workspace := values.pop("workspace", None)) is not None:
         values["workspace_bytes"] = bytes_from_text(str(workspace), "workspace")

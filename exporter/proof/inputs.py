@@ -155,7 +155,7 @@ def random_inputs(
             inputs[name] = drawn if padding is None else np.where(spread(keep, model.mask_axes, shape), drawn, padding)
         else:
             inputs[name] = rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(tensor.dtype))
-    return with_positions(inputs, spec, rng)
+    return with_positions(dict(model.within_limits(inputs)), spec, rng)
 
 
 def with_positions(inputs: dict[str, Array], spec: BuildSpec, rng: np.random.Generator) -> dict[str, Array]:

@@ -120,8 +120,8 @@ def _checkpoint_command(report: Report, output: str, record: type) -> str:
         origin = " ".join(report.weights_from.split())  # in one line, as it is in a comment
         return f"effexport.export(model, example_inputs, {output!r}{options})  # in Python; model: a {origin}"
     kind = "module" if is_module else "checkpoint"
-    chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init")
-    own = {name: model[name] for name in chosen if name in model and model.get("has_seq", True)}
+    chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init", "global_tokens")
+    own = {name: model[name] for name in chosen if model.get(name) is not None and model.get("has_seq", True)}
     first = {kind: report.weights_from or kind.upper()}
     return _command(first | changed | declared | own, report, output, record)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from effexport.base.dtypes import Array
 
 
+def nothing_refused(feeds: Mapping[str, Array]) -> str:
+    """The reason for refusing feeds of a model without such a reason."""
+    return ""
+
+
 @dataclass(frozen=True)
 class FeedLimits:
     """Limits that are not in a graph: the longest and the shortest sequence, and per input of indices, how many values
@@ -29,7 +34,7 @@ class FeedLimits:
     mask: the input that is made of 0 and 1, "" if none is; mask_ignores: whether 1 stands for padding. defaults: values
     of inputs that may be left out. lowest, highest: the smallest and the largest sizes of other axes than that of
     tokens. outputs: what every answer is held to; empty if something else judges it. is_of_code: whether branches of
-    the user's code, and no positions, limit the longest sequence.
+    the user's code, and no positions, limit the longest sequence. why_refused: as of the model, asked last.
     """
 
     max_seq_len: int | None = None
@@ -42,6 +47,7 @@ class FeedLimits:
     highest: Mapping[str, int] = field(default_factory=dict)
     outputs: tuple[TensorInfo, ...] = ()
     is_of_code: bool = False
+    why_refused: Callable[[Mapping[str, Array]], str] = nothing_refused
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
@@ -59,6 +65,7 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
         model.lowest,
         model.highest,
         is_of_code="seq" in model.size_notes,
+        why_refused=model.why_refused,
     )
 
 
@@ -171,6 +178,8 @@ def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLim
         if size > highest:
             raise UserError(f"{axis} is {size} in {owner!r}; this model has positions for {highest}: shorten the input")
     check_values(complete, inputs, limits)
+    if reason := limits.why_refused(complete):
+        raise UserError(reason)
     return {name: complete[name] for name in names}
 
 

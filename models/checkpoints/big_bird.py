@@ -110,7 +110,7 @@ class BigBirdAttention(MultiHeadAttention):
         is_global = is_short | is_first | (position >= last - last % size)
         query, key = (~is_global).to(q.dtype) / scale, math.log(self.spec.repeats) * is_first.to(k.dtype)
         q, k = (torch.cat((x, one[:, None].expand(*x.shape[:3], 1)), dim=-1) for x, one in ((q, query), (k, key)))
-        band = Band(scale, size, size, size)
+        band = Band(scale, size, size, size, most_globals=2 * size, all_up_to=self.spec.full_len)
         context = attend_in_band((q, k, v), keep, band, fused=self.fused, is_global=is_global.expand(*keep.shape))
         # as in transformers, where padding of long sequences has a context of zeros
         return torch.where((keep | is_short)[:, None, :, None], context, 0.0)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from effexport.models.checkpoints.longformer_spec import SHARE_OF_LOCAL, BandedModelSpec, window_of
+from effexport.models.checkpoints.longformer_spec import BandedModelSpec, window_of
 from effexport.models.contract import GLOBAL_MASK, PAST, DecoderSignature
 from effexport.models.shapes import Dims, Shapes, linear, norm, within
 from effexport.models.validation import require, shown
@@ -28,7 +28,7 @@ class LEDSpec(BandedModelSpec):
 
     family: ClassVar[str] = "led"
     TASKS: ClassVar[Mapping[str, str]] = {ENCODER: "LEDModel", SEQ2SEQ: "LEDForConditionalGeneration"}
-    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len")
+    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "global_tokens")
     RENAMED: ClassVar[Mapping[str, str]] = {
         "hidden_size": "d_model",
         "num_hidden_layers": "encoder_layers",
@@ -40,7 +40,10 @@ class LEDSpec(BandedModelSpec):
         "decoder_intermediate_size": "decoder_ffn_dim",
         "max_target_len": "max_decoder_position_embeddings",
     }
-    NOT_READ: ClassVar[tuple[str, ...]] = ("attention_window", "sep_token_id", "type_vocab_size", "layer_norm_eps")
+    NOT_READ: ClassVar[tuple[str, ...]] = (
+        *("attention_window", "sep_token_id", "type_vocab_size", "layer_norm_eps"),
+        "global_tokens",
+    )
     POSITIVE: ClassVar[tuple[str, ...]] = BandedModelSpec.POSITIVE[:-1]  # without segments
 
     task: str = ENCODER
@@ -123,7 +126,7 @@ class LEDSpec(BandedModelSpec):
 
     @property
     def drawn_shares(self) -> dict[str, dict[int, float]]:
-        return {GLOBAL_MASK: {0: SHARE_OF_LOCAL}}
+        return {GLOBAL_MASK: {0: self.share_of_local}}
 
     def weights(self) -> Shapes:
         if self.task == ENCODER:

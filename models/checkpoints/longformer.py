@@ -20,9 +20,11 @@ from effexport.models.checkpoints.longformer_spec import (
     BandedModelSpec,
     BandedSpec,
     LongformerSpec,
+    too_many_global_tokens,
 )
 from effexport.models.contract import GLOBAL_MASK
 from effexport.models.layers import MultiHeadAttention, merge_heads, split_heads
+from effexport.models.validation import SpecError
 from effexport.models.variants.sums import block_count
 from effexport.plugins.banded_attention.op import Band, attend_in_band
 
@@ -75,7 +77,8 @@ class Longformer(BertModel):
         check_length(input_ids.shape[1], spec)
         hidden: Tensor = self.embeddings(input_ids, token_type_ids)
         is_global = global_tokens(spec, input_ids, keep, global_attention_mask)
-        rows = rows_for_globals(is_global)
+        check_global_tokens(is_global, spec.global_tokens)
+        rows = rows_for_globals(is_global, spec.global_tokens)
         for block in self.blocks:
             hidden = block(hidden, keep, is_global, *rows)
         return hidden
@@ -114,17 +117,33 @@ class BandedAttentionLayer(MultiHeadAttention):
         rows: those of `rows_for_globals`, which a model finds once for all layers.
         As in transformers, padding sees nothing: its context is 0.
         """
-        rows = rows or rows_for_globals(is_global)
-        projected, asking, answering = self.project(hidden_states), rows[:2], rows[2:]
-        far = (
+        most = self.spec.global_tokens
+        rows = rows or rows_for_globals(is_global, most)
+        projected = self.project(hidden_states)
+        far = self.project_bounded(hidden_states, *rows) if most else self.project_found(hidden_states, *rows)
+        band = Band(1 / math.sqrt(self.spec.head_size), self.spec.reach, self.spec.reach, most_globals=most or 0)
+        context = attend_in_band(projected, keep, band, fused=self.fused, is_global=is_global, of_globals=far)
+        out: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
+        return out
+
+    def project_found(self, hidden_states: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections of global tokens, for as many tokens as a batch needs."""
+        asking, answering = rows[:2], rows[2:]
+        return (
             self.project_some("query_global", hidden_states, *asking),
             self.project_some("key_global", hidden_states, *answering),
             self.project_some("value_global", hidden_states, *answering),
         )
-        band = Band(1 / math.sqrt(self.spec.head_size), self.spec.reach, self.spec.reach)
-        context = attend_in_band(projected, keep, band, fused=self.fused, is_global=is_global, of_globals=far)
-        out: Tensor = self.out(merge_heads(torch.where(keep[:, None, :, None], context, 0.0)))
-        return out
+
+    def project_bounded(self, hidden_states: Tensor, places: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections of global tokens, in shapes that do not depend on values: queries for `slots_for_globals`,
+        keys and values for all tokens."""
+        batch, seq_len = hidden_states.shape[:2]
+        asking = self.get_submodule("query_global")(hidden_states.flatten(0, 1).index_select(0, places))
+        queries = asking.index_select(0, slots).unflatten(0, (batch, seq_len))
+        answering = (self.get_submodule(name)(hidden_states) for name in GLOBAL_PROJECTIONS[1:])
+        q, k, v = (split_heads(x, self.spec.heads) for x in (queries, *answering))
+        return q, k, v
 
     def project_some(self, name: str, hidden_states: Tensor, tokens: Tensor, row_of_token: Tensor) -> Tensor:
         """A projection of some tokens, [batch, heads, seq, head_dim]; others have the row of the first one."""
@@ -132,9 +151,29 @@ class BandedAttentionLayer(MultiHeadAttention):
         return split_heads(some, self.spec.heads).index_select(2, row_of_token)
 
 
-def rows_for_globals(is_global: Tensor) -> tuple[Tensor, ...]:
-    """The rows of tokens that are global in a sample, and of all tokens if there are any; see `rows_of`."""
+def rows_for_globals(is_global: Tensor, most: int | None) -> tuple[Tensor, ...]:
+    """The rows of tokens that are global in a sample, and of all tokens if there are any; see `rows_of`.
+
+    most: the most global tokens that a sample may have; with a number, see `slots_for_globals`."""
+    if most is not None:
+        return slots_for_globals(is_global, most)
     return *rows_of(is_global.any(dim=0)), *rows_of(is_global.any().expand(is_global.shape[1]))
+
+
+def slots_for_globals(is_global: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The tokens of each sample to project, and the slot of each token, in shapes that do not depend on values.
+
+    is_global: boolean [batch, seq]. Tokens are rows of the flat batch, int64 [batch · most]; slots are int64
+    [batch · seq]. Slots that are left over hold the first token of the sample; a token that is not global has any slot.
+    """
+    batch, seq_len = is_global.shape
+    position = torch.arange(seq_len, device=is_global.device).expand(batch, seq_len)
+    rank = (counts(is_global) - 1).clamp(min=0)
+    # one slot more takes all tokens that are not global
+    place = torch.where(is_global, rank.clamp(max=most), most)
+    chosen = torch.zeros_like(rank[:, :1]).expand(batch, most + 1).scatter(1, place, position)[:, :most]
+    sample = torch.arange(batch, device=is_global.device).unsqueeze(1)
+    return (chosen + sample * seq_len).flatten(), (rank.clamp(max=most - 1) + sample * most).flatten()
 
 
 def rows_of(wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,6 +221,15 @@ def global_tokens(spec: BandedModelSpec, input_ids: Tensor, keep: Tensor, global
         of_task = position < first if spec.task == "question-answering" else position > first + 1
         by_rule = of_task & (first < input_ids.shape[1]) & keep
     return given | (by_rule & (given.long().amax(dim=1, keepdim=True) == 0))
+
+
+def check_global_tokens(is_global: Tensor, most: int | None) -> None:
+    """Raise SpecError for a sample with more global tokens than `most`, outside of an export."""
+    if most is None or torch.compiler.is_exporting():
+        return
+    found = int(is_global.sum(dim=1).max()) if is_global.numel() else 0
+    if found > most:
+        raise SpecError(too_many_global_tokens(found, most))
 
 
 def with_global_tokens(spec: BandedModelSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ RULES: dict[str, str] = {
 }
 GLOBAL_PROJECTIONS = ("query_global", "key_global", "value_global")
 SEPARATED = ("question-answering", "multiple-choice")
+# Remedies for sequences with more tokens of a rule than a model was built for.
+SHORTER = {"question-answering": "shorten the question", "multiple-choice": "shorten the choices"}
 # Of the tokens in the proof, those that the model treats otherwise; of those that may be global, those that are not.
 SHARE_OF_SPECIAL, SHARE_OF_LOCAL = 1 / 32, 0.995
 
@@ -42,6 +44,7 @@ class BandedSpec(QueryKeySpec):
     why_not_causal: ClassVar[str] = "transformers has none of Longformer's"
 
     reach: int = 256
+    global_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,17 +74,23 @@ class BandedModelSpec(BertSpec):
     """A BERT-like encoder on banded attention.
 
     attention_window: tokens that each token sees beside itself, half of them on each side; one number, or one for each
-    layer. sep_token_id: ends the question (None: no task that has one).
+    layer. sep_token_id: ends the question (None: no task that has one). global_tokens: the most global tokens that a
+    sequence may have; the graph then has no shape that depends on values (None: any number).
     """
 
     DEFAULT_SEQ_LEN_LIMIT: ClassVar[int] = 4096
 
     attention_window: int | tuple[int, ...] = 512
     sep_token_id: int | None = None
+    global_tokens: int | None = None
 
     def check(self) -> None:
         super().check()
         self.check_windows()
+        require(
+            self.global_tokens is None or self.global_tokens >= 1,
+            f"global_tokens is {self.global_tokens}; expected the most global tokens of a sequence, at least 1",
+        )
 
     def check_windows(self) -> None:
         window, layers = self.attention_window, self.num_hidden_layers
@@ -115,6 +124,7 @@ class BandedModelSpec(BertSpec):
         """A band that is wider than any sequence is cut, so that nothing is padded to it."""
         longest = max(1, self.max_seq_len)
         fields: dict[str, Any] = {"dim": self.hidden_size, "heads": self.heads, "seq_len": self.seq_len}
+        fields |= {"global_tokens": self.global_tokens}
         specs = {window: BandedSpec(**fields, reach=min(window // 2, longest - 1)) for window in set(self.windows)}
         return [specs[window] for window in self.windows]
 
@@ -128,13 +138,57 @@ class BandedModelSpec(BertSpec):
         """Padding is hidden from all tokens, and no sample sees another."""
         return ""
 
+    @property
+    def share_of_local(self) -> float:
+        """The share of tokens that the proof does not mark. Long sequences reach a limit, unless a rule waits for those
+        without any mark."""
+        if self.global_tokens is None or self.task in RULES:
+            return SHARE_OF_LOCAL
+        return min(SHARE_OF_LOCAL, max(0, 1 - 4 * self.global_tokens / self.seq_len))
+
+    @property
+    def shapes_of_values(self) -> str:
+        if self.global_tokens is not None:
+            return ""
+        return "any number of tokens may be global; say how many a sequence may have at most: --global-tokens N"
+
+    def why_refused(self, feeds: Mapping[str, Any]) -> str:
+        if self.global_tokens is None:
+            return ""
+        found = int(globals_of_feeds(self, feeds).sum(axis=-1).max())
+        if found <= self.global_tokens:
+            return ""
+        given = int(((feeds[GLOBAL_MASK] != 0) & (feeds["attention_mask"] != 0)).sum(axis=-1).max())
+        return too_many_global_tokens(found, self.global_tokens, self.task if given < found else "")
+
+    def within_limits(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Sequences with too many global tokens keep the first ones, whether an input or a rule says which."""
+        if self.global_tokens is None:
+            return inputs
+        is_global = globals_of_feeds(self, inputs)
+        rank = is_global.cumsum(axis=-1)
+        first = is_global & (rank <= self.global_tokens)
+        marks = inputs[GLOBAL_MASK].copy()
+        is_beyond = rank[..., -1] > self.global_tokens
+        marks[is_beyond] = first[is_beyond]
+        return {**inputs, GLOBAL_MASK: marks}
+
     def inputs_of_transformers(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = load("checkpoints.longformer.with_global_tokens")(self, inputs)
         return found
 
+    def to_dict(self) -> dict[str, Any]:
+        """As of other models; a limit that was not asked for is left out."""
+        values = super().to_dict()
+        if self.global_tokens is None:
+            del values["global_tokens"]
+        return values
+
     def window_notes(self, options: Mapping[str, Any]) -> list[str]:
-        """On lengths."""
+        """On lengths, and on the number of global tokens."""
         notes = []
+        if self.global_tokens is not None:
+            notes.append(f"A sequence may have at most {self.global_tokens} global tokens; more are refused.")
         if any(max(self.windows) % window for window in self.windows):
             notes.append(
                 f"attention_window is {as_written(self.attention_window)}: transformers pads to a multiple of "
@@ -146,6 +200,36 @@ class BandedModelSpec(BertSpec):
                 "choose seq_len near the length in use."
             )
         return notes
+
+
+def globals_of_feeds(spec: BandedModelSpec, feeds: Mapping[str, Any]) -> Any:
+    """The tokens that are global, boolean, in the shape of the mask: `longformer.global_tokens` of numpy arrays."""
+    import numpy as np
+
+    ids, keep = feeds["input_ids"], feeds["attention_mask"] != 0
+    given = (feeds[GLOBAL_MASK] != 0) & keep
+    if spec.task not in RULES:
+        return given
+    position = np.arange(ids.shape[-1])
+    if spec.task == "sequence-classification":
+        by_rule = (position == 0) & keep
+    else:
+        separators = np.where((ids == spec.sep_token_id) & keep, position, ids.shape[-1])
+        first = separators.min(axis=-1, keepdims=True)
+        of_task = position < first if spec.task == "question-answering" else position > first + 1
+        by_rule = of_task & (first < ids.shape[-1]) & keep
+    return given | (by_rule & ~given.any(axis=-1, keepdims=True))
+
+
+def too_many_global_tokens(found: int, most: int, rule: str = "") -> str:
+    """The error for a sequence with more global tokens than a model was built for. rule: the task whose rule chose
+    them, "" for those of the mask."""
+    because = f", because {RULES[rule]} where {GLOBAL_MASK} has none" if rule else f" in {GLOBAL_MASK}"
+    remedy = SHORTER.get(rule, "mark fewer")
+    return (
+        f"a sequence has {found} global tokens{because}; this model was built for at most {most}: {remedy}, or build "
+        "with a larger --global-tokens"
+    )
 
 
 def window_of(config: Mapping[str, Any]) -> Any:
@@ -170,8 +254,8 @@ class LongformerSpec(BandedModelSpec):
         "question-answering": "LongformerForQuestionAnswering",
         "multiple-choice": "LongformerForMultipleChoice",
     }
-    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "num_labels")
-    NOT_READ: ClassVar[tuple[str, ...]] = ("attention_window", "sep_token_id", "pooler")
+    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "num_labels", "global_tokens")
+    NOT_READ: ClassVar[tuple[str, ...]] = ("attention_window", "sep_token_id", "pooler", "global_tokens")
     UNNAMED_TASK: ClassVar[str | None] = "base"
 
     vocab_size: int = 30522
@@ -224,7 +308,10 @@ class LongformerSpec(BandedModelSpec):
     def drawn_shares(self) -> dict[str, dict[int, float]]:
         special = {self.pad_token_id, *([] if self.sep_token_id is None else [self.sep_token_id])}
         tokens = {token: SHARE_OF_SPECIAL for token in sorted(special) if 0 <= token < self.vocab_size}
-        return {"input_ids": tokens, GLOBAL_MASK: {0: SHARE_OF_LOCAL}}
+        if self.global_tokens is not None and self.task in SEPARATED and self.sep_token_id in tokens:
+            # so that questions are short enough
+            tokens[self.sep_token_id] = max(SHARE_OF_SPECIAL, min(1 / 4, 1 / self.global_tokens))
+        return {"input_ids": tokens, GLOBAL_MASK: {0: self.share_of_local}}
 
     @property
     def outputs(self) -> dict[str, Dims]:

@@ -30,5 +30,6 @@ SIGNATURE = Signature(
         Attribute("with_globals", int, default=0),
         Attribute("with_bias", int, default=0),
         Attribute("most_globals", int, default=0, at_least=0),
+        Attribute("all_up_to", int, default=0, at_least=0),
     ),
 )

@@ -18,8 +18,11 @@ def proof_inputs(rng: np.random.Generator, attributes: Attributes) -> ProofInput
     """Several chunks, one that is not full; global tokens at both ends, many, hidden, and none."""
     left, right, block = (int(attributes[name]) for name in ("left", "right", "block"))
     spread = 1 / max(abs(float(attributes["scale"])), 1e-6)
-    longest = min(left + right + 2 * block + 300, 1300)
+    short = int(attributes.get("all_up_to", 0))
+    longest = max(min(left + right + 2 * block + 300, 1300), short + 150 if short else 0)
     lengths = {"chunks": longest, "hidden first": longest, "no global tokens": longest, "one chunk": 7, "one token": 1}
+    if short:
+        lengths["all may be global"] = short
     for name, n in lengths.items():
         keep = np.ascontiguousarray(np.flip(keeps(n), 1)) if name == "hidden first" else keeps(n)
         rows = (len(keep), HEADS, n)
@@ -30,7 +33,7 @@ def proof_inputs(rng: np.random.Generator, attributes: Attributes) -> ProofInput
         is_global = rng.random((len(keep), n)) < np.array([[0.01], [0.3], [0], [0.6]])
         is_global[0, [0, -1]] = is_global[2, 0] = True
         is_global[3, -1] = False
-        if most := int(attributes.get("most_globals", 0)):
+        if (most := int(attributes.get("most_globals", 0))) and n > short:
             is_global &= is_global.cumsum(axis=1) <= most
         is_global &= name != "no global tokens"
         offsets = left + right + 2 * block - 1 if attributes["with_bias"] else 1

@@ -50,6 +50,7 @@ class Band(NamedTuple):
     with_globals: bool = False
     with_bias: bool = False
     most_globals: int = 0
+    all_up_to: int = 0
 
 
 def reference(
@@ -103,7 +104,7 @@ def _weighted(logits: Tensor, visible: Tensor, distance: Tensor, causal: bool) -
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor q_global, Tensor k_global, Tensor v_global, Tensor keep, "
     "Tensor is_global, Tensor bias, float scale, int left, int right, int block=1, bool causal=False, "
-    "bool with_globals=False, bool with_bias=False, int most_globals=0) -> Tensor",
+    "bool with_globals=False, bool with_bias=False, int most_globals=0, int all_up_to=0) -> Tensor",
 )
 def banded_attention(*call: Any) -> Tensor:
     """Softmax attention of every token to those near it, and to global tokens, which see all.
@@ -113,15 +114,17 @@ def banded_attention(*call: Any) -> Tensor:
     is_global: boolean [batch, n]. bias [heads, offsets], added to the logits of keys in the band that are not global:
     offset 0 is that of distance 1 − block − left. A model without global tokens gives `keep` as is_global and q, k and
     v twice; one without biases gives one offset. left, right: tokens before and after the block of `block` tokens
-    that has the query. most_globals: the most global tokens that a sample can have, if that is known. A query that sees
-    no key is 0. Returns [batch, heads, n, e].
+    that has the query. most_globals: the most global tokens that a sample of more than `all_up_to` tokens can have,
+    if that is known; those of shorter samples may all be global. A query that sees no key is 0.
+    Returns [batch, heads, n, e].
     It has no gradient; the layers of `effexport.models` use plain formulas except while they are exported.
     Raises ValueError for other shapes and dtypes, and for more global tokens.
     """
     tensors, band = call[:TENSORS], Band(*call[TENSORS:])
     _check(tensors, band)
     is_global = call[7]
-    found = int(is_global.sum(dim=1).max()) if band.with_globals and band.most_globals and is_global.numel() else 0
+    is_bounded = band.with_globals and band.most_globals and is_global.shape[1] > band.all_up_to
+    found = int(is_global.sum(dim=1).max()) if is_bounded and is_global.numel() else 0
     if found > band.most_globals:
         raise ValueError(
             f"banded_attention: is_global has {found} tokens of a sample; expected at most {band.most_globals}, which "
@@ -175,7 +178,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     otherwise they are constants. Raises ValueError when they differ in another attribute.
     """
     names = Band._fields[3:]
-    block, causal, with_globals, with_bias, most = SIGNATURE.common_attributes(nodes, *names).values()
+    block, causal, with_globals, with_bias, *most = SIGNATURE.common_attributes(nodes, *names).values()
     try:
         scale = f"{SIGNATURE.common_attributes(nodes, 'scale')['scale']:.9e}"
     except ValueError:  # otherwise a constant, which every tool reads
@@ -247,7 +250,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         before_last = LessOrEqual (column, last_seen)
         band = And (after_first, before_last)
         visible_near = And (kept_near, band)
-        {_global_keys(most) if with_globals else ""}
+        {_global_keys(*most) if with_globals else ""}
         keys = {"Concat <axis = 3> (k_near, k_far)" if with_globals else "Identity (k_near)"}
         values = {"Concat <axis = 3> (v_near, v_far)" if with_globals else "Identity (v_near)"}
         {_far_visible(bool(causal)) if with_globals else ""}
@@ -349,15 +352,23 @@ def _biases(block: int, with_globals: bool) -> str:
         biases = Pad (bias_near, bias_ends)"""
 
 
-def _global_keys(most: int) -> str:
+def _global_keys(most: int, all_up_to: int) -> str:
     """The global tokens of each sample, in the first of `slots`, and their keys and values for every chunk.
 
-    most: the number of slots; 0: that of the global tokens of the sample with the most, at least 1. A stable partition
-    puts them first: the place of a token is its rank among those of its kind.
+    most: the number of slots of sequences with more than `all_up_to` tokens, where shorter ones have one for each
+    token; 0: that of the global tokens of the sample with the most, at least 1. A stable partition puts them first:
+    the place of a token is its rank among those of its kind.
     """
     slots = f"""
         most = {most}
         slot_count = Min (most, tokens)
+        slots = Range (zero, slot_count, one)"""
+    if all_up_to > most:
+        slots = f"""
+        most = {most}
+        short = {all_up_to}
+        is_short = LessOrEqual (tokens, short)
+        slot_count = Where (is_short, tokens, most)
         slots = Range (zero, slot_count, one)"""
     if not most:
         slots = """

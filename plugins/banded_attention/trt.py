@@ -16,6 +16,8 @@ WARPS = SCAN_THREADS // 32
 OPERATOR = SIGNATURE.onnx_name
 NODE = SIGNATURE.trt_node()
 Q, K, V, Q_GLOBAL, K_GLOBAL, V_GLOBAL, KEEP, IS_GLOBAL, BIAS = NODE["inputs"]
+# attributes that only the body reads
+BOUNDS = ("most_globals", "all_up_to")
 TOKENS, BEFORE = "tokens: int32 [batch n]", "before: int32 [batch starts]"
 
 
@@ -68,7 +70,7 @@ ATTEND = Plugin(
         "partials: float32 [samples groups rows row]",
     ),
     outputs=("out: T [batch heads n e]",),
-    attributes={name: kind for name, kind in NODE["attributes"].items() if name != "most_globals"},
+    attributes={name: kind for name, kind in NODE["attributes"].items() if name not in BOUNDS},
     at_least=NODE["at_least"],
     launch=attend_near,
 )

@@ -36,6 +36,10 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "BandedAttention",
         {"scale": 0.25, "left": 4, "right": 28, "block": 3, "with_globals": 1, "with_bias": 1, "most_globals": 60},
     ),
+    "BandedAttention, global tokens in short sequences": (
+        "BandedAttention",
+        {"scale": 0.25, "left": 9, "right": 5, "block": 1, "with_globals": 1, "most_globals": 60, "all_up_to": 250},
+    ),
     "BandedAttention, causal with global tokens": (
         "BandedAttention",
         {"scale": 0.25, "left": 9, "right": 5, "block": 1, "with_globals": 1, "causal": 1},
@@ -235,7 +239,7 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         "counts that are only compared with 0",
     ),
     (
-        r"^BandedAttention(, .* biases .*|, (causal )?bands .*)? \| .*Constant axis0: another constant, minus 1",
+        r"^BandedAttention(, .* (biases|short) .*|, (causal )?bands .*)? \| .*Constant axis0: another constant, minus",
         "the first axis is the last one",
     ),
     (
@@ -248,7 +252,8 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     (r"Banded.* Where local_float: bypassed, gives its input local_keys", "booleans may be padded too"),
     (
         r"Banded.* (ReduceMax most_any: another operator, ReduceSum|Max most: another operator, Add"
-        r"|Less is_slot: another operator, LessOrEqual|Constant most: another constant, (doubled|plus 1)"
+        r"|Less is_slot: another operator, LessOrEqual|Constant (most|short): another constant, (doubled|plus 1)"
+        r"|Where slot_count: bypassed, gives its input tokens"
         r"|Min slot_count: bypassed, gives its input tokens)",
         "more slots than needed, whose tokens are not global",
     ),
