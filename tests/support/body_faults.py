@@ -292,6 +292,10 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         r"|Add nearly_\d: another operator|Constant nearly_1d: another constant, (doubled|plus 1))",
         "more chunks or pairs than needed, which hold nothing",
     ),
+    (
+        r"LinearRecurrence: Mul pairs_1d: another operator",
+        "ONNX Runtime takes the last size of a shape from the tensor",
+    ),
     (r"LinearRecurrence: Equal is_new_8: another operator, GreaterOrEqual", "there is one such block"),
     (
         r"LinearRecurrence: (Squeeze channel_end: bypassed, gives its input key_dim"
