@@ -26,7 +26,8 @@ class Op:
     """One operator: a folder with its contract, torch operator, kernels and adapters, all under these names.
 
     torch_name names the folder and `torch.ops.effexport.<torch_name>`; onnx_name is the node's type in graphs.
-    element_types are those of T in its kernels and its schema, and output_type that of its outputs.
+    element_types are those of T in its kernels and its schema, and output_type that of its outputs: one word for all,
+    or one for each.
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
     the first input is known and at most this. None: the kernel should be faster. Not measured yet.
     in_float: why it takes and returns floating-point numbers where the model around it is quantised.
@@ -48,6 +49,11 @@ class Op:
     decides: bool = False
     place: int = 1000
     package: str = ""
+
+    def type_of_output(self, index: int) -> str:
+        """T, or the name of a type."""
+        words = self.output_type.split()
+        return words[min(index, len(words) - 1)]
 
     @property
     def cuda_source(self) -> str:

@@ -266,6 +266,34 @@ MUTANTS = (
         ("for (std::int64_t j = row + 1; j <", "for (std::int64_t j = row + 2; j <"),
     ),
     *mutants_of(
+        "linear_recurrence/kernel_cuda.cu",
+        ("const float now = alpha * own[d * width];", "const float now = own[d * width];"),
+        ("if (channels > 1) alpha = expf(widen(logs[d]));", ""),
+        (
+            "widen(beta[at]) * (widen(value[at * width + column]) - held)",
+            "widen(beta[at]) * widen(value[at * width + column]) - held",
+        ),
+        ("own[d * width] = past[first + d * width];", "own[d * width] = 0.0f;"),
+        ("row * s.heads + kv_head * group + head", "row * s.heads + kv_head + head * s.kv_heads"),
+    ),
+    *mutants_of(
+        "linear_recurrence/vectors.h",
+        # decay after the write, beta of the value alone, a block that begins as if its first key were new
+        (
+            "load(rows + r * kLanes) * (kPerChannel ? alpha[d] : decay) + key[d] * written[r]",
+            "(load(rows + r * kLanes) + key[d] * written[r]) * (kPerChannel ? alpha[d] : decay)",
+        ),
+        ("written[r] = load(value + r * kLanes);", "written[r] = load(value + r * kLanes) * b.beta[t];"),
+        ("      written[r] *= b.beta[t];\n", ""),
+        ("if (kDelta) held.add_product(b.erased.row(0), state, b.key_dim);", ""),
+        ("b.erased.row(std::min(t + 1, b.tokens - 1))", "b.erased.row(t)"),
+        ("kPerChannel ? held.registers[r] : alpha[0] * held.registers[r]", "held.registers[r]"),
+        ("std::copy(from, from + used, to);", "if (call.seq == 0) std::copy(from, from + used, to);"),
+        ("other.write(to + head * kColumns, b.scale);", "other.write(to + head * kColumns, 1.0f);"),
+        ("exponentials(w.alpha, tokens * channels);", "exponentials(w.alpha, tokens);"),
+        ("(row * call.heads + kv_head * group) * key_dim", "(row * call.heads + kv_head) * key_dim"),
+    ),
+    *mutants_of(
         "aft_simple_attention/kernel_cuda.cu",
         ("n += scale * other.n;", "n += other.n;"),
         ("at < rows && is_set(keep + at)", "at < rows && keep != nullptr"),

@@ -55,6 +55,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "EluLinearAttention": ("EluLinearAttention", {"eps": 1e-6, "causal": 0, "chunk_length": 128}),
     "EluLinearAttention, causal": ("EluLinearAttention", {"eps": 1e-6, "causal": 1, "chunk_length": 16}),
     "IterativePinv": ("IterativePinv", {"iterations": 6}),
+    "LinearRecurrence": ("LinearRecurrence", {"scale": 0.5, "delta": 1, "chunk_length": 8, "longest": 64}),
+    "LinearRecurrence, per channel": (
+        "LinearRecurrence",
+        {"scale": 0.5, "delta": 1, "per_channel": 1, "chunk_length": 8, "longest": 64},
+    ),
+    "LinearRecurrence, no delta rule": (
+        "LinearRecurrence",
+        {"scale": 0.5, "delta": 0, "chunk_length": 8, "longest": 64},
+    ),
     "LSHAttention": ("LSHAttention", {"chunk_length": 16, "chunks_before": 1}),
     "LSHAttention, causal": ("LSHAttention", {"chunk_length": 16, "chunks_before": 1, "causal": 1}),
     "LSHAttention, as in checkpoints": (
@@ -159,7 +168,7 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     (r"AFT.* Constant (absent|floor): another constant, (a hundredth|doubled|halved)", "still far below every key"),
     (r"AFT.* Constant one: another constant, (?!0|minus)", "it divides 0, where nothing is visible"),
     (r"AFT.* Equal none: another operator, LessOrEqual", "a sum of powers is not negative"),
-    (r"Concat pads: operands exchanged, 0 and 1: zeros5", "both are zeros"),
+    (r"Concat pads: operands exchanged, 0 and 1: zeros5(?!, missing_1d)", "both are zeros"),
     (
         r"Max blocks: bypassed, gives its input blocks_or_none",
         "only for sequences of no tokens, which are cut off again",
@@ -268,6 +277,43 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         r"|Banded.*, global .*Constant global_axis: another constant, (halved|minus)"
         r"|Banded.*, causal .*Constant global_axis: another constant, halved",
         "a hidden key has no weight, unless its query sees none",
+    ),
+    (
+        r"LinearRecurrence: (Max states_1d: bypassed, gives its input kv_heads_1d"
+        r"|Sub group_1d_whole: another operator, Add)",
+        "there is a state, and its heads are a whole number",
+    ),
+    (
+        r"LinearRecurrence: Concat (query_shape: operands exchanged, 4 and 5|result_shape: operands exchanged, 2 and 3"
+        r"|states_\d: another attribute, axis = 4)",
+        "a Reshape follows, which restores the shape",
+    ),
+    (
+        r"^LinearRecurrence(, no delta rule)? \| .*Transpose total: (bypassed|another attribute, perm = \S0, 1, 2, 3,)",
+        "one number for each chunk",
+    ),
+    (
+        r"LinearRecurrence: (Div (chunks_or_none|count_\d): bypassed, gives its input (chunk|two)_1d"
+        r"|Add nearly_\d: another operator|Constant nearly_1d: another constant, (doubled|plus 1))",
+        "more chunks or pairs than needed, which hold nothing",
+    ),
+    (
+        r"LinearRecurrence: Mul pairs_1d: another operator",
+        "ONNX Runtime takes the last size of a shape from the tensor",
+    ),
+    (r"LinearRecurrence: Equal is_new_8: another operator, GreaterOrEqual", "there is one such block"),
+    (
+        r"LinearRecurrence: (Squeeze channel_end: bypassed, gives its input key_dim"
+        r"|Unsqueeze channel_row: bypassed, gives its input channel$)",
+        "a vector of one element is taken as a scalar, and broadcasting does the same",
+    ),
+    (r"LinearRecurrence: Slice \w+: operands exchanged, \d and 4: axis2, two_1d", "both are 2"),
+    (
+        r"LinearRecurrence: (Slice right_\w+_1: operands exchanged, 2 and 4"
+        r"|Pad right_\w+_1: bypassed, gives its input right"
+        r"|Slice left_\w+_2: operands exchanged, 2 and [34]|Mul even_2: bypassed, gives its input two_1d"
+        r"|Div count_3: operands exchanged|Concat states_2: another attribute, axis = 2)",
+        "only the first pair of the second level from the top is read, and the top has one",
     ),
     (r"SegmentMeans: Constant one_float: another constant, halved", "a count is 0, of nothing, or at least 1"),
 )

@@ -61,9 +61,8 @@ class Ort(Implementation):
         feeds = {name: array_of(tensor) for name, tensor in inputs.items()}
         attributes = self.contract.attributes(case) | how
         model = one_node_model(self.op.onnx_name, feeds, body=self.body, opset=opset, **attributes)
-        output = next(iter(self.contract.outputs(case).values()))
-        opened = session(model, library=not self.body, threads=threads)
-        return run_poisoned(opened, feeds, dtype_of(output).name, output.shape)
+        made = [(output.shape, dtype_of(output)) for output in self.contract.outputs(case).values()]
+        return run_poisoned(session(model, library=not self.body, threads=threads), feeds, made)
 
 
 class Body(Ort):

@@ -57,10 +57,14 @@ def ort_value(array: np.ndarray) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
-def run_poisoned(session: Any, feeds: dict[str, np.ndarray], dtype: str, shape: Sequence[int]) -> list[np.ndarray]:
-    """Run into outputs that hold NaN, or a number that no result has, so that nothing unwritten goes unseen."""
-    poison = np.nan if np.dtype(dtype).kind != "i" else -123456789
-    outputs = [np.full(shape, poison, dtype) for _ in session.get_outputs()]
+def run_poisoned(
+    session: Any, feeds: dict[str, np.ndarray], made: Sequence[tuple[Sequence[int], np.dtype]]
+) -> list[np.ndarray]:
+    """Run into outputs that hold NaN, or a number that no result has, so that nothing unwritten goes unseen.
+
+    made: their shapes and types.
+    """
+    outputs = [np.full(shape, np.nan if dtype.kind != "i" else -123456789, dtype) for shape, dtype in made]
     binding = session.io_binding()
     for name, array in feeds.items():
         binding.bind_ortvalue_input(name, ort_value(array))

@@ -9,6 +9,7 @@ import numpy as np
 from kernel_sessions import ort_value
 
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.signature import Parameter
 
 
 def one_node_model(
@@ -17,8 +18,8 @@ def one_node_model(
     """A model of one custom node with these inputs, all of whose dimensions are dynamic. A single output is "out"."""
     from onnx import helper
 
-    outputs = [output.name for output in OPS[op].load().SIGNATURE.outputs]
-    outputs = outputs if len(outputs) > 1 else ["out"]
+    declared = OPS[op].load().SIGNATURE.outputs
+    outputs = [output.name for output in declared] if len(declared) > 1 else ["out"]
     node = helper.make_node(op, list(feeds), outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
     types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
     graph = helper.make_graph(
@@ -29,8 +30,8 @@ def one_node_model(
             for name, array in feeds.items()
         ],
         [
-            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(output_dtype(op, feeds)), None)
-            for name in outputs
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(output_dtype(output, feeds)), None)
+            for name, output in zip(outputs, declared, strict=True)
         ],
     )
     model = helper.make_model(
@@ -42,9 +43,8 @@ def one_node_model(
     return bytes(model.SerializeToString())
 
 
-def output_dtype(op: str, feeds: Mapping[str, np.ndarray]) -> np.dtype:
-    """The type of the first output: that of the first input, or one of its own."""
-    output = OPS[op].load().SIGNATURE.outputs[0]
+def output_dtype(output: Parameter, feeds: Mapping[str, np.ndarray]) -> np.dtype:
+    """The type of an output: that of the first input, or one of its own."""
     return next(iter(feeds.values())).dtype if output.dtype == "T" else np.dtype(output.dtype)
 
 

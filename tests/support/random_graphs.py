@@ -279,6 +279,28 @@ def sequence_conv(g: RandomGraph, x: Value, keep: Value) -> Value:
     return out
 
 
+def linear_recurrence(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """Short keys, decays between -1 and 0 and a beta between 0 and 1; the mask is not read."""
+    key_dim, value_dim = g.width(), g.width()
+    tokens = g.transposed(x, 0, 2, 1, 3)
+    batch, _, heads, _ = tokens.dims
+
+    def sigmoid(width: int) -> Value:
+        return g.node("Sigmoid", g.cast(g.projected(tokens, width), "float32"))
+
+    decay = g.node("Neg", sigmoid(key_dim if g.attributes["LinearRecurrence"]["per_channel"] else 1))
+    out, _ = g.custom(
+        "LinearRecurrence",
+        g.projected(tokens, key_dim),
+        g.node("Softmax", g.projected(tokens, key_dim)),
+        g.projected(tokens, value_dim),
+        g.normal("float32", batch, heads, key_dim, value_dim),
+        g.cast(decay, x.dtype),
+        g.cast(sigmoid(1), x.dtype),
+    )
+    return g.transposed(out, 0, 2, 1, 3)
+
+
 def by_signature(op: str, g: RandomGraph, x: Value, keep: Value) -> Value:
     """Each input is the mask, or a projection of x, with a number of channels for each name. x is returned if the
     operator returns something of another shape."""
@@ -306,6 +328,7 @@ STEPS: dict[str, Callable[[RandomGraph, Value, Value], Value]] = {
     "SequenceConv": sequence_conv,
     "LSHHash": lsh_hash,
     "AFTWindowAttention": aft_window_attention,
+    "LinearRecurrence": linear_recurrence,
 }
 
 

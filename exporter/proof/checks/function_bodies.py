@@ -154,9 +154,14 @@ def one_node_model(use: OperatorUse, inputs: Mapping[str, Array]) -> bytes:
     del node.input[:], node.output[:]
     node.input.extend(inputs)
     node.output.extend(f"output_{i}" for i in range(len(use.node.output)))
-    own = known_ops()[use.node.op_type].output_type
-    element = onnx.helper.np_dtype_to_tensor_dtype(first.dtype if own == "T" else np.dtype(own))
-    outputs = [onnx.helper.make_tensor_value_info(name, element, None) for name in node.output]
+    row = known_ops()[use.node.op_type]
+
+    def output(index: int, name: str) -> onnx.ValueInfoProto:
+        own = row.type_of_output(index)
+        element = onnx.helper.np_dtype_to_tensor_dtype(first.dtype if own == "T" else np.dtype(own))
+        return onnx.helper.make_tensor_value_info(name, element, None)
+
+    outputs = [output(index, name) for index, name in enumerate(node.output)]
     graph = onnx.helper.make_graph([node], use.node.op_type, [value(*item) for item in inputs.items()], outputs)
     model = onnx.ModelProto(ir_version=use.model.ir_version, graph=graph)
     model.opset_import.extend(use.model.opset_import)
@@ -299,24 +304,40 @@ def judged_outputs(
     if expected[0].dtype.kind == "i":
         different = sum(int(np.count_nonzero(a != w)) for a, w in zip(outputs, expected, strict=True))
         return judged(kind, case, "elements that differ", different, EXACT)
-    (actual,), (wanted,) = outputs, expected
+    checks = [
+        judged_output(kind, case, index, actual, wanted, defined, inputs, use)
+        for index, (actual, wanted) in enumerate(zip(outputs, expected, strict=True))
+    ]
+    return max(checks, key=lambda check: (check.status != "passed", share_of_limit(check)))
+
+
+def judged_output(
+    kind: str,
+    case: CaseLabel,
+    index: int,
+    actual: Array,
+    wanted: Array,
+    defined: Definition,
+    inputs: Mapping[str, Array],
+    use: OperatorUse,
+) -> Check:
+    """Check one output of floating-point numbers."""
     error, worst = largest_error(actual, wanted)
     limit = function_body_limit(use.precision, 0.0)
     if not error <= limit.value / 2:
         # close to the limit or beyond it: find out how far rounding alone takes the definition, which is slow
-        limit = function_body_limit(use.precision, own_error(defined, inputs, wanted, use))
+        limit = function_body_limit(use.precision, own_error(defined, inputs, index, wanted, use))
     detail = "" if worst is None else f"worst at {list(worst.index)}: {worst.actual:.6g}, defined {worst.expected:.6g}"
     # the inputs of an operator are not a sequence of the model: no seq_len
     return replace(judged(kind, case, METRIC, error, limit, detail), worst=worst, seq_len=None)
 
 
-def own_error(defined: Definition, inputs: Mapping[str, Array], wanted: Array, use: OperatorUse) -> float:
-    """The distance of the definition from itself, `wanted`, in float32 or with inputs that are rounded anew."""
+def own_error(defined: Definition, inputs: Mapping[str, Array], index: int, wanted: Array, use: OperatorUse) -> float:
+    """The distance of an output from itself, `wanted`, in float32 or with inputs that are rounded anew."""
     rounding = "fp32" if known_ops()[use.node.op_type].body_in_float32 else use.precision
     # one draw of roundings may happen to change little
-    healthy = [*defined.in_float32(inputs)]
-    healthy += [x for seed in range(2) for x in defined.exact(rounded_anew(inputs, rounding, seed))]
-    return float(np.max([largest_error(other, wanted)[0] for other in healthy]))
+    healthy = [defined.in_float32(inputs), *(defined.exact(rounded_anew(inputs, rounding, seed)) for seed in range(2))]
+    return float(np.max([largest_error(outputs[index], wanted)[0] for outputs in healthy]))
 
 
 def largest_error(actual: Array, expected: Array) -> tuple[float, Worst | None]:
