@@ -14,6 +14,7 @@ import onnx
 import onnx.helper
 from emulated_plugins import NUMPY_TYPES
 
+from effexport.plugins.banded_attention.op import offsets
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.signature import Parameter
@@ -279,6 +280,20 @@ def sequence_conv(g: RandomGraph, x: Value, keep: Value) -> Value:
     return out
 
 
+def banded_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """Global tokens have projections of their own; at most as many are global as the node says."""
+    batch, heads, seq, _ = x.dims
+    attributes = g.attributes["BandedAttention"]
+    d, e = g.width(), g.width()
+    projections = [g.projected(x, width) for width in (d, d, e, d, d, e)]
+    is_global = np.zeros(g.shape((batch, seq)), bool)
+    is_global[:, :: max(g.sizes["seq"] // 3, 1)] = attributes["most_globals"] == 0
+    count = offsets(*(attributes[name] for name in ("left", "right", "block")))
+    bias = g.constant(g.numbers.standard_normal((int(heads), count)), x.dtype)
+    (out,) = g.custom("BandedAttention", *projections, keep, g.input(is_global, "bool", batch, seq), bias)
+    return out
+
+
 def linear_recurrence(g: RandomGraph, x: Value, keep: Value) -> Value:
     """Short keys, decays between -1 and 0 and a beta between 0 and 1; the mask is not read."""
     key_dim, value_dim = g.width(), g.width()
@@ -328,6 +343,7 @@ STEPS: dict[str, Callable[[RandomGraph, Value, Value], Value]] = {
     "SequenceConv": sequence_conv,
     "LSHHash": lsh_hash,
     "AFTWindowAttention": aft_window_attention,
+    "BandedAttention": banded_attention,
     "LinearRecurrence": linear_recurrence,
 }
 
