@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from effexport.report.description import Kind
     from effexport.report.model import Report
     from effexport.report.verified import Verified
-    from effexport.runners.decode import DecodeRunner
-    from effexport.runners.encoder_decoder import EncoderDecoderRunner
+    from effexport.runners.decode import DecodeRunner, EncoderDecoderRunner
     from effexport.runners.openvino.runner import OpenVinoRunner
     from effexport.runners.options import RunOptions
     from effexport.runners.ort.runner import OrtRunner
@@ -379,7 +378,7 @@ def report(artifact: str | Path) -> Report:
     Raises UserError for a missing or damaged artifact.
     """
     from effexport.artifact import open_artifact
-    from effexport.report.reading import report_of_artifact
+    from effexport.report.rendering.formats import report_of_artifact
 
     return report_of_artifact(open_artifact(path_of("artifact", artifact)))
 

@@ -17,9 +17,9 @@ import msgspec
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.files import FolderKind, file_digest, is_inside
+from effexport.base.formatting import command_line
 from effexport.base.records import Count, Figure, Seconds, record_from_values, text_of_file, values_of_text
 from effexport.base.runtimes import engine_name
-from effexport.base.shell import command_line
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import (
     GraphSignature,

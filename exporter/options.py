@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.base.dtypes import Scales
 from effexport.base.errors import UserError
+from effexport.base.formatting import tokens_from_text
 from effexport.base.option_fields import (
     A_FACTORY,
     A_FILE,
@@ -24,7 +25,6 @@ from effexport.base.option_fields import (
 )
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES
 from effexport.base.spec import ENCODER_FIELDS, BuildSpec, Golden, Precision
-from effexport.base.units import tokens_from_text
 from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import tasks
 from effexport.models.encoder.spec import Pooling

@@ -17,10 +17,9 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from effexport.plugins.building.ptx import ptx_from_source
-from effexport.plugins.building.ptx_text import PtxTarget, isa_of, only_entry, ptx_target
+from effexport.plugins.building.library import known_ops
+from effexport.plugins.building.ptx import PtxTarget, isa_of, only_entry, ptx_from_source, ptx_target
 from effexport.plugins.errors import LibraryError
-from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN
 from effexport.plugins.trt_plugin import Plugin, Rewrite, int32_bits
 

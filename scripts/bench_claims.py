@@ -29,9 +29,8 @@ import torch
 from effexport import load_decoder
 from effexport.base.environment import describe_machine, usable_cores
 from effexport.base.spec import build_spec_from_options
-from effexport.bench.grid import Grid, Model
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
 from effexport.bench.models import inputs_of_case, onnx_from_case
-from effexport.bench.results import BenchCase, BenchResults, BenchRow
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall
 from effexport.pipeline.build import artifact_from_spec

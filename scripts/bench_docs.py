@@ -14,13 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
+from effexport.bench.grid import BenchResults, results_from_json
 from effexport.bench.page import QUANTITIES, bench_chart, document_from_results
-from effexport.bench.results import BenchResults, results_from_json
-from effexport.render.axes import PANEL_WIDTH, text_at
-from effexport.render.markdown import markdown_from_document
-from effexport.render.multiples import Chart
-from effexport.render.svg import SIGN_WIDTH
-from effexport.render.templates import template_environment
+from effexport.render.document import Chart
+from effexport.render.formats import markdown_from_document, template_environment
+from effexport.render.svg import PANEL_WIDTH, SIGN_WIDTH, text_at
 
 # Pixels around plots and for their titles; plots side by side; lines of the legend.
 MARGIN, HEADING, COLUMNS, LEGEND_ROW = 16, 24, 3, 22

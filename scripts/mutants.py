@@ -363,7 +363,7 @@ def copy_tree() -> None:
 
 def build_library() -> str:
     """Compile what has changed into the library of CPU kernels; returns a compiler's error, or an empty text."""
-    from effexport.plugins.building.headers import find_headers
+    from effexport.plugins.building.build import find_headers
 
     if not (LIBRARY / "CMakeCache.txt").exists():
         include = find_headers(lambda stage: None).folder

@@ -50,10 +50,10 @@ from effexport.proof.candidate import ModelCandidate, open_in_ort  # noqa: E402
 from effexport.proof.cases import Case, load_reference  # noqa: E402
 from effexport.proof.check import Check  # noqa: E402
 from effexport.proof.checks.function_bodies import check_function_body  # noqa: E402
-from effexport.proof.metrics import relative_error, rms  # noqa: E402
+from effexport.proof.tolerances import relative_error, rms  # noqa: E402
 from effexport.proof.verify import verify_candidate  # noqa: E402
-from effexport.runners.feeds import limits_from_spec  # noqa: E402
 from effexport.runners.options import RunOptions  # noqa: E402
+from effexport.runners.runner import limits_from_spec  # noqa: E402
 
 SETTINGS = RunOptions(memory_arena=False)
 REFUSED = "does not run"

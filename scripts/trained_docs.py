@@ -20,12 +20,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from effexport.base.units import NOTHING  # noqa: E402
-from effexport.render.axes import Axis, ticks_around  # noqa: E402
-from effexport.render.markdown import table  # noqa: E402
-from effexport.render.multiples import Chart  # noqa: E402
-from effexport.render.svg import Figure, Point, Series, legend_of, scatter  # noqa: E402
-from effexport.render.templates import template_environment  # noqa: E402
+from effexport.base.formatting import NOTHING  # noqa: E402
+from effexport.render.document import Chart  # noqa: E402
+from effexport.render.formats import table, template_environment  # noqa: E402
+from effexport.render.svg import Axis, Figure, Point, Series, legend_of, scatter, ticks_around  # noqa: E402
 from scripts.bench_docs import svg_file  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS  # noqa: E402
 

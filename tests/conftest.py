@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
-from effexport.base.processor import Processor
+from effexport.base.machine import Processor
 from effexport.base.runtimes import RUNTIMES
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import pytest
 from bench_results import FAILED, LENGTHS, MODELS, results, row, without_timing
 from page_browser import Browser, complaints
 
+from effexport.bench.grid import BenchResults
 from effexport.bench.page import document_from_results
-from effexport.bench.results import BenchResults
-from effexport.render.markdown import markdown_from_document
+from effexport.render.formats import markdown_from_document
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

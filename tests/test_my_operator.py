@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from package_builds import ROOT, build, copy_tree
 
-from effexport.plugins.building.headers import find_headers
+from effexport.plugins.building.build import find_headers
 
 pytestmark = [
     pytest.mark.slow,

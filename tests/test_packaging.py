@@ -18,7 +18,7 @@ from package_builds import PACKAGE_OF_FOLDER, ROOT, build, copy_tree
 
 import effexport
 from effexport.base.environment import PACKAGES
-from effexport.plugins.building import headers
+from effexport.plugins.building.build import SHA256
 from effexport.plugins.building.sources import all_sources
 from effexport.plugins.ops import OPS
 
@@ -220,8 +220,8 @@ def test_nothing_is_downloaded_by_the_set_up_but_from_a_package_index_or_with_a_
     }
     assert found - NO_DOWNLOADS == set()
     # the one file that apt fetches for us from another release than the machine's own
-    assert headers.SHA256
-    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in headers.SHA256.values())
+    assert SHA256
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in SHA256.values())
 
 
 def test_every_package_that_a_set_up_script_asks_for_has_one_version() -> None:

@@ -24,8 +24,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.building.library import get_library_path
 from effexport.plugins.ops import OPS
 from effexport.proof.cases import load_reference
-from effexport.proof.metrics import relative_error
-from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.tolerances import arithmetic_limit, relative_error
 from effexport.proof.verify import verify_in_runtime
 
 if TYPE_CHECKING:

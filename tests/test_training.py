@@ -13,7 +13,7 @@ import torch
 
 from effexport.evaluation.data import IGNORED, MASKED_SHARE
 from effexport.models.encoder.module import Encoder
-from effexport.text.tokenizer import BYTE_MASK
+from effexport.text.task import BYTE_MASK
 from scripts import train_proof
 from scripts.training.corpus import Corpus, tokens_of
 from scripts.training.experiments import EXPERIMENTS

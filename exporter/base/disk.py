@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from effexport.base.errors import DiskError, EffexportError, UserError
-from effexport.base.units import memory
+from effexport.base.formatting import memory
 from effexport.models.validation import SpecError
 
 FULL, LIMIT = "the disk is full", "a file may not become so large, see ulimit -f"

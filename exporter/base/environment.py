@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.base.errors import MissingExtraError, UserError
-from effexport.base.process_memory import without_garbage_collection
-from effexport.base.processor import Processor
+from effexport.base.machine import Processor, without_garbage_collection
 from effexport.base.runtimes import RUNTIMES, TORCH, Package
 from effexport.base.version import __version__
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from effexport.base.errors import EffexportError, UserError, check_type, refuse_type
-from effexport.base.shell import Word, command_line
+from effexport.base.formatting import Word, command_line
 from effexport.models.validation import SpecError, did_you_mean
 
 P = ParamSpec("P")

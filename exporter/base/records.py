@@ -1,13 +1,15 @@
-"""JSON files of effexport, read as typed records: bounded, and with one error for whatever is wrong with them.
+"""JSON files of effexport, read as typed records, and TOML files of users; errors say what to do.
 
-A file is data that somebody else may have written. Its size and the number of its values are limited before anything
-is made of them, so that reading it takes neither long nor much memory. Its texts cannot drive a terminal.
+A file is data that somebody else may have written. The size of a JSON file and the number of its values are limited
+before anything is made of them, so that reading it takes neither long nor much memory. Its texts cannot drive a
+terminal.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -119,3 +121,43 @@ def figure(value: Any) -> Any:
 def read_record(file: Path, kind: type[Record], remedy: str) -> Record:
     """A JSON file of ours as a typed record. Raises UserError for any other file. remedy: see `values_of_file`."""
     return record_from_values(values_of_file(file, remedy), kind, str(file), remedy)
+
+
+# For files that people write. The parser's time and memory grow with the square of the parts of a key, a.b.c.
+MOST_TOML_BYTES = 256 << 10
+MOST_DOTS = 100
+
+
+def check_integers(value: object) -> None:
+    """Raise ValueError for an integer that TOML does not have, anywhere in a document; Python reads any number."""
+    if isinstance(value, int) and value.bit_length() >= 64:
+        raise ValueError("it has an integer of more than 64 bits")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_integers(item)
+
+
+def read_toml(path: Path, kind: str, example: str) -> dict[str, Any]:
+    """The contents of a TOML file. kind: what the file is for; example: ends the error for a missing file.
+
+    Raises UserError for a file that is missing, or is not TOML.
+    """
+    if path.is_dir():
+        raise UserError(f"the {kind} file {path} is a folder; {example}")
+    try:
+        data = bounded_bytes(path, MOST_TOML_BYTES)
+        if any(line.count(b".") > MOST_DOTS for line in data.splitlines()):
+            raise UserError(f"the {kind} file {path} has a line with more than {MOST_DOTS} dots; {example}")
+        document = tomllib.loads(data.decode())
+        check_integers(document)
+        return document
+    except FileNotFoundError:
+        raise UserError(f"no {kind} file at {path}; {example}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read the {kind} file {path}: it is not text; expected TOML") from error
+    except OSError as error:
+        raise UserError(f"cannot read the {kind} file {path}: {error.strerror}; expected a TOML file") from error
+    except FileTooLargeError as error:
+        raise UserError(f"cannot read the {kind} file {path}: {error}; {example}") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is that of long numbers
+        reason = str(error).partition("; use sys.")[0]
+        raise UserError(f"cannot read the {kind} file {path}: it is not TOML: {reason}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
-from effexport.base.toml_file import read_toml
+from effexport.base.records import read_toml
 from effexport.models.attention_spec import (
     AttentionSpec,
     attention_spec,

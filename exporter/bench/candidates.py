@@ -18,11 +18,10 @@ import numpy as np
 from effexport.base.dtypes import numpy_dtype
 from effexport.base.errors import EffexportError, RuntimeUnsupportedError
 from effexport.base.runtimes import CUDA, DEFAULT_RUNTIME, RUNTIMES, Runtime
-from effexport.bench.grid import spec_from_case
+from effexport.bench.grid import Agreement, BenchCase, spec_from_case
 from effexport.bench.models import module_from_case, signature_of_case, synchronize
-from effexport.bench.results import Agreement, BenchCase
 from effexport.models.size_formula import shape_of
-from effexport.runners.feeds import FeedLimits
+from effexport.runners.runner import FeedLimits, Runner
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from effexport.proof.check import Check
     from effexport.proof.module_runs import Answer
     from effexport.runners.artifact_runner import OpenModel
-    from effexport.runners.runner import Runner
 
     RunModule = Callable[[nn.Module, GraphSignature, Mapping[str, Array]], Answer]
     OpenGiven = Callable[[Sequence[str]], tuple[Runner | None, dict[str, str]]]
@@ -254,8 +252,8 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     from effexport.export.onnx_from_module import at_precision
     from effexport.proof.cases import Case
     from effexport.proof.float64 import warm_up
-    from effexport.proof.metrics import rms_change
     from effexport.proof.module_runs import RepeatedRuns, other_rotations, recorded_run, run_module
+    from effexport.proof.tolerances import rms_change
 
     spec, module = spec_from_case(case), module_from_case(case)
     mask = np.ones((case.batch, case.seq_len), dtype=np.int64)

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import EffexportError, StageError, UserError
 from effexport.base.files import json_text, write_file
-from effexport.base.process_memory import give_back_freed, status_bytes
+from effexport.base.machine import give_back_freed, status_bytes
 from effexport.base.runtimes import RUNTIMES
 from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
-from effexport.bench.results import BenchCase
+from effexport.bench.grid import BenchCase
 from effexport.models.validation import SpecError
 
 if TYPE_CHECKING:

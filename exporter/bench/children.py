@@ -19,7 +19,7 @@ import msgspec
 
 from effexport.base.files import json_text, write_file
 from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome
-from effexport.bench.results import BenchCase
+from effexport.bench.grid import BenchCase
 from effexport.plugins.building.toolchain import ending
 
 # Made before any thread reads, as base/records.py says.

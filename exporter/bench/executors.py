@@ -26,7 +26,7 @@ import msgspec
 from effexport.base.environment import memory_info, usable_cores
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
-from effexport.base.units import listed
+from effexport.base.formatting import listed
 from effexport.bench.cells import ARTIFACT, Cell, Outcome
 from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
 from effexport.plugins.building.toolchain import Gpu, gpus_here

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.base.units import counted, duration, listed, memory, number, three_digits
-from effexport.bench.results import BenchResults, BenchRow, Status
+from effexport.base.formatting import counted, duration, listed, memory, number, three_digits
+from effexport.bench.grid import BenchResults, BenchRow, Status
 from effexport.render.document import Item
 
 Outcome = Literal["always", "never", "from", "up to", "several", "not compared", "disturbed"]

@@ -10,8 +10,7 @@ import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
 from effexport.base.errors import StageError
-from effexport.bench.grid import spec_from_case
-from effexport.bench.results import BenchCase
+from effexport.bench.grid import BenchCase, spec_from_case
 from effexport.export.onnx_graph import GraphSignature
 from effexport.models.size_formula import shape_of
 from effexport.plugins.ops import DOMAIN, OPS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from effexport.base.files import FolderKind, csv_text
-from effexport.base.units import (
+from effexport.base.formatting import (
     NOTHING,
     counted,
     duration,
@@ -37,27 +37,39 @@ from effexport.bench.findings import (
     status_of,
     verdict,
 )
+from effexport.bench.grid import BenchResults, BenchRow
 from effexport.bench.presets import PRESETS, mean_ratios, measured_table, published_tables
 from effexport.bench.recommendation import Advice, on_frontier
-from effexport.bench.results import BenchResults, BenchRow
 from effexport.proof.check import METRIC
-from effexport.render.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
 from effexport.render.document import (
+    Chart,
     Code,
     Column,
     Document,
     Facts,
     Line,
     Part,
+    PlotLine,
+    Quantity,
     Section,
     Sentence,
     Table,
+    chart_of,
     columns_and_lines,
     present,
 )
-from effexport.render.html import html_from_document
-from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
-from effexport.render.svg import Figure, Point, Series, legend_of, scatter
+from effexport.render.formats import html_from_document
+from effexport.render.svg import (
+    PANEL_WIDTH,
+    Axis,
+    Figure,
+    Point,
+    Series,
+    legend_of,
+    scatter,
+    ticks_around,
+    ticks_between,
+)
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
 BENCH_FOLDER = FolderKind("a benchmark", JSON, b'{\n  "format_version": 1,\n  "rows": [')

@@ -13,10 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from effexport.base.units import NOTHING, duration_with, three_digits
+from effexport.base.formatting import NOTHING, duration_with, three_digits
 from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
-from effexport.bench.grid import Grid, Model
-from effexport.bench.results import BenchResults, BenchRow
+from effexport.bench.grid import BenchResults, BenchRow, Grid, Model
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.render.document import Column, Line, Table
 

@@ -8,20 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from effexport.base.processor import Processor
+from effexport.base.formatting import (
+    NOTHING,
+    Word,
+    command_line,
+    counted,
+    duration,
+    duration_with,
+    listed,
+    memory,
+    three_digits,
+)
+from effexport.base.machine import Processor
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
-from effexport.base.shell import Word, command_line
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, VARIANT_OPTIONS, options_from_toml
-from effexport.base.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
-from effexport.bench.grid import model_of_case
-from effexport.bench.results import BenchCase, BenchResults, BenchRow
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, model_of_case
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
 from effexport.report.rendering.text import interval_text
 
 if TYPE_CHECKING:
-    from effexport.bench.advice import AdvicePlan, Limits
-    from effexport.bench.quality import CandidateQuality
+    from effexport.bench.advice import AdvicePlan, CandidateQuality, Limits
 
 Standing = Literal[
     "use this",

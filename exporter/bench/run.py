@@ -43,9 +43,8 @@ from effexport.bench.costs import (
     timing_cost,
     traffic_bytes,
 )
-from effexport.bench.grid import Grid, model_of_case, products_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Floor, Grid, model_of_case, products_of_case
 from effexport.bench.models import inputs_of_case, naive_onnx_from_case, onnx_from_case
-from effexport.bench.results import BenchCase, BenchResults, BenchRow, Floor
 from effexport.bench.timing import (
     Machine,
     Rotation,

@@ -16,7 +16,7 @@ from effexport.base.disk import write_error
 from effexport.base.environment import versions
 from effexport.base.errors import EffexportError
 from effexport.base.files import csv_text, json_text, write_file
-from effexport.base.units import (
+from effexport.base.formatting import (
     NOTHING,
     counted,
     duration,
@@ -31,6 +31,7 @@ from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, CellRecord
 from effexport.bench.executors import Event, Executor
 from effexport.proof.check import METRIC
 from effexport.render.document import (
+    Chart,
     Code,
     Column,
     Document,
@@ -38,14 +39,16 @@ from effexport.render.document import (
     Item,
     Line,
     Link,
+    PlotLine,
+    Quantity,
     Section,
     Sentence,
     Table,
+    chart_of,
     columns_and_lines,
     present,
 )
-from effexport.render.html import html_from_document
-from effexport.render.multiples import Chart, PlotLine, Quantity, chart_of
+from effexport.render.formats import html_from_document
 
 FORMAT_VERSION = 1
 Status = Literal["finished", "failed", "not run"]

@@ -12,9 +12,9 @@ from typing import Any
 
 from effexport.base.dtypes import DTYPE_OF_PRECISION
 from effexport.base.errors import UserError
+from effexport.base.records import read_toml
 from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.spec import BuildSpec, build_spec_from_options
-from effexport.base.toml_file import read_toml
 from effexport.bench.cells import ONNX_ONLY, Cell, deciding_versions
 from effexport.bench.grid import Model, model_from_text
 from effexport.models.attention_spec import AttentionSpec, field_names

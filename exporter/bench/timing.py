@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from effexport.base.units import rough_duration
-from effexport.bench.results import BenchRow, Disturbance, Timing
+from effexport.base.formatting import rough_duration
+from effexport.bench.grid import BenchRow, Disturbance, Timing
 
 TASKS, STAT = Path("/proc/self/task"), Path("/proc/stat")
 # Columns of a core in /proc/stat, after its name; guests are counted in user and nice already.

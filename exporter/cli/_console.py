@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from effexport.base.one_line import one_line, say
-from effexport.base.units import rough_duration
+from effexport.base.formatting import one_line, rough_duration, say
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,10 +11,18 @@ import click
 
 from effexport.artifact import files_of_folder
 from effexport.base.errors import Unavailable, UserError
-from effexport.base.one_line import say
+from effexport.base.formatting import (
+    NOTHING,
+    command_line,
+    counted,
+    megabytes,
+    memory,
+    number,
+    rough_duration,
+    say,
+    seconds,
+)
 from effexport.base.runtimes import RUNTIMES
-from effexport.base.shell import command_line
-from effexport.base.units import NOTHING, counted, megabytes, memory, number, rough_duration, seconds
 from effexport.cli._console import cell, implementation_text, result_console
 from effexport.proof.check import (
     NOT_MEASURED,
@@ -27,8 +35,7 @@ from effexport.proof.check import (
     outcomes_text,
     summary,
 )
-from effexport.report.problems import problems_of
-from effexport.report.rendering.text import cases_text
+from effexport.report.rendering.text import cases_text, problems_of, quality_text, quantization_text, sizes, trace_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,8 +87,6 @@ def print_result(console: Console, result: BuildResult, about: str = "", *, verb
 def print_details(console: Console, artifact: Artifact, report: Report, notes: Sequence[str]) -> None:
     print_checks(console, report.checks)
     if report.quantization is not None:
-        from effexport.report.rendering.quantization import quantization_text
-
         say(console, quantization_text(report.quantization))
     for note in notes:
         say(console, f"note: {note}", style="yellow")
@@ -155,7 +160,6 @@ def fill_mask_command(artifact: Artifact) -> str:
 
 def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:
     """Print the remarks on an engine, and one line about it."""
-    from effexport.report.rendering.text import sizes
 
     for remark in engine.remarks:
         say(console, f"note: {remark}", style="yellow")
@@ -220,7 +224,6 @@ def show_verification(
     """Print a comparison, and exit with 1 if it failed. subject: the first fields of its JSON."""
     from effexport.cli.main import print_json
     from effexport.proof.check import passed
-    from effexport.report.rendering.text import quality_text, trace_text
 
     report = result.report
     if as_json:
@@ -246,7 +249,6 @@ def show_verification(
 def json_of_verification(result: Verified, options: VerifyOptions | ProveOptions) -> dict[str, Any]:
     from effexport.proof.check import passed, summary
     from effexport.report.model import dict_of_check
-    from effexport.report.rendering.text import trace_text
 
     report, found = result.report, result.found
     return {

@@ -15,21 +15,30 @@ import click
 from effexport.base.dtypes import FLOAT_PRECISIONS
 from effexport.base.environment import require_torch
 from effexport.base.errors import InterruptError, UserError
-from effexport.base.one_line import say
-from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, command_of, option
-from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES
-from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
-from effexport.base.units import (
+from effexport.base.formatting import (
     bytes_from_text,
     counted,
     listed,
     milliseconds_from_text,
     rough_duration,
+    say,
     tokens_from_text,
 )
-from effexport.bench.grid import SCOPES, Grid, Model, lengths, models_from_text, numbers, words
+from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, command_of, option
+from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES
+from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
+from effexport.bench.advice import (
+    AdvicePlan,
+    Judged,
+    Limits,
+    advise,
+    described_by,
+    judged_from_files,
+    models_of_results,
+    quality_of_cases,
+)
+from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, lengths, models_from_text, numbers, words
 from effexport.bench.presets import PRESETS, Preset
-from effexport.bench.quality import Judged, described_by, judged_from_files, models_of_results, quality_of_cases
 from effexport.cli._console import (
     bar_column,
     bars_of,
@@ -48,10 +57,8 @@ from effexport.runners.options import MOST_THREADS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.bench.advice import AdvicePlan
     from effexport.bench.costs import OnStep
     from effexport.bench.recommendation import Advice
-    from effexport.bench.results import BenchResults
     from effexport.bench.run import Settings
 
 DEFAULT_OUTPUT = Path("bench")
@@ -183,7 +190,6 @@ class BenchRequest(Options):
 
     def plan(self) -> AdvicePlan:
         """The plan of an advice. Raises UserError and SpecError for options that cannot work."""
-        from effexport.bench.advice import AdvicePlan, Limits
 
         latency, size = self.latency_limit, self.memory_limit
         limits = Limits(
@@ -357,7 +363,6 @@ def measured_grid(grid: Grid, settings: Settings) -> BenchResults:
 
 def measured_plan(plan: AdvicePlan, settings: Settings) -> BenchResults:
     """Announce the plan of an advice and carry it out."""
-    from effexport.bench.advice import advise
     from effexport.bench.recommendation import model_text
 
     console = stderr_console()
@@ -376,7 +381,7 @@ def show_results(console: Console, results: BenchResults, advice: Advice | None,
     """Print the benchmark or the advice; with --json also the contents of results.json, with the advice beside them."""
     from effexport.bench.page import document_from_results, json_of_advice
     from effexport.cli.main import print_json
-    from effexport.render.terminal import print_document
+    from effexport.render.formats import print_document
 
     if as_json:
         print_json(json.loads(results.to_json()) | ({"advice": json_of_advice(advice)} if advice else {}))

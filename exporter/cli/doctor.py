@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from effexport.base.environment import MISSING
-from effexport.base.one_line import say
+from effexport.base.formatting import say
 from effexport.base.option_fields import Options, option
 from effexport.base.runtimes import Runtime
 from effexport.cli._console import result_console
@@ -86,7 +86,7 @@ def examine_tools() -> list[dict[str, str | None]]:
 
 def int8_products() -> str | None:
     """The instructions with which the processor multiplies int8 fast; None without any."""
-    from effexport.base.processor import Processor
+    from effexport.base.machine import Processor
 
     here = Processor.here()
     return ", ".join(here.int8_products) or ("yes" if here.has_int8_products else None)
@@ -95,7 +95,7 @@ def int8_products() -> str | None:
 def examine_bfloat16() -> tuple[str | None, str]:
     """The processor's tiles for bfloat16 (AMX), and the runtime that uses them: OpenVINO, up to three times as fast as
     in float32."""
-    from effexport.base.processor import BFLOAT16_TILES, Processor
+    from effexport.base.machine import BFLOAT16_TILES, Processor
     from effexport.base.runtimes import BFLOAT16_RUNTIME
 
     if not Processor.here().has_bfloat16_tiles:
@@ -108,7 +108,7 @@ def examine_bfloat16() -> tuple[str | None, str]:
 
 def examine_driver() -> tuple[str | None, str]:
     """The CUDA version of the driver (None: no driver), and the remedy if our TensorRT plugins need a later one."""
-    from effexport.plugins.building.ptx_text import MAX_ISA, cuda_of_isa, text_of
+    from effexport.plugins.building.ptx import MAX_ISA, cuda_of_isa, text_of
     from effexport.plugins.building.toolchain import driver_cuda
 
     here, needed = driver_cuda(), cuda_of_isa(MAX_ISA)

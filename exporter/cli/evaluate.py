@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from effexport import api
-from effexport.base.one_line import say
-from effexport.base.units import counted, duration
+from effexport.base.formatting import counted, duration, say
 from effexport.cli._console import cell, result_console, stage_progress, stderr_console
 from effexport.cli._verbs import verb
 from effexport.options import EvaluateOptions

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from effexport.artifact import check_output_file
 from effexport.base.errors import UserError
-from effexport.base.one_line import say
+from effexport.base.formatting import megabytes, say
 from effexport.base.option_fields import A_FILE, Option, Options, argument, option
-from effexport.base.units import megabytes
 from effexport.cli._console import result_console, stage_progress, stderr_console
 from effexport.cli._verbs import verb
 

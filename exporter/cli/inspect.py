@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport import api
+from effexport.base.formatting import megabytes, seconds
 from effexport.base.runtimes import ENGINE_RUNTIMES
-from effexport.base.units import megabytes, seconds
 from effexport.cli._console import cell, result_console
 from effexport.cli._verbs import verb
 from effexport.options import InspectOptions
@@ -71,8 +71,7 @@ def pairs_of_summary(result: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     import msgspec
 
     from effexport.quantize.record import Quantization
-    from effexport.report.rendering.quantization import quantization_text
-    from effexport.report.rendering.text import flat_fields, sizes
+    from effexport.report.rendering.text import flat_fields, quantization_text, sizes
 
     graph = result["graph"]
     yield "path", result["path"]
@@ -105,7 +104,7 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
     """Names and values from the sidecar of an engine; layers are counted here, and listed by --json."""
     from effexport.base.runtimes import RUNTIMES
     from effexport.plugins.masked_attention.trt import OPERATOR
-    from effexport.tensorrt.layers import count_dtypes, count_types
+    from effexport.tensorrt.sidecar import count_dtypes, count_types
     from effexport.tensorrt.spec import options_of_others
 
     def counted(counts: dict[str, int]) -> str:

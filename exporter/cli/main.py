@@ -17,7 +17,7 @@ import click
 from effexport.base.disk import check_current_folder, disk_problem, expected_error
 from effexport.base.errors import DiskError, EffexportError, EngineWarning, KernelWarning, UserError
 from effexport.base.files import json_text
-from effexport.base.one_line import one_line
+from effexport.base.formatting import one_line
 from effexport.base.quiet import debugging
 from effexport.base.termination import Terminated, ending_in_order, stop_behind
 from effexport.base.version import __version__

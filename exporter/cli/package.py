@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.base.one_line import say
+from effexport.base.formatting import command_line, say
 from effexport.base.option_fields import A_FOLDER, Option, argument, option
-from effexport.base.shell import command_line
 from effexport.cli._console import result_console
 from effexport.cli._verbs import verb
 from effexport.serving.triton.spec import PackageSpec

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.base.one_line import say
+from effexport.base.formatting import say
 from effexport.base.option_fields import A_FOLDER, Options, option
 from effexport.cli._console import result_console, stage_progress, stderr_console
 from effexport.cli._verbs import verb

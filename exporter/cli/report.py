@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import check_output_file
 from effexport.base.files import write_output
-from effexport.base.one_line import say
+from effexport.base.formatting import say
 from effexport.base.option_fields import A_FILE, Options, argument, option
 from effexport.cli._console import result_console
 from effexport.cli._verbs import verb
-from effexport.report.rendering.formats import FORMAT_OF_SUFFIX, FORMATS, text_from_report
+from effexport.report.rendering.formats import (
+    FORMAT_OF_SUFFIX,
+    FORMATS,
+    junit_from_reports,
+    side_of_artifact,
+    text_from_report,
+)
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison
@@ -91,7 +97,6 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
     """The text of one report or of a comparison, and the fields that describe it for --json."""
     from effexport.artifact import open_artifact
     from effexport.report.compare import Comparison
-    from effexport.report.reading import side_of_artifact
 
     # tables call an artifact by its path, as it was given
     names = [str(path) for path in (first, second) if path is not None]
@@ -102,8 +107,6 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
         "verdicts": [side.report.verdict for side in sides],
     }
     if form == "junit":
-        from effexport.report.rendering.junit import junit_from_reports
-
         return junit_from_reports([(side.name, side.report) for side in sides]), about
     if len(sides) == 1:
         return text_from_report(sides[0], form), about
@@ -112,9 +115,8 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
 
 def comparison_text(comparison: Comparison, form: str) -> str:
     from effexport.base.files import json_text
-    from effexport.render.html import html_from_document
-    from effexport.render.markdown import markdown_from_document
-    from effexport.report.rendering.comparison import document_from_comparison
+    from effexport.render.formats import html_from_document, markdown_from_document
+    from effexport.report.compare import document_from_comparison
 
     if form == "json":
         return json_text(comparison.to_dict())

@@ -13,9 +13,8 @@ import click
 
 from effexport.artifact import check_output_file
 from effexport.base.errors import UserError
-from effexport.base.one_line import one_line, say
+from effexport.base.formatting import counted, duration, one_line, say
 from effexport.base.spec import MASK_NAME
-from effexport.base.units import counted, duration
 from effexport.cli._console import implementation_text, result_console, stage_progress, stderr_console
 from effexport.cli._verbs import verb
 from effexport.generation.sampling import Sampling

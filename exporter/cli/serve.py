@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import MissingExtraError, UserError
-from effexport.base.one_line import say
+from effexport.base.formatting import counted, say
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, option, options_of
-from effexport.base.units import counted
 from effexport.cli._console import implementation_text, stage_progress, stderr_console
 from effexport.cli._verbs import verb
 from effexport.options import DeviceOptions

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from effexport import api
-from effexport.base.one_line import say
-from effexport.base.units import counted
+from effexport.base.formatting import counted, say
 from effexport.cli._console import result_console
 from effexport.cli._verbs import verb
 from effexport.options import SignOptions

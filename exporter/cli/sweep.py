@@ -16,10 +16,8 @@ import click
 from effexport.base.disk import write_error
 from effexport.base.environment import require_torch
 from effexport.base.errors import InterruptError, UserError
-from effexport.base.one_line import say
+from effexport.base.formatting import Word, bytes_from_text, command_line, counted, say
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
-from effexport.base.shell import Word, command_line
-from effexport.base.units import bytes_from_text, counted
 from effexport.bench.cells import Cell, Store
 from effexport.bench.children import CellLimits
 from effexport.bench.executors import Executor, ProcessExecutor, cluster_executor, jobs_of_machine, local_executor
@@ -237,7 +235,7 @@ def command_of_cell(request: SweepRequest) -> Callable[[str], str]:
 
 def show_plan(plan: SweepPlan, store: Store, *, as_json: bool) -> None:
     """Print every cell with its hash, and whether it would run."""
-    from effexport.render.terminal import print_part
+    from effexport.render.formats import print_part
 
     to_run = {cell.id for cell in plan.to_run}
     if as_json:
@@ -266,7 +264,7 @@ def show_plan(plan: SweepPlan, store: Store, *, as_json: bool) -> None:
 
 
 def show_results(store: Store, results: SweepResults, *, as_json: bool) -> None:
-    from effexport.render.terminal import print_document
+    from effexport.render.formats import print_document
 
     if as_json:
         print_json({"output": str(store.path)} | json.loads(results.to_json()))

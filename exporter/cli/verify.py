@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from effexport import api
-from effexport.base.one_line import say
-from effexport.base.units import counted
+from effexport.base.formatting import counted, say
 from effexport.cli._console import result_console, stage_progress, stderr_console
 from effexport.cli._result import show_verification
 from effexport.cli._verbs import verb

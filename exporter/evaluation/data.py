@@ -16,9 +16,17 @@ from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import LOGITS
 from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
 from effexport.text.reading import ARRAYS, JSON_LINES, LABELS, bytes_of_file, encoded, objects_of_lines
-from effexport.text.task import TOKENS, PreparedText, Reader, reader_from_spec
+from effexport.text.task import (
+    BYTE_MASK,
+    TOKENS,
+    ByteTokenizer,
+    Encoding,
+    PreparedText,
+    Reader,
+    Tokenizer,
+    reader_from_spec,
+)
 from effexport.text.tasks import Labels, labels_from_config
-from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact

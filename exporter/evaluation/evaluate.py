@@ -38,8 +38,8 @@ from effexport.proof.rebuilt_module import model_of_artifact, source_of_weights
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.quantize.record import TaskFigure
 from effexport.runners.artifact_runner import model_opener, runner_from_artifact
-from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import checked_feeds, limits_from_spec
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -299,7 +299,7 @@ def opened_candidate(candidate: ArtifactCandidate) -> Iterator[Run]:
 
 def widest_gap(logits: Array, labels: Array, best: Array, chosen: Array) -> float:
     """The widest gap between PyTorch's logits of its own answers and of the others, relative to the RMS of all logits,
-    or of the place's own if that is larger, as in `metrics.relative_error`; 0 if no answer changed.
+    or of the place's own if that is larger, as in `relative_error`; 0 if no answer changed.
 
     logits: PyTorch's, [rows, classes] or [rows, tokens, classes].
     best, chosen: PyTorch's answers where a label is, and the other ones, [asked].

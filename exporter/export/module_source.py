@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from effexport.base.environment import total_memory_bytes
 from effexport.base.errors import UserError
+from effexport.base.formatting import memory
 from effexport.base.spec import BuildSpec
-from effexport.base.units import memory
 from effexport.models.shapes import count
 from effexport.models.sources import ModelSource, source_from_seed
 

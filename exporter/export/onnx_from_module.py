@@ -30,9 +30,9 @@ from effexport.export.onnx_graph import (
     check_portable,
     why_not_traced,
 )
-from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
+from effexport.export.torch_onnx import avoid_missing_bfloat16, make_portable, recurrent_translation, size_translation
 from effexport.export.traced_graphs import (
     REMEDY,
     add_traced,
@@ -46,7 +46,7 @@ from effexport.export.traced_graphs import (
 from effexport.models.encoder.spec import MASKS
 from effexport.models.layers import fused_operators
 from effexport.models.size_formula import shape_of
-from effexport.plugins.known_ops import known_ops
+from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, SCOPES_KEY, Op
 from effexport.plugins.user_operators import loaded
 from effexport.quantize.places import first_paths, reason_of_product
@@ -206,7 +206,6 @@ def program_from_module(
 ) -> torch.onnx.ONNXProgram:
     """The traced graph, as ONNX and as PyTorch's program, with the names and dynamic dimensions of the signature."""
     # which load PyTorch's arithmetic of symbols
-    from effexport.export.translations import recurrent_translation, size_translation
     from effexport.export.user_program import NotTracedError, UserProgram, free_axes
 
     dynamic = free_axes(module, signature.inputs, lambda axis: axis)

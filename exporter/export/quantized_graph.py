@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from effexport.base.dtypes import Array
 from effexport.base.errors import StageError
-from effexport.plugins.known_ops import known_ops
+from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, MODULE_KEY
 from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
 from effexport.quantize.rounding import LARGEST_CODE, SMALLEST_MAXIMUM, codes_of

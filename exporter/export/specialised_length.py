@@ -26,6 +26,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from effexport.base.dtypes import TensorInfo
 from effexport.export.failures import is_of_package, line_of_user, reason_of
 from effexport.export.sizes_of_code import CHANGE, Sizes
+from effexport.models.size_formula import axes_of, size_of
 from effexport.models.validation import LARGEST_SIZE
 
 # torch.export reports here, at level INFO, each free size and each assumption about one.
@@ -223,6 +224,20 @@ def holds_everywhere(guard: Any, limits: Mapping[str, tuple[int, int]]) -> bool:
     for low, high in (limits[str(symbol)] for symbol in symbols):
         ranges.append([size for size in {*SIZES, *numbers_of([guard])} if max(low, 2) <= size <= high])
     return all(itertools.starmap(condition(guard, tuple(symbols)), itertools.product(*ranges)))
+
+
+def is_same_size(dim: int | str, other: int | str, limits: Mapping[str, tuple[int, int]]) -> bool:
+    """True if two formulas agree at all sizes that are tried: a few, and those near the numbers in them."""
+    texts = [one for one in (dim, other) if isinstance(one, str)]
+    if dim == other or not texts:
+        return True  # the proof compares constants
+    numbers = {int(number) + i for text in texts for number in re.findall(r"\d+", text) for i in (-1, 0, 1)}
+    axes = sorted(frozenset[str]().union(*map(axes_of, texts)))
+    ranges = []
+    for low, high in (limits.get(axis, (1, LARGEST_SIZE)) for axis in axes):
+        ranges.append([size for size in {*SIZES, *numbers} if max(low, 2) <= size <= high])
+    combinations = (dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*ranges))
+    return all(size_of(dim, sizes) == size_of(other, sizes) for sizes in combinations)
 
 
 def numbers_of(guards: Sequence[Any]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
-from effexport.base.units import counted, listed
+from effexport.base.formatting import counted, listed
 from effexport.generation.sampling import Sampling
 from effexport.models.variants import WITH_STATE
 from effexport.runners.decode import DecodeRunner, Graph
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from effexport.base.dtypes import Array
     from effexport.base.spec import BuildSpec
     from effexport.runners.decode import DecodeRunner
-    from effexport.text.tokenizer import Tokenizer
+    from effexport.text.task import Tokenizer
 
 
 def next_token(logits: Array, sampling: Sampling, generator: np.random.Generator) -> int | None:

@@ -23,7 +23,7 @@ from effexport.runners.runner import Runner, tensors_text
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
-    from effexport.runners.encoder_decoder import EncoderDecoderRunner
+    from effexport.runners.decode import EncoderDecoderRunner
 
 
 class DropIn(transformers.PreTrainedModel):

@@ -39,11 +39,11 @@ from effexport.base.errors import (
     UserError,
     is_out_of_memory,
 )
+from effexport.base.formatting import memory
 from effexport.base.option_fields import optional_path
 from effexport.base.quiet import quiet
 from effexport.base.runtimes import engine_name
 from effexport.base.spec import BuildSpec
-from effexport.base.units import memory
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import model_from_source, weights_digest
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
@@ -79,7 +79,7 @@ from effexport.proof.verify import (
 )
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
-from effexport.report.rendering.html import html_from_report
+from effexport.report.rendering.formats import html_from_report
 from effexport.report.rendering.text import failure_lines
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.session import check_settings

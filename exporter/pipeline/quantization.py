@@ -13,15 +13,15 @@ import numpy as np
 from effexport.artifact import Artifact, artifact_in_progress
 from effexport.base.errors import UserError
 from effexport.base.files import file_digest
-from effexport.base.processor import Processor
+from effexport.base.machine import Processor
 from effexport.base.spec import BuildSpec
 from effexport.proof.check import RMS_METRIC, CaseLabel, Check, Kind, Limit, judged
 from effexport.proof.inputs import random_inputs
 from effexport.proof.quantized import check_products
 from effexport.quantize.record import Quantization, Samples
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import Runner, limits_from_spec
 from effexport.text.reading import samples_from_file
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from effexport.base.dtypes import Array
     from effexport.evaluation.evaluate import TaskData
-    from effexport.runners.runner import Runner
 
 # Drawn where no file is given; they only show where a loss arises.
 DRAWN_SAMPLES = 2
@@ -115,7 +114,7 @@ def quantization_of_build(module: nn.Module, spec: BuildSpec, folder: Path, data
     """
     from effexport.proof.module_runs import run_module
     from effexport.proof.quantized import run_with_buckets
-    from effexport.quantize.prepare import TaskLoss, prepared
+    from effexport.quantize.modules import TaskLoss, prepared
 
     artifact = artifact_in_progress(folder, spec)
     samples, origin = samples_of_build(artifact, data.calibration)
@@ -150,7 +149,7 @@ def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec
     judge: against `max_loss`, if there is one.
     """
     from effexport.proof.quantized import run_with_buckets
-    from effexport.quantize.prepare import LOSS_SAMPLES, Answer, loss_of
+    from effexport.quantize.modules import LOSS_SAMPLES, Answer, loss_of
 
     few = model.samples[:LOSS_SAMPLES]
     exact: list[Answer] = [(run_with_buckets(model.original, spec, feeds)[0], {}) for feeds in few]

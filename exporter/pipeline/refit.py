@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from effexport.artifact import ARTIFACT_FOLDER, MANIFEST, MODEL, Artifact, files_of_folder
 from effexport.base.environment import versions
 from effexport.base.errors import EngineWarning, StageError, UserError
+from effexport.base.formatting import command_line
 from effexport.base.runtimes import engine_name
-from effexport.base.shell import command_line
 from effexport.export.module_source import weights_digest
 from effexport.export.onnx_graph import graph_inputs, operators_of_model, why_not_readable
 from effexport.models.contract import ModelContract

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import UserError
+from effexport.base.formatting import bytes_from_text
 from effexport.base.option_fields import given, optional_path, options_of
 from effexport.base.quiet import quiet
+from effexport.base.records import read_toml
 from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.spec import (
     INDEPENDENT,
@@ -21,8 +23,6 @@ from effexport.base.spec import (
     build_spec_from_options,
     read_spec_file,
 )
-from effexport.base.toml_file import read_toml
-from effexport.base.units import bytes_from_text
 from effexport.export.module_source import check_memory
 from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import check_weights_file

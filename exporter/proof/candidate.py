@@ -32,10 +32,9 @@ from effexport.plugins.ops import DOMAIN, OPS
 from effexport.proof.cases import Arrays
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import OpenModel
-from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.runner import Runner
+from effexport.runners.runner import FeedLimits, Runner, limits_from_spec
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.sidecar import EngineInfo

@@ -15,8 +15,8 @@ import numpy as np
 from effexport.base.dtypes import Array, named_sizes
 from effexport.base.environment import total_memory_bytes
 from effexport.base.errors import UserError
+from effexport.base.formatting import memory
 from effexport.base.spec import BuildSpec, Golden
-from effexport.base.units import memory
 from effexport.models.size_formula import shape_of
 from effexport.proof.check import CaseLabel, Check
 from effexport.quantize.rounding import numbers_of, precision_of

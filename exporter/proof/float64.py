@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from effexport.base.dtypes import Array
 from effexport.base.environment import free_memory_bytes
+from effexport.base.formatting import memory
 from effexport.base.spec import BuildSpec
-from effexport.base.units import memory
 from effexport.models.user.modes import Observer
 from effexport.proof.cases import Case
 from effexport.proof.check import Check, Kind, judged, not_run
-from effexport.proof.metrics import largest_change
 from effexport.proof.module_runs import RepeatedRuns, run_module
-from effexport.proof.tolerances import reference_limit
+from effexport.proof.tolerances import largest_change, reference_limit
 
 METRIC = "max |float32 − float64| / RMS"
 # The peak is that of PyTorch's tensors: the workspaces of its kernels, and other processes, need room too.

@@ -16,7 +16,7 @@ from effexport.base.spec import BuildSpec
 from effexport.models.encoder.spec import TOKENS
 from effexport.proof.cases import Case
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind
-from effexport.proof.metrics import rms_change
+from effexport.proof.tolerances import rms_change
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,7 @@ from effexport.models.size_formula import shape_of
 from effexport.proof.cases import Case, check_fits, checked_cases, kept_tokens, stored_cases
 from effexport.proof.check import Check, Kind, not_run
 from effexport.proof.module_runs import RepeatedRuns, answered_case, with_hash_noise
-from effexport.runners.feeds import checked_feeds, limits_from_spec
-from effexport.runners.runner import tensors_text
+from effexport.runners.runner import checked_feeds, limits_from_spec, tensors_text
 
 if TYPE_CHECKING:
     from torch import nn

@@ -33,7 +33,7 @@ from effexport.export.onnx_graph import (
 from effexport.models.sources import loaded_module, source_from_user
 from effexport.models.user.inputs import ELEMENTS
 from effexport.models.validation import near_path
-from effexport.plugins.known_ops import known_ops
+from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Kind, not_run
@@ -51,9 +51,8 @@ from effexport.proof.reference_choice import ReferenceChoice
 from effexport.proof.verify import Verification, verify_in_runtime
 from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
 from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, model_opener
-from effexport.runners.feeds import FeedLimits
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import Closeable, Runner, tensors_text
+from effexport.runners.runner import Closeable, FeedLimits, Runner, tensors_text
 
 if TYPE_CHECKING:
     import onnx

@@ -22,7 +22,6 @@ from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Answers, Arrays, Case
 from effexport.proof.check import RMS_METRIC, CaseLabel, Check, Kind, Status, judged, not_run
 from effexport.proof.checks.arithmetic import Figures, check_numbers
-from effexport.proof.metrics import rms_change
 from effexport.proof.module_runs import (
     Answer,
     RepeatedRuns,
@@ -31,7 +30,7 @@ from effexport.proof.module_runs import (
     scores_of_indices,
     with_rounded_weights,
 )
-from effexport.proof.tolerances import foreign_limit, free_limit, rounding_flip_limit, with_exact_answers
+from effexport.proof.tolerances import foreign_limit, free_limit, rms_change, rounding_flip_limit, with_exact_answers
 from effexport.quantize.record import PRODUCTS, Quantization
 from effexport.quantize.rounding import codes_of, precision_of, rounded_rows, steps_apart
 

@@ -31,7 +31,6 @@ from effexport.proof.check import METRIC, OTHER_LAYER, Check, Kind, Limit, judge
 from effexport.proof.checks.invariance import LargestError, rows_of, worst_of_batches
 from effexport.proof.float64 import Float64Module, PeakMemory, warm_up
 from effexport.proof.inputs import EXAMPLE, EXPORT, NOTHING_KEPT, adversarial_inputs, case_inputs, case_shapes
-from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import (
     RepeatedRuns,
     bucket_name,
@@ -42,7 +41,7 @@ from effexport.proof.module_runs import (
     with_hash_noise,
     with_rounded_weights,
 )
-from effexport.proof.tolerances import OWN_ERROR_FACTOR, reference_limit
+from effexport.proof.tolerances import OWN_ERROR_FACTOR, largest_change, reference_limit, rms_change, value_error
 
 STAGE = "reference"
 # The cases that also run in float64: the shape of the export, and one in which the mask hides tokens.

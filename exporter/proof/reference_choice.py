@@ -29,9 +29,8 @@ from effexport.proof.inputs import REFERENCE_SEED_OFFSET
 from effexport.proof.rebuilt_module import model_of_artifact
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
-from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import tensors_text
+from effexport.runners.runner import FeedLimits, limits_from_spec, tensors_text
 
 if TYPE_CHECKING:
     from effexport.models.user.model import UserModel

@@ -16,14 +16,12 @@ from effexport.base.runtimes import TENSORRT
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import load_graph, module_of_node
 from effexport.models.sources import ModelSource
-from effexport.plugins.known_ops import known_ops
+from effexport.plugins.building.library import known_ops
 from effexport.proof.candidate import GIVEN_SUFFIX, given_values, with_given_values
 from effexport.proof.cases import Case
 from effexport.proof.check import Suspect, Trace, TracedValue
-from effexport.proof.metrics import magnitude, value_error
 from effexport.proof.rebuilt_module import model_of_artifact
-from effexport.proof.tolerances import bucket_flip_limit, case_limit
-from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
+from effexport.proof.tolerances import bucket_flip_limit, case_limit, magnitude, value_error
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.providers import check_provider, providers_from_settings
@@ -33,6 +31,7 @@ from effexport.runners.ort.session import (
     session_options,
     without_weights,
 )
+from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec
 
 if TYPE_CHECKING:
     import onnx

@@ -60,17 +60,21 @@ from effexport.proof.checks.arithmetic import (
     check_repeatable,
     check_signature,
 )
-from effexport.proof.checks.decode_step import check_decoder, check_encoder_decoder
 from effexport.proof.checks.function_bodies import check_function_bodies
-from effexport.proof.checks.invariance import check_alone, check_padding_content, check_prefix
+from effexport.proof.checks.invariance import (
+    check_alone,
+    check_decoder,
+    check_encoder_decoder,
+    check_padding_content,
+    check_prefix,
+)
 from effexport.proof.inputs import random_inputs
-from effexport.proof.metrics import rms_change
 from effexport.proof.quantized import check_quantized
-from effexport.proof.tolerances import foreign_limit, free_limit
+from effexport.proof.tolerances import foreign_limit, free_limit, rms_change
 from effexport.runners.artifact_runner import OpenModel, decoder_from_artifact, encoder_decoder_from_artifact
 from effexport.runners.decode import DecodeRunner
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import limits_from_spec
 from effexport.tensorrt.sidecar import EngineMismatchError, read_sidecar
 
 # Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:

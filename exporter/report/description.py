@@ -11,7 +11,7 @@ import msgspec
 
 from effexport.artifact import is_bare_checkpoint, open_artifact
 from effexport.base.errors import UserError
-from effexport.base.shell import command_line
+from effexport.base.formatting import command_line
 from effexport.base.spec import build_spec_from_checkpoint
 from effexport.export.module_source import why_too_large
 from effexport.export.onnx_graph import external_sizes, graph_tensors, load_graph, opset_of

@@ -12,10 +12,10 @@ import msgspec
 
 from effexport.artifact import CheckSummary, EngineEntry, Manifest, Parity
 from effexport.base.files import json_text
+from effexport.base.formatting import number
 from effexport.base.records import Count, Figure, Seconds, figure
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES
 from effexport.base.spec import BuildSpec, Precision
-from effexport.base.units import number
 from effexport.base.version import __version__
 from effexport.evaluation.figures import Quality
 from effexport.models.contract import Scope
@@ -32,8 +32,7 @@ from effexport.proof.check import (
     summary,
 )
 from effexport.quantize.record import Quantization
-from effexport.report.rendering.quantization import cost_text
-from effexport.report.rendering.text import quality_text
+from effexport.report.rendering.text import cost_text, quality_text
 
 if TYPE_CHECKING:
     RuntimeName = str

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError, check_type
+from effexport.base.formatting import listed
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, Runtime
-from effexport.base.units import listed
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.models.variants import WITH_STATE
 from effexport.plugins.ops import OPS
-from effexport.runners.decode import DecodeRunner
-from effexport.runners.encoder_decoder import EncoderDecoderRunner
-from effexport.runners.feeds import FeedLimits, limits_from_spec, limits_of_runner
+from effexport.runners.decode import DecodeRunner, EncoderDecoderRunner
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import check_operators
-from effexport.runners.runner import Runner
+from effexport.runners.runner import FeedLimits, Runner, limits_from_spec, limits_of_runner
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact

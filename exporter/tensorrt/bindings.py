@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from effexport.base.errors import MissingExtraError, UserError
-from effexport.base.process_memory import without_garbage_collection
+from effexport.base.machine import without_garbage_collection
 from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.termination import SIGNALS, terminate
 

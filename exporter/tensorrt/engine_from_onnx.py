@@ -19,21 +19,19 @@ from effexport.base.version import __version__
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
 from effexport.plugins.masked_attention.trt import OPERATOR
 from effexport.tensorrt.bindings import BuildLog, OnProgress, explain, import_api, interrupting, make_monitor, plain
-from effexport.tensorrt.layers import (
-    attention_kernels,
-    check_dtypes,
-    check_precision,
-    kernels_from_log,
-    layers_of_engine,
-    layers_of_network,
-)
 from effexport.tensorrt.preparation import ATTENTION, STAGE, attention_form, prepared_model
 from effexport.tensorrt.sidecar import (
     AttentionForm,
     EngineInfo,
     ShapeRange,
+    attention_kernels,
+    check_dtypes,
     check_engine_file,
+    check_precision,
     check_runs_here,
+    kernels_from_log,
+    layers_of_engine,
+    layers_of_network,
     read_sidecar,
     write_sidecar,
 )

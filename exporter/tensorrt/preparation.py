@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from effexport.base.dtypes import DTYPES
 from effexport.base.errors import StageError, UserError
 from effexport.export.onnx_graph import STANDARD_DOMAINS, all_nodes, small_constants, value_types, why_forbidden
-from effexport.plugins.building.ptx_text import PtxTarget, ptx_architecture
+from effexport.plugins.building.library import known_ops
+from effexport.plugins.building.ptx import PtxTarget, ptx_architecture
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.function_body import with_nodes
-from effexport.plugins.known_ops import known_ops
 from effexport.plugins.masked_attention.trt import AS_ATTENTION, OPERATOR
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.plugins.tensorrt_plugins import choose, plugins_of, register_plugins

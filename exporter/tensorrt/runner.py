@@ -14,9 +14,8 @@ from effexport.base.runtimes import engine_name
 from effexport.base.spec import NEXT_PREFIX
 from effexport.export.onnx_graph import model_digest
 from effexport.runners.decode import DecodeRunner, Graph, states_of, zero_state
-from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import Closeable
+from effexport.runners.runner import CheckedRunner, Closeable, FeedLimits, check_bound_feeds, signature_of
 from effexport.tensorrt.context import Profiles, shapes_of
 from effexport.tensorrt.cuda import Cuda
 from effexport.tensorrt.execution import Execution, Source, checked_sources

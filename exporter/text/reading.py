@@ -14,10 +14,9 @@ from effexport.artifact import Artifact
 from effexport.base.errors import UserError
 from effexport.base.files import load_npz
 from effexport.models.validation import FileTooLargeError, bounded_bytes
-from effexport.runners.feeds import checked_feeds, limits_from_spec
+from effexport.runners.runner import checked_feeds, limits_from_spec
 from effexport.text.fast_tokenizer import tokenizer_from_artifact
-from effexport.text.task import PreparedText, Reader, TextOptions, reader_from_spec
-from effexport.text.tokenizer import ByteTokenizer, Encoding
+from effexport.text.task import ByteTokenizer, Encoding, PreparedText, Reader, TextOptions, reader_from_spec
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array

@@ -20,16 +20,17 @@ from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
 from effexport.text.task import (
     DEFAULT_OPTIONS,
     TOKENS,
+    Encoding,
     PreparedText,
     Reader,
     Task,
     TextOptions,
+    Tokenizer,
     best,
     joined_outputs,
     reader_from_spec,
     softmax,
 )
-from effexport.text.tokenizer import Encoding, Tokenizer
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array

@@ -15,12 +15,14 @@ from effexport.plugins.contract import (
     Contract,
     Limit,
     Timed,
+    Work,
     in_all_types,
+    moved,
+    parts,
     peak,
     random_mask,
     with_peaks,
 )
-from effexport.plugins.gpu_work import Work, moved, parts
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:

@@ -18,12 +18,16 @@ from effexport.plugins.contract import (
     FasterThan,
     Limit,
     Timed,
+    Work,
+    accesses,
     in_all_types,
+    moved,
+    parts,
     peak,
+    product,
     random_mask,
     with_peaks,
 )
-from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
 
 # Elements of the weights that are made at a time for one sample: [heads, queries, seq, channels].
 WEIGHTS = 1 << 25

@@ -20,13 +20,15 @@ from effexport.plugins.contract import (
     FasterThan,
     Limit,
     Timed,
+    Work,
+    attention_core,
     in_all_types,
+    parts,
     peak,
     random_mask,
     sdpa_baselines,
     with_peaks,
 )
-from effexport.plugins.gpu_work import Work, attention_core, parts
 
 SCALE = (0.4,)
 

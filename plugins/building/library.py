@@ -1,4 +1,6 @@
-"""The kernel library for ONNX Runtime: finds it in the cache that build.py fills; runs no program.
+"""The kernel library for ONNX Runtime, and all operators that can be used with it; runs no program.
+
+build.py fills the cache in which the library is found:
 
 <cache>/kernels/<key>/libeffexport_ort.so, build.json      one build; the key covers everything it was made from
 <cache>/kernels/selected/<installation>-<key>.json         this installation asked for this build, and when
@@ -23,6 +25,7 @@ import msgspec
 
 from effexport.plugins.building import sources
 from effexport.plugins.errors import LibraryError
+from effexport.plugins.ops import OPS, Op
 from effexport.plugins.user_operators import user_operators
 
 Record = TypeVar("Record")
@@ -333,3 +336,11 @@ def _names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError:
         return []
+
+
+def known_ops() -> dict[str, Op]:
+    """Operators by ONNX name: ours, those of installed packages, and those that the kernel library was last built with.
+
+    Raises LibraryError for an operator of a user that cannot be used.
+    """
+    return OPS | {op.onnx_name: op for op in user_operators(selected_folders())}

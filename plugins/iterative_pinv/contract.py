@@ -7,8 +7,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, in_all_types
-from effexport.plugins.gpu_work import COLUMNS, ROWS, Work, accesses, moved, parts
+from effexport.plugins.contract import (
+    COLUMNS,
+    ROWS,
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Timed,
+    Work,
+    accesses,
+    in_all_types,
+    moved,
+    parts,
+)
 from effexport.plugins.iterative_pinv import SIGNATURE
 
 # softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero

@@ -8,8 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import PEAKS, AtMost, Case, Contract, FasterThan, Limit, Timed, in_all_types, peak
-from effexport.plugins.gpu_work import Work, moved, parts, product
+from effexport.plugins.contract import (
+    PEAKS,
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Timed,
+    Work,
+    in_all_types,
+    moved,
+    parts,
+    peak,
+    product,
+)
 from effexport.plugins.linear_attention import SIGNATURE
 
 EPS = (1e-6,)

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, in_all_types
-from effexport.plugins.gpu_work import Work, parts
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, Work, in_all_types, parts
 from effexport.plugins.linear_recurrence import SIGNATURE
 
 SCALE = (0.125,)

@@ -16,10 +16,12 @@ from effexport.plugins.contract import (
     FasterThan,
     Limit,
     Timed,
+    Work,
+    attention_core,
     in_all_types,
+    parts,
     sdpa_baselines,
 )
-from effexport.plugins.gpu_work import Work, attention_core, parts
 from effexport.plugins.lsh_attention import SIGNATURE
 
 BUCKETS = 8

@@ -14,10 +14,13 @@ from effexport.plugins.contract import (
     FasterThan,
     Limit,
     Timed,
+    Work,
+    accesses,
     in_all_types,
+    moved,
+    parts,
     token_mask,
 )
-from effexport.plugins.gpu_work import Work, accesses, moved, parts
 from effexport.plugins.lsh_hash import SIGNATURE, op
 
 

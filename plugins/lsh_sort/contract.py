@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed
-from effexport.plugins.gpu_work import Work, accesses, moved, parts
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, Work, accesses, moved, parts
 from effexport.plugins.lsh_sort import SIGNATURE, op
 
 

@@ -8,8 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, Limit, Timed, in_all_types, token_mask
-from effexport.plugins.gpu_work import Work, moved, parts
+from effexport.plugins.contract import (
+    AtMost,
+    Case,
+    Contract,
+    Limit,
+    Timed,
+    Work,
+    in_all_types,
+    moved,
+    parts,
+    token_mask,
+)
 from effexport.plugins.segment_means import SIGNATURE
 
 

@@ -16,10 +16,14 @@ from effexport.plugins.contract import (
     FasterThan,
     Limit,
     Timed,
+    Work,
+    accesses,
     in_all_types,
+    moved,
+    parts,
+    product,
     token_mask,
 )
-from effexport.plugins.gpu_work import Work, accesses, moved, parts, product
 from effexport.plugins.sequence_conv import SIGNATURE
 
 

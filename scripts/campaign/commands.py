@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from campaign.tally import Tally
-from effexport.base.process_memory import status_bytes
+from effexport.base.machine import status_bytes
 
 # Of a command that refuses what it was given, beyond what the process took before.
 MOST_SECONDS = 2.0

@@ -59,7 +59,7 @@ def sanitized_library() -> Path:
     from kept import kept, native_sources
 
     from effexport.plugins.building import sources
-    from effexport.plugins.building.headers import find_headers
+    from effexport.plugins.building.build import find_headers
     from effexport.plugins.building.library import LIBRARY_NAME
     from effexport.plugins.building.toolchain import examine_compiler, require_cmake
 

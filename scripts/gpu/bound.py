@@ -52,7 +52,7 @@ class Opened:
         """Random tokens or values of one of two shapes (batch, seq); the mask hides the last quarter."""
         from effexport.base.dtypes import numpy_dtype
         from effexport.base.spec import MASK_NAME
-        from effexport.runners.feeds import limits_from_spec
+        from effexport.runners.runner import limits_from_spec
 
         source = np.random.default_rng(seed)
         spec = self.artifact.spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from effexport.plugins.gpu_work import ACCESS_BYTES, Work
+from effexport.plugins.contract import ACCESS_BYTES, Work
 
 # Multiply-adds of float32 per multiprocessor and clock, on SM 86 and later except SM 87; others have fewer.
 FUSED_PER_CLOCK = 128

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Timed, load_contract
-from effexport.plugins.gpu_work import Work
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Timed, Work, load_contract
 from effexport.plugins.ops import OPS
 from gpu.bounds import Rates, bound_of
 from gpu.building import load_kernels

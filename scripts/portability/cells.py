@@ -17,9 +17,8 @@ from effexport.proof.checks.arithmetic import check_finite
 from effexport.proof.verify import verify_in_runtime
 from effexport.proof.verify_artifact import check_nothing_lost
 from effexport.runners.artifact_runner import OpenModel
-from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import Closeable, Runner
+from effexport.runners.runner import Closeable, FeedLimits, Runner, limits_from_spec
 from portability.environments import Environment, MissingError
 from portability.models import Model, exported_model, spec_of
 from portability.tools import Conversion, Tool

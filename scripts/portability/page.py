@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from effexport.base.processor import Processor
+from effexport.base.machine import Processor
 from portability.cells import NOT_RUN, REFUSED, RIGHT, WRONG, Outcome
 from portability.known import known_failure
 from portability.models import PRECISIONS, VARIANTS

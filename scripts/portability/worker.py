@@ -20,8 +20,7 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import EffexportError
 from effexport.export.onnx_graph import graph_tensors
 from effexport.runners.artifact_runner import OpenModel
-from effexport.runners.feeds import FeedLimits
-from effexport.runners.runner import Closeable
+from effexport.runners.runner import Closeable, FeedLimits
 from portability.environments import NODE, WORKERS, Environment, MissingError
 from portability.workers.messages import packed, unpacked
 

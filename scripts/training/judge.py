@@ -20,8 +20,8 @@ from effexport.evaluation.figures import Estimate, Scores, changes, differences,
 from effexport.models.encoder.spec import LOGITS
 from effexport.proof.rebuilt_module import source_of_weights
 from effexport.runners.artifact_runner import model_opener
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import limits_from_spec
 
 # Runs of an artifact: their titles, runtime and implementation.
 RUNS: dict[Precision, tuple[tuple[str, str, str], ...]] = {

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from effexport.base.processor import Processor
+from effexport.base.machine import Processor
 from effexport.evaluation.data import IGNORED
 from effexport.models.encoder.module import Encoder
 from scripts.training.tasks import Batch

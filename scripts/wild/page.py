@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from effexport.base.processor import Processor
+from effexport.base.machine import Processor
 
 Result = Mapping[str, Any]
 # A sentence that only repeats what the first paragraphs of the page say.

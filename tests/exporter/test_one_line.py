@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.base.one_line import one_line
+from effexport.base.formatting import one_line
 
 Cli = Callable[..., Any]
 Built = Callable[..., Artifact]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from effexport.base import runtimes
-from effexport.base.processor import CPU_INFO, Processor, processor_from_file
+from effexport.base.machine import CPU_INFO, Processor, processor_from_file
 from effexport.bench import recommendation as advise
 from effexport.cli.doctor import examine_bfloat16, int8_products
 from effexport.pipeline.build import quantization_notes
@@ -34,7 +34,7 @@ def test_the_instructions_of_the_processor_are_read_in_one_place() -> None:
     folders = ("exporter", "models", "plugins", "scripts", "tests", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", ".j2")]
     found = {path.relative_to(ROOT).as_posix() for path in files if QUESTIONS.search(path.read_text(encoding="utf-8"))}
-    assert found == {"exporter/base/processor.py", Path(__file__).relative_to(ROOT).as_posix()}
+    assert found == {"exporter/base/machine.py", Path(__file__).relative_to(ROOT).as_posix()}
 
 
 def test_tests_stand_on_a_processor_of_their_own() -> None:

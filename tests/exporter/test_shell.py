@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shell_words import words_in_bash
 
-from effexport.base.shell import command_line, quoted
+from effexport.base.formatting import command_line, quoted
 
 PLAIN = (
     "plain",

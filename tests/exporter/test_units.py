@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effexport.base.errors import UserError
-from effexport.base.units import (
+from effexport.base.formatting import (
     bytes_from_text,
     memory,
     milliseconds_from_text,

@@ -16,9 +16,8 @@ import pytest
 import effexport
 from effexport.base.errors import KernelWarning, StageError, UserError
 from effexport.plugins.building.build import build_library
-from effexport.plugins.building.library import find_library
+from effexport.plugins.building.library import find_library, known_ops
 from effexport.plugins.errors import LibraryError
-from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import OPS
 from effexport.plugins.user_operators import GROUP, REQUIRED_FILES, installed_operators, loaded, operator_of_folder
 from effexport.runners.options import RunOptions

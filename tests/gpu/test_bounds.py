@@ -8,8 +8,7 @@ import pytest
 from gpu.bounds import Rates, bound_of
 from gpu.budget import GPUS
 
-from effexport.plugins.contract import Case, load_contract
-from effexport.plugins.gpu_work import ACCESS_BYTES, Work, attention_core, product
+from effexport.plugins.contract import ACCESS_BYTES, Case, Work, attention_core, load_contract, product
 from effexport.plugins.ops import OPS
 
 RATES = Rates(copied=1e12, tensor=1e14, fused=1e13, shared=1e13, cache_bytes=50e6)

@@ -17,8 +17,8 @@ from small_specs import spec_of
 
 from effexport.artifact import DECODE_STEP, PREFILL, open_artifact
 from effexport.base.runtimes import engine_name
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import limits_from_spec
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.runner import decoder_in_trt

@@ -42,7 +42,7 @@ from effexport.models.contract import GLOBAL_MASK
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
 from effexport.proof.inputs import random_inputs
-from effexport.runners.feeds import checked_feeds, limits_from_spec
+from effexport.runners.runner import checked_feeds, limits_from_spec
 
 pytestmark = pytest.mark.requires("torch", "transformers")
 

@@ -16,7 +16,7 @@ import pytest
 from campaign import operators
 from cuda_kernels import SANITIZERS, build
 
-from effexport.base.processor import CPU_INFO, processor_from_file
+from effexport.base.machine import CPU_INFO, processor_from_file
 
 ROOT = Path(__file__).parents[2]
 FLAGS = processor_from_file(CPU_INFO, platform.machine()).flags

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from effexport.plugins.building.headers import find_headers
+from effexport.plugins.building.build import find_headers
 from effexport.plugins.building.library import find_library
 
 pytestmark = pytest.mark.requires("native")

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from effexport.bench.grid import Agreement, BenchCase, BenchResults, BenchRow, Floor, Timing
 from effexport.bench.presets import PRESETS
-from effexport.bench.results import Agreement, BenchCase, BenchResults, BenchRow, Floor, Timing
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 # label → variant, and milliseconds and bytes at 1024 tokens with the powers of the length by which they grow

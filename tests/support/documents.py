@@ -8,12 +8,9 @@ from collections.abc import Iterator
 
 from markupsafe import escape
 
-from effexport.base.one_line import one_line
-from effexport.render.document import Document, Item, Link, Table
-from effexport.render.html import html_from_document
-from effexport.render.markdown import escaped, markdown_from_document
-from effexport.render.multiples import Chart
-from effexport.render.terminal import print_document
+from effexport.base.formatting import one_line
+from effexport.render.document import Chart, Document, Item, Link, Table
+from effexport.render.formats import escaped, html_from_document, markdown_from_document, print_document
 
 
 def assert_formats_agree(document: Document) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.user.spec_from_module import spec_from_module
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import limits_from_spec
 
 
 def trained_like(model: nn.Module, seed: int = 0) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from effexport.proof.metrics import rms
+from effexport.proof.tolerances import rms
 
 # Fields of configurations.
 TINY_NYSTROMFORMER: dict[str, Any] = {

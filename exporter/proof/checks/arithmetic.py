@@ -14,15 +14,19 @@ from effexport.base.dtypes import Array
 from effexport.base.spec import BuildSpec
 from effexport.proof.cases import Arrays, Case
 from effexport.proof.check import HISTOGRAM_EDGES, METRIC, RMS_METRIC, CaseLabel, Check, Kind, Limit, Worst, judged
-from effexport.proof.metrics import (
+from effexport.proof.tolerances import (
     MASK_CONSTANT,
+    bucket_flip_limit,
+    case_limit,
+    free_run_limit,
     is_ordinary,
     largest,
     largest_error,
+    near_tie_limit,
+    overall_limit,
     relative_errors,
     rms_change,
 )
-from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
 
 SIGNATURE_METRIC = "names, dtypes, shapes"
 FINITE_METRIC = "NaN or Inf elements"

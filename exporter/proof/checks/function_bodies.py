@@ -20,12 +20,11 @@ from effexport.base.dtypes import DTYPE_OF_PRECISION, UNIT_ROUNDOFF, Array, nump
 from effexport.base.errors import EffexportError, RuntimeFailedError, StageError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import all_nodes, graph_outline, value_types
-from effexport.plugins.known_ops import known_ops
+from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE, Op
 from effexport.proof.check import METRIC, CaseLabel, Check, Limit, Worst, function_body_of, judged, not_run
-from effexport.proof.metrics import relative_error
 from effexport.proof.module_runs import Answer, RepeatedRuns
-from effexport.proof.tolerances import function_body_limit
+from effexport.proof.tolerances import function_body_limit, relative_error
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model

@@ -1,21 +1,88 @@
-"""Figures and fields as people read them; every rendering of a report says them the same way."""
+"""Figures and fields as people read them; every rendering of a report says them the same way.
+
+Checks that failed or did not run are collapsed: one entry for all cases of a check, and no reason twice. Quantisation
+and its cost are told in words and rows.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import Unavailable
-from effexport.base.units import NOTHING, counted, number
+from effexport.base.formatting import NOTHING, counted, listed, number
 from effexport.models.variants.pytorch.spec import PyTorchSpec
-from effexport.proof.check import METRIC, Check, Suspect, Trace, outcome_of, outcomes_text
-from effexport.report.problems import problems_of
+from effexport.proof.check import ALL_CASES, METRIC, Check, Suspect, Trace, excess, outcome_of, outcomes_text
+from effexport.quantize.record import Quantization
 
 if TYPE_CHECKING:
     from effexport.evaluation.figures import Estimate, Quality
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Checks of one name that failed, or checks that did not run for the same reason.
+
+    ran: how many checks of the name of a failure ran.
+    """
+
+    checks: tuple[Check, ...]
+    ran: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """ "failed", "not run" or "not applicable"."""
+        return self.checks[0].outcome
+
+    @property
+    def worst(self) -> Check:
+        """The check that is furthest beyond its limit."""
+        return max(self.checks, key=lambda check: excess(check.value, check.limit))
+
+    @property
+    def subject(self) -> str:
+        """`arithmetic in 2 of 6 cases, most in short (2 × 7)`."""
+        names = listed(list(dict.fromkeys(check.name for check in self.checks)))
+        worst = self.worst.case
+        place = f"{worst.name} ({worst.shape_text})" if worst.shape else worst.name
+        if len(self.checks) == 1:
+            return names if worst == ALL_CASES else f"{names} in {place}"
+        if self.outcome == "failed":
+            return f"{names} in {len(self.checks)} of {counted(self.ran, 'case')}, most in {place}"
+        return names
+
+    @property
+    def finding(self) -> str:
+        """The worst check's measurement and its place; or the reason nothing was measured."""
+        check = self.worst
+        if check.status != "failed":
+            return check.reason or check.detail
+        value = "" if check.value is None else f"{check.metric} {number(check.value)}, limit {number(check.limit)}"
+        return "; ".join(part for part in (value, check.detail) if part) or check.metric
+
+    @property
+    def text(self) -> str:
+        """One sentence without the reason of a limit, which is never the cause of a failure."""
+        return f"{self.outcome}: {self.subject}: {self.finding}"
+
+
+def problems_of(checks: Sequence[Check]) -> list[Problem]:
+    """Failures by name, then what did not run by its reason, then what does not apply."""
+    groups: dict[tuple[str, str], list[Check]] = {}
+    for check in checks:
+        if check.status != "passed":
+            key = check.name if check.status == "failed" else check.reason or check.detail
+            groups.setdefault((check.outcome, key), []).append(check)
+    ran: dict[str, int] = {}
+    for check in checks:
+        ran[check.name] = ran.get(check.name, 0) + (check.status != "not run")
+    found = [Problem(tuple(group), ran[group[0].name]) for group in groups.values()]
+    return sorted(found, key=lambda problem: ("failed", "not run", "not applicable").index(problem.outcome))
+
 
 # How many nodes or weights a sentence lists.
 LISTED = 5
@@ -192,3 +259,97 @@ def interval_text(estimate: Estimate, *, signed: bool = False) -> str:
     if estimate.low is None or estimate.high is None:
         return text
     return f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"
+
+
+SCALES = {
+    "dynamic": "a scale for each token, found as the model runs",
+    "static": "one scale for the input of each layer, from calibration",
+}
+
+
+def quantization_facts(record: Quantization) -> list[tuple[str, str]]:
+    """The quantised parts, the samples that decided on them, and the cost on these samples."""
+    floats = sum(product.operator == "Linear" for product in record.products)
+    rows = [
+        ("Quantised", f"{len(record.layers)} of {len(record.layers) + floats} linear layers to {record.precision}"),
+        ("Weights", "one scale for each output channel, symmetric"),
+        ("Activations", SCALES[record.scales]),
+        ("Embeddings", ", ".join(table.layer for table in record.embeddings) or "float"),
+        ("Samples", samples_text(record)),
+    ]
+    if record.smooth is not None:
+        rows.append(
+            ("SmoothQuant", f"α = {record.smooth:g}, folded into {counted(len(record.smoothing), 'layer norm')}")
+        )
+    if record.max_loss is not None:
+        limited = "the task's loss" if record.task else "the RMS error"
+        rows.append(("--max-loss", f"{record.max_loss:g} of {limited}; {put_back_text(record)}"))
+    rows += loss_rows(record)
+    return rows
+
+
+def loss_rows(record: Quantization) -> list[tuple[str, str]]:
+    """The cost of quantisation on the samples, and on the data of --evaluate."""
+    rows: list[tuple[str, str]] = []
+    if record.loss is not None:
+        rows += [("RMS error against float", percent(record.loss.rms_error)), ("Cosine", f"{record.loss.cosine:.6f}")]
+        if record.loss.bucket_flips is not None:
+            rows.append(("Tokens in other buckets", percent(record.loss.bucket_flips)))
+    rows += [
+        (
+            f"{figure.name.capitalize()} on {record.task_data}",
+            f"{figure.quantized_value:.5g}, float {figure.float_value:.5g}: {100 * figure.relative_loss:+.3g} %",
+        )
+        for figure in record.task
+    ]
+    return rows
+
+
+def samples_text(record: Quantization) -> str:
+    samples = record.samples
+    if not samples.source:
+        return f"{samples.samples} drawn at random, which says little about real data"
+    return f"{samples.samples} of {samples.source}, SHA-256 {samples.sha256[:16]}…"
+
+
+def put_back_text(record: Quantization) -> str:
+    if not record.search_put_back:
+        return "no layer had to be put back to float"
+    return f"put back to float: {', '.join(record.search_put_back)}"
+
+
+def quantization_text(record: Quantization) -> str:
+    """One line for a terminal."""
+    parts = [f"{name}: {value}" for name, value in loss_rows(record)]
+    floats = Counter(product.reason for product in record.products if product.operator == "Linear")
+    kept = f"; {counted(floats.total(), 'linear layer')} in float" if floats else ""
+    return (
+        f"{len(record.layers)} linear layers in {record.precision} ({record.scales} scales){kept}; "
+        f"samples: {samples_text(record)}. {'; '.join(parts)}"
+    )
+
+
+def cost_text(record: Quantization) -> str:
+    """The cost of quantisation, in one sentence."""
+    on = record.samples.source or "random input"
+    error = "" if record.loss is None else f"an RMS error of {percent(record.loss.rms_error)} on {on}"
+    task = next((figure for figure in record.task if figure.name == "loss"), None)
+    added = f", and {100 * task.relative_loss:+.2g} % of the loss on {record.task_data}" if task else ""
+    return f"Against the float model, quantisation costs {error}{added}."
+
+
+def layer_rows(record: Quantization) -> list[tuple[str, str, str, str]]:
+    """(layer, precision, loss if it alone is quantised, why it stays float): the largest loss first."""
+    by_loss = sorted(record.layers, key=lambda layer: -(layer.loss or 0.0))
+    rows: list[tuple[str, str, str, str]]
+    rows = [(layer.layer, record.precision, percent(layer.loss), "") for layer in by_loss]
+    rows += [(table.layer, "int8 table", "", "") for table in record.embeddings]
+    rows += [
+        (product.layer or "the model itself", f"float ({product.operator})", "", product.reason)
+        for product in record.products
+    ]
+    return rows
+
+
+def percent(share: float | None) -> str:
+    return number(None) if share is None else f"{100 * share:.3g} %"

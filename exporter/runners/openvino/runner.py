@@ -24,8 +24,8 @@ from effexport.base.errors import (
 from effexport.base.runtimes import BFLOAT16_RUNTIME
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import custom_ops_of_model, external_sizes, graph_tensors, load_graph
-from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 
 if TYPE_CHECKING:
     import onnx

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.base.errors import KernelWarning, UserError
 from effexport.base.runtimes import CPU, CUDA, TENSORRT_RTX
 from effexport.models.validation import did_you_mean
-from effexport.plugins.building.library import Library, find_library
+from effexport.plugins.building.library import Library, find_library, known_ops
 from effexport.plugins.building.toolchain import last_line, run_program
 from effexport.plugins.errors import LibraryError
-from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION
 from effexport.runners.options import OTHERS, RunOptions, implementation_per_op
 from effexport.runners.ort import import_onnxruntime

@@ -17,11 +17,17 @@ from effexport.base.dtypes import DTYPES, TensorInfo
 from effexport.base.errors import EffexportError, RefusedNumbersError, RuntimeFailedError, UserError
 from effexport.base.spec import NEXT_PREFIX
 from effexport.runners.decode import DecodeRunner, Graph, states_of, zero_state
-from effexport.runners.feeds import CheckedRunner, FeedLimits, check_bound_feeds, checked_state, signature_of
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.runner import Closeable
+from effexport.runners.runner import (
+    CheckedRunner,
+    Closeable,
+    FeedLimits,
+    check_bound_feeds,
+    checked_state,
+    signature_of,
+)
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.base.errors import RuntimeUnsupportedError, UserError
-from effexport.base.processor import Processor
+from effexport.base.machine import Processor
 from effexport.base.runtimes import CPU, CUDA, OPENVINO, ORT_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX
 from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
 from effexport.runners.options import RunOptions

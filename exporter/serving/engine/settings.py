@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.base.errors import UserError
+from effexport.base.formatting import bytes_from_text, tokens_from_text
+from effexport.base.machine import STATUS
 from effexport.base.option_fields import A_FILE, A_NUMBER, Option, Options, option
-from effexport.base.process_memory import STATUS
 from effexport.base.runtimes import CPU
-from effexport.base.units import bytes_from_text, tokens_from_text
 
 if TYPE_CHECKING:
     from effexport.base.runtimes import Runtime

@@ -9,7 +9,7 @@ from effexport.base.dtypes import DTYPES, TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
 from effexport.models.validation import did_you_mean, shown
-from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec, longest_text
+from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, ServingSettings
 

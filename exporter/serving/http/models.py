@@ -19,10 +19,10 @@ from effexport.artifact import DECODE_STEP, MANIFEST, MODEL, PREFILL, Artifact, 
 from effexport.base.dtypes import numpy_dtype
 from effexport.base.environment import usable_cores
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
-from effexport.base.process_memory import give_back_freed, status_bytes
+from effexport.base.formatting import listed, memory
+from effexport.base.machine import give_back_freed, status_bytes
 from effexport.base.runtimes import RUNTIMES, engine_name
 from effexport.base.spec import MASK_NAME, is_optional
-from effexport.base.units import listed, memory
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact, why_not_generated
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
@@ -33,12 +33,11 @@ from effexport.runners.artifact_runner import (
 )
 from effexport.runners.options import RunOptions
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
-from effexport.serving.engine.generation import Generations
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Padding, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
-from effexport.serving.engine.texts import Tasks, Texts
+from effexport.serving.engine.texts import Generations, Tasks, Texts
 from effexport.signature import check_identity
 
 if TYPE_CHECKING:

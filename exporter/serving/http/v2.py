@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from effexport.base.dtypes import Array
     from effexport.generation.text_generator import Piece
-    from effexport.serving.engine.generation import Stream
+    from effexport.serving.engine.texts import Stream
     from effexport.serving.http.models import ServedModel
 
 

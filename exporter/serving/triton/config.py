@@ -19,17 +19,16 @@ import numpy as np
 
 from effexport.artifact import MANIFEST, Artifact
 from effexport.base.errors import UserError
+from effexport.base.formatting import listed
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.spec import BuildSpec
-from effexport.base.units import listed
 from effexport.base.version import __version__
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.proof.cases import load_reference
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
-from effexport.render.markdown import escaped
-from effexport.render.templates import template_environment
+from effexport.render.formats import escaped, template_environment
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
 from effexport.serving.engine.queue import rows_of
@@ -45,9 +44,8 @@ from effexport.serving.triton.spec import (
 )
 from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
 from effexport.text.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
-from effexport.text.task import Task
+from effexport.text.task import Task, Tokenizer
 from effexport.text.tasks import task_from_artifact
-from effexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import jinja2

@@ -26,12 +26,10 @@ from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
-from effexport.runners.feeds import checked_feeds, limits_from_spec, limits_of_runner
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
-from effexport.runners.runner import Closeable
+from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
 from effexport.serving.engine.errors import RequestError
-from effexport.serving.engine.generation import GenerationLoop
 from effexport.serving.engine.queue import Key, joining_key, rows_of, run_together
 from effexport.serving.engine.signature import (
     ANSWER,
@@ -44,7 +42,7 @@ from effexport.serving.engine.signature import (
     TEXT_INPUT,
     decoded,
 )
-from effexport.serving.engine.texts import Tasks
+from effexport.serving.engine.texts import GenerationLoop, Tasks
 from effexport.text.task import PreparedText, Task, joined_outputs
 from effexport.text.tasks import Embedding
 

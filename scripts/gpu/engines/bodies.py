@@ -69,7 +69,7 @@ def compare_length(runners: Mapping[str, Any], model: Model, length: int, timed:
     import numpy as np
 
     from effexport.base.errors import GraphWarning
-    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.runner import limits_from_spec
 
     limit = max(limits_from_spec(model.spec).indices.values(), default=1)
     plain = runners[PLUGINS]

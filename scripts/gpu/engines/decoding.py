@@ -20,7 +20,7 @@ BATCH, PROMPT, STEPS = 2, 63, 32
 
 
 def open_decoder(model: Model, settings: RunOptions) -> DecodeRunner:
-    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.runner import limits_from_spec
     from effexport.tensorrt.runner import decoder_in_trt
 
     return decoder_in_trt(model.artifact, model.target, limits_from_spec(model.spec), settings)
@@ -59,7 +59,7 @@ def decoded(decoder: DecodeRunner, model: Model) -> Arrays:
     import numpy as np
 
     from effexport.base.spec import MASK_NAME
-    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.runner import limits_from_spec
 
     rng = np.random.default_rng(0)
     name, output = model.spec.inputs[0].name, model.spec.outputs[0].name
@@ -78,8 +78,7 @@ def largest_difference(actual: Arrays, expected: Arrays, model: Model) -> tuple[
     """The largest relative difference, and its limit, which is twice the usual one because both sides round."""
     import numpy as np
 
-    from effexport.proof.metrics import relative_error
-    from effexport.proof.tolerances import arithmetic_limit
+    from effexport.proof.tolerances import arithmetic_limit, relative_error
 
     errors = [relative_error(actual[name], expected[name])[0] for name in expected]
     # not the built-in max, which may drop NaN

@@ -64,8 +64,7 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     """Compare as `effexport.proof.verify` compares free runs."""
     from effexport.proof.check import RMS_METRIC, Kind, judged
     from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
-    from effexport.proof.metrics import rms_change
-    from effexport.proof.tolerances import arithmetic_limit, free_run_limit
+    from effexport.proof.tolerances import arithmetic_limit, free_run_limit, rms_change
 
     signature = check_signature(case, outputs, spec)
     yield signature
@@ -111,7 +110,7 @@ def soak_in_fresh_process(model: Model, engine: Path, wanted: Soak) -> Outcome:
 
 
 def index_limit_of(model: Model) -> list[str]:
-    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.runner import limits_from_spec
 
     return ["--index-limit", str(max(limits_from_spec(model.spec).indices.values(), default=1))]
 

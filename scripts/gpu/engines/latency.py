@@ -93,7 +93,7 @@ def time_length(
     import torch
 
     from effexport.base.errors import GraphWarning
-    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.runner import limits_from_spec
 
     plain, graph = runners
     limit = max(limits_from_spec(spec).indices.values(), default=1)
@@ -154,8 +154,7 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
     For a model that hashes, the RMS error is compared with 1: buckets flip, so only gross errors can be detected.
     """
     from effexport.base.spec import MASK_NAME
-    from effexport.proof.metrics import relative_error, rms
-    from effexport.proof.tolerances import arithmetic_limit
+    from effexport.proof.tolerances import arithmetic_limit, relative_error, rms
 
     keep = feeds[MASK_NAME][0] != 0
     actual, wanted = output[0][keep].astype("float32"), expected[0][keep].astype("float32")
@@ -181,7 +180,7 @@ def bound_of(module: nn.Module, spec: BuildSpec, length: int, rates: dict[str, f
     """
     from torch import nn
 
-    from effexport.plugins.gpu_work import Work
+    from effexport.plugins.contract import Work
     from gpu.timing import lower_bound
 
     weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]

@@ -101,8 +101,7 @@ def engine_spec(model: Model) -> Any:
 
 def engine_data(engine: Path) -> dict[str, Any]:
     """The important facts about an engine, from its sidecar."""
-    from effexport.tensorrt.layers import count_dtypes, count_types
-    from effexport.tensorrt.sidecar import read_sidecar, summary_of_engine
+    from effexport.tensorrt.sidecar import count_dtypes, count_types, read_sidecar, summary_of_engine
 
     info = read_sidecar(engine)
     with_tactic = [layer for layer in info.layers if layer.get("tactic")]

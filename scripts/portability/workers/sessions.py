@@ -45,8 +45,8 @@ def onnxruntime_session(model: bytes, providers: list[Any], library: str = "") -
 def openvino_by_effexport(model: bytes) -> Run:
     """OpenVINO as `--runtime openvino` opens it: the file inlined, and float32 asked for."""
     from effexport.runners.artifact_runner import model_opener
-    from effexport.runners.feeds import FeedLimits
     from effexport.runners.options import RunOptions
+    from effexport.runners.runner import FeedLimits
 
     return model_opener(RunOptions(runtime="openvino"))(model, FeedLimits(), None).run
 

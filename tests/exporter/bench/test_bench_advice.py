@@ -17,7 +17,7 @@ from effexport.base.errors import UserError
 from effexport.bench import advice as advise_module
 from effexport.bench import recommendation as advise_rendering
 from effexport.bench.advice import AdvicePlan, Adviser, Limits, Speed, least_ms_by_products, misses
-from effexport.bench.grid import Grid, model_of_case, models_from_text
+from effexport.bench.grid import BenchCase, BenchRow, Grid, Status, model_of_case, models_from_text
 from effexport.bench.page import html_from_results
 from effexport.bench.recommendation import (
     NOTHING_MEASURED,
@@ -27,7 +27,6 @@ from effexport.bench.recommendation import (
     command_from_case,
     model_text,
 )
-from effexport.bench.results import BenchCase, BenchRow, Status
 from effexport.bench.run import Settings
 from effexport.cli.bench import BenchRequest
 from effexport.models.validation import SpecError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from effexport.bench.findings import crossovers, curves, disturbance, headlines
-from effexport.bench.results import BenchResults, results_from_json
+from effexport.bench.grid import BenchResults, results_from_json
 from effexport.bench.timing import Machine
 
 # measures three times, and wants a machine for itself

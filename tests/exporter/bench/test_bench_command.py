@@ -13,8 +13,7 @@ import pytest
 from planted_machine import PlantedMachine
 
 from effexport.bench import run as bench_run
-from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.results import Agreement, results_from_json
+from effexport.bench.grid import Agreement, Grid, models_from_text, results_from_json
 from effexport.bench.run import Settings, bench
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -14,12 +14,11 @@ from planted_machine import PlantedMachine
 
 from effexport.bench import run as bench_run
 from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
-from effexport.bench.grid import Grid, Model
+from effexport.bench.grid import BenchResults, BenchRow, Disturbance, Floor, Grid, Model, results_from_json
 from effexport.bench.page import bench_chart, csv_from_results, document_from_results, html_from_results
-from effexport.bench.results import BenchResults, BenchRow, Disturbance, Floor, results_from_json
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN, CoreUse
-from effexport.render.terminal import print_document
+from effexport.render.formats import print_document
 
 Cli = Callable[..., Any]
 REASON = "its threads had to wait for a core in too many rounds; other programs used 1.2 of 2 cores"

@@ -10,8 +10,7 @@ import pytest
 
 from effexport.bench import costs as memory
 from effexport.bench.children import MemoryUnknownError, peak_memory
-from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.results import BenchCase
+from effexport.bench.grid import BenchCase, Grid, models_from_text
 
 PLANTED = """
 import sys

@@ -19,7 +19,7 @@ from effexport.base.errors import StageError
 from effexport.bench import candidates
 from effexport.bench import run as bench_run
 from effexport.bench.candidates import agreement, candidate_from_case, reference_of_case
-from effexport.bench.grid import Grid, Model, spec_from_case
+from effexport.bench.grid import BenchCase, Grid, Model, spec_from_case
 from effexport.bench.models import (
     inputs_of_case,
     module_from_case,
@@ -27,7 +27,6 @@ from effexport.bench.models import (
     onnx_from_case,
     signature_of_case,
 )
-from effexport.bench.results import BenchCase
 from effexport.export.onnx_graph import all_nodes
 from effexport.plugins.ops import DOMAIN
 

@@ -23,14 +23,13 @@ from bench_results import (
 )
 from documents import terminal_of
 
-from effexport.base.units import duration, duration_with, memory, rate, three_digits
+from effexport.base.formatting import duration, duration_with, memory, rate, three_digits
 from effexport.bench.findings import crossovers, curves, headlines, interruption, parity_sentence, problems, verdict
+from effexport.bench.grid import BenchResults
 from effexport.bench.page import bench_chart, conditions_of, document_from_results, html_from_results, rows_table
 from effexport.bench.presets import PRESETS, measured_table, publications, published_tables
-from effexport.bench.results import BenchResults
-from effexport.render.axes import MAX_TICKS, ticks_between
-from effexport.render.document import Table
-from effexport.render.multiples import Chart
+from effexport.render.document import Chart, Table
+from effexport.render.svg import MAX_TICKS, ticks_between
 
 # ---- what it says
 

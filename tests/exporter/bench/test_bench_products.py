@@ -7,8 +7,7 @@ import math
 import pytest
 
 from effexport.bench.costs import FEWEST_ROWS, pieces
-from effexport.bench.grid import Grid, models_from_text, products_of_case
-from effexport.bench.results import BenchCase
+from effexport.bench.grid import BenchCase, Grid, models_from_text, products_of_case
 from effexport.models.shapes import Product
 
 BATCH, HEADS, D, N = 2, 3, 16, 192

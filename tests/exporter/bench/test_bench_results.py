@@ -11,8 +11,8 @@ import pytest
 from bench_results import results, row
 
 from effexport.base.errors import UserError
+from effexport.bench.grid import BenchRow, results_from_json
 from effexport.bench.page import BENCH_FOLDER, COLUMNS, csv_from_results, write_results
-from effexport.bench.results import BenchRow, results_from_json
 
 
 def row_of(label: str, runtime: str) -> BenchRow:

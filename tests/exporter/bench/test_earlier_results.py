@@ -17,8 +17,8 @@ from sweep_cells import PretendedSweep, notes
 
 from effexport.bench import sweep_file as cells_module
 from effexport.bench.cells import ATTEMPTS
+from effexport.bench.grid import results_from_json
 from effexport.bench.page import csv_from_results
-from effexport.bench.results import results_from_json
 from effexport.bench.sweep import plan_of
 from effexport.bench.sweep_file import cells_from_path
 

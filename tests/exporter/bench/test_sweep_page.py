@@ -13,7 +13,7 @@ from effexport.bench.sweep import (
     sweep_chart,
     worst_of_summary,
 )
-from effexport.render.html import html_from_document
+from effexport.render.formats import html_from_document
 
 
 def html_from_results(found: SweepResults) -> str:

@@ -18,7 +18,7 @@ from onnx_in_fake_tensorrt import fake_tensorrt
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.errors import UserError
-from effexport.plugins.building.ptx_text import PtxTarget
+from effexport.plugins.building.ptx import PtxTarget
 from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
 
 # one worker, so that every engine is built once

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from effexport.base.one_line import say
+from effexport.base.formatting import say
 from effexport.cli import bench
 from effexport.cli._console import result_console, stage_progress, stderr_console
 from effexport.cli.sweep import sweep_progress

@@ -31,7 +31,7 @@ from effexport.evaluation.data import (
 from effexport.evaluation.evaluate import scores_of
 from effexport.models.user.model import UserModel
 from effexport.proof.rebuilt_module import model_of_artifact
-from effexport.report.reading import report_from_values
+from effexport.report.rendering.formats import report_from_values
 from effexport.text.tasks import Labels, TextClassification
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")

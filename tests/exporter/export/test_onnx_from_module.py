@@ -32,9 +32,8 @@ from effexport.models.encoder.module import module_from_spec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.proof.inputs import random_inputs
-from effexport.proof.metrics import relative_error
 from effexport.proof.module_runs import run_module
-from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.tolerances import arithmetic_limit, relative_error
 from effexport.runners.ort.runner import OrtRunner
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -3,7 +3,7 @@
 The fusions of level 2 look for the same nodes on the CPU and on CUDA, and here the CPU provider stands in. It has no
 float16 Gelu, which it takes apart, so in half precision the test looks for the nodes that the fusions start from; the
 CUDA provider has that kernel. Before opset 20, which has Gelu, the graph has a formula, in the form that ONNX Runtime
-fuses (exporter/export/portable_graph.py).
+fuses (exporter/export/torch_onnx.py).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from effexport.base.runtimes import RUNTIMES
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
 from effexport.proof.cases import stored_cases
-from effexport.runners.feeds import limits_of_runner
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import limits_of_runner
 from effexport.serving.engine.queue import why_not_joined
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from effexport.export.portable_graph import make_portable, plain_equation
+from effexport.export.torch_onnx import make_portable, plain_equation
 from effexport.plugins.function_body import traps
 from effexport.tensorrt.preparation import limit_problems
 

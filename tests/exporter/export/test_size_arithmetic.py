@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import effexport
 from effexport.base.quiet import quiet
-from effexport.export.translations import size_translation
+from effexport.export.torch_onnx import size_translation
 from effexport.models.user.size_arithmetic import Log2, arithmetic_of_sizes
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -22,8 +22,8 @@ from effexport.artifact import open_artifact
 from effexport.base.errors import StageError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import load_graph
-from effexport.export.other_branches import Agreement, BranchSide, declared_shapes, has_shape, program_of_sides
 from effexport.export.specialised_length import Assumption, UserTrace, condition, holds, readable
+from effexport.export.user_program import Agreement, BranchSide, declared_shapes, has_shape, program_of_sides
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs import case_inputs
 from effexport.serving.engine.errors import RequestError

@@ -22,9 +22,9 @@ from effexport.models import attention_from_spec
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.models.variants.linear.spec import LinearSpec
 from effexport.pipeline.build import Build, Stopwatch, why_sizes_fail
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import limits_from_spec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

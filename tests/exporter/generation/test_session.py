@@ -13,7 +13,7 @@ from alphabet import Alphabet
 from effexport.base.errors import RuntimeFailedError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import Session, Stepper
-from effexport.text.tokenizer import ByteTokenizer
+from effexport.text.task import ByteTokenizer
 
 GREEDY = Sampling(max_new_tokens=6, temperature=0)
 

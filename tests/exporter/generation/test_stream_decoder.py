@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from effexport.generation.text_generator import MOST_WAITING, REPLACEMENT, StreamDecoder
-from effexport.text.tokenizer import ByteTokenizer, Tokenizer
+from effexport.text.task import ByteTokenizer, Tokenizer
 
 TEXT = "Grüße, 世界! 👩\N{ZERO WIDTH JOINER}🚀 naïve — ﷽ \U00010348 end"
 WORDS = ["▁Hello", "▁world", ",", "▁", "s", "<0xE4>", "<0xB8>", "<0x96>", "</s>"]

@@ -17,8 +17,8 @@ from transformers_models import inputs, same_rotations, saved, worst_error
 from effexport.base.spec import BuildSpec, build_spec_from_checkpoint
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import operators_of_model
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import limits_from_spec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # The limit that docs/checkpoints.md states.

@@ -22,11 +22,10 @@ from effexport.proof.candidate import (
 )
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.check import ALL_CASES, Check, function_body_of, passed, summary
-from effexport.proof.metrics import SLICE_ELEMENTS, relative_error
-from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
+from effexport.proof.tolerances import BUCKET_FLIPS, SLICE_ELEMENTS, near_tie_limit, relative_error
 from effexport.proof.verify import run_checks
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import limits_from_spec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

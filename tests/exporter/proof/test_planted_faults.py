@@ -18,8 +18,8 @@ from effexport.base.errors import EffexportError
 from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import load_reference
 from effexport.proof.verify import check_float32_ops, run_checks, verify_candidate
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import limits_from_spec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

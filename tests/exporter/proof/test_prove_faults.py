@@ -21,8 +21,8 @@ from effexport.proof.prove import ProofRequest
 from effexport.proof.reference_choice import references_from_choice
 from effexport.proof.verify import run_checks
 from effexport.runners.artifact_runner import model_opener
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import limits_from_spec
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.slow]
 OPTIONS = RunOptions(threads=1, memory_arena=False)

@@ -22,7 +22,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof import trace as tracing
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.check import CaseLabel, Trace, TracedValue
-from effexport.proof.metrics import value_error
+from effexport.proof.tolerances import value_error
 from effexport.proof.trace import ValueLimits, batches, module_of_node, trace_from_model, trace_if_possible
 from effexport.proof.traced_module import TracedModule
 from effexport.report.rendering.text import trace_text

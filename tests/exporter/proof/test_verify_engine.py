@@ -21,9 +21,9 @@ from effexport.proof.candidate import spec_with_given_buckets
 from effexport.proof.cases import load_reference
 from effexport.proof.check import passed
 from effexport.proof.verify import verify_engine, verify_engine_if_possible
-from effexport.runners.feeds import FeedLimits
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import FeedLimits
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.runner import decoder_in_trt

@@ -302,8 +302,7 @@ def test_a_stripped_file_is_still_judged_by_its_free_run(tmp_path: Path) -> None
     ],
 )
 def test_engines_have_the_codes_of_the_graph(name: str, precision: str, tokens: Path, tmp_path: Path) -> None:
-    from effexport.tensorrt.layers import CODES, count_dtypes
-    from effexport.tensorrt.sidecar import read_sidecar
+    from effexport.tensorrt.sidecar import CODES, count_dtypes, read_sidecar
 
     spec = spec_of(name, precision=precision, quantization="static")
     artifact = effexport.build(spec, tmp_path / "a", calibration=tokens, targets=["trt-rtx"]).artifact

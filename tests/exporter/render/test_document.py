@@ -25,7 +25,7 @@ from sweep_results import SWEEPS
 
 from effexport.bench import page, sweep
 from effexport.render.document import Document
-from effexport.render.html import html_from_document
+from effexport.render.formats import html_from_document
 
 DOCUMENTS: dict[str, Callable[[], Document]] = {
     **{f"bench {name}": lambda made=made: page.document_from_results(made()) for name, made in RESULTS.items()},  # type: ignore[misc]

@@ -16,17 +16,13 @@ import pytest
 
 from effexport.artifact import Artifact
 from effexport.base.dtypes import TensorInfo
-from effexport.base.units import number
+from effexport.base.formatting import number
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind, function_body_of, meaning_of
-from effexport.render.axes import Axis
-from effexport.render.html import html_from_document
-from effexport.render.svg import Point, Series, dots, histogram, legend_of, scatter
-from effexport.report.compare import Comparison, Side
+from effexport.render.formats import html_from_document
+from effexport.render.svg import Axis, Point, Series, dots, histogram, legend_of, scatter
+from effexport.report.compare import Comparison, Side, document_from_comparison, error_figures
 from effexport.report.model import LayerError, Report, json_from_report
-from effexport.report.reading import report_from_values
-from effexport.report.rendering.comparison import document_from_comparison
-from effexport.report.rendering.figures import error_figures
-from effexport.report.rendering.html import html_from_report
+from effexport.report.rendering.formats import html_from_report, report_from_values
 from effexport.report.rendering.text import flat_fields
 
 GOOD = Check("arithmetic", CaseLabel("export", (1, 64)), "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")

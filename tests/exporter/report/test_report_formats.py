@@ -29,10 +29,13 @@ from effexport.pipeline.request import BuildRequest
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Worst
 from effexport.report.compare import Side
 from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
-from effexport.report.reading import report_from_values, report_of_artifact
-from effexport.report.rendering.html import html_from_report
-from effexport.report.rendering.junit import junit_from_reports
-from effexport.report.rendering.markdown import markdown_from_report
+from effexport.report.rendering.formats import (
+    html_from_report,
+    junit_from_reports,
+    markdown_from_report,
+    report_from_values,
+    report_of_artifact,
+)
 from effexport.report.reproduce import build_command, verify_command
 
 EXPORT = CaseLabel("export", (1, 64))

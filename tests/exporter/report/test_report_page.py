@@ -26,12 +26,10 @@ from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.base.dtypes import TensorInfo
 from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.proof.check import CaseLabel, Check, Worst, not_run
-from effexport.render.html import html_from_document
-from effexport.report.compare import Comparison, Side
+from effexport.render.formats import html_from_document
+from effexport.report.compare import Comparison, Side, document_from_comparison
 from effexport.report.model import LayerError, Report
-from effexport.report.reading import side_of_artifact
-from effexport.report.rendering.comparison import document_from_comparison
-from effexport.report.rendering.html import html_from_report
+from effexport.report.rendering.formats import html_from_report, side_of_artifact
 
 pytestmark = pytest.mark.requires("browser")
 NARROW = 390

@@ -19,10 +19,8 @@ from effexport.proof.reference_choice import parse_choice
 from effexport.quantize.record import Quantization, Samples
 from effexport.report.compare import Side
 from effexport.report.model import Report, json_from_report
-from effexport.report.options import RECORDED
-from effexport.report.reading import report_from_values
-from effexport.report.rendering.formats import FORMATS, text_from_report
-from effexport.report.reproduce import build_command, verify_command
+from effexport.report.rendering.formats import FORMATS, report_from_values, text_from_report
+from effexport.report.reproduce import RECORDED, build_command, verify_command
 
 FILE = Path("artifact/report.json")
 SPEC = json.loads(json.dumps(BuildSpec(model=attention_spec("softmax")).to_dict()))

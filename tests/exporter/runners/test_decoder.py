@@ -19,14 +19,12 @@ from effexport.export.module_source import module_from_seed
 from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.user.model import model_of_ours
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.decode_step import check_decoder
-from effexport.proof.metrics import relative_error
+from effexport.proof.checks.invariance import check_decoder
 from effexport.proof.reference import reference_from_model
-from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.tolerances import arithmetic_limit, relative_error
 from effexport.runners.decode import DecodeRunner
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import decoder_in_ort
-from effexport.runners.runner import Runner
+from effexport.runners.runner import Runner, limits_from_spec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

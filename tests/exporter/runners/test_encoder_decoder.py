@@ -15,8 +15,8 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.base.errors import UserError
 from effexport.proof.cases import stored_cases
-from effexport.proof.checks.decode_step import check_encoder_decoder
-from effexport.runners.encoder_decoder import EncoderDecoderRunner
+from effexport.proof.checks.invariance import check_encoder_decoder
+from effexport.runners.decode import EncoderDecoderRunner
 
 # the artifact takes half a minute
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.slow]

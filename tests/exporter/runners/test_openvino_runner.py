@@ -26,7 +26,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Check
 from effexport.proof.verify import verify_in_runtime
-from effexport.runners import feeds as feeds_module
+from effexport.runners import runner as feeds_module
 from effexport.runners.artifact_runner import (
     check_precision_of_model,
     model_opener,

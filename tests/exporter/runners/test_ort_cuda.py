@@ -24,7 +24,7 @@ from fake_onnxruntime import PLAIN, FakeOrt, install, parsed
 from effexport.base.errors import EffexportError, KernelWarning, RuntimeFailedError, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.plugins.ops import OPS
-from effexport.runners import feeds as feeds_module
+from effexport.runners import runner as feeds_module
 from effexport.runners.artifact_runner import options_from_flags
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import kernels

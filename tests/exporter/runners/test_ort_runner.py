@@ -14,8 +14,7 @@ from effexport.artifact import Artifact
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.proof.cases import load_reference
-from effexport.proof.metrics import relative_error
-from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.tolerances import arithmetic_limit, relative_error
 from effexport.runners.runner import Runner
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

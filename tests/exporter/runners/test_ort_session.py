@@ -23,8 +23,7 @@ from effexport.base.runtimes import ORT_RUNTIMES
 from effexport.export.onnx_graph import value_types
 from effexport.plugins.building.library import Library, find_library, get_library_path
 from effexport.proof.cases import load_reference
-from effexport.proof.metrics import relative_error
-from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.tolerances import arithmetic_limit, relative_error
 from effexport.proof.verify import verify_candidate
 from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session

@@ -14,7 +14,7 @@ from kept import kept_program
 from kernel_sessions import session
 
 import effexport.plugins
-from effexport.plugins.building.headers import find_headers
+from effexport.plugins.building.build import find_headers
 from effexport.plugins.building.library import Library, find_library
 from effexport.plugins.building.toolchain import find_compiler
 from effexport.plugins.ops import DOMAIN, OPS

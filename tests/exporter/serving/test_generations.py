@@ -18,11 +18,11 @@ from alphabet import Alphabet
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
 from effexport.serving.engine.errors import QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
-from effexport.serving.engine.generation import Generations, Stream
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.settings import ServingSettings
+from effexport.serving.engine.texts import Generations, Stream
 from effexport.serving.http.v2 import EventStream, Text, generate_request
-from effexport.text.tokenizer import ByteTokenizer
+from effexport.text.task import ByteTokenizer
 
 COUNTING = Sampling(max_new_tokens=6, temperature=0)
 

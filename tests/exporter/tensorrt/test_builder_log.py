@@ -18,7 +18,7 @@ from effexport.base.errors import StageError
 from effexport.base.termination import Terminated, ending_in_order
 from effexport.tensorrt.bindings import BuildLog, explain, interrupting, make_monitor, plain
 from effexport.tensorrt.engine_from_onnx import Network, built
-from effexport.tensorrt.layers import check_dtypes, check_precision, count_dtypes, described_dtype, layers_of_engine
+from effexport.tensorrt.sidecar import check_dtypes, check_precision, count_dtypes, described_dtype, layers_of_engine
 
 WORKSPACE = (
     "IBuilder::buildSerializedNetwork: Error Code 1: Myelin ([tactic.cpp:1676: enumerate_tactics] Tactic Selection: no "

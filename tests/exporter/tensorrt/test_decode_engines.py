@@ -20,10 +20,10 @@ from effexport.artifact import DECODE_STEP, PREFILL, Artifact, open_artifact
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.base.runtimes import engine_name
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.decode_step import check_decoder
+from effexport.proof.checks.invariance import check_decoder
 from effexport.runners.decode import DecodeRunner
-from effexport.runners.feeds import limits_from_spec
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import limits_from_spec
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.runner import decoder_in_trt

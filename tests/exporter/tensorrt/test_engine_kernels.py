@@ -17,8 +17,7 @@ from effexport.artifact import Artifact
 from effexport.base.errors import StageError
 from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
-from effexport.tensorrt.layers import FUSED, REASON_DIMS, REASON_FLOAT32, SEPARATE, kernels_from_log
-from effexport.tensorrt.sidecar import EngineInfo
+from effexport.tensorrt.sidecar import FUSED, REASON_DIMS, REASON_FLOAT32, SEPARATE, EngineInfo, kernels_from_log
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")

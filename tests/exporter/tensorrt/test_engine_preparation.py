@@ -16,7 +16,7 @@ from effexport.artifact import Artifact
 from effexport.base.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.building.library import LibraryError
-from effexport.plugins.building.ptx_text import PtxTarget, ptx_target
+from effexport.plugins.building.ptx import PtxTarget, ptx_target
 from effexport.plugins.ops import DOMAIN
 from effexport.tensorrt.bindings import BuildLog
 from effexport.tensorrt.engine_from_onnx import config_from_spec, network_from_model, save_timing_cache

@@ -21,9 +21,8 @@ from tensorrt_stub import declared
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
 from effexport.base.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
-from effexport.runners.feeds import FeedLimits
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import Runner
+from effexport.runners.runner import FeedLimits, Runner
 from effexport.tensorrt.context import EAGER_BYTES, Buffers
 from effexport.tensorrt.cuda import Cuda
 from effexport.tensorrt.runner import TrtRunner

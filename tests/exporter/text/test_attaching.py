@@ -17,7 +17,7 @@ from effexport.artifact import open_artifact
 from effexport.base.errors import UserError
 from effexport.text.attaching import TokenizerSource, copy_tokenizer
 from effexport.text.fast_tokenizer import tokenizer_from_artifact
-from effexport.text.tokenizer import ByteTokenizer
+from effexport.text.task import ByteTokenizer
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 CONFIG = TINY_OF_TEXTS | {"max_position_embeddings": 16}

@@ -12,7 +12,7 @@ from random_tokenizers import SENTENCES, TEXTS, TOKENIZERS, saved_tokenizer
 
 from effexport.base.errors import UserError
 from effexport.text.fast_tokenizer import FastTokenizer, fast_tokenizer
-from effexport.text.tokenizer import ByteTokenizer
+from effexport.text.task import ByteTokenizer
 
 pytestmark = pytest.mark.requires("transformers")
 

@@ -20,7 +20,7 @@ from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.triton.instance import GenerationRequest, ReplyLoop, generation_request, triton_code
-from effexport.text.tokenizer import ByteTokenizer
+from effexport.text.task import ByteTokenizer
 
 Built = Callable[..., Artifact]
 SECONDS = 30

@@ -23,8 +23,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.base.errors import DiskError, UserError
 from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
-from effexport.proof.metrics import value_error
-from effexport.proof.tolerances import case_limit
+from effexport.proof.tolerances import case_limit, value_error
 from effexport.serving.triton.config import zip_of_effexport
 from effexport.serving.triton.package import PackageResult
 from effexport.serving.triton.spec import LARGEST_VERSION, PackageSpec

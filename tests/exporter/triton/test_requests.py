@@ -15,7 +15,7 @@ import effexport
 from effexport.artifact import Artifact
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import RuntimeFailedError, UserError
-from effexport.runners.feeds import FeedLimits
+from effexport.runners.runner import FeedLimits
 from effexport.serving.engine.texts import options_from_parameters
 from effexport.serving.triton.instance import TritonRequest, run_merged, run_requests
 from effexport.text.task import TextOptions

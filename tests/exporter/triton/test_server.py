@@ -17,8 +17,7 @@ from triton_server import TritonServer, ask_client
 
 from effexport.artifact import Artifact
 from effexport.proof.cases import Case, load_reference
-from effexport.proof.metrics import value_error
-from effexport.proof.tolerances import case_limit
+from effexport.proof.tolerances import case_limit, value_error
 from effexport.serving.triton.package import PackageResult
 
 pytestmark = [

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from effexport.plugins.building import headers as searched
-from effexport.plugins.building.build import runtime_warning
-from effexport.plugins.building.headers import find_headers
+from effexport.plugins.building import build as searched
+from effexport.plugins.building.build import find_headers, runtime_warning
 from effexport.plugins.building.library import LibraryError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from effexport.plugins.building import ptx, ptx_text
+from effexport.plugins.building import ptx
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
 from effexport.plugins.ops import OPS
@@ -155,12 +155,12 @@ def test_an_nvcc_that_is_named_and_not_there_is_not_replaced(tmp_path: Path, mon
     [([75], 75), ([80], 80), ([86, 89], 80), ([90], 80), ([120], 80), ([121, 75], 75), ([120, 80], 80)],
 )
 def test_the_oldest_gpu_decides_what_ptx_may_use(compute_capabilities: list[int], architecture: int) -> None:
-    assert ptx_text.ptx_architecture(compute_capabilities) == architecture
+    assert ptx.ptx_architecture(compute_capabilities) == architecture
 
 
 def test_a_gpu_that_is_older_than_all_ptx_is_named() -> None:
     with pytest.raises(LibraryError, match="the GPU is SM 70; the kernels expect SM 75 or later"):
-        ptx_text.ptx_architecture([90, 70])
+        ptx.ptx_architecture([90, 70])
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_a_gpu_that_is_older_than_all_ptx_is_named() -> None:
     [((7, 8), "11.8"), ((8, 0), "12.0"), ((8, 5), "12.5"), ((8, 6), "12.7"), ((8, 8), "12.9"), ((9, 0), "13.0")],
 )
 def test_ptx_needs_a_driver_of_the_release_that_brought_its_instruction_set(isa: tuple[int, int], driver: str) -> None:
-    target = ptx_text.ptx_target(80, isa)
-    assert target == ptx_text.PtxTarget(80, f"{isa[0]}.{isa[1]}", driver)
+    target = ptx.ptx_target(80, isa)
+    assert target == ptx.PtxTarget(80, f"{isa[0]}.{isa[1]}", driver)
     assert str(target) == f"SM 80 or later, and a driver of CUDA {driver} or later (PTX {isa[0]}.{isa[1]})"
 
 

@@ -11,7 +11,7 @@ from emulated_plugins import emulated_op
 from kernel_ptx import assembled, bodies_of, entries_of, ptx_by_nvcc, ptx_by_nvrtc
 
 from effexport.plugins.building import ptx, sources
-from effexport.plugins.building.ptx_text import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
+from effexport.plugins.building.ptx import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
 from effexport.plugins.ops import OPS, Op
 
 pytestmark = [pytest.mark.requires("nvcc", "onnx", "torch"), pytest.mark.xdist_group("nvcc")]

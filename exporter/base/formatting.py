@@ -1,12 +1,19 @@
-"""Amounts as people write and read them: sizes in bytes, times, counts and measured values."""
+"""Texts for people: amounts with their units, foreign texts on one line of a terminal, and commands to paste."""
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effexport.base.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 NOTHING = "–"
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -153,3 +160,52 @@ def _unit(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]
     """The largest unit in which the rounded value is at least 1, else the smallest unit."""
     rounded = abs(float(f"{value:.3g}"))
     return next((entry for entry in units if rounded >= entry[0]), units[-1])
+
+
+def one_line(text: str) -> str:
+    """A text in which line feeds, escape sequences and marks that turn its direction can be seen and do nothing."""
+    return text if text.isprintable() else "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print text as one line that can be copied, whatever markup it seems to have."""
+    console.print(one_line(text), style=style, markup=False, emoji=False, soft_wrap=True)
+
+
+# A word of the command itself, a path, or an option with its value. Names of files and values may be anybody's.
+Word = str | Path | tuple[str, object]
+
+
+def command_line(*words: Word) -> str:
+    """`effexport verify "my artifact"`: a command for any shell, in one line."""
+    return " ".join(text for word in words for text in _texts(word))
+
+
+def _texts(word: Word) -> tuple[str, ...]:
+    if isinstance(word, str):
+        return (quoted(word),)
+    if isinstance(word, Path):
+        return (quoted(str(word) if not str(word).startswith("-") else f"./{word}"),)
+    option, value = word
+    # joined, so that nobody takes the value for another option
+    return (quoted(f"{option}={value}"),) if str(value).startswith("-") else (option, quoted(str(value)))
+
+
+def quoted(word: str) -> str:
+    """In double quotes where that is enough, which is easier to read and works on Windows too; characters that control
+    a terminal, such as line feeds, are written as bash and zsh read them."""
+    if not word.isprintable():
+        return f"$'{''.join(map(_escaped, word))}'"
+    if word == shlex.quote(word) or set(word) & set('"$`\\!'):
+        return shlex.quote(word)
+    return f'"{word}"'
+
+
+def _escaped(sign: str) -> str:
+    if sign in "\\'":
+        return f"\\{sign}"
+    if sign.isprintable():
+        return sign
+    # a byte of a name that is not UTF-8, or half of a sign in JSON
+    errors = "surrogateescape" if "\udc80" <= sign <= "\udcff" else "surrogatepass"
+    return "".join(f"\\x{byte:02x}" for byte in sign.encode("utf-8", errors))
