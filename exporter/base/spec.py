@@ -10,25 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
 from effexport.base.records import read_toml
-from effexport.models.attention_spec import (
-    AttentionSpec,
-    attention_spec,
-    field_names,
-    known_fields,
-)
+from effexport.models.attention_spec import AttentionSpec, attention_spec, field_names, known_fields
 from effexport.models.checkpoints.spec import spec_from_checkpoint
 from effexport.models.contract import GLOBAL_MASK, PAST, ModelContract, contract_from_recipe
 from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling
 from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
-from effexport.models.validation import (
-    ShortRepr,
-    check_field_types,
-    did_you_mean,
-    require,
-    shown,
-    shown_name,
-)
+from effexport.models.validation import ShortRepr, check_field_types, did_you_mean, require, shown, shown_name
 from effexport.models.variants import ATTENTION_SPECS
 
 if TYPE_CHECKING:

@@ -23,13 +23,7 @@ from effexport.base.quiet import quiet
 from effexport.base.spec import INPUT_DEFAULTS, BuildSpec
 from effexport.export.failures import STAGE, place_of, reason_of
 from effexport.export.inlined import inline_functions, save
-from effexport.export.onnx_graph import (
-    RANDOM_OPS,
-    GraphSignature,
-    check_graph,
-    check_portable,
-    why_not_traced,
-)
+from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
 from effexport.export.torch_onnx import avoid_missing_bfloat16, make_portable, recurrent_translation, size_translation

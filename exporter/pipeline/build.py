@@ -61,7 +61,7 @@ from effexport.pipeline.quantization import (
 )
 from effexport.pipeline.refit import RefitRequest, held_to_previous, other_architecture, refit_note
 from effexport.proof.candidate import open_in_ort
-from effexport.proof.cases import Answers, Case, golden_cases, save_reference, stored_cases, why_not_of_spec
+from effexport.proof.cases import Answers, Case, keep_golden, save_reference, stored_cases, why_not_of_spec
 from effexport.proof.check import OTHER_LAYER, Check, Kind, Trace
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
@@ -423,15 +423,6 @@ def check_reference(checks: Sequence[Check]) -> None:
             "OMP_NUM_THREADS=1 or another release of PyTorch",
             *disputes,
         )
-
-
-def keep_golden(cases: Sequence[Case], path: Path, spec: BuildSpec) -> None:
-    """Leave those cases in the golden file that the artifact is to keep; the proof has all of them."""
-    kept = golden_cases(cases, spec.golden)
-    if not kept:
-        path.unlink()
-    elif len(kept) < len(cases):
-        save_reference(kept, path)
 
 
 def check_axes(cases: Sequence[Case], spec: BuildSpec) -> None:

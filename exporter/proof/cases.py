@@ -191,6 +191,15 @@ def save_reference(cases: Sequence[Case], path: Path) -> None:
     path.write_bytes(save(tensors, metadata=metadata))
 
 
+def keep_golden(cases: Sequence[Case], path: Path, spec: BuildSpec) -> None:
+    """Leave those cases in the golden file that the artifact is to keep; the proof has all of them."""
+    kept = golden_cases(cases, spec.golden)
+    if not kept:
+        path.unlink()
+    elif len(kept) < len(cases):
+        save_reference(kept, path)
+
+
 class Noise(msgspec.Struct, array_like=True):
     """The noise of a case in a golden file. Those from before there were adversarial cases do not store own_error."""
 

@@ -26,11 +26,7 @@ from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort.providers import check_provider, providers_from_settings
 from effexport.runners.ort.runner import array_from_value, run_failure, tensor_info, value_from_array
-from effexport.runners.ort.session import (
-    kernels_of_model,
-    session_options,
-    without_weights,
-)
+from effexport.runners.ort.session import kernels_of_model, session_options, without_weights
 from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec
 
 if TYPE_CHECKING:

@@ -20,11 +20,7 @@ from effexport.base.errors import (
     is_out_of_memory,
 )
 from effexport.base.spec import BuildSpec, Precision
-from effexport.export.onnx_graph import (
-    custom_ops_of_model,
-    load_graph,
-    value_types,
-)
+from effexport.export.onnx_graph import custom_ops_of_model, load_graph, value_types
 from effexport.plugins.ops import DOMAIN, OPS
 from effexport.proof.candidate import (
     ModelCandidate,

@@ -396,16 +396,13 @@ def input_from_table(name: str, entry: object) -> ModuleInput:
         f"{where}: dims is {dims}; a mask of tokens has the axes batch, seq, each once",
     )
     given = entry.get("range", [0, None])
+    is_pair = isinstance(given, list) and [*map(type, given)] == [int, int]
     require(
-        "range" not in entry or (is_pair(given) and given[0] < given[1]),
+        "range" not in entry or (is_pair and given[0] < given[1]),
         f"{where}: range is {given!r}; expected [lowest, highest + 1], such as [0, 20000]",
     )
     require("range" not in entry or element.startswith("int"), f"{where}: range belongs to integers, not to {dtype}")
     return ModuleInput(name=name, dims=tuple(dims), dtype=element, low=given[0], high=given[1], mask=mask)
-
-
-def is_pair(value: object) -> bool:
-    return isinstance(value, list) and [type(item) for item in value] == [int, int]
 
 
 def inputs_from_signature(module: nn.Module, name: str, widths: Sequence[int]) -> Iterator[ModuleInputs]:
@@ -491,7 +488,6 @@ def inputs_from_spec(module: nn.Module, name: str, spec: ModelContract, examples
 
 def input_of_spec(spec: ModelContract, name: str, element: str) -> ModuleInput:
     low, high = spec.drawn_ranges.get(name, (0, None))
-    mask: MaskKind = "" if name != spec.mask else "ignore" if spec.mask_ignores else "keep"
     return ModuleInput(
         name=name,
         dims=spec.inputs[name],
@@ -500,5 +496,5 @@ def input_of_spec(spec: ModelContract, name: str, element: str) -> ModuleInput:
         high=high,
         is_guess=name in spec.guesses,
         padding=spec.padding.get(name),
-        mask=mask,
+        mask="" if name != spec.mask else "ignore" if spec.mask_ignores else "keep",
     )

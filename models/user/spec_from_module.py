@@ -25,13 +25,7 @@ from effexport.models.attention_spec import AttentionSpec
 from effexport.models.layers import AttentionLayer
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import with_fixed_axis
-from effexport.models.user.calls import (
-    check_repeatable,
-    draw_notes,
-    operator_calls,
-    with_mask,
-    with_range,
-)
+from effexport.models.user.calls import check_repeatable, draw_notes, operator_calls, with_mask, with_range
 from effexport.models.user.inputs import (
     ModuleInput,
     ModuleInputs,

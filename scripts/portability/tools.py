@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from portability.environments import (
-    CHROMIUM,
-    MAIN,
-    NODE,
-    OLD_ORT,
-    ORT_OPENVINO,
-    TOOLS,
-    Environment,
-)
+from portability.environments import CHROMIUM, MAIN, NODE, OLD_ORT, ORT_OPENVINO, TOOLS, Environment
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from originals import (
-    error_against_original,
-    kept_error,
-    module_from_weights,
-    spec_from_config,
-    token_inputs,
-)
+from originals import error_against_original, kept_error, module_from_weights, spec_from_config, token_inputs
 from slow_cases import slow_after
 from transformers_models import oracle_from_config
 

@@ -14,14 +14,7 @@ import torch
 from emulated_plugins import array_of
 from implementations import implementation
 from kernel_sessions import ort_value, session
-from lsh_attention_cases import (
-    ATTRIBUTES,
-    CASES,
-    FP32,
-    Case,
-    assert_close,
-    float64_attention,
-)
+from lsh_attention_cases import ATTRIBUTES, CASES, FP32, Case, assert_close, float64_attention
 from torch import Tensor
 
 from effexport.models.layers import fused_operators

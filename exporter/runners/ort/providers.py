@@ -26,15 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import MissingExtraError, UserError
-from effexport.base.runtimes import (
-    CPU,
-    CUDA,
-    OPENVINO,
-    RUNTIME_OF_PROVIDER,
-    TENSORRT,
-    TENSORRT_RTX,
-    Package,
-)
+from effexport.base.runtimes import CPU, CUDA, OPENVINO, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX, Package
 from effexport.plugins.building.toolchain import gpus_here
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.ort_providers import check_tf32, engine_folder, profile_options, tf32_allowed

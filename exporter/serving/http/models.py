@@ -26,11 +26,7 @@ from effexport.base.spec import MASK_NAME, is_optional
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact, why_not_generated
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
-from effexport.runners.artifact_runner import (
-    decoder_from_artifact,
-    options_from_flags,
-    runner_from_artifact,
-)
+from effexport.runners.artifact_runner import decoder_from_artifact, options_from_flags, runner_from_artifact
 from effexport.runners.options import RunOptions
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics

@@ -10,12 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.layers import (
-    DepthwiseConv,
-    MultiHeadAttention,
-    at_least_float32,
-    masked_softmax,
-)
+from effexport.models.layers import DepthwiseConv, MultiHeadAttention, at_least_float32, masked_softmax
 from effexport.models.validation import SpecError
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.models.variants.softmax.layer import softmax_attention

@@ -13,13 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 from effexport.artifact import Artifact
-from effexport.proof.candidate import (
-    GIVEN_SUFFIX,
-    ModelCandidate,
-    given_values,
-    open_in_ort,
-    with_given_values,
-)
+from effexport.proof.candidate import GIVEN_SUFFIX, ModelCandidate, given_values, open_in_ort, with_given_values
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.check import ALL_CASES, Check, function_body_of, passed, summary
 from effexport.proof.tolerances import BUCKET_FLIPS, SLICE_ELEMENTS, near_tie_limit, relative_error
