@@ -206,8 +206,8 @@ def test_plugins_that_are_required_and_cannot_run_are_an_error() -> None:
 def error_of_plugins(seed: int) -> tuple[float, float]:
     """The largest relative RMS difference between plugins and bodies in a random graph, and its limit.
 
-    That of float32 is the same for all graphs. In a graph with half types, roundings of several custom nodes in other
-    places than their bodies' add up, as the root of their number because they are independent.
+    Roundings of several custom nodes in other places than their bodies' add up, as the root of their number because
+    they are independent.
     """
     graph = random_graph(seed)
     model, inputs = graph.model(dynamic=seed % 2 == 1)
@@ -224,7 +224,7 @@ def error_of_plugins(seed: int) -> tuple[float, float]:
         worst = max(worst, error)
     limit = max(LIMITS[value.dtype] for value in graph.values)
     nodes = sum(node.domain == DOMAIN for node in graph.nodes)
-    return worst, limit if limit == LIMITS["float32"] else limit * nodes**0.5
+    return worst, limit * nodes**0.5
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(10, 200))])
