@@ -7,6 +7,7 @@ thread pools of the others get time to go idle, because ONNX Runtime's threads s
     .venv/bin/python scripts/bench_ops.py                         # the shapes of docs/kernels.md
     .venv/bin/python scripts/bench_ops.py --sort 16,65536,4096 --pinv 768,64 --output ops.json
     .venv/bin/python scripts/bench_ops.py --banded 12,4096,64,256 --threads 1
+    .venv/bin/python scripts/bench_ops.py --recurrence 2048,8,8,64 --threads 1
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from effexport.models.checkpoints.longformer_spec import BandedSpec
 from effexport.models.layers import fused_operators
 from effexport.plugins.banded_attention import SIGNATURE
 from effexport.plugins.building.library import find_library
+from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
@@ -45,6 +47,9 @@ PAUSE_SECONDS = 0.02
 PINV_LIMIT = 1e-4
 # Of float32 beside float32.
 BANDED_LIMIT = 1e-4
+# As of the operator's contract, of both.
+RECURRENCE_LIMIT = 4e-6
+RULES = ("linear", "gated", "delta", "gated_delta")
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,11 @@ def main() -> None:
     for heads, n, d, reach in arguments.banded or [(12, 4096, 64, 256)]:
         title = f"BandedAttention {heads} × {n} × {d}, {reach} keys to each side"
         results[title] = report(title, banded_candidates(heads, n, d, reach, arguments.threads), arguments.turns)
+    for n, heads, kv_heads, d in arguments.recurrence or [(2048, 8, 8, 64)]:
+        for rule in RULES:
+            title = f"LinearRecurrence {n} tokens, {heads} heads over {kv_heads} states of {d} × {d}, {rule}"
+            candidates = recurrence_candidates(n, heads, kv_heads, d, rule, arguments.threads)
+            results[title] = report(title, candidates, arguments.turns)
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
@@ -92,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sort", type=sizes(3), action="append", metavar="ROWS,N,BUCKETS", help="repeatable")
     parser.add_argument("--pinv", type=sizes(2), action="append", metavar="COUNT,M", help="repeatable")
     parser.add_argument("--banded", type=sizes(4), action="append", metavar="HEADS,N,D,REACH", help="repeatable")
+    parser.add_argument("--recurrence", type=sizes(4), action="append", metavar="N,HEADS,STATES,D", help="repeatable")
     parser.add_argument("--turns", type=int, default=30, help="turns of each candidate (default 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every candidate")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -293,6 +304,51 @@ def longformer_layer_model(theirs: torch.nn.Module, reach: int) -> bytes:
     mark_custom_nodes(exported.model)
     attach_function_bodies(exported.model, 20)
     return bytes(exported.model_proto.SerializeToString())
+
+
+def recurrence_candidates(n: int, heads: int, kv_heads: int, d: int, rule: str, threads: int) -> list[Candidate]:
+    """The kernel, the body and ONNX Runtime's own operator, which has heads side by side in the last dimension."""
+    contract = load_contract(OPS["LinearRecurrence"])
+    case = Case((1, n, heads, kv_heads, d, d, int("delta" in rule), 0), (d**-0.5,))
+    arrays = {name: x.numpy() for name, x in contract.inputs(case, "cpu").items()}
+    if "gated" not in rule:
+        arrays["decay"][:] = 0
+    if "delta" not in rule:
+        arrays["beta"][:] = 1
+    inputs = {name: (TensorProto.FLOAT, list(x.shape)) for name, x in arrays.items()}
+    kernel, body = runners(
+        op_model("LinearRecurrence", inputs, ["out", "present"], **contract.attributes(case)), threads
+    )
+    read = ["query", "key", "value", "past", "decay" * ("gated" in rule), "beta" * ("delta" in rule)]
+    packed = {name: arrays[name] if name == "past" else arrays[name].reshape(1, n, -1) for name in filter(None, read)}
+    node = helper.make_node(
+        "LinearAttention",
+        read if read[-1] else read[:-1] if read[-2] else read[:-2],
+        ["out", "present"],
+        domain="com.microsoft",
+        q_num_heads=heads,
+        kv_num_heads=kv_heads,
+        update_rule=rule,
+        scale=d**-0.5,
+    )
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in packed.items()]
+    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("out", "present")]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "own", values, made), opset_imports=opsets, ir_version=10)
+    own = OrtRunner(model.SerializeToString(), RunOptions(threads=threads))
+    wanted = own.run(packed)
+    for runner in (kernel, body):
+        for given, right in zip(runner.run(arrays).values(), wanted.values(), strict=True):
+            assert np.abs(given.reshape(right.shape) - right).max() <= RECURRENCE_LIMIT * np.abs(right).max()
+    # each token decays and writes each number of a state, finds what it holds for the delta rule, and reads it
+    state, rows = torch.ones(d, d), torch.ones(n * (kv_heads * (2 + case.sizes[6]) + heads), d)
+    products = torch.empty_like(rows)
+    return [
+        Candidate("kernel", kernel.bind(arrays).run),
+        Candidate("body in ONNX Runtime", lambda: body.run(arrays)),
+        Candidate("ONNX Runtime's LinearAttention", own.bind(packed).run),
+        Candidate("lower bound: its multiply-adds, in torch", lambda: torch.mm(rows, state, out=products)),
+    ]
 
 
 def report(title: str, candidates: list[Candidate], turns: int) -> list[dict[str, Any]]:
