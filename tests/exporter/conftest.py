@@ -51,7 +51,6 @@ def one_translation_table() -> Iterator[None]:
         yield
         return
     import torch._export.utils
-    from torch._export.utils import _materialize_cpp_cia_ops
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     read = functools.cache(ONNXRegistry.from_torchlib)
@@ -66,7 +65,8 @@ def one_translation_table() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", classmethod(copied))
         # it looks up all operators once per namespace in every export; nothing here registers one in C++
-        patch.setattr(torch._export.utils, "_materialize_cpp_cia_ops", functools.cache(_materialize_cpp_cia_ops))
+        if lookup := getattr(torch._export.utils, "_materialize_cpp_cia_ops", None):
+            patch.setattr(torch._export.utils, "_materialize_cpp_cia_ops", functools.cache(lookup))
         yield
 
 
