@@ -222,9 +222,12 @@ def model(call: Call, dims: str) -> bytes:
         shape = {"unknown": None, "symbols": [f"{name}{i}" for i in range(array.ndim)], "sizes": array.shape}[dims]
         inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), shape))
     element = inputs[0].type.tensor_type.elem_type if inputs else TensorProto.FLOAT
-    if OPS[call.op].output_type == "int32":
-        element = TensorProto.INT32
-    outputs = [helper.make_tensor_value_info(name, element, None) for name in call.outputs if name]
+    types = {"T": element, "int32": TensorProto.INT32, "float32": TensorProto.FLOAT}
+    outputs = [
+        helper.make_tensor_value_info(name, types[OPS[call.op].type_of_output(index)], None)
+        for index, name in enumerate(call.outputs)
+        if name
+    ]
     graph = helper.make_graph([node], "one", inputs, outputs)
     made = helper.make_model(
         graph,

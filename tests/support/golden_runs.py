@@ -75,7 +75,7 @@ def lasting(value: Any) -> Any:
 
 def files_of(folder: Path) -> dict[str, str]:
     """The files below a folder, with a digest of those that hold a graph."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
     return {str(path.relative_to(folder)): graph_digest(path) if path.suffix == ".onnx" else "" for path in paths}
 
 
