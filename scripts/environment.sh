@@ -5,7 +5,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE # containers set the last: each process would compile all files
+unset PYTHONHOME PYTHONPATH
 
 say() { printf '%s\n' "$*" >&2; }
 

@@ -30,7 +30,9 @@ def name_of(node: Any) -> str:
 def operators_of(program: ExportedProgram) -> Counter[str]:
     """The number of nodes of each of our operators, by ONNX name."""
     names = {getattr(torch.ops.effexport, op.torch_name).default: op.onnx_name for op in OPS.values()}
-    return Counter(names[node.target] for node in program.graph.nodes if node.target in names)
+    # regions of autocast have graphs of their own
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    return Counter(names[node.target] for graph in graphs for node in graph.nodes if node.target in names)
 
 
 def is_tensor(x: Any) -> bool:

@@ -156,7 +156,7 @@ CONTRACT = Contract(
     ),
     checked=(
         *rules((2, 65, 4, 2, 64, 64), (1, 100, 2, 2, 128, 128), (3, 33, 6, 2, 9, 40)),
-        *(case for kind in KINDS[1:] for case in rules((2, 200, 2, 2, 64, 64), kind=kind)),
+        *(case for kind in KINDS[1:] for case in rules((2, 100, 2, 2, 64, 64), kind=kind)),
     ),
     timed=(
         timed("float32", 1, FasterThan("token by token", "one launch in the place of several for each token", 10)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -209,9 +210,7 @@ def test_an_edited_operator_makes_the_library_outdated_and_not_one_without_it_cu
     assert (found.path, found.outdated) == (library.path, True)
     assert found.rebuild_command == f"effexport plugins build --with '{folder}'"
     assert build_library(folders=[folder]).path != library.path
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
     found = find_library()
     assert found is not None
     assert found.outdated

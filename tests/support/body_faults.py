@@ -284,21 +284,20 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         "there is a state, and its heads are a whole number",
     ),
     (
-        r"LinearRecurrence: Concat (query_shape: operands exchanged, 4 and 5|result_shape: operands exchanged, 2 and 3"
-        r"|states_\d: another attribute, axis = 4)",
+        r"^LinearRecurrence(, no delta rule)? \| .*Concat query_shape: operands exchanged, 4 and 5"
+        r"|LinearRecurrence: Concat (result_shape: operands exchanged, 2 and 3|states_\d: another attribute, axis = 4)",
         "a Reshape follows, which restores the shape",
     ),
     (
-        r"^LinearRecurrence(, no delta rule)? \| .*Transpose total: (bypassed|another attribute, perm = \S0, 1, 2, 3,)",
-        "one number for each chunk",
+        r"LinearRecurrence: Transpose total: (bypassed|another attribute, perm = \S0, 1, 2, 3,)",
+        "one number for each chunk, or factors of rows of the identity, which may be those of its columns",
     ),
     (
-        r"LinearRecurrence: (Div (chunks_or_none|count_\d): bypassed, gives its input (chunk|two)_1d"
-        r"|Add nearly_\d: another operator|Constant nearly_1d: another constant, (doubled|plus 1))",
+        r"LinearRecurrence: Div (chunks_or_none|count_2): bypassed, gives its input (chunk|two)_1d",
         "more chunks or pairs than needed, which hold nothing",
     ),
     (
-        r"LinearRecurrence: Mul pairs_1d: another operator",
+        r"LinearRecurrence: Mul pairs_1d: (another operator|bypassed, gives its input key_dim)",
         "ONNX Runtime takes the last size of a shape from the tensor",
     ),
     (r"LinearRecurrence: Equal is_new_8: another operator, GreaterOrEqual", "there is one such block"),
@@ -309,8 +308,9 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     ),
     (r"LinearRecurrence: Slice \w+: operands exchanged, \d and 4: axis2, two_1d", "both are 2"),
     (
-        r"LinearRecurrence: (Slice right_\w+_1: operands exchanged, 2 and 4"
-        r"|Pad right_\w+_1: bypassed, gives its input right"
+        r"^LinearRecurrence, no delta rule \| .*Pad right_moved_1: bypassed, gives its input right"
+        r"|LinearRecurrence: (Slice right_\w+_1: operands exchanged, 2 and 4"
+        r"|Pad right_added_1: bypassed, gives its input right|Concat pads_1: operands exchanged, 0 and 2"
         r"|Slice left_\w+_2: operands exchanged, 2 and [34]|Mul even_2: bypassed, gives its input two_1d"
         r"|Div count_3: operands exchanged|Concat states_2: another attribute, axis = 2)",
         "only the first pair of the second level from the top is read, and the top has one",
