@@ -323,7 +323,7 @@ def recurrence_candidates(n: int, heads: int, kv_heads: int, d: int, rule: str, 
     packed = {name: arrays[name] if name == "past" else arrays[name].reshape(1, n, -1) for name in filter(None, read)}
     node = helper.make_node(
         "LinearAttention",
-        read if read[-1] else read[:-1] if read[-2] else read[:-2],
+        read,
         ["out", "present"],
         domain="com.microsoft",
         q_num_heads=heads,

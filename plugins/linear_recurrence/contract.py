@@ -66,17 +66,22 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
 
 
 def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Token by token, in float64."""
+    """Token by token, in float64, as sums of products written out: few calls of PyTorch for each token."""
     query, key, value, state, decay, beta = (x.double() for x in inputs.values())
     (scale,), delta = case.numbers, case.sizes[-2]
-    out = value.new_zeros(*query.shape[:3], value.shape[3])
+    outputs = []
     heads_per_state = query.shape[2] // max(key.shape[2], 1)
-    for t in range(query.shape[1]):
-        state = state * decay[:, t].exp()[..., None]
-        held = torch.einsum("bhk,bhkv->bhv", key[:, t], state)
-        written = beta[:, t] * (value[:, t] - delta * held)
-        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], written)
-        out[:, t] = scale * torch.einsum("bhk,bhkv->bhv", query[:, t], state.repeat_interleave(heads_per_state, dim=1))
+    # of a token: columns [batch, heads, key_dim, 1] and rows [batch, heads, 1, value_dim] beside states
+    queries, keys, alphas = (x[..., None].unbind(1) for x in (scale * query, key, decay.exp()))
+    rows = (beta * value)[..., None, :].unbind(1)
+    erased = (beta * key)[..., None].unbind(1)
+    for q, k, alpha, row, own in zip(queries, keys, alphas, rows, erased, strict=True):
+        state = alpha * state
+        written = row - (own * state).sum(-2, keepdim=True) if delta else row
+        state = state + k * written
+        read = state.repeat_interleave(heads_per_state, dim=1) if heads_per_state != 1 else state
+        outputs.append((q * read).sum(-2))
+    out = torch.stack(outputs, dim=1) if outputs else value.new_zeros(*query.shape[:3], value.shape[3])
     return {"out": out, "present": state}
 
 

@@ -21,8 +21,6 @@ from effexport.plugins.contract import Case, Contract, load_contract
 from effexport.plugins.ops import OPS, Op
 
 MOST_CALLS = 2000
-# Its formula goes token by token: about a hundred calls for each of up to 100, a tenth of a second on a GPU.
-MOST_CALLS_OF = {"linear_recurrence": 12_500}
 # Of 80 GB: a huge case is alone with those of three other processes, which are not huge.
 MOST_BYTES, MOST_BYTES_AT_ONCE = 35e9, 8e9
 MASKED = load_contract(OPS["MaskedAttention"])
@@ -64,7 +62,7 @@ def test_no_case_makes_many_calls_of_pytorch_or_fills_the_memory(op: Op) -> None
         with FakeTensorMode(), Account() as account:
             outputs = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in check.outputs(case).items()}
             relative_error(check, case, check.inputs(case, "cpu"), outputs)
-        assert account.calls <= MOST_CALLS_OF.get(op.torch_name, MOST_CALLS), case.name
+        assert account.calls <= MOST_CALLS, case.name
         assert account.most_bytes <= (MOST_BYTES if case in check.huge else MOST_BYTES_AT_ONCE), case.name
 
 
