@@ -36,8 +36,13 @@ LOWEST = re.fullmatch(r"onnxruntime>=([\d.]+)", PROJECT["optional-dependencies"]
 OLDEST, NEWEST = PythonVenv(f"onnxruntime-{LOWEST}"), TOOLS
 # Of each operator; the sizes, types and attributes of each are drawn.
 CALLS = 12
-CAUSAL = [variant for variant in ATTENTION_SPECS if variant != "nystrom"]  # which has no causal form
-MODELS = [*((variant, False) for variant in ATTENTION_SPECS), *((variant, True) for variant in CAUSAL)]
+WITH_STATE = ("linear", "aft-simple")
+CAUSAL = [variant for variant, spec in ATTENTION_SPECS.items() if not spec.why_not_causal]
+# A causal form has the operators and kernels of the other, which the calls above draw causal, too.
+MODELS = [
+    *((variant, False) for variant in ATTENTION_SPECS),
+    *(pytest.param(variant, True, marks=[pytest.mark.soak] * (variant not in WITH_STATE)) for variant in CAUSAL),
+]
 
 
 # the newest is the release in which the suite runs the kernels anyway
@@ -108,7 +113,7 @@ def test_every_variant_is_right_with_kernels(variant: str, causal: bool, worker:
 
 
 @pytest.mark.requires("portability", "native", "torch", "onnx", "ort")
-@pytest.mark.parametrize("variant", ["linear", "aft-simple"])
+@pytest.mark.parametrize("variant", WITH_STATE)
 def test_a_decode_step_continues_a_prompt(variant: str, worker: Worker) -> None:
     artifact = open_artifact(built_artifact(spec_of(variant, causal=True)))
     case = next(case for case in load_reference(artifact.reference_path) if case.keep.all() and case.keep.shape[1] > 8)

@@ -17,9 +17,11 @@ def slow_after(count: int, cases: Iterable[object], soak_after: int | None = Non
     return [*cases[:count], *map(slow, cases[count:last]), *map(soak, cases[last:])]
 
 
-def variants_fast_for(*names: str) -> list[object]:
-    """Every variant; all but the named ones are slow tests."""
-    return [name if name in names else slow(name) for name in ATTENTION_SPECS]
+def some_variants(fast: Iterable[str] = (), slowly: Iterable[str] = ()) -> list[object]:
+    """Every variant, for a table in which one member stands for each kind of behaviour: the others run in
+    scripts/soak.sh only, so that a new variant costs nothing here."""
+    parts = {name: slow(name) for name in slowly} | {name: name for name in fast}
+    return [parts.get(name, soak(name)) for name in ATTENTION_SPECS]
 
 
 def slow(case: object) -> object:

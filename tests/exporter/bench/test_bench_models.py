@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from kept import code_of, digest_of, kept
-from slow_cases import slow_after, variants_fast_for
+from slow_cases import slow_after, some_variants
 from small_builds import what_decides_a_build
 
 from effexport.base.errors import StageError
@@ -74,7 +74,9 @@ def agrees(case: BenchCase, model: Path | None) -> None:
     assert parity.passed, parity
 
 
-@pytest.mark.parametrize("name", variants_fast_for("softmax", "nystrom", "lsh", "aft-full"))
+@pytest.mark.parametrize(
+    "name", some_variants(fast=("softmax", "nystrom", "lsh", "aft-full"), slowly=("linear", "window"))
+)
 def test_a_core_export_agrees_with_pytorch(name: str) -> None:
     case = small_case(name)
     agrees(case, exported(case))

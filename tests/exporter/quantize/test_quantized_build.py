@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quantization_faults import faults, saved
-from slow_cases import slow, soak
+from slow_cases import soak, some_variants
 from small_builds import built_artifact, calibrated_artifact
 from small_specs import spec_of
 
@@ -29,6 +29,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": {"precision": "fp8"},
 }
 STATIC_IN_EVERY_RUN = (("nystrom", "static"), ("aft-conv", "fp8"))
+ENGINES_IN_EVERY_RUN = (("softmax", "int8"), ("lsh", "fp8"), ("aft-conv", "int8"))
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +45,8 @@ def quantised(variant: str, scheme: str = "dynamic", **fields: Any) -> Artifact:
     return open_artifact(built_artifact(spec) if scheme == "dynamic" else calibrated_artifact(spec))
 
 
-# aft-simple is judged with fp8 below, and aft-local has the layers of aft-full
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("linear", "lsh"),
-        *(slow(name) for name in ATTENTION_SPECS if name not in ("linear", "lsh", "aft-simple", "aft-local")),
-        *map(soak, ("aft-simple", "aft-local")),
-    ],
-)
+# layers of products alone, a hash that stays float, a convolution, and position biases
+@pytest.mark.parametrize("name", some_variants(fast=("linear", "lsh"), slowly=("nystrom", "aft-conv")))
 def test_every_variant_computes_its_quantised_model(name: str) -> None:
     artifact = quantised(name)
     report = json.loads((artifact.path / "report.json").read_text())
@@ -295,10 +289,10 @@ def test_a_stripped_file_is_still_judged_by_its_free_run(tmp_path: Path) -> None
 @pytest.mark.requires("rtx")
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [  # every run builds each variant once; the other precision of each is for the soak run
-        pytest.param(name, precision, marks=pytest.mark.soak if (i + j) % 2 else ())
-        for i, name in enumerate(ATTENTION_SPECS)
-        for j, precision in enumerate(("int8", "fp8"))
+    [  # the kinds that are quantised otherwise, one precision each; the soak run builds all
+        pytest.param(name, precision, marks=() if (name, precision) in ENGINES_IN_EVERY_RUN else pytest.mark.soak)
+        for name in ATTENTION_SPECS
+        for precision in ("int8", "fp8")
     ],
 )
 def test_engines_have_the_codes_of_the_graph(name: str, precision: str, tokens: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,7 @@ Built = Callable[..., Artifact]
 # Variants whose function bodies OpenVINO has misread, and all others.
 WITH_TRAPS = ("nystrom", "lsh")
 OTHERS = tuple(name for name in ATTENTION_SPECS if name not in WITH_TRAPS)
+BUILT_IN_FP16 = ("softmax", "linear", "aft-simple", "aft-local", "window")
 ONE_THREAD = RunOptions(runtime="openvino", threads=1)
 BF16 = replace(ONE_THREAD, precision_hint="bf16")
 
@@ -69,8 +71,18 @@ def attention(built: Built) -> Iterator[OpenVinoRunner]:
         yield runner
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", [*WITH_TRAPS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+# in float16, those that other tests build
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *itertools.product(WITH_TRAPS, ("fp32", "fp16")),
+        *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in OTHERS),
+        *(
+            pytest.param(name, "fp16", marks=pytest.mark.slow if name in BUILT_IN_FP16 else pytest.mark.soak)
+            for name in OTHERS
+        ),
+    ],
+)
 def test_openvino_computes_what_pytorch_computes(built: Built, name: str, precision: str) -> None:
     checks = verified(built(name, "attention", precision=precision))
     assert [f"{check.name} {check.case}: {check.detail}" for check in checks if check.status != "passed"] == []

@@ -11,7 +11,7 @@ import onnx
 import onnx.parser
 import pytest
 from onnx import numpy_helper
-from slow_cases import variants_fast_for
+from slow_cases import some_variants
 from small_builds import exported, module_from_path
 from transformers_models import saved
 
@@ -217,7 +217,7 @@ PRECISIONS = [p if p == "fp16" else pytest.param(p, marks=pytest.mark.soak) for 
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", variants_fast_for("nystrom", "lsh"))
+@pytest.mark.parametrize("name", some_variants(fast=("nystrom", "lsh"), slowly=("linear", "aft-local", "window")))
 def test_exported_attention_obeys_the_limits(small_spec: Specs, name: str, precision: str) -> None:
     check_limits(onnx.load(exported(small_spec(name, "attention", precision=precision))))
 
