@@ -264,7 +264,7 @@ def check_graph_of_artifact(
             # only the module knows the shapes of its state
             states = graph_inputs(graph)[len(signature_with_state(spec, (), one_token=True).inputs) :]
         signature = signature_with_state(spec, states, one_token=is_step)
-        problem = why_another(graph, signature) or why_not_states(states, spec.attention.inner_dim**2)
+        problem = why_another(graph, signature) or why_not_states(states, spec.attention.most_state_elements)
     if problem:
         raise UserError(f"{file} is not the graph that {MANIFEST} describes: {problem}; {REMEDY}")
     return states

@@ -64,8 +64,8 @@ class AttentionSpec(ShortRepr, ModelContract):
     with n tokens, d channels, m landmarks, c chunk length, r rounds, s window. is_quadratic: memory grows with the
     square of the length. is_length_free: one ONNX file of the layer serves every length; others depend on learned
     positions or on a number of buckets. why_not_causal: the reason there is no causal form, as half a sentence;
-    "" if there is one. option_labels: names for a variant with one option set. place: the variant's rank in lists
-    for users, which other layers do not have.
+    "" if there is one. why_always_causal: the reason there is no other form, likewise. option_labels: names for a
+    variant with one option set. place: the variant's rank in lists for users, which other layers do not have.
     """
 
     scope: ClassVar[Literal["attention"]] = "attention"
@@ -80,6 +80,7 @@ class AttentionSpec(ShortRepr, ModelContract):
     is_quadratic: ClassVar[bool] = False
     is_length_free: ClassVar[bool] = False
     why_not_causal: ClassVar[str] = ""
+    why_always_causal: ClassVar[str] = ""
     has_heads: ClassVar[bool] = True
     max_seq_len_is_seq_len: ClassVar[bool] = False
     causal_state_is_constant: ClassVar[bool] = False
@@ -115,6 +116,11 @@ class AttentionSpec(ShortRepr, ModelContract):
             not (self.causal and self.why_not_causal),
             f"{self.variant} attention has no causal form, because {self.why_not_causal}; use one of: {causal}",
         )
+        require(
+            self.causal or not self.why_always_causal,
+            f"{self.variant} attention has no other form than the causal one, because {self.why_always_causal}; leave "
+            "causal out",
+        )
 
     @property
     def head_size(self) -> int:
@@ -128,6 +134,10 @@ class AttentionSpec(ShortRepr, ModelContract):
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         """ONNX names of the custom operators that the layer becomes in a graph, with or without fused operators."""
+        return ()
+
+    def prefill_operators(self, fused: bool) -> tuple[str, ...]:
+        """Those of the layer in the graph that reads a prompt."""
         return ()
 
     @property
@@ -173,6 +183,9 @@ class AttentionSpec(ShortRepr, ModelContract):
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
         return dict(Counter(self.operators(fused)))
+
+    def prefill_ops(self, fused: bool) -> dict[str, int]:
+        return dict(Counter(self.prefill_operators(fused)))
 
     @property
     def hostile_inputs(self) -> HostileInputs:
@@ -227,6 +240,11 @@ class AttentionSpec(ShortRepr, ModelContract):
     @property
     def has_decode_step(self) -> bool:
         return self.causal and self.causal_state_is_constant
+
+    @property
+    def most_state_elements(self) -> int:
+        """Numbers in the largest tensor of the state of a decode step, for each sample; or more."""
+        return self.inner_dim**2
 
     @property
     def actual_variant(self) -> str:

@@ -331,6 +331,10 @@ class ModelContract(ABC):
     def custom_ops(self, fused: bool) -> dict[str, int]:
         """The number of nodes of each custom operator in the graph, with or without fused operators."""
 
+    def prefill_ops(self, fused: bool) -> dict[str, int]:
+        """The number of nodes of each custom operator in the graph that reads a prompt."""
+        return {}
+
     def with_custom_ops(self, found: Mapping[str, int], fused: bool, remarks: Iterable[str]) -> Self:
         """The model with the numbers of operators that its graph has, which only the graph tells. remarks: on why they
         are not those that were expected."""

@@ -75,7 +75,8 @@ def signature_with_state(spec: BuildSpec, states: tuple[TensorInfo, ...], *, one
         tokens = (token,)
     position = (TensorInfo("position", "int64", ("batch",)),) if spec.model.counts_positions else ()
     next_states = (replace(state, name=NEXT_PREFIX + state.name) for state in states)
-    return GraphSignature((*tokens, *position, *states), (output, *next_states), {})
+    custom_ops = {} if one_token or spec.inline else spec.model.prefill_ops(spec.fused)
+    return GraphSignature((*tokens, *position, *states), (output, *next_states), custom_ops)
 
 
 def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, str] = FORBIDDEN_OPS) -> None:

@@ -244,7 +244,10 @@ def weight_scale(name: str, parameter: Tensor) -> float:
 
 
 def weight_mean(name: str) -> float:
-    """Mean for a parameter of this name: one for the gains of normalisations."""
+    """Mean for a parameter of this name: one for the gains of normalisations; steps at which a state lasts for many
+    tokens."""
+    if name.endswith("dt_bias"):
+        return -4.0
     return 1.0 if name.endswith("norm.weight") else 0.0
 
 

@@ -174,6 +174,9 @@ class EncoderSpec(ShortRepr, ModelContract):
     def custom_ops(self, fused: bool) -> dict[str, int]:
         return counted([self.attention] * self.layers, fused)
 
+    def prefill_ops(self, fused: bool) -> dict[str, int]:
+        return {op: count * self.layers for op, count in self.attention.prefill_ops(fused).items()}
+
     @property
     def title(self) -> str:
         return f"{self.attention.variant} encoder"

@@ -26,9 +26,10 @@ CONTRACTS = {variant: variant_contract(variant) for variant in (*ATTENTION_SPECS
 
 
 def rows() -> Iterator[tuple[str, bool]]:
-    """Each variant, and its causal form if it has one."""
+    """Each variant in the forms that it has, causal and not."""
     for variant in CONTRACTS:
-        yield variant, False
+        if not SPECS[variant].why_always_causal:
+            yield variant, False
         if not SPECS[variant].why_not_causal:
             yield variant, True
 
@@ -43,7 +44,8 @@ def formulas() -> Iterator[tuple[str, str, bool]]:
     for variant, contract in CONTRACTS.items():
         for form, options in {"": {}, **contract.forms}.items():
             can_be_causal = not SPECS[variant].why_not_causal and "conv_kernel_size" not in options
-            for causal in {False, can_be_causal} & {options.get("causal", False), options.get("causal", True)}:
+            has = {bool(SPECS[variant].why_always_causal), can_be_causal}
+            for causal in has & {options.get("causal", False), options.get("causal", True)}:
                 yield variant, form, causal
 
 

@@ -1,0 +1,184 @@
+"""The layer that the recurrent variants share: linear attention with decay, with and without the delta rule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models.layers import AttentionLayer, State, at_least_float32
+from effexport.models.variants.chunked_recurrence import chunked_recurrence
+from effexport.models.variants.recurrence_spec import RecurrentSpec
+from effexport.plugins.linear_recurrence.op import linear_recurrence
+
+
+class Tokens(NamedTuple):
+    """What the recurrence reads of each token, [batch, seq, heads, channels], at least float32.
+
+    query, key: head_dim channels; value: value_dim. decay: the logarithm of the share of the state that stays, at most
+    0; one channel, or one for each channel of a key. beta: how strongly the token is written, one channel.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+class RecurrentAttention(AttentionLayer):
+    """out_t = scale · S_tᵀ q_t, S_t = α_t S_{t−1} + β_t k_t (v_t − delta · (α_t S_{t−1})ᵀ k_t)ᵀ with α = exp(decay).
+
+    O(seq · dim · head_dim) time; the state, float32 whatever the model's dtype, has a constant size. A variant
+    implements `tokens`, and overrides `projections` for what else it projects its input to, and `finish`.
+
+    Hidden tokens leave the state as it is. Each token keeps its column: the convolution reads zeros at hidden ones, as
+    before the first, so padding on either side of a sequence changes nothing.
+    """
+
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "its state is read and written by every token"}
+
+    spec: RecurrentSpec
+
+    def __init__(self, spec: RecurrentSpec) -> None:
+        super().__init__(spec, spec.heads * spec.value_size)
+        self.query = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+        self.key = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+        self.value = nn.Linear(spec.dim, spec.heads * spec.value_size, bias=spec.bias)
+        self.norm = RMSNorm(spec.value_size, spec.norm_eps)
+        if spec.conv_size:
+            self.taps = nn.Parameter(torch.empty(spec.convolved, spec.conv_size))
+            nn.init.kaiming_uniform_(self.taps, a=5**0.5)
+
+    def projections(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, which are convolved, and what else `tokens` takes: each [batch, seq, heads,
+        channels]."""
+        linears = (self.query, self.key, self.value)
+        return tuple(linear(hidden_states).unflatten(-1, (self.spec.heads, -1)) for linear in linears)
+
+    def tokens(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tokens:
+        """The inputs of the recurrence, from `projections`, at least float32; the first three are convolved."""
+        raise NotImplementedError
+
+    def finish(self, context: Tensor, hidden_states: Tensor) -> Tensor:
+        """The results of the recurrence [batch, seq, heads, value_dim], at least float32, normalised in each head: the
+        input of the output projection, [batch, seq, heads · value_dim] in any dtype."""
+        normed: Tensor = self.norm(context)
+        return normed.flatten(2)
+
+    def attend(self, hidden_states: Tensor, keep: Tensor | None) -> Tensor:
+        context, _ = self.recur(self.projections(hidden_states), keep, self.initial_state(hidden_states.shape[0]))
+        return self.finish(context, hidden_states).to(hidden_states.dtype)
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.transpose(1, 2) for x in self.projections(hidden_states))
+
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        by_token = tuple(x.transpose(1, 2) for x in projected)
+        context, _ = self.recur(by_token, keep, self.initial_state(keep.shape[0]))
+        return context.transpose(1, 2).to(projected[0].dtype)
+
+    def initial_state(self, batch: int) -> State:
+        """The state before the first token: S [batch, heads, head_dim, value_dim], and the inputs of the convolution
+        at the last conv_size − 1 tokens, [batch, conv_size − 1, channels]."""
+        spec, weight = self.spec, self.out.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        shapes = {"s": (batch, spec.heads, spec.head_size, spec.value_size)}
+        if spec.conv_size:
+            shapes["conv"] = (batch, spec.conv_size - 1, spec.convolved)
+        return {name: torch.zeros(shape, dtype=dtype, device=weight.device) for name, shape in shapes.items()}
+
+    def step(self, hidden_states: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token: hidden_states [batch, 1, dim] → [batch, 1, dim] and the next state."""
+        return self.advance(hidden_states, None, state)
+
+    def prefill(self, hidden_states: Tensor, keep: Tensor, state: State) -> tuple[Tensor, State]:
+        return self.advance(hidden_states, keep, state)
+
+    def advance(self, hidden_states: Tensor, keep: Tensor | None, state: State) -> tuple[Tensor, State]:
+        """`prefill`, or without `keep` a step."""
+        context, following = self.recur(self.projections(hidden_states), keep, state)
+        return self.out(self.finish(context, hidden_states).to(hidden_states.dtype)), following
+
+    def recur(self, projected: tuple[Tensor, ...], keep: Tensor | None, state: State) -> tuple[Tensor, State]:
+        """The convolution and the recurrence of all tokens, after those that `state` holds.
+
+        projected: as from `projections`. keep: boolean [batch, seq], or None for a single token. Returns the results
+        [batch, seq, heads, value_dim], at least float32, and the state after the last kept token.
+        """
+        spec, s = self.spec, state["s"]
+        exact = [at_least_float32(x) for x in projected]
+        mixed, others = [kept_or_zero(x, keep) for x in exact[:3]], exact[3:]
+        following: State = {}
+        if spec.conv_size:
+            inputs = torch.cat([state["conv"], torch.cat([x.flatten(2) for x in mixed], dim=2)], dim=1)
+            following["conv"] = last_inputs(inputs, keep, spec.conv_size - 1)
+            convolved = F.silu(convolution(inputs, at_least_float32(self.taps)))
+            parts = convolved.split([x.shape[2] * x.shape[3] for x in mixed], dim=2)
+            mixed = [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, mixed, strict=True)]
+        query, key, value, decay, beta = self.tokens(*mixed, *others)
+        if keep is None:
+            context, s = one_token(query, key, value, s, decay, beta, spec.scale, spec.delta)
+        else:
+            decay, beta = kept_or_zero(decay, keep), kept_or_zero(beta, keep)
+            inputs_of_op = (query, key, value, s, decay, beta, spec.scale, spec.delta)
+            if self.fused:
+                context, s = linear_recurrence(*inputs_of_op, spec.per_channel, spec.chunk_length, spec.longest)
+            else:
+                context, s = chunked_recurrence(*inputs_of_op, spec.chunk_length)
+        return context, {"s": s, **following}
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + eps) · weight over the last axis, computed in float32 whatever the model's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] → the same shape, at least float32."""
+        x = at_least_float32(x)
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * at_least_float32(self.weight)
+
+
+def kept_or_zero(x: Tensor, keep: Tensor | None) -> Tensor:
+    """x [batch, seq, heads, channels], with zeros where keep, boolean [batch, seq], is False: it may hold anything."""
+    return x if keep is None else torch.where(keep[:, :, None, None], x, 0.0)
+
+
+def convolution(inputs: Tensor, taps: Tensor) -> Tensor:
+    """Σ_i taps_i · inputs_{t+i}, [batch, size − 1 + seq, channels] → [batch, seq, channels]. taps [channels, size]."""
+    size = taps.shape[1]
+    seq_len = inputs.shape[1] - (size - 1)
+    # not a Conv: it wants channels first, and ONNX has none of bfloat16 before opset 22
+    terms = [taps[:, i] * inputs.narrow(1, i, seq_len) for i in range(size)]
+    return functools.reduce(torch.add, terms)
+
+
+def last_inputs(inputs: Tensor, keep: Tensor | None, count: int) -> Tensor:
+    """The last `count` rows up to the last kept token: [batch, count + seq, channels] → [batch, count, channels].
+
+    keep: boolean [batch, seq]; None for a single token.
+    """
+    if keep is None:
+        return inputs[:, 1:]
+    places = torch.arange(1, keep.shape[1] + 1, device=keep.device)
+    end = torch.where(keep, places, 0).amax(dim=1, keepdim=True)
+    rows = end + torch.arange(count, device=keep.device)
+    return inputs.gather(1, rows.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
+
+
+def one_token(
+    query: Tensor, key: Tensor, value: Tensor, past: Tensor, decay: Tensor, beta: Tensor, scale: float, delta: bool
+) -> tuple[Tensor, Tensor]:
+    """What `linear_recurrence` returns for one token, [batch, 1, heads, channels]."""
+    q, k, v, g, b = (x.transpose(1, 2) for x in (query, key, value, decay, beta))
+    kept = torch.exp(g).transpose(-1, -2) * past
+    written = b * (v - k @ kept if delta else v)
+    state = kept + k.transpose(-1, -2) @ written
+    return scale * (q @ state).transpose(1, 2), state
