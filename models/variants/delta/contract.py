@@ -46,10 +46,10 @@ def by_token(layer: DeltaAttention, x: Tensor, keep: Tensor, decay: Tensor) -> T
     state = torch.zeros(spec.heads, spec.head_size, spec.value_size, dtype=torch.float64)
     outputs = []
     for t in range(len(x)):
-        for head in range(spec.heads):
-            if keep[t]:
-                kept = decay[t, head].exp() * state[head]
-                state[head] = kept + beta[t, head] * torch.outer(k[t, head], v[t, head] - kept.T @ k[t, head])
+        if keep[t]:
+            state = decay[t].exp()[:, None, None] * state
+            held = torch.einsum("hkv,hk->hv", state, k[t])
+            state = state + torch.einsum("hk,hv->hkv", k[t], beta[t, :, None] * (v[t] - held))
         read = torch.einsum("hkv,hk->hv", state, q[t]) / spec.head_size**0.5
         mean = read.square().mean(-1, keepdim=True)
         outputs.append((read / (mean + spec.norm_eps).sqrt() * layer.norm.weight.double()).flatten())
