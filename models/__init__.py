@@ -1,4 +1,4 @@
-"""Efficient attention as ordinary `torch.nn.Module`s: nine variants and an encoder, described by frozen specs."""
+"""Efficient attention as ordinary `torch.nn.Module`s: variants and an encoder, described by frozen specs."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ def command(_: Options, as_json: bool) -> None:
                 "formula": spec.formula,
                 "cost": f"O({spec.cost})",
                 "causal": not spec.why_not_causal,
+                "always_causal": bool(spec.why_always_causal),
                 "defaults": spec().to_dict(),
             }
             for name, spec in ATTENTION_SPECS.items()
@@ -30,5 +31,6 @@ def command(_: Options, as_json: bool) -> None:
 
     table = Table("variant", "formula", "time per layer", "causal", box=None, pad_edge=False)
     for name, spec in ATTENTION_SPECS.items():
-        table.add_row(name, spec.formula, f"O({spec.cost})", "no" if spec.why_not_causal else "yes")
+        causal = "no" if spec.why_not_causal else "always" if spec.why_always_causal else "yes"
+        table.add_row(name, spec.formula, f"O({spec.cost})", causal)
     result_console().print(table)

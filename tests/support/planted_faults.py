@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from small_specs import BUILT_VARIANTS
 
 from effexport.artifact import Artifact
 from effexport.base.spec import BuildSpec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
 
-VARIANTS = tuple(ATTENTION_SPECS)
+VARIANTS = BUILT_VARIANTS
 AFT = ("aft-full", "aft-simple", "aft-local", "aft-conv")
 # How a model is built: (scope, fields of the spec). Most faults are planted into standard operators; fused_faults.py
 # has those of fused ones.
@@ -187,7 +188,9 @@ class Fault:
     no_ops: Mapping[str, str] = field(default_factory=dict)
 
     def applies(self, variant: str, configuration: str) -> bool:
-        if "causal" in configuration and ATTENTION_SPECS[variant].why_not_causal:
+        spec = ATTENTION_SPECS[variant]
+        # what is always causal is so in the other configurations
+        if "causal" in configuration and (spec.why_not_causal or spec.why_always_causal):
             return False
         return variant in self.variants and configuration in self.configurations
 

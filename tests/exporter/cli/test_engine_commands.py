@@ -18,6 +18,8 @@ from onnx_in_fake_tensorrt import fake_tensorrt
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.errors import UserError
+from effexport.base.formatting import listed
+from effexport.models.variants import WITH_STATE
 from effexport.plugins.building.ptx import PtxTarget
 from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
 
@@ -201,7 +203,7 @@ def test_decoding_with_engines_without_a_gpu_or_without_engines_is_one_clear_err
         (causal, "trt-rtx", "has no trt-rtx engine, nor any other; build one with"),
         (causal, "openvino", "runtime openvino does not decode token by token; expected one of: ort, "),
         (causal, "rtx", "unknown runtime 'rtx'"),
-        (with_engine, "trt-rtx", "has no decode step; only causal models of linear, aft-simple and window have one"),
+        (with_engine, "trt-rtx", f"has no decode step; only causal models of {listed(WITH_STATE)} have one"),
     ):
         with pytest.raises(UserError, match=message):
             effexport.load_decoder(path, runtime=runtime)

@@ -12,10 +12,12 @@ import pytest
 
 from effexport.artifact import Artifact
 from effexport.base.errors import RuntimeFailedError, UserError
+from effexport.base.formatting import listed
 from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import Session, Stepper, TextGenerator, generator_from_artifact
+from effexport.models.variants import WITH_STATE
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.artifact_runner import decoder_from_artifact
 
@@ -215,7 +217,7 @@ def test_other_artifacts_are_refused_with_how_to_build_one_that_generates(
     with pytest.raises(UserError) as error:
         generator_from_artifact(artifact, decoder_from_artifact)
     assert str(error.value) == (
-        f"artifacts/other cannot generate text: it {why}; causal encoders of linear, aft-simple and window with a "
+        f"artifacts/other cannot generate text: it {why}; causal encoders of {listed(WITH_STATE)} with a "
         "language-model head can: effexport build --variant linear --causal --lm-head"
     )
 

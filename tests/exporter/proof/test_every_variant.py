@@ -41,7 +41,7 @@ def random_spec(variant: str, seed: int, **fields: Any) -> BuildSpec:
         "seed": rng.randrange(1000),
         "bias": rng.random() < 0.7,
     }
-    if variant != "nystrom":
+    if variant != "nystrom" and not ATTENTION_SPECS[variant].why_always_causal:
         options["causal"] = rng.random() < 0.5
     if options["scope"] == "encoder":
         options |= {

@@ -13,12 +13,11 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 from slow_cases import slow_after
-from small_specs import spec_of
+from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.errors import Unavailable
 from effexport.export.module_source import module_from_seed
-from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof import trace as tracing
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.check import CaseLabel, Trace, TracedValue
@@ -63,7 +62,7 @@ def check_healthy(artifact: Artifact, module: TracedModule) -> None:
         assert {tensor.name for tensor in artifact.spec.outputs} <= {value.name for value in trace.values}
 
 
-OTHERS = [name for name in ATTENTION_SPECS if name not in ("nystrom", "lsh", "aft-local")]
+OTHERS = [name for name in BUILT_VARIANTS if name not in ("nystrom", "lsh", "aft-local")]
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def quantised(variant: str, scheme: str = "dynamic", **fields: Any) -> Artifact:
     return open_artifact(built_artifact(spec) if scheme == "dynamic" else calibrated_artifact(spec))
 
 
-# layers of products alone, a hash that stays float, a convolution, and position biases
-@pytest.mark.parametrize("name", some_variants(fast=("linear", "lsh"), slowly=("nystrom", "aft-conv")))
+# layers of products alone, a hash that stays float, a convolution, position biases, and a recurrence
+@pytest.mark.parametrize("name", some_variants(fast=("linear", "lsh"), slowly=("nystrom", "aft-conv", "gated-delta")))
 def test_every_variant_computes_its_quantised_model(name: str) -> None:
     artifact = quantised(name)
     report = json.loads((artifact.path / "report.json").read_text())

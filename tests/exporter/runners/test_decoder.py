@@ -13,11 +13,13 @@ import pytest
 import effexport
 from effexport.artifact import PREFILL, Artifact, open_artifact
 from effexport.base.errors import EffexportError, UserError
+from effexport.base.formatting import listed
 from effexport.base.spec import BuildSpec
 from effexport.export.decode_step import onnx_with_state
 from effexport.export.module_source import module_from_seed
 from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.user.model import model_of_ours
+from effexport.models.variants import WITH_STATE
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.invariance import check_decoder
 from effexport.proof.reference import reference_from_model
@@ -289,9 +291,8 @@ def test_a_decoder_takes_settings_and_says_what_it_is(built: Built) -> None:
 
 
 def test_an_artifact_without_a_decode_step_says_which_have_one(built: Built) -> None:
-    with pytest.raises(
-        UserError, match="has no decode step; only causal models of linear, aft-simple and window have one"
-    ):
+    message = f"has no decode step; only causal models of {listed(WITH_STATE)} have one"
+    with pytest.raises(UserError, match=message):
         effexport.load_decoder(built("softmax", "encoder").path)
 
 

@@ -17,13 +17,12 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from small_specs import spec_of
+from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.artifact import Artifact
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import EffexportError, MissingExtraError, RuntimeUnsupportedError, UserError
 from effexport.base.runtimes import RUNTIMES
-from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Check
 from effexport.proof.verify import verify_in_runtime
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort", "openvino")
 Built = Callable[..., Artifact]
 # Variants whose function bodies OpenVINO has misread, and all others.
 WITH_TRAPS = ("nystrom", "lsh")
-OTHERS = tuple(name for name in ATTENTION_SPECS if name not in WITH_TRAPS)
+OTHERS = tuple(name for name in BUILT_VARIANTS if name not in WITH_TRAPS)
 BUILT_IN_FP16 = ("softmax", "linear", "aft-simple", "aft-local", "window")
 ONE_THREAD = RunOptions(runtime="openvino", threads=1)
 BF16 = replace(ONE_THREAD, precision_hint="bf16")

@@ -16,11 +16,10 @@ import pytest
 import safetensors.numpy
 from emulated_plugins import Call, array_of, emulated_op, execute, relative_rms
 from random_graphs import random_graph
-from small_specs import spec_of
+from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.base.errors import StageError
 from effexport.export.onnx_graph import load_graph
-from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.tensorrt.preparation import prepared_model
@@ -174,7 +173,7 @@ MODEL_LIMIT = 2e-6
 
 def whole_models() -> list[str]:
     """The variants with custom operators."""
-    specs = {variant: spec_of(variant, "encoder") for variant in ATTENTION_SPECS}
+    specs = {variant: spec_of(variant, "encoder") for variant in BUILT_VARIANTS}
     return [variant for variant, spec in specs.items() if spec.custom_ops]
 
 
