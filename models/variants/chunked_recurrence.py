@@ -3,7 +3,8 @@
 Within a chunk, products of matrices; a chunk maps the state before it to the one after it, S → M S + B, and these maps
 are composed in groups, groups of groups, and so on. The tokens of a chunk write u = (I + A)⁻¹ (β v − β e^{D_i} k S),
 where D_ij is the sum of the decays after token j up to i and A_ij = β_i e^{D_ij} k_i·k_j below the diagonal (arXiv
-2412.06464, section 3.3). Exact for any lengths and decays, and with gradients.
+2412.06464, section 3.3). Exact for any lengths and decays, and with gradients. Graphs have the operator in its place,
+whose function body does the same for a free length.
 """
 
 from __future__ import annotations
@@ -15,12 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.layers import causal_mask
-from effexport.models.variants.sums import block_count
 
 # Chunks in a group, groups in a group of groups.
 RADIX = 8
-# Levels of groups in a graph whose length is free, the last of at most RADIX groups: 9·10⁵ tokens in chunks of 32.
-LEVELS = 4
 # (M, S) → M S: of matrices, or of columns of a diagonal.
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,7 +66,7 @@ def chunked_recurrence(
 def in_chunks(x: Tensor, size: int) -> Tensor:
     """[batch, seq, heads, channels] → [batch, heads, chunks, size, channels], with zeros after the end: tokens that
     change no state."""
-    chunks = block_count(x.shape[1], size)
+    chunks = -(-x.shape[1] // size)
     padded = F.pad(x, (0, 0, 0, 0, 0, chunks * size - x.shape[1]))
     return padded.unflatten(1, (chunks, size)).permute(0, 3, 1, 2, 4)
 
@@ -99,30 +97,25 @@ def inverse_of_unit_triangle(below: Tensor) -> Tensor:
     return inverse
 
 
-def states_before(moved: Tensor, added: Tensor, first: Tensor, apply: Apply, levels: int = LEVELS) -> Tensor:
+def states_before(moved: Tensor, added: Tensor, first: Tensor, apply: Apply) -> Tensor:
     """The state before each of the maps S → moved S + added, of which the first one reads `first`.
 
     moved [batch, heads, maps, key_dim, key_dim or 1]; added [batch, heads, maps, key_dim, value_dim]; first [batch,
-    heads, key_dim, value_dim]. levels: of groups, where the number of maps is symbolic; a runtime refuses more maps.
+    heads, key_dim, value_dim].
     """
     count = moved.shape[2]
-    is_last = count <= RADIX if isinstance(count, int) else levels == 0
-    if is_last and not isinstance(count, int):
-        # by index: too many maps have no rows, which runtimes report; a slice would end early
-        rows = torch.zeros(RADIX, dtype=added.dtype, device=added.device)
-        added = added + rows[torch.arange(count, device=added.device)][:, None, None]
-    groups = 1 if is_last else block_count(count, RADIX)
-    # what is added here only leads to states after the last map
-    padding = (0, 0, 0, 0, 0, RADIX if is_last else groups * RADIX - count)
-    maps = [F.pad(x, padding).narrow(2, 0, groups * RADIX).unflatten(2, (groups, RADIX)) for x in (moved, added)]
-    pairs = list(zip(*(x.unbind(3) for x in maps), strict=True))
-    if is_last:
+    groups = -(-count // RADIX)
+    # the maps of zeros at the end only lead to states after the last one
+    padding = (0, 0, 0, 0, 0, groups * RADIX - count)
+    maps = [F.pad(x, padding).unflatten(2, (groups, RADIX)).unbind(3) for x in (moved, added)]
+    pairs = list(zip(*maps, strict=True))
+    if groups == 1:
         state = first.unsqueeze(2)
     else:
         whole, total = pairs[0]
         for matrix, own in pairs[1:]:
             whole, total = apply(matrix, whole), apply(matrix, total) + own
-        state = states_before(whole, total, first, apply, levels - 1)
+        state = states_before(whole, total, first, apply)
     states = [state]
     for matrix, own in pairs[:-1]:
         states.append(apply(matrix, states[-1]) + own)

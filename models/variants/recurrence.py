@@ -126,7 +126,7 @@ class RecurrentAttention(AttentionLayer):
         else:
             decay, beta = kept_or_zero(decay, keep), kept_or_zero(beta, keep)
             inputs_of_op = (query, key, value, s, decay, beta, spec.scale, spec.delta)
-            if self.fused:
+            if self.fused or torch.compiler.is_exporting():
                 context, s = linear_recurrence(*inputs_of_op, spec.per_channel, spec.chunk_length, spec.longest)
             else:
                 context, s = chunked_recurrence(*inputs_of_op, spec.chunk_length)

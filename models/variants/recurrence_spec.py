@@ -22,7 +22,7 @@ class RecurrentSpec(AttentionSpec):
     head_dim: channels of a query and of a key. value_dim: those of a value (None: head_dim).
     conv_size: taps of the causal convolution, one filter per channel, of queries, keys and values; 0 for none.
     norm_eps: added under the root of the normalisation of results, in each head.
-    chunk_length: tokens that are computed at once where standard operators stand for the kernel.
+    chunk_length: tokens that are computed at once where no kernel runs.
 
     Facts: delta, whether a token replaces what the state holds for its key, where others add to it; per_channel,
     whether a decay has one number for each channel of a key, where others have one for each head.
@@ -90,7 +90,8 @@ class RecurrentSpec(AttentionSpec):
         return max(state, (self.conv_size - 1) * self.convolved)
 
     def operators(self, fused: bool) -> tuple[str, ...]:
-        return ("LinearRecurrence",) if fused else ()
+        """Also without fused operators: chunks of a free length, composed level by level, take minutes to trace."""
+        return ("LinearRecurrence",)
 
     def prefill_operators(self, fused: bool) -> tuple[str, ...]:
         return self.operators(fused)
