@@ -34,7 +34,8 @@ class RecurrentAttention(AttentionLayer):
     """out_t = scale · S_tᵀ q_t, S_t = α_t S_{t−1} + β_t k_t (v_t − delta · (α_t S_{t−1})ᵀ k_t)ᵀ with α = exp(decay).
 
     O(seq · dim · head_dim) time; the state, float32 whatever the model's dtype, has a constant size. A variant
-    implements `tokens`, and overrides `projections` for what else it projects its input to, and `finish`.
+    implements `tokens`, and overrides `projections` for what else it projects its input to, `convolve`, `results` and
+    `finish`.
 
     Hidden tokens leave the state as it is. Each token keeps its column: the convolution reads zeros at hidden ones, as
     before the first, so padding on either side of a sequence changes nothing.
@@ -50,6 +51,8 @@ class RecurrentAttention(AttentionLayer):
         self.key = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
         self.value = nn.Linear(spec.dim, spec.heads * spec.value_size, bias=spec.bias)
         self.norm = RMSNorm(spec.value_size, spec.norm_eps)
+        if spec.has_gate:
+            self.gate = nn.Linear(spec.dim, spec.heads * spec.value_size, bias=spec.bias)
         if spec.conv_size:
             self.taps = nn.Parameter(torch.empty(spec.convolved, spec.conv_size))
             nn.init.kaiming_uniform_(self.taps, a=5**0.5)
@@ -64,11 +67,23 @@ class RecurrentAttention(AttentionLayer):
         """The inputs of the recurrence, from `projections`, at least float32; the first three are convolved."""
         raise NotImplementedError
 
+    def convolve(self, inputs: Tensor) -> Tensor:
+        """Queries, keys and values side by side, [batch, conv_size − 1 + seq, channels] → [batch, seq, channels]."""
+        return convolution(inputs, at_least_float32(self.taps))
+
+    def results(self, context: Tensor, tokens: Tokens) -> Tensor:
+        """What queries read, and what a token adds to that by itself: [batch, seq, heads, value_dim]."""
+        return context
+
     def finish(self, context: Tensor, hidden_states: Tensor) -> Tensor:
-        """The results of the recurrence [batch, seq, heads, value_dim], at least float32, normalised in each head: the
-        input of the output projection, [batch, seq, heads · value_dim] in any dtype."""
-        normed: Tensor = self.norm(context)
-        return normed.flatten(2)
+        """The results of the recurrence [batch, seq, heads, value_dim], at least float32, normalised in each head and
+        gated: the input of the output projection, [batch, seq, heads · value_dim] in any dtype."""
+        normed = self.norm(context).flatten(2)
+        return normed * self.swish(hidden_states) if self.spec.has_gate else normed
+
+    def swish(self, hidden_states: Tensor) -> Tensor:
+        """The factors of results, [batch, seq, dim] → [batch, seq, heads · value_dim], at least float32."""
+        return F.silu(at_least_float32(self.gate(hidden_states)))
 
     def attend(self, hidden_states: Tensor, keep: Tensor | None) -> Tensor:
         context, _ = self.recur(self.projections(hidden_states), keep, self.initial_state(hidden_states.shape[0]))
@@ -117,10 +132,11 @@ class RecurrentAttention(AttentionLayer):
         if spec.conv_size:
             inputs = torch.cat([state["conv"], torch.cat([x.flatten(2) for x in mixed], dim=2)], dim=1)
             following["conv"] = last_inputs(inputs, keep, spec.conv_size - 1)
-            convolved = F.silu(convolution(inputs, at_least_float32(self.taps)))
+            convolved = F.silu(self.convolve(inputs))
             parts = convolved.split([x.shape[2] * x.shape[3] for x in mixed], dim=2)
             mixed = [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, mixed, strict=True)]
-        query, key, value, decay, beta = self.tokens(*mixed, *others)
+        tokens = self.tokens(*mixed, *others)
+        query, key, value, decay, beta = tokens
         if keep is None:
             context, s = one_token(query, key, value, s, decay, beta, spec.scale, spec.delta)
         else:
@@ -130,7 +146,7 @@ class RecurrentAttention(AttentionLayer):
                 context, s = linear_recurrence(*inputs_of_op, spec.per_channel, spec.chunk_length, spec.longest)
             else:
                 context, s = chunked_recurrence(*inputs_of_op, spec.chunk_length)
-        return context, {"s": s, **following}
+        return self.results(context, tokens), {"s": s, **following}
 
 
 class RMSNorm(nn.Module):

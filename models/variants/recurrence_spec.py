@@ -25,7 +25,8 @@ class RecurrentSpec(AttentionSpec):
     chunk_length: tokens that are computed at once where no kernel runs.
 
     Facts: delta, whether a token replaces what the state holds for its key, where others add to it; per_channel,
-    whether a decay has one number for each channel of a key, where others have one for each head.
+    whether a decay has one number for each channel of a key, where others have one for each head; has_gate, whether
+    results are multiplied by SiLU of one more projection.
     """
 
     is_length_free: ClassVar[bool] = True
@@ -33,6 +34,7 @@ class RecurrentSpec(AttentionSpec):
     causal_state_is_constant: ClassVar[bool] = True
     delta: ClassVar[bool] = False
     per_channel: ClassVar[bool] = False
+    has_gate: ClassVar[bool] = False
 
     causal: bool = True
     value_dim: int | None = None
@@ -73,7 +75,7 @@ class RecurrentSpec(AttentionSpec):
     @property
     def convolved(self) -> int:
         """Channels of the convolution."""
-        return self.heads * (2 * self.head_size + self.value_size)
+        return 2 * self.inner_dim + self.heads * self.value_size
 
     @property
     def longest(self) -> int:
@@ -103,9 +105,17 @@ class RecurrentSpec(AttentionSpec):
         yield Product(groups, k, n, v)  # what is written
         yield Product(groups, n, k, v)  # what queries read
 
+    def products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        yield from self.core_products(batch, seq_len)
+        for name, shape in self.weights().items():
+            if name.endswith(".weight") and len(shape) == 2:  # of a projection
+                outputs, inputs = shape
+                yield Product(1, batch * seq_len, inputs, outputs)
+
     def weights(self) -> Shapes:
         width = self.heads * self.value_size
         shapes: Shapes = {"taps": (self.convolved, self.conv_size)} if self.conv_size else {}
-        for name, outputs in (("query", self.inner_dim), ("key", self.inner_dim), ("value", width)):
-            shapes |= linear(name, self.dim, outputs, bias=self.bias)
+        outputs = {"query": self.inner_dim, "key": self.inner_dim, "value": width}
+        for name, own in (outputs | ({"gate": width} if self.has_gate else {})).items():
+            shapes |= linear(name, self.dim, own, bias=self.bias)
         return shapes | norm("norm", self.value_size, bias=False) | linear("out", width, self.dim, bias=self.bias)

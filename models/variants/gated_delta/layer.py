@@ -32,7 +32,6 @@ class GatedDeltaAttention(DeltaAttention):
     def __init__(self, spec: GatedDeltaSpec) -> None:
         super().__init__(spec)
         self.decay = nn.Linear(spec.dim, spec.heads, bias=False)
-        self.gate = nn.Linear(spec.dim, spec.heads * spec.value_size, bias=spec.bias)
         # as published: e^A of 1 to 16, and softplus(dt) of 0.001 to 0.1
         self.a_log = nn.Parameter(torch.empty(spec.heads).uniform_(1, 16).log())
         self.dt_bias = nn.Parameter(torch.empty(spec.heads).uniform_(-6.9, -2.3).exp().expm1().log())
@@ -44,6 +43,3 @@ class GatedDeltaAttention(DeltaAttention):
         beta, decay = others
         rate, bias = (at_least_float32(x)[:, None] for x in (self.a_log, self.dt_bias))
         return super().tokens(query, key, value, beta)._replace(decay=-rate.exp() * F.softplus(decay + bias))
-
-    def finish(self, context: Tensor, hidden_states: Tensor) -> Tensor:
-        return super().finish(context, hidden_states) * F.silu(at_least_float32(self.gate(hidden_states)))

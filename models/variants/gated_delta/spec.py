@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effexport.models.shapes import Product, Shapes, linear
+from effexport.models.shapes import Shapes, linear
 from effexport.models.variants.delta.spec import DeltaSpec
 
 
@@ -18,15 +17,12 @@ class GatedDeltaSpec(DeltaSpec):
     place: ClassVar[int] = 110
     layer: ClassVar[str] = "variants.gated_delta.layer.GatedDeltaAttention"
     formula: ClassVar[str] = "norm(Sᵀq/√d) · SiLU(g), S ← αS + βk(v − αSᵀk)ᵀ"
+    has_gate: ClassVar[bool] = True
 
     @property
     def other_channels(self) -> dict[str, int]:
         return {"beta": 1, "decay": 1}
 
-    def products(self, batch: int, seq_len: int) -> Iterator[Product]:
-        yield from super().products(batch, seq_len)
-        yield Product(1, batch * seq_len, self.dim, self.heads * self.value_size)  # the gate
-
     def weights(self) -> Shapes:
         decay = linear("decay", self.dim, self.heads, bias=False) | {"a_log": (self.heads,), "dt_bias": (self.heads,)}
-        return super().weights() | decay | linear("gate", self.dim, self.heads * self.value_size, bias=self.bias)
+        return super().weights() | decay
