@@ -150,16 +150,22 @@ class RecurrentAttention(AttentionLayer):
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean x² + eps) · weight over the last axis, computed in float32 whatever the model's dtype."""
+    """x / √(mean x² + eps) · weight over the last axis, computed in float32 whatever the model's dtype.
 
-    def __init__(self, width: int, eps: float) -> None:
+    groups: parts of the axis, of equal size, which are normalised by themselves.
+    """
+
+    def __init__(self, width: int, eps: float, groups: int = 1) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+        self.weight, self.eps, self.groups = nn.Parameter(torch.ones(width)), eps, groups
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] → the same shape, at least float32."""
         x = at_least_float32(x)
-        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * at_least_float32(self.weight)
+        if self.groups > 1:
+            x = x.unflatten(-1, (self.groups, -1))
+        normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (normed.flatten(-2) if self.groups > 1 else normed) * at_least_float32(self.weight)
 
 
 def kept_or_zero(x: Tensor, keep: Tensor | None) -> Tensor:
