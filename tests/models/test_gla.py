@@ -11,7 +11,7 @@ from effexport.models.variants.gla.spec import GLASpec
 
 @torch.no_grad()
 def test_the_layer_is_the_parallel_form_of_the_paper() -> None:
-    """((Q ⊙ B)(K / B)ᵀ ⊙ M) V / √d, where B has the products of decays from the start: section 4.1 of arXiv 2312.06635."""
+    """((Q ⊙ B)(K / B)ᵀ ⊙ M) V, B the products of decays from the start: section 4.1 of arXiv 2312.06635."""
     layer = module_from_spec(GLASpec(dim=32, heads=4, value_dim=12), 0)
     assert isinstance(layer, GatedLinearAttention)
     x = torch.randn(2, 100, 32, generator=torch.Generator().manual_seed(0))

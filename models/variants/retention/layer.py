@@ -1,0 +1,50 @@
+"""Retention (Sun et al., 2023, arXiv 2307.08621, eq. 6 to 8)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models.layers import at_least_float32, rotary_angles, rotate_pairs
+from effexport.models.variants.recurrence import RecurrentAttention, Tokens
+from effexport.models.variants.retention.spec import RetentionSpec
+
+
+class Retention(RecurrentAttention):
+    """S_t = γ S_{t−1} + k_t v_tᵀ, out_t = norm(S_tᵀ q_t / √d) · SiLU(g(x)), with γ = 1 − 2^(−5−h) for head h.
+
+    The normalisation subtracts the mean of a head and divides by its standard deviation, so the paper's other
+    normalisations (section 2.1), which divide what a query reads by a number, change nothing but the part of eps.
+    """
+
+    spec: RetentionSpec
+
+    def __init__(self, spec: RetentionSpec) -> None:
+        super().__init__(spec)
+        self.norm = GroupNorm(spec.heads, spec.heads * spec.value_size, spec.norm_eps)
+
+    def projections(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = super().projections(hidden_states)
+        if self.spec.rotary:
+            angles = rotary_angles(hidden_states.shape[1], self.spec.head_size, hidden_states.device)
+            query, key = (rotate_pairs(x.transpose(1, 2), *angles).transpose(1, 2) for x in (query, key))
+        return query, key, value
+
+    def tokens(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tokens:
+        logarithms = [math.log1p(-(2.0 ** (-5 - head))) for head in range(self.spec.heads)]
+        beta = torch.ones_like(key[..., :1])
+        decay = torch.tensor(logarithms, dtype=beta.dtype, device=beta.device)[:, None] * beta
+        return Tokens(query, key, value, decay, beta)
+
+
+class GroupNorm(nn.GroupNorm):
+    """Normalisation of each head, with a gain and an offset for each channel, in float32 whatever the model's dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[batch, seq, heads, channels] → the same shape, at least float32."""
+        x = at_least_float32(input)
+        weight, bias = (at_least_float32(y).unflatten(0, x.shape[2:]) for y in (self.weight, self.bias))
+        return F.layer_norm(x, x.shape[3:], eps=self.eps) * weight + bias
