@@ -47,8 +47,8 @@ class RecurrentAttention(AttentionLayer):
 
     def __init__(self, spec: RecurrentSpec) -> None:
         super().__init__(spec, spec.heads * spec.value_size)
-        self.query = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
-        self.key = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+        self.query = nn.Linear(spec.dim, spec.key_width, bias=spec.bias)
+        self.key = nn.Linear(spec.dim, spec.key_width, bias=spec.bias)
         self.value = nn.Linear(spec.dim, spec.heads * spec.value_size, bias=spec.bias)
         self.norm = RMSNorm(spec.value_size, spec.norm_eps)
         if spec.has_gate:

@@ -58,6 +58,11 @@ class RecurrentSpec(AttentionSpec):
         return self.head_size if self.value_dim is None else self.value_dim
 
     @property
+    def key_width(self) -> int:
+        """Channels of the queries, or keys, of a token."""
+        return self.inner_dim
+
+    @property
     def scale(self) -> float:
         """The factor of what a query reads."""
         return 1 / math.sqrt(self.head_size)
@@ -75,7 +80,7 @@ class RecurrentSpec(AttentionSpec):
     @property
     def convolved(self) -> int:
         """Channels of the convolution."""
-        return 2 * self.inner_dim + self.heads * self.value_size
+        return 2 * self.key_width + self.heads * self.value_size
 
     @property
     def longest(self) -> int:
@@ -115,7 +120,7 @@ class RecurrentSpec(AttentionSpec):
     def weights(self) -> Shapes:
         width = self.heads * self.value_size
         shapes: Shapes = {"taps": (self.convolved, self.conv_size)} if self.conv_size else {}
-        outputs = {"query": self.inner_dim, "key": self.inner_dim, "value": width}
+        outputs = {"query": self.key_width, "key": self.key_width, "value": width}
         for name, own in (outputs | ({"gate": width} if self.has_gate else {})).items():
             shapes |= linear(name, self.dim, own, bias=self.bias)
         return shapes | norm("norm", self.value_size, bias=False) | linear("out", width, self.dim, bias=self.bias)

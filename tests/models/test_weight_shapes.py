@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
     ("aft-full", {"position_bias": "full"}),
     ("aft-local", {"head_dim": 3}),
     ("aft-conv", {"kernel_size": 7, "head_dim": 3}),
+    ("mamba2", {"groups": 2, "head_dim": 3, "value_dim": 5}),
 ]
 
 

@@ -27,7 +27,7 @@ def exact(layer: Mamba2, x: Tensor, keep: Tensor) -> Tensor:
             source = t - (spec.conv_size - 1) + i
             if source >= 0:
                 mixed = mixed + layer.taps[:, i] * inputs[:, source]
-        c, b, v = F.silu(mixed).split([spec.inner_dim, spec.inner_dim, spec.heads * spec.value_size], dim=-1)
+        c, b, v = F.silu(mixed).split([spec.key_width, spec.key_width, spec.heads * spec.value_size], dim=-1)
         c, b = (y.unflatten(-1, (spec.groups, -1)) for y in (c, b))
         v = v.unflatten(-1, (spec.heads, -1))
         read = torch.zeros_like(v)

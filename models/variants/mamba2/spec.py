@@ -37,8 +37,7 @@ class Mamba2Spec(RecurrentSpec):
         )
 
     @property
-    def inner_dim(self) -> int:
-        """Channels of the queries, or keys, of a token."""
+    def key_width(self) -> int:
         return self.groups * self.head_size
 
     @property
@@ -49,7 +48,11 @@ class Mamba2Spec(RecurrentSpec):
     def projected(self) -> tuple[int, dict[str, int]]:
         """One head of all channels: queries and keys have fewer heads than values."""
         width = self.heads * self.value_size
-        return 1, {"q": self.inner_dim, "k": self.inner_dim, "v": width, "dt": self.heads}
+        return 1, {"q": self.key_width, "k": self.key_width, "v": width, "dt": self.heads}
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        """Those of the values: heads × head_dim is more than the shared queries and keys have."""
+        return batch * seq_len * max(self.dim, self.heads * self.value_size)
 
     def weights(self) -> Shapes:
         shapes = super().weights() | linear("dt", self.dim, self.heads, bias=False)
