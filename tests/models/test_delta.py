@@ -1,4 +1,5 @@
-"""The delta rules: against transformers, token by token and by parts, with hostile keys and decays, and for long."""
+"""The delta rules: against transformers, with hostile keys and decays, and for long; and all recurrent layers token by
+token and by parts."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import State
 from effexport.models.validation import SpecError
 from effexport.models.variants.chunked_recurrence import chunked_recurrence
-from effexport.models.variants.delta.layer import DeltaAttention
 from effexport.models.variants.delta.spec import DeltaSpec
 from effexport.models.variants.gated_delta.contract import exact
 from effexport.models.variants.gated_delta.layer import GatedDeltaAttention
 from effexport.models.variants.gated_delta.spec import GatedDeltaSpec
+from effexport.models.variants.gla.spec import GLASpec
+from effexport.models.variants.mamba2.spec import Mamba2Spec
+from effexport.models.variants.recurrence import RecurrentAttention
+from effexport.models.variants.retention.spec import RetentionSpec
 from effexport.plugins.contract import Case
 from effexport.plugins.linear_recurrence.contract import CONTRACT, KINDS, SCALE
 
@@ -93,15 +97,22 @@ def test_the_gated_rule_is_that_of_qwen3_next() -> None:
                 assert error(layer(x, mask)[mask != 0], expected) <= 2e-4
 
 
-def layers() -> Iterator[GatedDeltaAttention | DeltaAttention]:
+def layers() -> Iterator[RecurrentAttention]:
     yield gated()
     yield gated(conv_size=0, value_dim=5)
-    plain = module_from_spec(DeltaSpec(dim=DIM, heads=HEADS, seq_len=64, chunk_length=16, conv_size=3), 0)
-    assert isinstance(plain, DeltaAttention)
-    yield plain
+    sizes: dict[str, Any] = {"dim": DIM, "heads": HEADS, "seq_len": 64}
+    for spec in (
+        DeltaSpec(**sizes, chunk_length=16, conv_size=3),
+        RetentionSpec(**sizes),
+        GLASpec(**sizes, value_dim=5),
+        Mamba2Spec(**sizes, chunk_length=8, groups=3, value_dim=5),
+    ):
+        layer = module_from_spec(spec, 0)
+        assert isinstance(layer, RecurrentAttention)
+        yield layer
 
 
-def stepped(layer: DeltaAttention, x: Tensor, state: State) -> tuple[Tensor, State]:
+def stepped(layer: RecurrentAttention, x: Tensor, state: State) -> tuple[Tensor, State]:
     """All tokens, one by one."""
     outputs = []
     for token in x.split(1, dim=1):

@@ -9,8 +9,10 @@ from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.models.variants.contract import variant_contract
 
-# The variants whose artifacts tests build. Not delta: its layer is a part of gated-delta's.
-BUILT_VARIANTS = tuple(variant for variant in ATTENTION_SPECS if variant != "delta")
+# Recurrent layers that share all but a few lines with gated-delta's.
+LIKE_GATED_DELTA = ("delta", "retention", "gla", "mamba2")
+# The variants whose artifacts all tests build; of the others, a few do.
+BUILT_VARIANTS = tuple(variant for variant in ATTENTION_SPECS if variant not in LIKE_GATED_DELTA)
 SMALL: dict[str, Any] = {"dim": 32, "heads": 2, "seq_len": 64}
 # Chunks, segments and windows shorter than the sequence, or most of the algorithm would be idle. Of variants that are
 # not listed, those of their contracts.

@@ -121,7 +121,7 @@ def test_batch_and_length_are_free_in_the_file(built: Built, variant: str, scope
     "name",
     [
         *("softmax", "linear", "lsh"),
-        *slow_after(0, ["aft-simple"]),
+        *slow_after(0, ["aft-simple", "retention", "gla", "mamba2"]),
         *(
             pytest.param(name, marks=pytest.mark.soak)
             for name in CAUSAL

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_specs import BUILT_VARIANTS
 
 from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.encoder.spec import EncoderSpec
@@ -101,7 +102,7 @@ def test_a_random_healthy_model_builds_and_raises_no_false_alarm(
 
 @pytest.mark.parametrize("scheme", ["dynamic", "static", "fp8"])
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", ATTENTION_SPECS)
+@pytest.mark.parametrize("name", BUILT_VARIANTS)
 def test_a_random_healthy_quantised_model_raises_no_false_alarm(
     name: str, seed: int, scheme: str, tmp_path: Path
 ) -> None:
