@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Every place and count below this is exact in float32, in which some tools compute with integers.
 LARGEST_FILL = 2**24
+# Tokens per block of prefix sums, which are products with a triangular matrix.
+RANK_BLOCK = 256
 _INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 
 
@@ -43,6 +45,57 @@ def rounded_down(quotient: str, dividend: str, divisor: str) -> str:
         {quotient}_rest = Mod ({dividend}, {divisor})
         {quotient}_whole = Sub ({dividend}, {quotient}_rest)
         {quotient} = Div ({quotient}_whole, {divisor})"""
+
+
+def true_first(mask: str, name: str) -> str:
+    """Nodes for the stable partition of a mask: order [batch, tokens], where its true tokens come first.
+
+    mask: boolean [batch, tokens]. Also rank, how many are true before each token, and total [batch, 1], both int64.
+    The body has axis0 to axis2, zero, one, zero_1d, any_1d (-1), full (1.0), nothing (0.0), tokens, length_1d and
+    batch_1d. name: begins names of further values.
+    """
+    return f"""
+        position = Range (zero, tokens, one)
+        group = {RANK_BLOCK}
+        group_1d = [{RANK_BLOCK}]
+        nearly_group = {RANK_BLOCK - 1}
+        group_spread = Add (tokens, nearly_group)
+        {rounded_down("groups", "group_spread", "group")}
+        groups_1d = Unsqueeze (groups, axis0)
+        grouped_length = Mul (groups, group)
+        ungrouped = Sub (grouped_length, tokens)
+        ungrouped_1d = Unsqueeze (ungrouped, axis0)
+        group_start = [0, 0, 0]
+        group_ends = Concat <axis = 0> (group_start, ungrouped_1d)
+        {name}_float = Where ({mask}, full, nothing)
+        {name}_padded = Pad ({name}_float, group_ends)
+        grouped = Concat <axis = 0> (batch_1d, groups_1d, group_1d)
+        {name}_groups = Reshape ({name}_padded, grouped)
+        group_lane = Range (zero, group, one)
+        group_column = Unsqueeze (group_lane, axis1)
+        lane_before = Less (group_column, group_lane)
+        within_triangle = Where (lane_before, full, nothing)
+        rank_within = MatMul ({name}_groups, within_triangle)
+        group_counts = ReduceSum <keepdims = 0> ({name}_groups, axis2)
+        group_index = Range (zero, groups, one)
+        group_index_column = Unsqueeze (group_index, axis1)
+        group_before = Less (group_index_column, group_index)
+        between_triangle = Where (group_before, full, nothing)
+        rank_before_rows = MatMul (group_counts, between_triangle)
+        rank_before = Unsqueeze (rank_before_rows, axis2)
+        rank_groups = Add (rank_within, rank_before)
+        batch_any = Concat <axis = 0> (batch_1d, any_1d)
+        rank_padded = Reshape (rank_groups, batch_any)
+        rank_float = Slice (rank_padded, zero_1d, length_1d, axis1)
+        rank = Cast <to = 7> (rank_float)
+        total_float = ReduceSum <keepdims = 1> ({name}_float, axis1)
+        total = Cast <to = 7> (total_float)
+        other_rank = Sub (position, rank)
+        other_place = Add (other_rank, total)
+        {name}_place = Where ({mask}, rank, other_place)
+        batch_length = Concat <axis = 0> (batch_1d, length_1d)
+        positions = Expand (position, batch_length)
+        order = ScatterElements <axis = 1> (positions, {name}_place, positions)"""
 
 
 def traps(model: onnx.ModelProto) -> Iterator[str]:

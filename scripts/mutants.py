@@ -277,6 +277,33 @@ MUTANTS = (
         ("row * s.heads + kv_head * group + head", "row * s.heads + kv_head + head * s.kv_heads"),
     ),
     *mutants_of(
+        "causal_conv/kernel_cuda.cu",
+        ("return past[--left * stride];", "return past[(--left + 1) * stride];"),
+        ("if (is_set(keep + --token)) return x[token * stride];", "return x[--token * stride];"),
+        (
+            "filter[i] = used ? widen(weight[i - (kFew - taps)])",
+            "filter[i] = used ? widen(weight[taps - 1 - (i - (kFew - taps))])",
+        ),
+        ("if (i >= kFew - taps) sum = fmaf(filter[i], seen[i], sum);", "sum = fmaf(filter[i], seen[i], sum);"),
+        ("      before.token = token;\n", ""),
+        ("    own.token = s.seq;\n", ""),
+        ("silu != 0 ? sum / (1.0f + expf(-sum)) : sum", "silu != 0 ? 1.0f / (1.0f + expf(-sum)) : sum"),
+    ),
+    *mutants_of(
+        "causal_conv/vectors.h",
+        ("if (keep[--token]) rows", "if (--token >= 0) rows"),
+        ("past + (taps - 1 - missing + i) * stride", "past + i * stride"),
+        ("const Floats small = exponential(z < 0.0f ? z : -z);", "const Floats small = exponential(-z);"),
+        ("if (!u.keep[token]) {\n      std::fill_n(to, u.channels, T{});", "if (!u.keep[token]) {"),
+        (
+            "std::rotate(w.order, w.order + 1, w.order + taps);",
+            "std::rotate(w.order, w.order + before, w.order + taps);",
+        ),
+        ("Floats sum = load(w.bias + c);", "Floats sum{};"),
+        ("if (last < call.seq) return;", "if (first > 0) return;"),
+        ("u.find_before(call.seq, w.before);", "u.find_before(last - 1, w.before);"),
+    ),
+    *mutants_of(
         "linear_recurrence/vectors.h",
         # decay after the write, beta of the value alone, a block that begins as if its first key were new
         (

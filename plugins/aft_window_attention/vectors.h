@@ -13,24 +13,6 @@ inline void expect(const T* row, std::int64_t first, std::int64_t count) {
   for (std::int64_t c = 0; c < count; c += kLine) __builtin_prefetch(row + first + c);
 }
 
-// A register of channels of a row from `channel` on, zeros after the last one. A single channel stands for all.
-template <class T>
-inline Floats read(const T* row, std::int64_t channel, std::int64_t channels) {
-  if (channel + kLanes <= channels) return widen(row + channel);
-  if (channels == 1) return Floats{} + to_float(*row);
-  T few[kLanes] = {};
-  if (channel < channels) std::memcpy(few, row + channel, static_cast<std::size_t>(channels - channel) * sizeof(T));
-  return widen(few);
-}
-
-template <class T>
-inline void write(Floats all, T* row, std::int64_t channel, std::int64_t channels) {
-  if (channel + kLanes <= channels) return narrow(all, row + channel);
-  T few[kLanes];
-  narrow(all, few);
-  std::memcpy(row + channel, few, static_cast<std::size_t>(channels - channel) * sizeof(T));
-}
-
 constexpr std::int64_t kAhead = 8;  // tokens
 
 inline void add(float* sum, Floats value) { store(sum, load(sum) + value); }

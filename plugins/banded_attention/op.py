@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.banded_attention import SIGNATURE
-from effexport.plugins.function_body import rounded_down
+from effexport.plugins.function_body import rounded_down, true_first
 
 if TYPE_CHECKING:
     import onnx
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 TENSORS = len(SIGNATURE.inputs)
 # Queries whose logits exist at a time in the reference.
 ROWS = 512
-# Tokens per block of the body's prefix sums, which are products with a triangular matrix.
-BLOCK = 256
 HIDDEN_LOGIT = torch.finfo(torch.float32).min
 
 
@@ -378,47 +376,7 @@ def _global_keys(most: int, all_up_to: int) -> str:
         slot_rows = NonZero (is_slot)
         slots = Squeeze (slot_rows, axis0)"""
     return f"""
-        position = Range (zero, tokens, one)
-        group = {BLOCK}
-        group_1d = [{BLOCK}]
-        nearly_group = {BLOCK - 1}
-        group_spread = Add (tokens, nearly_group)
-        {rounded_down("groups", "group_spread", "group")}
-        groups_1d = Unsqueeze (groups, axis0)
-        grouped_length = Mul (groups, group)
-        ungrouped = Sub (grouped_length, tokens)
-        ungrouped_1d = Unsqueeze (ungrouped, axis0)
-        group_start = [0, 0, 0]
-        group_ends = Concat <axis = 0> (group_start, ungrouped_1d)
-        global_float = Where (is_global, full, nothing)
-        global_padded = Pad (global_float, group_ends)
-        grouped = Concat <axis = 0> (batch_1d, groups_1d, group_1d)
-        global_groups = Reshape (global_padded, grouped)
-        group_lane = Range (zero, group, one)
-        group_column = Unsqueeze (group_lane, axis1)
-        lane_before = Less (group_column, group_lane)
-        within_triangle = Where (lane_before, full, nothing)
-        rank_within = MatMul (global_groups, within_triangle)
-        group_counts = ReduceSum <keepdims = 0> (global_groups, axis2)
-        group_index = Range (zero, groups, one)
-        group_index_column = Unsqueeze (group_index, axis1)
-        group_before = Less (group_index_column, group_index)
-        between_triangle = Where (group_before, full, nothing)
-        rank_before_rows = MatMul (group_counts, between_triangle)
-        rank_before = Unsqueeze (rank_before_rows, axis2)
-        rank_groups = Add (rank_within, rank_before)
-        batch_any = Concat <axis = 0> (batch_1d, any_1d)
-        rank_padded = Reshape (rank_groups, batch_any)
-        rank_float = Slice (rank_padded, zero_1d, length_1d, axis1)
-        rank = Cast <to = 7> (rank_float)
-        total_float = ReduceSum <keepdims = 1> (global_float, axis1)
-        total = Cast <to = 7> (total_float)
-        other_rank = Sub (position, rank)
-        other_place = Add (other_rank, total)
-        global_place = Where (is_global, rank, other_place)
-        batch_length = Concat <axis = 0> (batch_1d, length_1d)
-        positions = Expand (position, batch_length)
-        order = ScatterElements <axis = 1> (positions, global_place, positions){slots}
+        {true_first("is_global", "global")}{slots}
         slots_1d = Shape (slots)
         global_token = Gather <axis = 1> (order, slots)
 

@@ -59,3 +59,21 @@ inline void narrow(Floats all, Half* values) {
   const Ints large = magnitude > 0x7f800000 ? Ints{} + 0x7e00 : Ints{} + 0x7c00;
   write_half_words(sign | (magnitude >= 0x477ff000 ? large : finite), values);
 }
+
+// A register of channels of a row from `channel` on, zeros after the last one. A single channel stands for all.
+template <class T>
+inline Floats read(const T* row, std::int64_t channel, std::int64_t channels) {
+  if (channel + kLanes <= channels) return widen(row + channel);
+  if (channels == 1) return Floats{} + to_float(*row);
+  T few[kLanes] = {};
+  if (channel < channels) std::memcpy(few, row + channel, static_cast<std::size_t>(channels - channel) * sizeof(T));
+  return widen(few);
+}
+
+template <class T>
+inline void write(Floats all, T* row, std::int64_t channel, std::int64_t channels) {
+  if (channel + kLanes <= channels) return narrow(all, row + channel);
+  T few[kLanes];
+  narrow(all, few);
+  std::memcpy(row + channel, few, static_cast<std::size_t>(channels - channel) * sizeof(T));
+}

@@ -161,12 +161,14 @@ def test_what_hidden_tokens_hold_changes_no_bit(op: str, how: str, cases: list[C
     for case in cases:
         inputs = without_nan(contract.inputs(case, "cpu"))
         # a sample that sees nothing may average over all
-        hidden = (~inputs["keep"] & inputs["keep"].any(dim=1, keepdim=True))[:, None, :, None]
+        hidden = ~inputs["keep"] & inputs["keep"].any(dim=1, keepdim=True)
         expected = run(case, inputs)
         for name, values in contract.hidden.items():
             for value in values:
                 if np.isfinite(value) or how != "body" or contract.body_hides:
-                    other = inputs | {name: inputs[name].masked_fill(hidden, value)}
+                    x = inputs[name]
+                    tokens = hidden[..., None] if x.dim() == 3 else hidden[:, None, :, None]
+                    other = inputs | {name: x.masked_fill(tokens, value)}
                     assert_equal(run(case, other), expected, f"{name} {value}, {case.name}")
 
 

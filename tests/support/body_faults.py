@@ -52,6 +52,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "BandedAttention",
         {"scale": 0.25, "left": 9, "right": 5, "block": 1, "causal": 1},
     ),
+    "CausalConv": ("CausalConv", {"silu": 0}),
+    "CausalConv, SiLU": ("CausalConv", {"silu": 1}),
     "EluLinearAttention": ("EluLinearAttention", {"eps": 1e-6, "causal": 0, "chunk_length": 128}),
     "EluLinearAttention, causal": ("EluLinearAttention", {"eps": 1e-6, "causal": 1, "chunk_length": 16}),
     "IterativePinv": ("IterativePinv", {"iterations": 6}),

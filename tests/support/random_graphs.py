@@ -316,6 +316,17 @@ def linear_recurrence(g: RandomGraph, x: Value, keep: Value) -> Value:
     return g.transposed(out, 0, 2, 1, 3)
 
 
+def causal_conv(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """Over the channels of all heads."""
+    batch, heads, seq, width = x.dims
+    rows, taps = g.without_heads(x), g.random.randint(2, 6)
+    channels = int(rows.dims[2])
+    weight = g.constant(g.numbers.standard_normal((channels, taps)) / taps**0.5, x.dtype)
+    bias = g.constant(g.numbers.standard_normal(channels), x.dtype)
+    y, _ = g.custom("CausalConv", rows, weight, bias, g.normal(x.dtype, batch, taps - 1, channels), keep)
+    return g.transposed(g.reshaped(y, [0, 0, int(heads), int(width)], (batch, seq, heads, width)), 0, 2, 1, 3)
+
+
 def by_signature(op: str, g: RandomGraph, x: Value, keep: Value) -> Value:
     """Each input is the mask, or a projection of x, with a number of channels for each name. x is returned if the
     operator returns something of another shape."""
@@ -345,6 +356,7 @@ STEPS: dict[str, Callable[[RandomGraph, Value, Value], Value]] = {
     "AFTWindowAttention": aft_window_attention,
     "BandedAttention": banded_attention,
     "LinearRecurrence": linear_recurrence,
+    "CausalConv": causal_conv,
 }
 
 

@@ -1,0 +1,95 @@
+// The tokens and channels of one unit, token by token.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
+
+#include "native/vector_elements.h"
+
+// z / (1 + e^−z), or z e^z / (1 + e^z): with the exponent that cannot overflow.
+inline Floats silu_of(Floats z) {
+  const Floats small = exponential(z < 0.0f ? z : -z);
+  return z * (z < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
+}
+
+// Some tokens and channels of one sample. x, past, y and present: of the sample, from the first of these channels on.
+template <class T>
+struct Unit {
+  const T* x;
+  const T* past;
+  const bool* keep;
+  T* y;
+  T* present;
+  std::int64_t first;
+  std::int64_t last;
+  std::int64_t channels;
+  std::int64_t stride;
+  std::int64_t taps;
+
+  // Rows of the last taps − 1 kept tokens before a token: of x, and where it has fewer, of `past`.
+  void find_before(std::int64_t token, const void** rows) const {
+    std::int64_t missing = taps - 1;
+    while (missing > 0 && token > 0) {
+      if (keep[--token]) rows[--missing] = x + token * stride;
+    }
+    for (std::int64_t i = 0; i < missing; ++i) rows[i] = past + (taps - 1 - missing + i) * stride;
+  }
+};
+
+// kTaps: those of the call, or 0 for any number.
+template <int kTaps, class T>
+inline void convolve_tokens(const Unit<T>& u, const Workspace& w, bool silu) {
+  const std::int64_t taps = kTaps == 0 ? u.taps : kTaps, before = taps - 1;
+  u.find_before(u.first, w.before);
+  for (std::int64_t i = 0; i < taps; ++i) {
+    w.order[i] = w.rows + i * w.width;
+    if (i == before) break;
+    const T* const row = static_cast<const T*>(w.before[i]);
+    for (std::int64_t c = 0; c < u.channels; c += kLanes) store(w.order[i] + c, read(row, c, u.channels));
+  }
+  for (std::int64_t token = u.first; token < u.last; ++token) {
+    T* const to = u.y + token * u.stride;
+    if (!u.keep[token]) {
+      std::fill_n(to, u.channels, T{});
+      continue;
+    }
+    const T* const row = u.x + token * u.stride;
+    for (std::int64_t c = 0; c < u.channels; c += kLanes) {
+      Floats sum = load(w.bias + c);
+#pragma GCC unroll 8
+      for (std::int64_t i = 0; i < before; ++i) sum += load(w.filters + i * w.width + c) * load(w.order[i] + c);
+      const Floats own = read(row, c, u.channels);
+      store(w.order[before] + c, own);
+      sum += load(w.filters + before * w.width + c) * own;
+      write(silu ? silu_of(sum) : sum, to, c, u.channels);
+    }
+    std::rotate(w.order, w.order + 1, w.order + taps);
+  }
+}
+
+template <class T>
+inline void convolve(const Call<T>& call, std::int64_t unit, void* memory) {
+  const std::int64_t of_sample = spans(call.seq) * panels(call.channels);
+  const std::int64_t sample = unit / of_sample, span = unit % of_sample / panels(call.channels);
+  const std::int64_t channel = unit % panels(call.channels) * kChannels, before = call.taps - 1;
+  const std::int64_t first = span * kTokens, last = std::min(first + kTokens, call.seq);
+  const std::int64_t x_at = sample * call.seq * call.channels + channel;
+  const std::int64_t past_at = sample * before * call.channels + channel;
+  const Workspace w(call.channels, call.taps, memory);
+  const Unit<T> u{call.x + x_at, call.past + past_at, call.keep + sample * call.seq, call.y + x_at,
+                  call.present + past_at, first, last, std::min(kChannels, call.channels - channel), call.channels,
+                  call.taps};
+
+  if (std::find(u.keep + first, u.keep + last, true) == u.keep + last) {
+    for (std::int64_t token = first; token < last; ++token) std::fill_n(u.y + token * u.stride, u.channels, T{});
+  } else {
+    for (std::int64_t c = 0; c < u.channels; ++c) {
+      w.bias[c] = to_float(call.bias[channel + c]);
+      const T* const own = call.weight + (channel + c) * call.taps;
+      for (std::int64_t i = 0; i < call.taps; ++i) w.filters[i * w.width + c] = to_float(own[i]);
+    }
+    call.taps == 4 ? convolve_tokens<4>(u, w, call.silu) : convolve_tokens<0>(u, w, call.silu);
+  }
+  if (last < call.seq) return;
+  u.find_before(call.seq, w.before);
+  for (std::int64_t i = 0; i < before; ++i) {
+    std::copy_n(static_cast<const T*>(w.before[i]), u.channels, u.present + i * u.stride);
+  }
+}
