@@ -7,7 +7,7 @@ thread pools of the others get time to go idle, because ONNX Runtime's threads s
     .venv/bin/python scripts/bench_ops.py                         # the shapes of docs/kernels.md
     .venv/bin/python scripts/bench_ops.py --sort 16,65536,4096 --pinv 768,64 --output ops.json
     .venv/bin/python scripts/bench_ops.py --banded 12,4096,64,256 --threads 1
-    .venv/bin/python scripts/bench_ops.py --recurrence 2048,8,8,64 --threads 1
+    .venv/bin/python scripts/bench_ops.py --recurrence 2048,8,8,64 --conv 2048,8192,4 --threads 1
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ PINV_LIMIT = 1e-4
 BANDED_LIMIT = 1e-4
 # As of the operator's contract, of both.
 RECURRENCE_LIMIT = 4e-6
+CONV_LIMIT = 2e-6
 RULES = ("linear", "gated", "delta", "gated_delta")
 
 
@@ -93,6 +94,9 @@ def main() -> None:
             title = f"LinearRecurrence {n} tokens, {heads} heads over {kv_heads} states of {d} × {d}, {rule}"
             candidates = recurrence_candidates(n, heads, kv_heads, d, rule, arguments.threads)
             results[title] = report(title, candidates, arguments.turns)
+    for n, channels, taps in arguments.conv or [(2048, 8192, 4)]:
+        title = f"CausalConv {n} tokens × {channels} channels, {taps} taps, SiLU"
+        results[title] = report(title, conv_candidates(n, channels, taps, arguments.threads), arguments.turns)
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
@@ -103,6 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pinv", type=sizes(2), action="append", metavar="COUNT,M", help="repeatable")
     parser.add_argument("--banded", type=sizes(4), action="append", metavar="HEADS,N,D,REACH", help="repeatable")
     parser.add_argument("--recurrence", type=sizes(4), action="append", metavar="N,HEADS,STATES,D", help="repeatable")
+    parser.add_argument("--conv", type=sizes(3), action="append", metavar="N,CHANNELS,TAPS", help="repeatable")
     parser.add_argument("--turns", type=int, default=30, help="turns of each candidate (default 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every candidate")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -321,21 +326,8 @@ def recurrence_candidates(n: int, heads: int, kv_heads: int, d: int, rule: str, 
     )
     read = ["query", "key", "value", "past", "decay" * ("gated" in rule), "beta" * ("delta" in rule)]
     packed = {name: arrays[name] if name == "past" else arrays[name].reshape(1, n, -1) for name in filter(None, read)}
-    node = helper.make_node(
-        "LinearAttention",
-        read,
-        ["out", "present"],
-        domain="com.microsoft",
-        q_num_heads=heads,
-        kv_num_heads=kv_heads,
-        update_rule=rule,
-        scale=d**-0.5,
-    )
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in packed.items()]
-    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("out", "present")]
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(helper.make_graph([node], "own", values, made), opset_imports=opsets, ir_version=10)
-    own = OrtRunner(model.SerializeToString(), RunOptions(threads=threads))
+    numbers = {"q_num_heads": heads, "kv_num_heads": kv_heads, "update_rule": rule, "scale": d**-0.5}
+    own = contrib_runner("LinearAttention", read, packed, ["out", "present"], threads, **numbers)
     wanted = own.run(packed)
     for runner in (kernel, body):
         for given, right in zip(runner.run(arrays).values(), wanted.values(), strict=True):
@@ -349,6 +341,40 @@ def recurrence_candidates(n: int, heads: int, kv_heads: int, d: int, rule: str, 
         Candidate("ONNX Runtime's LinearAttention", own.bind(packed).run),
         Candidate("lower bound: its multiply-adds, in torch", lambda: torch.mm(rows, state, out=products)),
     ]
+
+
+def conv_candidates(n: int, channels: int, taps: int, threads: int) -> list[Candidate]:
+    """The kernel, the body and ONNX Runtime's own operator, which has channels before tokens."""
+    contract, case = load_contract(OPS["CausalConv"]), Case((1, n, channels, taps, 1), kind="visible")
+    arrays = {name: x.numpy() for name, x in contract.inputs(case, "cpu").items()}
+    inputs = {name: (helper.np_dtype_to_tensor_dtype(x.dtype), list(x.shape)) for name, x in arrays.items()}
+    kernel, body = runners(op_model("CausalConv", inputs, ["y", "present"], silu=1), threads)
+    swapped = {name: np.ascontiguousarray(arrays[name].swapaxes(1, 2)) for name in ("x", "past")}
+    feeds = {"x": swapped["x"], "weight": arrays["weight"][:, None], "bias": arrays["bias"], "past": swapped["past"]}
+    own = contrib_runner("CausalConvWithState", list(feeds), feeds, ["y", "present"], threads, activation="silu")
+    wanted = own.run(feeds)
+    for runner in (kernel, body):
+        for given, right in zip(runner.run(arrays).values(), wanted.values(), strict=True):
+            assert np.abs(given.swapaxes(1, 2) - right).max() <= CONV_LIMIT * np.abs(right).max()
+    source, target = arrays["x"], np.empty_like(arrays["x"])
+    return [
+        Candidate("kernel", kernel.bind(arrays).run),
+        Candidate("body in ONNX Runtime", lambda: body.run(arrays)),
+        Candidate("ONNX Runtime's CausalConvWithState", own.bind(feeds).run),
+        Candidate("lower bound: one thread copies x", lambda: np.copyto(target, source)),
+    ]
+
+
+def contrib_runner(
+    op: str, inputs: list[str], feeds: dict[str, np.ndarray], outputs: list[str], threads: int, **attributes: Any
+) -> OrtRunner:
+    """A runner of an operator of ONNX Runtime's own. inputs: with "" for one that is left out; all are float32."""
+    node = helper.make_node(op, inputs, outputs, domain="com.microsoft", **attributes)
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in feeds.items()]
+    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "own", values, made), opset_imports=opsets, ir_version=10)
+    return OrtRunner(model.SerializeToString(), RunOptions(threads=threads))
 
 
 def report(title: str, candidates: list[Candidate], turns: int) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         first_row = Mul (sample, rows_1d)
         first_row_column = Unsqueeze (first_row, axis1)
         row_of_place = Add (places, first_row_column)
-        row_list = Reshape (row_of_place, all_rows_1d)
+        row_list = Reshape <allowzero = 1> (row_of_place, all_rows_1d)
 
         window_start = Add (rank, first_row_column)
         window_start_column = Unsqueeze (window_start, axis2)

@@ -33,14 +33,32 @@ struct Unit {
   }
 };
 
-// kTaps: those of the call, or 0 for any number.
+// One token, whose row becomes the last one of `rows`. kTaps: those of the call, or 0 for any number.
+template <int kTaps, class T>
+inline void convolve_token(const Workspace& w, std::int64_t any, const T* row, std::int64_t channels, bool silu, T* to) {
+  // copies of all that is read in the loop: for all that compilers know, its writes may change the workspace
+  const std::int64_t before = (kTaps == 0 ? any : kTaps) - 1, width = w.width;
+  const float *const bias = w.bias, *const filters = w.filters;
+  float* const own_row = w.order[before];
+  const float* few[kTaps == 0 ? 1 : kTaps];
+  if (kTaps != 0) std::copy_n(w.order, before, few);
+  const float* const* const seen = kTaps == 0 ? w.order : few;
+  for (std::int64_t c = 0; c < channels; c += kLanes) {
+    Floats sum = load(bias + c);
+#pragma GCC unroll 4
+    for (std::int64_t i = 0; i < before; ++i) sum += load(filters + i * width + c) * load(seen[i] + c);
+    const Floats own = read(row, c, channels);
+    store(own_row + c, own);
+    sum += load(filters + before * width + c) * own;
+    write(silu ? silu_of(sum) : sum, to, c, channels);
+  }
+}
+
 template <int kTaps, class T>
 inline void convolve_tokens(const Unit<T>& u, const Workspace& w, bool silu) {
-  const std::int64_t taps = kTaps == 0 ? u.taps : kTaps, before = taps - 1;
   u.find_before(u.first, w.before);
-  for (std::int64_t i = 0; i < taps; ++i) {
-    w.order[i] = w.rows + i * w.width;
-    if (i == before) break;
+  for (std::int64_t i = 0; i < u.taps; ++i) w.order[i] = w.rows + i * w.width;
+  for (std::int64_t i = 0; i < u.taps - 1; ++i) {
     const T* const row = static_cast<const T*>(w.before[i]);
     for (std::int64_t c = 0; c < u.channels; c += kLanes) store(w.order[i] + c, read(row, c, u.channels));
   }
@@ -50,17 +68,8 @@ inline void convolve_tokens(const Unit<T>& u, const Workspace& w, bool silu) {
       std::fill_n(to, u.channels, T{});
       continue;
     }
-    const T* const row = u.x + token * u.stride;
-    for (std::int64_t c = 0; c < u.channels; c += kLanes) {
-      Floats sum = load(w.bias + c);
-#pragma GCC unroll 8
-      for (std::int64_t i = 0; i < before; ++i) sum += load(w.filters + i * w.width + c) * load(w.order[i] + c);
-      const Floats own = read(row, c, u.channels);
-      store(w.order[before] + c, own);
-      sum += load(w.filters + before * w.width + c) * own;
-      write(silu ? silu_of(sum) : sum, to, c, u.channels);
-    }
-    std::rotate(w.order, w.order + 1, w.order + taps);
+    convolve_token<kTaps>(w, u.taps, u.x + token * u.stride, u.channels, silu, to);
+    std::rotate(w.order, w.order + 1, w.order + u.taps);
   }
 }
 
