@@ -21,6 +21,7 @@ from effexport.models.adapters import (
     torch_layers,
     transformers_banded,
     transformers_layers,
+    transformers_recurrent,
 )
 from effexport.models.adapters.adapter import (
     Adapted,
@@ -56,6 +57,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     torch_layers.ADAPTER,
     transformers_banded.ADAPTER,
     transformers_layers.ADAPTER,
+    transformers_recurrent.ADAPTER,
 )
 
 
@@ -351,9 +353,11 @@ def variants_in(ours: nn.Module) -> set[str]:
     """The variants of attention in a replacement."""
     from effexport.models.adapters.linear_function import LinearFunction
     from effexport.models.adapters.local_attention import BandedFunction
+    from effexport.models.adapters.transformers_recurrent import RecurrentFunction
     from effexport.models.layers import AttentionLayer
 
-    layers = [child for child in ours.modules() if isinstance(child, AttentionLayer | BandedFunction | LinearFunction)]
+    functions = BandedFunction | LinearFunction | RecurrentFunction
+    layers = [child for child in ours.modules() if isinstance(child, AttentionLayer | functions)]
     return {layer.spec.variant if isinstance(layer, AttentionLayer) else layer.variant for layer in layers}
 
 
