@@ -22,6 +22,7 @@ from effexport.models.adapters import (
     transformers_banded,
     transformers_layers,
     transformers_recurrent,
+    yet_another_retnet,
 )
 from effexport.models.adapters.adapter import (
     Adapted,
@@ -58,6 +59,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     transformers_banded.ADAPTER,
     transformers_layers.ADAPTER,
     transformers_recurrent.ADAPTER,
+    yet_another_retnet.ADAPTER,
 )
 
 
@@ -353,7 +355,7 @@ def variants_in(ours: nn.Module) -> set[str]:
     """The variants of attention in a replacement."""
     from effexport.models.adapters.linear_function import LinearFunction
     from effexport.models.adapters.local_attention import BandedFunction
-    from effexport.models.adapters.transformers_recurrent import RecurrentFunction
+    from effexport.models.adapters.recurrent_function import RecurrentFunction
     from effexport.models.layers import AttentionLayer
 
     functions = BandedFunction | LinearFunction | RecurrentFunction

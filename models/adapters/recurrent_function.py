@@ -1,0 +1,39 @@
+"""Linear attention with decay over a state, as a function of queries, keys, values and gates, for several packages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from effexport.models.layers import CallsOperators, at_least_float32
+from effexport.plugins.linear_recurrence.op import linear_recurrence, reference
+
+
+class RecurrentFunction(CallsOperators):
+    """Outputs q_t S_t of states S_t = α_t S_{t−1} + β_t k_t (v_t − delta · α_t k_t S_{t−1})ᵀ, as one operator.
+
+    variant: its name in reports.
+    """
+
+    def __init__(self, variant: str, delta: bool) -> None:
+        super().__init__()
+        self.variant, self.delta = variant, delta
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, past: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """query, key [batch, seq, heads, key_dim], value [batch, seq, heads, value_dim], decay (the logarithm of α) and
+        beta [batch, seq, heads] → the outputs [batch, seq, heads, value_dim], and the state after the last token
+        [batch, heads, key_dim, value_dim]. past: the state before the first; None for zeros. In float32 at least."""
+        inputs = [at_least_float32(x) for x in (query, key, value, decay.unsqueeze(-1), beta.unsqueeze(-1))]
+        if past is None:
+            shape = (*key.shape[:1], *key.shape[2:], value.shape[3])
+            past = torch.zeros(shape, dtype=torch.float32, device=key.device)
+        tensors = (*inputs[:3], past.float(), *inputs[3:])
+        if self.calls_operators:
+            # the body of a decode step has no chunks to join
+            is_step = isinstance(key.shape[1], int) and key.shape[1] == 1
+            out, present = linear_recurrence(*tensors, scale, self.delta, **({"longest": 1} if is_step else {}))
+        else:
+            out, present = reference(*tensors, scale, self.delta)
+        return out.to(value.dtype), present
