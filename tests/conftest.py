@@ -248,6 +248,7 @@ PARTS: dict[str, Part] = {
             Package("linear_attention_transformer", ("linear-attention-transformer",)),
             Package("nystrom_attention", ("nystrom-attention",)),
             Package("reformer_pytorch", ("reformer-pytorch",)),
+            Package("yet_another_retnet", ("yet-another-retnet",)),
         )
     ),
     "native": KernelLibrary(),
