@@ -92,6 +92,17 @@ class Attends(nn.Module):
         return self.layer(query=y, key=y, value=y, mask=everything).transpose(0, 1)
 
 
+class OfItself(nn.Module):
+    """A layer of queries, keys and values, which are one tensor."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x)[0]
+
+
 class Calls(nn.Module):
     """F.scaled_dot_product_attention, called directly."""
 
@@ -164,6 +175,7 @@ def rows() -> Iterator[Row]:
     yield from rows_of_aft()
     yield from rows_of_reformer_pytorch()
     yield from rows_of_fast_transformers()
+    yield from rows_of_retention()
 
 
 def rows_of_nystrom_attention() -> Iterator[Row]:
@@ -238,6 +250,17 @@ def rows_of_fast_transformers() -> Iterator[Row]:
     for kind in ("linear", "causal-linear", "full"):
         make = partial(FastTransformer, kind)
         yield Row("pytorch-fast-transformers 0.4.0", "TransformerEncoder", f"{kind}, padding", make, "mask")
+
+
+def rows_of_retention() -> Iterator[Row]:
+    from yet_another_retnet.retention import MultiScaleRetention
+    from yet_another_retnet.retnet import RetNetDecoder, RetNetDecoderLayer
+
+    package = "yet-another-retnet 0.5.1"
+    for option, positions in {"rotary positions": True, "no positions": False}.items():
+        layer = partial(MultiScaleRetention, DIM, HEADS, relative_position=positions)
+        yield Row(package, "MultiScaleRetention", option, residual(lambda layer=layer: OfItself(layer())))
+    yield Row(package, "RetNetDecoder", "2 layers", lambda: RetNetDecoder(RetNetDecoderLayer(DIM, HEADS, 2 * DIM), 2))
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,11 @@ class GatedDeltaNet(nn.Module):
         refuse(**kwargs)
         past, before = None, None
         if cache_params is not None and cache_params.has_previous_state and hidden_states.shape[1] == 1:
-            past, before = (states[self.layer_idx] for states in (cache_params.recurrent_states, cache_params.conv_states))
+            past = cache_params.recurrent_states[self.layer_idx]
+            before = cache_params.conv_states[self.layer_idx]
         else:
             hidden_states = without_padding(hidden_states, attention_mask)
+        # of each head of keys: a query, a key, and values and gates of several heads
         widths = [self.key_dim] * 2 + [self.values_per_key * self.value_dim] * 2
         *qkv, z = self.in_proj_qkvz(hidden_states).unflatten(-1, (self.key_heads, -1)).split(widths, dim=-1)
         b, a = (x.flatten(-2) for x in self.in_proj_ba(hidden_states).unflatten(-1, (self.key_heads, -1)).chunk(2, -1))
@@ -94,11 +96,12 @@ class GatedDeltaNet(nn.Module):
         widths = [self.key_heads * width for width in widths[:3]]
         q, k, v = F.silu(mixed).transpose(1, 2).split(widths, dim=-1)
         q, k = (repeated(unit(x.unflatten(-1, (self.key_heads, -1))), self.values_per_key) for x in (q, k))
-        v, z = v.unflatten(-1, (-1, self.value_dim)), z.flatten(-2).unflatten(-1, (-1, self.value_dim))
+        v, z = (x.unflatten(-1, (-1, self.value_dim)) for x in (v, z.flatten(-2)))
         decay = -at_least_float32(self.A_log).exp() * F.softplus(at_least_float32(a) + self.dt_bias)
         out, present = self.recurrence(q, k, v, decay, b.sigmoid(), past, self.key_dim**-0.5)
         if cache_params is not None:
-            cache_params.recurrent_states[self.layer_idx], cache_params.conv_states[self.layer_idx] = present, last
+            cache_params.recurrent_states[self.layer_idx] = present
+            cache_params.conv_states[self.layer_idx] = last
         projected: Tensor = self.out_proj(self.norm(out, z).flatten(-2))
         return projected
 

@@ -17,7 +17,7 @@ FASTEST, SLOWEST = 1 / 32, 1 / 512
 
 
 class MultiScaleRetention(nn.Module):
-    """MultiScaleRetention at any length, in linear time: all forms of the original are one, with and without a state."""
+    """MultiScaleRetention at any length, in linear time. All forms of the original are one, with or without a state."""
 
     decay: Tensor
     frequencies: Tensor | None

@@ -137,6 +137,7 @@ QWEN: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+DENSE: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 WAVES: dict[str, Any] = {
     "conv_dim": [32, 32],
     "conv_stride": [5, 2],
@@ -202,6 +203,12 @@ def mamba() -> nn.Module:
     from mambapy.mamba import Mamba, MambaConfig
 
     return Mamba(MambaConfig(d_model=DIM, n_layers=2))
+
+
+def retnet() -> nn.Module:
+    from yet_another_retnet.retnet import RetNetDecoder, RetNetDecoderLayer
+
+    return RetNetDecoder(RetNetDecoderLayer(DIM, HEADS, 2 * DIM), 2)
 
 
 class Fla(nn.Module):
@@ -273,6 +280,7 @@ MODELS = (
     text("LED encoder", "LEDModel", "encoder", **ENCODER, attention_window=[32, 32]),
     text("BigBird", "BigBirdModel", block_size=8, num_random_blocks=2, max_position_embeddings=512),
     text("Qwen3-Next", "Qwen3NextModel", **QWEN),
+    text("Qwen3-Next, dense", "Qwen3NextModel", **QWEN | DENSE),
     Model("FNet", "transformers", transformers("FNetModel"), ids),
     Model(
         "Reformer",
@@ -294,6 +302,7 @@ MODELS = (
     ),
     Model("RWKV", "transformers", transformers("RwkvModel"), ids, (8, 16, 24)),
     Model("Mamba", "transformers", transformers("MambaModel"), ids, (8, 16, 24)),
+    text("Mamba-2", "Mamba2Model", num_heads=8, head_dim=16, state_size=16, n_groups=2),
     Model(
         "Whisper encoder",
         "transformers",
@@ -405,6 +414,7 @@ MODELS = (
         of("linear_attention_transformer", "LinearAttentionTransformerLM", **LM, causal=True),
         partial(ids, name="x"),
     ),
+    Model("RetNet", "yet-another-retnet", retnet, vectors),
     Model("AFTFull", "aft-pytorch", of("aft_pytorch.aft_pytorch", "AFTFull", 512, DIM, 48), vectors),
     Model(
         "SANA",
