@@ -5,14 +5,11 @@
 // of X as sums (see native/tile.h), which never leave its registers. Only the right factors are in shared memory: A,
 // and P or Z.
 //
-// A number is the sum of two halves, of 22 bits together, and a product of numbers is three products of halves:
-// high · high + high · low + low · high. Rows of right factors are scaled by powers of two, and so are the columns of
-// the left factors that meet them and then their rows, so that neither large nor small numbers leave the range of
-// halves. Tensor cores may round sums towards zero. So they add up 16 products at a time, and the rest is added in
-// float32.
+// Numbers are sums of two halves (native/split_halves.h). Rows of right factors are scaled by powers of two, and so are
+// the columns of the left factors that meet them and then their rows.
 #pragma once
 
-#include "native/tile.h"
+#include "native/split_halves.h"
 
 namespace effexport::iterative_pinv::tensor_cores {
 
@@ -38,51 +35,17 @@ struct Factor {
 
 constexpr std::size_t kSharedBytes = 2 * Factor::kBytes;
 
-// A power of two and its inverse.
-struct Scale {
-  float value, inverse;
-};
-
-// For a row: divided by the value, its largest magnitude is from 2^14 to 2^15; less if it is below 2^−112.
-inline __device__ Scale scale_of(float largest) {
-  const std::uint32_t exponent = max(__float_as_uint(largest) >> 23, 15u);
-  return {__uint_as_float((exponent - 14) << 23), __uint_as_float((268 - exponent) << 23)};
-}
-
-// Of row sums_row() + 8 i.
-template <int kTiles>
-__device__ Scale scale_of_row(const tile::Sums (&rows)[kTiles], int i) {
-  float largest = 0.0f;
-#pragma unroll
-  for (const tile::Sums& sums : rows) {
-    largest = fmaxf(largest, fmaxf(fabsf(sums.values[2 * i]), fabsf(sums.values[2 * i + 1])));
-  }
-  return scale_of(tile::largest_in_row(largest));
-}
-
-// Two neighbours, each as a sum of halves.
-struct Split {
-  std::uint32_t high, low;
-
-  __device__ Split(float first, float second) {
-    high = ptx::pack(first, second, Half{});
-    const float first_high = widen(Half{static_cast<std::uint16_t>(high)});
-    const float second_high = widen(Half{static_cast<std::uint16_t>(high >> 16)});
-    low = ptx::pack(first - first_high, second - second_high, Half{});
-  }
-};
-
 // Writes the rows of this warp.
 template <int kTiles>
 __device__ void store(const tile::Sums (&rows)[kTiles], Factor to) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = tile::warp() * tile::kRows + tile::sums_row() + 8 * i;
-    const Scale scale = scale_of_row(rows, i);
+    const tile::Scale scale = tile::scale_of_row(rows, i);
     if (tile::sums_column() == 0) to.scales()[row] = scale.value;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const Split split(scale.inverse * rows[j].values[2 * i], scale.inverse * rows[j].values[2 * i + 1]);
+      const tile::Split split(scale.inverse * rows[j].values[2 * i], scale.inverse * rows[j].values[2 * i + 1]);
       const int column = j * tile::kColumns + tile::sums_column();
       *reinterpret_cast<std::uint32_t*>(to.high().at(row, column)) = split.high;
       *reinterpret_cast<std::uint32_t*>(to.low().at(row, column)) = split.low;
@@ -93,8 +56,8 @@ __device__ void store(const tile::Sums (&rows)[kTiles], Factor to) {
 // The rows of this warp as left factors.
 template <int kTiles>
 struct Left {
-  tile::Left high[kTiles / 2], low[kTiles / 2];
-  float scales[2];
+  tile::SplitLeft parts[kTiles / 2];
+  tile::Scale scales[2];
 
   __device__ Left(tile::Sums (&rows)[kTiles], const float* column_scales) {
 #pragma unroll
@@ -103,16 +66,9 @@ struct Left {
       for (int i = 0; i < 4; ++i) rows[j].values[i] *= column_scales[j * tile::kColumns + tile::sums_column() + i % 2];
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Scale scale = scale_of_row(rows, i);
-      scales[i] = scale.value;
+    for (int i = 0; i < 2; ++i) scales[i] = tile::scale_of_row(rows, i);
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const Split split(scale.inverse * rows[j].values[2 * i], scale.inverse * rows[j].values[2 * i + 1]);
-        high[j / 2].pairs[j % 2 * 2 + i] = split.high;
-        low[j / 2].pairs[j % 2 * 2 + i] = split.low;
-      }
-    }
+    for (int j = 0; j < kTiles; j += 2) parts[j / 2].set(rows[j], rows[j + 1], scales);
   }
 };
 
@@ -132,19 +88,14 @@ __device__ void multiply(tile::Sums (&rows)[kTiles], Factor right) {
       tile::load_rights(right.low(), k * tile::kDepth, j * tile::kColumns, low);
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        tile::Sums products = {};
-        tile::multiply_add<Half>(products, left.high[k], low[side]);
-        tile::multiply_add<Half>(products, left.low[k], high[side]);
-        tile::multiply_add<Half>(products, left.high[k], high[side]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rows[j + side].values[i] += products.values[i];
+        tile::add_split_product(rows[j + side], left.parts[k], high[side], low[side]);
       }
     }
   }
 #pragma unroll
   for (tile::Sums& sums : rows) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums.values[i] *= left.scales[i / 2];
+    for (int i = 0; i < 4; ++i) sums.values[i] *= left.scales[i / 2].value;
   }
 }
 

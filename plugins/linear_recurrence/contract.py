@@ -17,6 +17,11 @@ KINDS = ("random", "equal keys", "forgets", "keeps", "padded", "overwrites", "lo
 # No samples, states, channels of keys and of values; no tokens.
 NOTHING = ((0, 5, 2, 1, 8, 4), (2, 5, 0, 0, 8, 4), (2, 5, 2, 1, 0, 4), (2, 5, 2, 1, 8, 0))
 NO_TOKENS = (2, 0, 2, 1, 8, 4)
+# The least tokens, nearly, that the CUDA kernels cut into slices.
+SLICED = tuple(
+    Case((1, 1025, 1, 1, 3, 2, 1, channels), SCALE, "keeps", dtype)
+    for channels, dtype in enumerate(("float32", "float16"))
+)
 
 
 def rules(*shapes: tuple[int, ...], kind: str = "random", per_channel: tuple[int, ...] = (0, 1)) -> tuple[Case, ...]:
@@ -134,6 +139,9 @@ CONTRACT = Contract(
     cases=(
         *(case for kind in KINDS[1:] for case in rules((2, 70, 2, 2, 16, 33), kind=kind, per_channel=(0,))),
         *rules((2, 63, 4, 2, 16, 24), (1, 100, 6, 2, 9, 40), (2, 16, 3, 3, 64, 64)),
+        # the CUDA kernels' other forms: tokens in slices, the last one shorter, and keys of more than 64 and 128 channels
+        *SLICED,
+        *rules((1, 19, 1, 1, 72, 65), (1, 3, 2, 1, 130, 33), kind="overwrites"),
     ),
     larger=rules((2, 577, 2, 1, 32, 32), (1, 130, 2, 2, 128, 136), (3, 1, 8, 4, 64, 64)),
     empty=tuple(Case((*sizes, delta, 0), SCALE) for sizes in (*NOTHING, NO_TOKENS) for delta in (0, 1)),

@@ -42,9 +42,12 @@ std::size_t cpu_workspace_bytes(std::int64_t heads_per_state, std::int64_t key_d
 template <class T>
 void recur_cpu(const Call<T>& call, std::int64_t unit, void* workspace);
 
-// The whole operator in one launch on a stream of the current device. Returns a cudaError_t: cudaErrorInvalidValue for
-// more than 2³¹ − 1 of anything.
+// On the GPU: enqueues one launch, or three, on a stream of the current device; `scratch` has cuda_scratch_bytes(call)
+// bytes. Returns a cudaError_t: cudaErrorInvalidValue for more than 2³¹ − 1 of anything.
 template <class T>
-int launch_cuda(const Call<T>& call, void* stream);
+int launch_cuda(const Call<T>& call, void* scratch, void* stream);
+
+template <class T>
+std::size_t cuda_scratch_bytes(const Call<T>& call);
 
 }  // namespace effexport::linear_recurrence

@@ -58,7 +58,10 @@ class Kernel {
                        delta_,
                        per_channel_};
     if (batch == 0 || kv_heads == 0 || value_dim == 0) return;
-    if constexpr (kOn == Device::kCuda) return check_launch(launch_cuda(call, context.GetGPUComputeStream()));
+    if constexpr (kOn == Device::kCuda) {
+      const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(call));
+      return check_launch(launch_cuda(call, scratch.get(), context.GetGPUComputeStream()));
+    }
     parallel_ranges(context, cpu_units(batch * kv_heads, value_dim), [&](std::int64_t first, std::int64_t last) {
       const AlignedBlock workspace = aligned_block(cpu_workspace_bytes(heads / kv_heads, key_dim));
       for (std::int64_t unit = first; unit < last; ++unit) recur_cpu(call, unit, workspace.get());
