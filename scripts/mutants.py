@@ -32,10 +32,12 @@ RESULTS = FOLDER / "results.json"
 LIBRARY = FOLDER / "library"
 TIMEOUT_S = 1200
 COMPILER_ERROR = re.compile(r"\.(?:cu|cc|h):\d+:\d+: error: .*")
-CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h", "attention_slices.h"}
+CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h", "attention_slices.h", "split_halves.h"}
+CUDA_FILES |= {"chunk.h", "token_by_token.h"}
 # Shared code, and an operator whose tests should catch its faults.
 TESTED_BY = {
     "native/attention_slices.h": "masked_attention",
+    "native/split_halves.h": "iterative_pinv",
     "native/online_softmax.h": "masked_attention",
     "native/online_softmax_vectors.h": "masked_attention",
 }
@@ -120,6 +122,11 @@ MUTANTS = (
     ),
     *mutants_of("sequence_conv/ort.cc", ("taps % 2 != 1", "taps < 0"), ("heads 1 taps 1", "heads seq taps 1")),
     *mutants_of(
+        "native/split_halves.h",
+        ("multiply_add<Half>(products, left.low, high);", ""),
+        ("scales[i].inverse * second.values[2 * i + 1]", "scales[0].inverse * second.values[2 * i + 1]"),
+    ),
+    *mutants_of(
         "native/attention_slices.h",
         ("highest = fmaxf(highest, first[slice * stride]);", "highest = first[slice * stride];"),
         ("distance < tile::kWarpSize; distance *= 2", "distance < tile::kWarpSize / 2; distance *= 2"),
@@ -189,9 +196,8 @@ MUTANTS = (
     *mutants_of("masked_attention/ort.cc", ("batch heads m e", "batch heads e e")),
     *mutants_of(
         "iterative_pinv/tensor_cores.h",
-        ("tile::multiply_add<Half>(products, left.low[k], high[side]);", ""),
         ("row < m && column < m ? widen", "row < m && row * m + column < m * m ? widen"),
-        ("scales[i] = scale.value;", "scales[i] = 1.0f;"),
+        ("sums.values[i] *= left.scales[i / 2].value;", "sums.values[i] *= 1.0f;"),
         ("i / 2 == j % 2 && tile::warp() == j / 2", "i / 2 == j % 2 && tile::warp() == j % 4 / 2"),
     ),
     *mutants_of(
@@ -266,7 +272,31 @@ MUTANTS = (
         ("for (std::int64_t j = row + 1; j <", "for (std::int64_t j = row + 2; j <"),
     ),
     *mutants_of(
+        "linear_recurrence/chunk.h",
+        # decay after the write, beta of the value alone, chunks that end too early, decays of tokens that do not exist
+        ("solved[i] = kept * keys[i];", "solved[i] = keys[i];"),
+        ("column[i] = shared.beta()[i] * own;", "column[i] = own + (shared.beta()[i] - 1.0f) * column[i];"),
+        ("first < tokens.count; first += kTokens", "first + 1 < tokens.count; first += kTokens"),
+        ("expf(widen(tokens.decay[at])) : 1.0f;", "expf(widen(tokens.decay[at])) : 0.5f;"),
+        ("j < token || (of_query && j == token)", "j < token"),
+        ("int later = j + 1; later <= token", "int later = j; later <= token"),
+        ("if (token > j) key[c] *= shared.erased", "if (token >= j) key[c] *= shared.erased"),
+        ("shared.key.row(i)[column] = after * keys[i];", "shared.key.row(i)[column] = after * alphas[i] * keys[i];"),
+        ("tile::load_rights_transposed(factor.low(), 0", "tile::load_rights_transposed(factor.high(), 0"),
+        ("written[side].values[i] *= shared.key.scales", "written[side].values[i] *= shared.erased.scales"),
+        ("shared.total()[State<kKeys>::channel(j + side, i)]", "shared.total()[0]"),
+    ),
+    *mutants_of(
         "linear_recurrence/kernel_cuda.cu",
+        # a state that begins anew in every slice, or as the unit matrix, and slices that are composed without it
+        ("slices + item.slice) * size + column", "slices) * size + column"),
+        ("if (!of_values) state.set_unit(column);", "state.set_unit(column);"),
+        ("moved[side].values[j] + map", "map"),
+        ("item.slice == slices - 1 && head % group == 0", "item.slice == 0 && head % group == 0"),
+        ("head = item.owner % s.heads;", "head = item.owner / group % s.heads;"),
+    ),
+    *mutants_of(
+        "linear_recurrence/token_by_token.h",
         ("const float now = alpha * own[d * width];", "const float now = own[d * width];"),
         ("if (channels > 1) alpha = expf(widen(logs[d]));", ""),
         (

@@ -60,6 +60,47 @@ struct Factor {
     return (group * kRowThreads + static_cast<int>(threadIdx.x) % kRowThreads) * kGroup;
   }
 
+  __device__ tile::Scale scale(int token) const {
+    const float value = scales[token];
+    return {value, __uint_as_float((254u << 23) - __float_as_uint(value))};
+  }
+
+  // Rows of `columns` elements from global memory as floats, or their exponentials, with their scales; as if there were
+  // zeros in columns behind them and in rows from `rows` on.
+  template <bool kExponentials = false, class T>
+  __device__ void load(const T* from, std::int64_t stride, int rows, int columns) const {
+    using Chunk = tile::Chunk<T>;
+    const bool aligned = tile::chunks_are_aligned(from, stride) && columns % Chunk::kCount == 0;
+    const bool exists = token() < rows;
+    float largest = 0.0f;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < kGroup; i += Chunk::kCount) {
+        const int first_column = column(group) + i, count = exists ? max(columns - first_column, 0) : 0;
+        const Chunk chunk(count > 0 ? from + token() * stride + first_column : from, count, aligned);
+#pragma unroll
+        for (int j = 0; j < Chunk::kCount; ++j) {
+          const float value = kExponentials ? expf(chunk.values[j]) : chunk.values[j];
+          largest = fmaxf(largest, fabsf(value));
+          row(token())[first_column + j] = value;
+        }
+      }
+    }
+    store_scale(largest);
+  }
+
+  // Of a row that eight threads share.
+  __device__ tile::Scale store_scale(float largest) const {
+#pragma unroll
+    for (int distance = 1; distance < kRowThreads; distance *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(tile::kAllLanes, largest, distance));
+    }
+    const tile::Scale scale = tile::scale_of(largest);
+    if (threadIdx.x % kRowThreads == 0) scales[token()] = scale.value;
+    return scale;
+  }
+
   __device__ void take(Part& part) const {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -77,12 +118,7 @@ struct Factor {
 #pragma unroll
       for (const float value : group) largest = fmaxf(largest, fabsf(value));
     }
-#pragma unroll
-    for (int distance = 1; distance < kRowThreads; distance *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(tile::kAllLanes, largest, distance));
-    }
-    const tile::Scale scale = tile::scale_of(largest);
-    if (threadIdx.x % kRowThreads == 0) scales[token()] = scale.value;
+    const tile::Scale scale = store_scale(largest);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       if (column(group) >= kWidth) continue;
@@ -172,61 +208,35 @@ struct Tokens {
     this->decay = decay + at * (s.per_channel != 0 ? s.key_dim : 1);
     this->beta = beta + at;
   }
-
-  __device__ std::int64_t of_query(int token) const {
-    return static_cast<std::int64_t>(token) * sizes.heads * sizes.key_dim;
-  }
-  __device__ std::int64_t of_key(int token) const {
-    return static_cast<std::int64_t>(token) * sizes.kv_heads * sizes.key_dim;
-  }
-  __device__ std::int64_t of_value(int token) const {
-    return static_cast<std::int64_t>(token) * sizes.kv_heads * sizes.value_dim;
-  }
-  __device__ std::int64_t of_state(int token) const { return static_cast<std::int64_t>(token) * sizes.kv_heads; }
 };
 
 // Queries, keys and decays of a chunk as floats. Tokens that do not exist change nothing.
 template <int kKeys, class T>
 __device__ void load(const Shared<kKeys>& shared, const Tokens<T>& tokens, int first) {
   const Sizes& s = tokens.sizes;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < kTokens * kKeys; i += kThreads) {
-    const int token = i / kKeys, column = i % kKeys, from = first + token;
-    const bool exists = from < tokens.count && column < s.key_dim;
-    shared.key.row(token)[column] = exists ? widen(tokens.key[tokens.of_key(from) + column]) : 0.0f;
-    if (tokens.query != nullptr) {
-      shared.query.row(token)[column] = exists ? widen(tokens.query[tokens.of_query(from) + column]) : 0.0f;
-    }
-    if (s.per_channel != 0) {
-      shared.erased.row(token)[column] = exists ? expf(widen(tokens.decay[tokens.of_key(from) + column])) : 1.0f;
-    }
+  const int count = tokens.count - first;
+  const std::int64_t of_key = static_cast<std::int64_t>(s.kv_heads) * s.key_dim;
+  shared.key.load(tokens.key + first * of_key, of_key, count, s.key_dim);
+  if (tokens.query != nullptr) {
+    const std::int64_t of_query = static_cast<std::int64_t>(s.heads) * s.key_dim;
+    shared.query.load(tokens.query + first * of_query, of_query, count, s.key_dim);
   }
+  if (s.per_channel != 0) shared.erased.template load<true>(tokens.decay + first * of_key, of_key, count, s.key_dim);
   if (threadIdx.x < kTokens) {
-    const int token = static_cast<int>(threadIdx.x), from = first + token;
-    const bool exists = from < tokens.count;
-    shared.beta()[token] = exists ? widen(tokens.beta[tokens.of_state(from)]) : 0.0f;
-    shared.alpha()[token] = exists && s.per_channel == 0 ? expf(widen(tokens.decay[tokens.of_state(from)])) : 1.0f;
+    const int token = static_cast<int>(threadIdx.x);
+    const std::int64_t at = static_cast<std::int64_t>(first + token) * s.kv_heads;
+    shared.beta()[token] = token < count ? widen(tokens.beta[at]) : 0.0f;
+    shared.alpha()[token] = token < count && s.per_channel == 0 ? expf(widen(tokens.decay[at])) : 1.0f;
   }
 }
 
 struct alignas(8) Two {
   float first, second;
-
-  static __device__ Two at(const float* row) { return *reinterpret_cast<const Two*>(row); }
 };
 
-// Warp. Of a row that four lanes share, two columns of each 8.
-inline __device__ tile::Scale scale_of_floats(const float* row, int depth) {
-  float largest = 0.0f;
-  for (int k = tile::sums_column(); k < depth; k += tile::kColumns) {
-    const Two two = Two::at(row + k);
-    largest = fmaxf(largest, fmaxf(fabsf(two.first), fabsf(two.second)));
-  }
-  return tile::scale_of(tile::largest_in_row(largest));
-}
-
+// Two columns of a row.
 inline __device__ tile::Split split_at(const float* row, const tile::Scale& scale) {
-  const Two two = Two::at(row);
+  const Two two = *reinterpret_cast<const Two*>(row);
   return {scale.inverse * two.first, scale.inverse * two.second};
 }
 
@@ -237,11 +247,11 @@ __device__ void weigh(const Shared<kKeys>& shared, int depth, bool delta, bool q
   const bool of_query = tile::warp() / 2 == 1;
   if (!(of_query ? queries : delta)) return;
   const int row = tile::sums_row(), first_key = tile::warp() % 2 * tile::kColumns, part = tile::sums_column();
-  const float* const upper = of_query ? shared.query.row(row) : shared.key.row(row);
-  const float* const lower = of_query ? shared.query.row(row + 8) : shared.key.row(row + 8);
   const float* const key = shared.key.row(first_key + row);
-  const tile::Scale scales[2] = {scale_of_floats(upper, depth), scale_of_floats(lower, depth)};
-  const tile::Scale key_scale = scale_of_floats(key, depth);
+  const auto& left_rows = of_query ? shared.query : shared.key;
+  const float *const upper = left_rows.row(row), *const lower = left_rows.row(row + 8);
+  const tile::Scale scales[2] = {left_rows.scale(row), left_rows.scale(row + 8)};
+  const tile::Scale key_scale = shared.key.scale(first_key + row);
   tile::Sums sums = {};
   for (int k = part; k < depth; k += tile::kDepth) {
     tile::SplitLeft left;
@@ -254,12 +264,10 @@ __device__ void weigh(const Shared<kKeys>& shared, int depth, bool delta, bool q
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    // the scale of key j is with the lanes whose row it is
-    const float of_key = __shfl_sync(tile::kAllLanes, key_scale.value, (part + i % 2) * 4);
     const int token = row + i / 2 * 8, j = first_key + part + i % 2;
     float share = j < token || (of_query && j == token) ? 1.0f : 0.0f;
     for (int later = j + 1; later <= token; ++later) share *= shared.alpha()[later];
-    const float weight = share == 0.0f ? 0.0f : share * (sums.values[i] * scales[i / 2].value * of_key);
+    const float weight = share == 0.0f ? 0.0f : share * (sums.values[i] * scales[i / 2].value * shared.key.scales[j]);
     (of_query ? shared.weight.row(token) : shared.system(token))[j] = weight;
   }
 }
@@ -326,7 +334,8 @@ __device__ void solve_columns(const Shared<kKeys>& shared, const Tokens<T>& toke
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
         const bool exists = tokens.value != nullptr && first + i < tokens.count && own < tokens.values;
-        solved[i] = exists ? widen(tokens.value[tokens.of_value(first + i) + own]) : 0.0f;
+        const std::int64_t at = static_cast<std::int64_t>(first + i) * s.kv_heads * s.value_dim + own;
+        solved[i] = exists ? widen(tokens.value[at]) : 0.0f;
       }
       solve(shared, delta, solved);
 #pragma unroll
@@ -532,7 +541,7 @@ __device__ void write(const tile::Sums (&sums)[2], const Shared<kKeys>& shared, 
   for (int i = tile::lane(); i < kTokens * kPerRow; i += tile::kWarpSize) {
     const int token = i / kPerRow, column = tile::warp() * tile::kRows + i % kPerRow * Row::kCount;
     if (token >= tokens || column >= columns) continue;
-    Row row;
+    Row row(out, 0, false);
     memcpy(row.values, shared.value(token) + column, sizeof row.values);
     row.store(out + token * stride + column, columns - column, aligned);
   }

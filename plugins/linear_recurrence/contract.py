@@ -8,7 +8,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Limit, Timed, Work, in_all_types, parts
+from effexport.plugins.contract import (
+    AtMost,
+    Case,
+    Contract,
+    FasterThan,
+    Limit,
+    Timed,
+    Work,
+    accesses,
+    in_all_types,
+    moved,
+    parts,
+    product,
+)
 from effexport.plugins.linear_recurrence import SIGNATURE
 
 SCALE = (0.125,)
@@ -108,10 +121,47 @@ def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], o
 
 
 def work(case: Case) -> Work:
-    """Of each number of a state and each token: decay, what is held, what is written, and an output for each head."""
-    batch, seq, heads, kv_heads, key_dim, value_dim, delta, _ = case.sizes
-    columns = parts(value_dim, 32) * 32
-    return Work(fused=float(batch * seq * key_dim * columns) * (kv_heads * (2 + delta) + heads))
+    """Chunks of 16 tokens, for 64 columns of a state with at most 128 rows."""
+    batch, seq, heads, kv_heads, key_dim, value_dim, *_ = case.sizes
+    values, keys = parts(value_dim, 64), parts(key_dim, 64)
+    slices = min(128 // max(kv_heads * values, 1), seq // 256)
+    outputs = chunk(case, queries=True) * (batch * heads * parts(seq, 16) * values)
+    if slices < 4:
+        return outputs
+    states, earlier = batch * kv_heads, slices - 1
+    maps = chunk(case, queries=False) * (states * parts(seq, 16) * earlier / slices * (values + keys))
+    # of M, 16 rows at a time
+    rows = moved(16 * 64 * keys * (4 + 4 + 4)) + split_product(64, 16, key_dim)
+    composed = rows * (states * earlier * values * parts(key_dim, 16))
+    of_maps = 4.0 * states * earlier * key_dim * (value_dim + key_dim)
+    of_states = 4.0 * states * slices * key_dim * value_dim
+    inputs = batch * seq * kv_heads * (key_dim + value_dim) * case.torch_dtype.itemsize
+    scratch = Work(scratch=of_maps + of_states, again=(0.0, of_maps + of_states, inputs + of_states))
+    return outputs + maps + composed + scratch
+
+
+def split_product(rows: int, columns: int, depth: int) -> Work:
+    """Three products of halves, the left ones in registers, and the right ones read as high and as low halves."""
+    depth = parts(depth, 16) * 16
+    once = product(2, rows, columns, depth, left="registers")
+    return once * 2 + Work(tensor=float(rows * columns * depth))
+
+
+def chunk(case: Case, *, queries: bool) -> Work:
+    """Factors are written as floats, read and written column by column, read and written as halves, and multiplied."""
+    *_, key_dim, _, delta, per_channel = case.sizes
+    width, depth = parts(key_dim, 64) * 64, parts(key_dim, 16) * 16
+    factors, weights = 1 + delta + queries, delta + queries
+    total = moved(16 * width * 4) * (5 * factors) + split_product(64, depth, 16)
+    total += split_product(64, 16, depth) * weights
+    if queries:
+        total += split_product(64, 16, 16)
+    if delta:  # 120 elements of the triangle for each column, four at a time
+        total += accesses(120 / 4 * (width + 64) / 32) + Work(fused=120.0 * (width + 64))
+    if per_channel:
+        return total + (moved(16 * 16 * depth) + Work(fused=0.75 * 16 * 16 * depth)) * weights
+    # floats of 16 rows and of twice 8 keys, once for their scales and once to split them
+    return total + (moved(4 * 48 * depth) * 2 + Work(tensor=3.0 * 16 * 16 * depth)) * weights
 
 
 def timed(dtype: str, delta: int, *goals: AtMost | FasterThan) -> Timed:
@@ -130,7 +180,7 @@ CONTRACT = Contract(
     limit=limit,
     baselines=baselines,
     work=work,
-    raced=rules((2, 5, 2, 1, 3, 40)),
+    raced=(*rules((2, 17, 4, 2, 3, 5)), *SLICED),
     small=(
         *rules((1, 1, 1, 1, 1, 1), (2, 15, 2, 1, 5, 7), (1, 17, 2, 2, 16, 24)),
         *(case for kind in KINDS for case in rules((2, 33, 2, 1, 8, 5), kind=kind)),
@@ -139,9 +189,9 @@ CONTRACT = Contract(
     cases=(
         *(case for kind in KINDS[1:] for case in rules((2, 70, 2, 2, 16, 33), kind=kind, per_channel=(0,))),
         *rules((2, 63, 4, 2, 16, 24), (1, 100, 6, 2, 9, 40), (2, 16, 3, 3, 64, 64)),
-        # the CUDA kernels' other forms: tokens in slices, the last one shorter, and keys of more than 64 and 128 channels
+        # tokens in slices, the last of which is shorter, and keys of more than 64 and of more than 128 channels
         *SLICED,
-        *rules((1, 19, 1, 1, 72, 65), (1, 3, 2, 1, 130, 33), kind="overwrites"),
+        *rules((1, 19, 1, 1, 72, 65), (1, 3, 4, 2, 130, 33), kind="overwrites"),
     ),
     larger=rules((2, 577, 2, 1, 32, 32), (1, 130, 2, 2, 128, 136), (3, 1, 8, 4, 64, 64)),
     empty=tuple(Case((*sizes, delta, 0), SCALE) for sizes in (*NOTHING, NO_TOKENS) for delta in (0, 1)),
@@ -168,6 +218,7 @@ CONTRACT = Contract(
         )
     ),
     checked=(
+        *rules((1, 2100, 4, 2, 64, 64), (1, 1100, 2, 2, 128, 72), kind="keeps"),
         *rules((2, 65, 4, 2, 64, 64), (1, 100, 2, 2, 128, 128), (3, 33, 6, 2, 9, 40)),
         *(case for kind in KINDS[1:] for case in rules((2, 100, 2, 2, 64, 64), kind=kind)),
     ),

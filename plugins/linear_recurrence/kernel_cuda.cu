@@ -79,15 +79,10 @@ __device__ void write_states(const float* maps, const float* past, int states, i
 #pragma unroll 1
       for (int first = 0; first < key_dim; first += kTokens) {
         __syncthreads();  // the rows before have been read
-        for (int j = static_cast<int>(threadIdx.x); j < kTokens * kKeys; j += kThreads) {
-          const int row = first + j / kKeys, channel = j % kKeys;
-          const bool exists = row < key_dim && channel < key_dim;
-          shared.erased.row(j / kKeys)[channel] = exists ? map[row * width + value_dim + channel] : 0.0f;
-        }
-        __syncthreads();
+        shared.erased.load(map + first * width + value_dim, width, key_dim - first, key_dim);
         typename Shared<kKeys>::Keys::Part rows;
-        shared.erased.take(rows);
-        __syncthreads();  // halves replace floats
+        shared.erased.take(rows);  // what this thread has loaded
+        __syncthreads();           // halves replace floats
         shared.erased.put(rows);
         __syncthreads();
         tile::Sums moved[2] = {}, none[2];

@@ -225,7 +225,6 @@ struct Chunk {
   static constexpr int kCount = kChunkBytes / static_cast<int>(sizeof(T));
   float values[kCount];
 
-  Chunk() = default;
   __device__ explicit Chunk(const T* from) {
     const uint4 bits = *reinterpret_cast<const uint4*>(from);
     T elements[kCount];
