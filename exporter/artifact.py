@@ -98,11 +98,19 @@ class Parity(msgspec.Struct, frozen=True):
     summary: dict[str, CheckSummary]
 
 
+class Built(msgspec.Struct, frozen=True, kw_only=True):
+    """When, how long and on which machine an artifact was built: all that differs if it is built again."""
+
+    created: Annotated[str, msgspec.Meta(description="ISO 8601, UTC.")]
+    seconds: Annotated[dict[str, Seconds], msgspec.Meta(description="By the stage of the build.", max_length=1000)]
+    machine: dict[str, str | None]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of manifest.json.
 
     hash_values: graph values that hold buckets. weights_sha256: checksum of all parameters and buffers of the module.
-    quantization: None if nothing is quantised.
+    quantization: None if nothing is quantised. built: None in earlier artifacts, whose report and environment have it.
     files and integrity, the checksum of all other fields, are filled in when the manifest is written.
     """
 
@@ -124,7 +132,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str | None]
     quantization: Quantization | None = None
     files: Annotated[dict[str, FileEntry], msgspec.Meta(max_length=10_000)] = {}
+    built: Built | None = None
     integrity: str = ""
+
+    @property
+    def environment_of_build(self) -> dict[str, str | None]:
+        """The versions, and the machine of the build."""
+        return self.environment | (self.built.machine if self.built else {})
 
     @property
     def model_bytes(self) -> int:

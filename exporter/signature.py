@@ -209,11 +209,11 @@ def _verdict(artifact: Artifact) -> dict[str, Any]:
             "failedTests": [name for name, checks in summary.items() if checks.failed],
             # what other readers of this predicate leave out
             "title": report.title,
-            "created": report.created,
+            "created": manifest.built.created if manifest.built else report.created,
             "reference": report.reference,
             "weights": {"sha256": manifest.weights_sha256, "from": manifest.weights_from},
             "implementation": report.implementation,
-            "environment": manifest.environment,
+            "environment": manifest.environment_of_build,
             "summary": msgspec.to_builtins(summary),
         },
     }

@@ -44,6 +44,8 @@ _OF_RUNTIMES = tuple(package for runtime in RUNTIMES.values() for package in (ru
 _ALL = tuple(dict.fromkeys((*_CORE, *_OF_RUNTIMES, *_BESIDE_RUNTIMES)))
 # What a result may depend on, one package for each module; later ones are other builds of the same module.
 PACKAGES = tuple({package.module: package for package in reversed(_ALL)}.values())[::-1]
+# Of `versions`, what the machine decides and not what is installed.
+OF_MACHINE = ("platform", "processor", "kernel_library")
 # What `doctor` lists: every extra of effexport is in it, other than those for developers.
 PARTS = (
     *_ALL,

@@ -57,6 +57,7 @@ from effexport.bench.timing import (
     wait_until_idle,
 )
 from effexport.models.validation import SpecError
+from effexport.proof.module_runs import torch_threads
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -334,18 +335,14 @@ def bench(
 
     measure: what is measured, and in which order, if not the whole grid. seconds: roughly how long that takes.
     """
-    import torch
-
     settings = settings or Settings()
     threads = settings.threads or usable_cores()
     created = datetime.now(UTC).isoformat(timespec="seconds")
     here = Machine()
     load = here.load()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     complete = True
     with ExitStack() as stack:
-        stack.callback(torch.set_num_threads, before)
+        stack.enter_context(torch_threads(threads))
         if any(RUNTIMES[runtime].compiled for runtime in grid.runtimes):
             import torch._dynamo.config
 

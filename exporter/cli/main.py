@@ -38,7 +38,7 @@ COMMANDS: dict[str, str] = {
     "bench": "Time variants and runtimes on this machine, after checking that they agree.",
     "sweep": "Build many variants, lengths, precisions and targets, on this machine or a cluster.",
     "serve": "Serve an artifact over HTTP with the KServe V2 protocol.",
-    "package": "Package an artifact for Triton Inference Server.",
+    "package": "Package an artifact for Triton Inference Server, or for a hub with a model card.",
     "report": "Show the report of an artifact in another format, or compare two.",
     "inspect": "Describe an artifact, an ONNX file, an engine or a checkpoint.",
     "plugins": "Build and locate the kernel library for ONNX Runtime.",

@@ -78,7 +78,7 @@ from effexport.proof.verify import (
     verify_engine_if_possible,
 )
 from effexport.report.compare import Side
-from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
+from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report, without_built
 from effexport.report.rendering.formats import html_from_report
 from effexport.report.rendering.text import failure_lines
 from effexport.runners.options import RunOptions
@@ -264,8 +264,10 @@ def artifact_from_spec(
         if (folder / CONFIG).is_file():
             write_export_json(spec, build.model)
         sizes = {name: path.stat().st_size for name, path in files_of_folder(folder).items()}
-        page = html_from_report(Side(output.resolve().name, report, sizes, spec.inputs, spec.outputs), ".")
-        (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
+        # the same if it is built again, in whatever folder
+        kept = without_built(report)
+        page = html_from_report(Side("", kept, sizes, spec.inputs, spec.outputs), ".")
+        (folder / REPORT_JSON).write_text(json_from_report(kept), encoding="utf-8")
         (folder / REPORT_HTML).write_text(page, encoding="utf-8")
         write_manifest(folder, manifest_from_report(report, spec, build.hashes, digest))
     return open_artifact(output), report

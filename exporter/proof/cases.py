@@ -188,7 +188,15 @@ def save_reference(cases: Sequence[Case], path: Path) -> None:
     metadata = {"noise": json.dumps(noise)}
     if pooled := cases[0].pooled if cases else ():
         metadata["pooled"] = json.dumps(pooled)
-    path.write_bytes(save(tensors, metadata=metadata))
+    data = save(tensors, metadata=metadata)
+    # which has its metadata in any order
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = metadata
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.writelines((len(text).to_bytes(8, "little"), text, memoryview(data)[end:]))
 
 
 def keep_golden(cases: Sequence[Case], path: Path, spec: BuildSpec) -> None:

@@ -135,17 +135,37 @@ def difference(a: Answer, b: Answer) -> str:
     return f"{count} of {ours[name].size} elements of {name}, by up to {furthest:.2g}"
 
 
+# Weights × elements of the largest input, at least the products of layers that see each token once: 50 ms of a core.
+SMALL_WORK = 1 << 30
 # The seeds of the rotations that measure the noise: far from any seed that a user is likely to choose.
 NOISE_SEED_OFFSET = 1_000_003
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let PyTorch compute with this number of threads during the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run_module(module: nn.Module, spec: Named, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """The outputs of a module by name: float32, or float64 from a module in float64."""
+    """The outputs of a module by name: float32, or float64 from a module in float64.
+
+    A small call runs in one thread, so that its bits do not depend on the number of threads.
+    """
     import torch
 
     from effexport.models.layers import at_least_float32
 
-    with torch.inference_mode():
+    work = sum(weight.numel() for weight in module.parameters()) * max(array.size for array in inputs.values())
+    threads = 1 if work < SMALL_WORK else torch.get_num_threads()
+    with torch.inference_mode(), torch_threads(threads):
         outputs = module(*arguments(module, spec, inputs))
     values = outputs if isinstance(outputs, tuple) else (outputs,)
     return {t.name: np.asarray(at_least_float32(value).numpy()) for t, value in zip(spec.outputs, values, strict=True)}

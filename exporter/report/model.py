@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from effexport.artifact import CheckSummary, EngineEntry, Manifest, Parity
+from effexport.artifact import Built, CheckSummary, EngineEntry, Manifest, Parity
+from effexport.base.environment import OF_MACHINE
 from effexport.base.files import json_text
 from effexport.base.formatting import number
 from effexport.base.records import Count, Figure, Seconds, figure
@@ -206,7 +207,7 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "failed: a check failed. passed: at least one ran, and none failed. not run: nothing could be compared."
         ),
     ]
-    created: Annotated[str, described("ISO 8601, UTC.")]
+    created: Annotated[str, described("ISO 8601, UTC; empty in an artifact, whose manifest has it.")]
     spec: Annotated[
         dict[str, Any],
         msgspec.Meta(description="What was built.", extra_json_schema={"$ref": "#/$defs/SpecFields"}),
@@ -235,8 +236,16 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     checks: Annotated[list[CheckRecord], msgspec.Meta(max_length=MOST_CHECKS)]
     layers: Annotated[list[LayerError], described("In the order of the model.")]
     bench: Annotated[list[Any], msgspec.Meta(max_length=0, description="Always empty; kept for readers of version 2.")]
-    seconds: Annotated[dict[str, Seconds], msgspec.Meta(description="By the stage of the build.", max_length=1000)]
-    environment: Annotated[dict[str, str | None], described("Versions; null for what is not installed.")]
+    seconds: Annotated[
+        dict[str, Seconds],
+        msgspec.Meta(
+            description="By the stage of the build; empty in an artifact, whose manifest has it.", max_length=1000
+        ),
+    ]
+    environment: Annotated[
+        dict[str, str | None],
+        described("Versions, null for what is not installed, and the machine, which in an artifact the manifest has."),
+    ]
 
 
 SHARED = [item.name for item in fields(Report) if item.name not in ("checks", "seconds")]
@@ -251,9 +260,31 @@ def json_from_report(report: Report) -> str:
         summary=summary_records(report.checks),
         checks=[record_of_check(check) for check in report.checks],
         bench=[],
-        seconds={name: round(value, 3) for name, value in report.seconds.items()},
+        seconds=rounded(report.seconds),
     )
     return json_text(msgspec.to_builtins(file))
+
+
+def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}
+
+
+def without_built(report: Report) -> Report:
+    """The report of a build as the artifact keeps it: the same if it is built again. `Manifest.built` has the rest."""
+    return replace(report, created="", seconds={}, environment=versions_of(report.environment))
+
+
+def versions_of(environment: Mapping[str, str | None]) -> dict[str, str | None]:
+    """An environment without the machine."""
+    return {name: version for name, version in environment.items() if name not in OF_MACHINE}
+
+
+def with_built(report: Report, manifest: Manifest) -> Report:
+    """The inverse of `without_built`. Reports of earlier artifacts are whole, and stay as they are."""
+    if (built := manifest.built) is None:
+        return report
+    environment = report.environment | built.machine
+    return replace(report, created=built.created, seconds=built.seconds, environment=environment)
 
 
 def summary_records(checks: Sequence[Check]) -> dict[str, CheckSummary]:
@@ -306,8 +337,13 @@ def manifest_from_report(report: Report, spec: BuildSpec, hashes: Sequence[str],
         notes=tuple(report.notes),
         engines=tuple(report.engines),
         parity=Parity(passed(report.checks), summary_records(report.checks)),
-        environment=report.environment,
+        environment=versions_of(report.environment),
         quantization=report.quantization,
+        built=Built(
+            created=report.created,
+            seconds=rounded(report.seconds),
+            machine={name: report.environment.get(name) for name in OF_MACHINE},
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from effexport.export.onnx_graph import all_nodes, graph_outline, value_types
 from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE, Op
 from effexport.proof.check import METRIC, CaseLabel, Check, Limit, Worst, function_body_of, judged, not_run
-from effexport.proof.module_runs import Answer, RepeatedRuns
+from effexport.proof.module_runs import Answer, RepeatedRuns, torch_threads
 from effexport.proof.tolerances import function_body_limit, relative_error
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
@@ -211,13 +211,9 @@ def call_in_torch(use: OperatorUse, exact: type[np.floating[Any]]) -> Call:
     dtype = np.float32 if attributes.get("rounded") else exact
 
     def compute(tensors: Mapping[str, torch.Tensor]) -> Answer:
-        threads = torch.get_num_threads()
         # of small tensors, one thread is ten times as fast as two that wait for each other
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             outputs = op.reference(**tensors, **attributes)
-        finally:
-            torch.set_num_threads(threads)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return {"outputs": {str(i): output.numpy() for i, output in enumerate(outputs)}}
 

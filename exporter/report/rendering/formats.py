@@ -26,7 +26,15 @@ from effexport.proof.check import Check, Kind, by_name, meaning_of, outcome_of, 
 from effexport.quantize.record import Quantization
 from effexport.render.formats import SIGNS, escaped, fenced, folded, indented, table, template_environment
 from effexport.report.compare import Side, error_figures
-from effexport.report.model import PYTORCH, REPORT_VERSION, Report, ReportFile, SpecFields, report_from_file
+from effexport.report.model import (
+    PYTORCH,
+    REPORT_VERSION,
+    Report,
+    ReportFile,
+    SpecFields,
+    report_from_file,
+    with_built,
+)
 from effexport.report.rendering.text import (
     Problem,
     cases_text,
@@ -322,7 +330,8 @@ def written(result: Verified, output: Path | None, name: str) -> Verified:
 
 
 def report_of_artifact(artifact: Artifact) -> Report:
-    """The report of an artifact whose files were checked. Where the weights came from is as the manifest says.
+    """The report of an artifact whose files were checked, with what the manifest says: where the weights came from, and
+    when and where it was built.
 
     Raises UserError where there is no report, where it is damaged, or where a newer effexport wrote it.
     """
@@ -334,7 +343,7 @@ def report_of_artifact(artifact: Artifact) -> Report:
     report = report_from_values(values, file)
     if report.spec != artifact.manifest.spec:
         raise UserError(f"{file} is damaged: it describes another model than the manifest; {REMEDY}")
-    return report
+    return with_built(report, artifact.manifest)
 
 
 def report_from_values(values: dict[str, Any], file: Path) -> Report:
