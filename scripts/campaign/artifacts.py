@@ -373,6 +373,8 @@ COMMANDS: dict[str, Callable[[Original, Path, Path], Ended]] = {
     "run --text": words("run", "ARTIFACT", "--classify", "some text"),
     "inline": words("inline", "ARTIFACT", "-o", "OUTPUT/i.onnx"),
     "package": words("package", "ARTIFACT", "-o", "OUTPUT/triton", "--name", "m"),
+    "card": words("package", "ARTIFACT", "-o", "OUTPUT/card", "--format", "card"),
+    "hub": words("package", "ARTIFACT", "-o", "OUTPUT/hub", "--format", "hub"),
     "refit": words("refit", "ARTIFACT", "--weights", "ARTIFACT/nowhere.safetensors", "-o", "OUTPUT/refitted"),
     "serve": serve,
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.resources
 import json
+import os
 import random
 import re
 import shutil
@@ -81,6 +83,68 @@ def package(dice: random.Random, folder: Path, healthy: Path) -> str:
     return outcome
 
 
+def signature(dice: random.Random, folder: Path, healthy: Path) -> str:
+    """A signed artifact that somebody has changed: what is accepted has the files that were signed, and no others."""
+    original, attacked = folder / "original", folder / "attacked"
+    if not original.exists():
+        shutil.copytree(healthy / "decoder", original)
+        for key in ("ours", "other"):
+            write_key(folder / f"{key}.pem", folder / f"{key}.pub")
+        assert run_command(["sign", str(original), "--key", str(folder / "ours.pem")]).code == 0
+    shutil.rmtree(attacked, ignore_errors=True)
+    shutil.copytree(original, attacked)
+    kind = dice.choice(("stripped", "bundle", "payload", "twice", "key", "hint", "file", "beside", "link", "time"))
+    file = dice.choice(sorted(path for path in attacked.iterdir()))
+    bundle = attacked / dice.choice(("model.sig", "verdict.intoto.json"))
+    if kind == "stripped":
+        bundle.unlink()
+    elif kind == "bundle":
+        write_mutated(bundle, bundle, dice)
+    elif kind == "payload":
+        values = json.loads(bundle.read_text(encoding="utf-8"))
+        statement, _ = mutated_json(json.loads(base64.b64decode(values["dsseEnvelope"]["payload"])), dice)
+        text = text_of(statement).encode("utf-8", "surrogatepass")
+        values["dsseEnvelope"]["payload"] = base64.b64encode(text).decode()
+        bundle.write_text(json.dumps(values), encoding="utf-8")
+    elif kind == "twice":  # readers differ in which of two equal keys they take
+        target = dice.choice((bundle, attacked / "manifest.json"))
+        text = target.read_text(encoding="utf-8").strip()
+        target.write_text(f"{text[:-1]}, {text[1:]}", encoding="utf-8")
+    elif kind in ("key", "hint"):
+        assert run_command(["sign", str(attacked), "--key", str(folder / "other.pem")]).code == 0
+        for one in (attacked / "model.sig", attacked / "verdict.intoto.json") if kind == "hint" else ():
+            values = json.loads(one.read_text(encoding="utf-8"))
+            known = json.loads((original / one.name).read_text(encoding="utf-8"))
+            one.write_text(json.dumps(values | {"verificationMaterial": known["verificationMaterial"]}))
+    elif kind == "file":
+        file.write_bytes(file.read_bytes() + b"\n")
+    elif kind == "beside":
+        shutil.copyfile(file, attacked / dice.choice(("config.json", "MODEL.ONNX", ".hidden", "model.onnx ")))
+    elif kind == "link":
+        file.unlink()
+        file.symlink_to(original / file.name)
+    else:
+        os.utime(file, (0, 0))
+    words = ["verify", str(attacked), "--reference", "golden", "--identity", str(folder / "ours.pub")]
+    outcome = checked(words, f"signature: {kind} {file.name} {bundle.name}")
+    if outcome == "accepted":
+        same = {path.name: path.read_bytes() for path in attacked.iterdir() if path.name != "model.sig"}
+        expected = {path.name: path.read_bytes() for path in original.iterdir() if path.name != "model.sig"}
+        assert same == expected, f"signature: {kind} was accepted"
+    return outcome
+
+
+def write_key(private: Path, public: Path) -> None:
+    """A pair of keys on P-256, in PEM."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, pem = ec.generate_private_key(ec.SECP256R1()), serialization.Encoding.PEM
+    of_key, unlocked = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    private.write_bytes(key.private_bytes(pem, of_key, unlocked))
+    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+
+
 # Lines with values in the pages that programs read; the other lines are those of the templates.
 LINES_WITH_VALUES = {
     "Dockerfile": r"# [^\n]*|ARG TRITON_TAG=[\w.-]+|RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install "
@@ -111,4 +175,8 @@ def checked(words: list[str], what: str) -> str:
         raise AssertionError(f"{what}: {error}") from error
 
 
-KINDS: dict[str, Callable[[random.Random, Path, Path], str]] = {"evaluation": evaluation, "package": package}
+KINDS: dict[str, Callable[[random.Random, Path, Path], str]] = {
+    "evaluation": evaluation,
+    "package": package,
+    "signature": signature,
+}

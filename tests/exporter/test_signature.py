@@ -107,13 +107,13 @@ def test_the_statements_are_those_of_model_signing_and_of_test_results(signed: P
         "ignore_paths": [SIGNATURE],
     }
     assert verdict["subject"] == [{"name": "model.onnx", "digest": {"sha256": digests["model.onnx"]}}]
-    found, report = verdict["predicate"], json.loads((signed / "report.json").read_text())
+    found, report = verdict["predicate"], effexport.report(signed)
     assert (found["result"], found["failedTests"]) == ("PASSED", [])
     assert sorted(found["passedTests"]) == list(found["summary"])
     assert {name: found["environment"][name] for name in ("torch", "processor")} == {
-        name: report["environment"][name] for name in ("torch", "processor")
+        name: report.environment[name] for name in ("torch", "processor")
     }
-    assert (found["created"], found["weights"]["from"]) == (report["created"], "seed")
+    assert (found["created"], found["weights"]["from"]) == (report.created, "seed")
 
 
 def test_a_signed_artifact_is_verified_run_and_signed_again(cli: Callable[..., Any], signed: Path, keys: Path) -> None:
@@ -143,10 +143,18 @@ def twice(folder: Path) -> None:
     edit(folder / SIGNATURE, lambda bundle: bundle["dsseEnvelope"]["signatures"].append({"sig": "", "keyid": ""}))
 
 
+def double_keys(file: Path) -> None:
+    """Every key twice, so that two readers may take other values."""
+    text = file.read_text().strip()
+    file.write_text(f"{text[:-1]}, {text[1:]}")
+
+
 ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "signature stripped": (lambda folder: (folder / SIGNATURE).unlink(), "is not signed: it has no model.sig"),
     "model": (lambda folder: append(folder / "model.onnx"), "'model.onnx' is another file"),
     "manifest": (lambda folder: append(folder / "manifest.json"), "'manifest.json' is another file"),
+    "manifest with double keys": (lambda it: double_keys(it / "manifest.json"), "'manifest.json' is another file"),
+    "name that looks alike": (lambda it: (it / "model.onnx ").write_bytes(b""), "'model.onnx ' was added"),
     "verdict": (lambda folder: edit_payload(folder / VERDICT, "PASSED", "FAILED"), f"'{VERDICT}' is another file"),
     "verdict stripped": (lambda folder: (folder / VERDICT).unlink(), f"'{VERDICT}' is missing"),
     "file added": (lambda folder: (folder / "config.json").write_text("{}"), "'config.json' was added"),
