@@ -129,8 +129,8 @@ def built(options: BuildOptions) -> BuildResult:
     options.run_options()  # refuses, before any work, what cannot run the check
     spec, source = request.resolve(lambda stage: options.progress(stage, None))
     if options.implementation == "kernel" and not spec.custom_ops:
-        title = f"{spec.model.title} with --inline" if spec.inline else spec.model.title
-        raise UserError(f"--implementation kernel: {title} has no custom operators; leave it out")
+        why = " with --inline" if spec.inline else f" with --carrier {spec.carrier}" if spec.is_carried else ""
+        raise UserError(f"--implementation kernel: {spec.model.title}{why} has no custom operators; leave it out")
     engines = [*options.engines, *engines_of(options, spec)]
     folder = optional_path("output", options.output) or Path("artifacts") / source.name
     ARTIFACT_FOLDER.check(folder, force=options.force)

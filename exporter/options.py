@@ -24,7 +24,7 @@ from effexport.base.option_fields import (
     python_option,
 )
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES
-from effexport.base.spec import ENCODER_FIELDS, BuildSpec, Golden, Precision
+from effexport.base.spec import ENCODER_FIELDS, BuildSpec, Carrier, Golden, Precision
 from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import tasks
 from effexport.models.encoder.spec import Pooling
@@ -120,6 +120,9 @@ class SpecOptions(Options):
         None, "Attention as one operator (default).", FILE, flag="--fused/--unfused", in_file=True
     )
     inline: bool | None = option(None, "Standard operators only; no kernels.", FILE, in_file=True)
+    carrier: Carrier | None = option(
+        None, "Of recurrences: auto, own, contrib, standard.", FILE, metavar="WHOSE", in_file=True
+    )
 
     quantization: Scales | None = option(
         None, "dynamic (int8's default), or static scales.", QUANTISATION, metavar="SCALES", in_file=True

@@ -18,6 +18,9 @@ PLUGIN_NAMESPACE = "plugin_namespace"
 # The path of the module that a node came from, in the metadata of a written file, and as torch.onnx writes it.
 MODULE_KEY, SCOPES_KEY = "effexport.module", "pkg.torch.onnx.name_scopes"
 
+# From this opset on, ONNX has the operators that are named by Op.carrier; ONNX Runtime has them in a domain of its own.
+CARRIER_OPSET, CONTRIB_DOMAIN = 27, "com.microsoft"
+
 FLOAT_TYPES = ("float32", "float16", "bfloat16")
 
 
@@ -34,6 +37,8 @@ class Op:
     around_in_float32: why its inputs must be computed in float32 even if the rest is not; "": they need not be.
     body_in_float32: its body computes in float32 whatever its type T is, and rounds only the result to T.
     decides: its first input, buckets of hashes, decides which tokens attend to each other: proofs prescribe it.
+    carrier: an operator of ONNX and of ONNX Runtime that can stand for it, which `carrier_body` of its op.py calls; "":
+    there is none.
     place: of its function body in exported files, among those of other operators; new ones come last.
     package: the Python package of a user's operator, which is its folder; "" for ours. See `user_operators.py`.
     """
@@ -47,6 +52,7 @@ class Op:
     around_in_float32: str = ""
     body_in_float32: bool = False
     decides: bool = False
+    carrier: str = ""
     place: int = 1000
     package: str = ""
 
@@ -80,6 +86,11 @@ class Op:
     @property
     def _module(self) -> str:
         return self.package or f"effexport.plugins.{self.torch_name}"
+
+
+def with_domain(op: str) -> str:
+    """The whole name of an operator: one without a domain is ours."""
+    return op if "::" in op else f"{DOMAIN}::{op}"
 
 
 def _found() -> dict[str, Op]:

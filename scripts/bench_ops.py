@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 from onnx import TensorProto, helper
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,9 +39,10 @@ from effexport.models.layers import fused_operators
 from effexport.plugins.banded_attention import SIGNATURE
 from effexport.plugins.building.library import find_library
 from effexport.plugins.contract import Case, load_contract
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import CARRIER_OPSET, CONTRIB_DOMAIN, DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.session import ANY_OPSET
 
 ITERATIONS = 6
 PAUSE_SECONDS = 0.02
@@ -312,7 +315,7 @@ def longformer_layer_model(theirs: torch.nn.Module, reach: int) -> bytes:
 
 
 def recurrence_candidates(n: int, heads: int, kv_heads: int, d: int, rule: str, threads: int) -> list[Candidate]:
-    """The kernel, the body and ONNX Runtime's own operator, which has heads side by side in the last dimension."""
+    """The kernel, the body, and the operators that --carrier puts in its place."""
     contract = load_contract(OPS["LinearRecurrence"])
     case = Case((1, n, heads, kv_heads, d, d, int("delta" in rule), 0), (d**-0.5,))
     arrays = {name: x.numpy() for name, x in contract.inputs(case, "cpu").items()}
@@ -321,24 +324,21 @@ def recurrence_candidates(n: int, heads: int, kv_heads: int, d: int, rule: str, 
     if "delta" not in rule:
         arrays["beta"][:] = 1
     inputs = {name: (TensorProto.FLOAT, list(x.shape)) for name, x in arrays.items()}
-    kernel, body = runners(
-        op_model("LinearRecurrence", inputs, ["out", "present"], **contract.attributes(case)), threads
-    )
-    read = ["query", "key", "value", "past", "decay" * ("gated" in rule), "beta" * ("delta" in rule)]
-    packed = {name: arrays[name] if name == "past" else arrays[name].reshape(1, n, -1) for name in filter(None, read)}
-    numbers = {"q_num_heads": heads, "kv_num_heads": kv_heads, "update_rule": rule, "scale": d**-0.5}
-    own = contrib_runner("LinearAttention", read, packed, ["out", "present"], threads, **numbers)
-    wanted = own.run(packed)
-    for runner in (kernel, body):
+    model = op_model("LinearRecurrence", inputs, ["out", "present"], **contract.attributes(case))
+    kernel, body = runners(model, threads)
+    contrib, scan = (carrier(model, rule, (heads, kv_heads, d), domain, threads) for domain in (CONTRIB_DOMAIN, ""))
+    wanted = contrib.run(arrays)
+    for runner in (kernel, body, scan):
         for given, right in zip(runner.run(arrays).values(), wanted.values(), strict=True):
-            assert np.abs(given.reshape(right.shape) - right).max() <= RECURRENCE_LIMIT * np.abs(right).max()
+            assert np.abs(given - right).max() <= RECURRENCE_LIMIT * np.abs(right).max()
     # each token decays and writes each number of a state, finds what it holds for the delta rule, and reads it
     state, rows = torch.ones(d, d), torch.ones(n * (kv_heads * (2 + case.sizes[6]) + heads), d)
     products = torch.empty_like(rows)
     return [
         Candidate("kernel", kernel.bind(arrays).run),
         Candidate("body in ONNX Runtime", lambda: body.run(arrays)),
-        Candidate("ONNX Runtime's LinearAttention", own.bind(packed).run),
+        Candidate("com.microsoft::LinearAttention", contrib.bind(arrays).run),
+        Candidate("ai.onnx::LinearAttention, a Scan", scan.bind(arrays).run),
         Candidate("lower bound: its multiply-adds, in torch", lambda: torch.mm(rows, state, out=products)),
     ]
 
@@ -375,6 +375,31 @@ def contrib_runner(
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(helper.make_graph([node], "own", values, made), opset_imports=opsets, ir_version=10)
     return OrtRunner(model.SerializeToString(), RunOptions(threads=threads))
+
+
+def carrier(model: bytes, rule: str, sizes: tuple[int, int, int], domain: str, threads: int) -> OrtRunner:
+    """A runner of LinearAttention in the place of the only node of a model. sizes: heads, kv_heads and width of heads.
+    ONNX Runtime opens the opset of ONNX's operator only if it is told to."""
+    proto = onnx.ModelProto.FromString(model)
+    heads, kv_heads, d = sizes
+    opset = 20 if domain else CARRIER_OPSET
+    function = (
+        OPS["LinearRecurrence"]
+        .load()
+        .carrier_body(
+            proto.graph.node[0],
+            {"heads": heads, "kv_heads": kv_heads, "key_dim": d, "value_dim": d},
+            {name: fill for name, fill, part in (("decay", 0, "gated"), ("beta", 1, "delta")) if part not in rule},
+            domain=domain,
+            opset=opset,
+            element_type=TensorProto.FLOAT,
+        )
+    )
+    proto.functions[0].CopyFrom(function)
+    del proto.opset_import[:]
+    proto.opset_import.extend([*function.opset_import, helper.make_opsetid(DOMAIN, OPSET_VERSION)])
+    os.environ[ANY_OPSET] = "0"
+    return OrtRunner(proto.SerializeToString(), RunOptions(implementation="body", threads=threads))
 
 
 def report(title: str, candidates: list[Candidate], turns: int) -> list[dict[str, Any]]:

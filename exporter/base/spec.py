@@ -16,13 +16,25 @@ from effexport.models.contract import GLOBAL_MASK, PAST, ModelContract, contract
 from effexport.models.encoder.spec import TOKENS, EncoderSpec, Head, Pooling
 from effexport.models.shapes import count
 from effexport.models.size_formula import shape_of
-from effexport.models.validation import ShortRepr, check_field_types, did_you_mean, require, shown, shown_name
+from effexport.models.validation import (
+    ShortRepr,
+    SpecError,
+    check_field_types,
+    did_you_mean,
+    require,
+    shown,
+    shown_name,
+)
 from effexport.models.variants import ATTENTION_SPECS
+from effexport.plugins.ops import CARRIER_OPSET, OPS
 
 if TYPE_CHECKING:
     from effexport.models.user.spec import ModuleSpec
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# What computes a linear recurrence: our operator ("own", for which "auto" stands), ONNX Runtime's or ONNX's.
+Carrier = Literal["auto", "own", "contrib", "standard"]
+CARRIERS: tuple[str, ...] = get_args(Carrier)
 # Which golden values an artifact keeps.
 Golden = Literal["full", "small", "none"]
 GOLDEN: tuple[str, ...] = get_args(Golden)
@@ -57,6 +69,8 @@ class BuildSpec(ShortRepr):
     tools that support neither our kernels nor function bodies.
     inline: whether the file has the bodies of custom operators in place of the operators, so that it contains standard
     operators only.
+    carrier: what computes operators that ONNX Runtime and ONNX have too. "auto" is "own", which is faster; see
+    plugins/linear_recurrence/README.md.
     pool, truncate_dim, normalize, top_k: of the `head`.
     quantization: whether int8 activations get a scale for each token as the model runs ("dynamic", default of int8),
     or one for all from calibration ("static", and fp8).
@@ -75,6 +89,7 @@ class BuildSpec(ShortRepr):
     external_data: bool = False
     fused: bool = True
     inline: bool = False
+    carrier: Carrier = "auto"
     pool: Pooling | None = None
     truncate_dim: int | None = None
     normalize: bool = False
@@ -96,6 +111,8 @@ class BuildSpec(ShortRepr):
         require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
         require(self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
+        require(self.carrier in CARRIERS, f"carrier is {shown(self.carrier)}; expected {', '.join(CARRIERS)}")
+        self.check_carrier()
         require(self.golden in GOLDEN, f"golden is {shown(self.golden)}; expected {', '.join(GOLDEN)}")
         self.head.check(self.model)
 
@@ -137,6 +154,40 @@ class BuildSpec(ShortRepr):
             f"max_loss is {self.max_loss}; expected a positive number, such as 0.02 for 2 % of the output's RMS",
         )
 
+    def check_carrier(self) -> None:
+        """Raise SpecError if no other operator can stand for one of the model's. What a user's own module calls is
+        known when it is traced."""
+        if not self.is_carried:
+            return
+        require(
+            not (self.inline and self.carrier == "contrib"),
+            "--inline leaves standard operators only, and --carrier contrib is an operator of ONNX Runtime; use "
+            "--carrier standard, or leave one of them out",
+        )
+        called = self.model.custom_ops(self.fused)
+        if not self.model.is_traced_as_found and not any(OPS[op].carrier for op in called):
+            raise SpecError(self.why_not_carried)
+
+    @property
+    def why_not_carried(self) -> str:
+        """The error for a model without operators that another can stand for."""
+        unfused = "" if self.fused else " with --unfused"
+        names = ", ".join(op.onnx_name for op in OPS.values() if op.carrier)
+        return (
+            f"--carrier {self.carrier} was given, and {self.model.title}{unfused} has nothing that it computes; "
+            f"expected a model with {names}; leave it out"
+        )
+
+    @property
+    def is_carried(self) -> bool:
+        """True if operators of ONNX Runtime or of ONNX stand for ours."""
+        return self.carrier in ("contrib", "standard")
+
+    @property
+    def opset_of_file(self) -> int:
+        """The opset of the file, which may be newer than that of the trace."""
+        return CARRIER_OPSET if self.carrier == "standard" else self.opset
+
     @property
     def is_quantized(self) -> bool:
         return self.precision in QUANTIZED
@@ -169,7 +220,8 @@ class BuildSpec(ShortRepr):
     @property
     def custom_ops(self) -> dict[str, int]:
         """The number of nodes of each custom operator in the file."""
-        return {} if self.inline else self.model.custom_ops(self.fused)
+        called = {} if self.inline else self.model.custom_ops(self.fused)
+        return {op: n for op, n in called.items() if not (self.is_carried and op in OPS and OPS[op].carrier)}
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
@@ -252,6 +304,7 @@ class BuildSpec(ShortRepr):
         """Ready for JSON; `from_dict` reads it back."""
         # without what it does not use, an older effexport can read it
         left_out = [*(() if self.is_quantized else QUANTIZATION_FIELDS), *["golden"] * (self.golden == "full")]
+        left_out += ["carrier"] * (self.carrier == "auto")
         plain = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("model", *left_out)
         }

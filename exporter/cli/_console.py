@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.formatting import one_line, rough_duration, say
+from effexport.plugins.ops import with_domain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,7 @@ def implementation_text(implementation: Mapping[str, str], verb: str = "ran as")
     """The end of a sentence that says how the custom operators ran; empty for a model without any."""
     if not implementation:
         return ""
-    parts = [f"effexport::{op} {'was' if what == 'not run' else verb} {what}" for op, what in implementation.items()]
+    parts = [f"{with_domain(op)} {'was' if what == 'not run' else verb} {what}" for op, what in implementation.items()]
     return f", {', '.join(parts)}"
 
 

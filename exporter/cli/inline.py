@@ -58,7 +58,7 @@ def command(options: InlineOptions, as_json: bool) -> None:
                 "output": str(output),
                 "files": list(map(str, written.files)),
                 "bytes": written.bytes,
-                "opset": opened.spec.opset,
+                "opset": opened.spec.opset_of_file,
                 "nodes": written.nodes,
                 "inlined": opened.manifest.custom_ops,
                 "passed": passed(written.checks),
@@ -105,6 +105,11 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     from effexport.report.rendering.text import failure_lines
     from effexport.runners.options import RunOptions
 
+    if artifact.spec.carrier == "contrib":
+        raise UserError(
+            f"{artifact.path} was built with --carrier contrib, an operator of ONNX Runtime that has no "
+            "function body; build it with --carrier standard, or without a carrier"
+        )
     if not artifact.has_golden:
         raise UserError(
             f"{artifact.path} keeps no golden values (--golden none) to compare the inlined file with; build the "
@@ -167,7 +172,7 @@ def written_text(written: Written, artifact: Artifact, output: Path) -> str:
     data = data_file(output)
     unused = f" {data} is older, and the model does not use it." if data.exists() and data not in written.files else ""
     return (
-        f"{names}: {written.nodes} nodes, all of them standard operators of opset {artifact.spec.opset} ({content}), "
-        f"{megabytes(written.bytes)}; {verdict}. It is for tools that know no model-local functions, such as OpenVINO; "
-        f"kernels and plugins do not apply to it.{unused}"
+        f"{names}: {written.nodes} nodes, all of them standard operators of opset {artifact.spec.opset_of_file} "
+        f"({content}), {megabytes(written.bytes)}; {verdict}. It is for tools that know no model-local functions, such "
+        f"as OpenVINO; kernels and plugins do not apply to it.{unused}"
     )

@@ -21,6 +21,7 @@ from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.base.errors import StageError, UserError
 from effexport.base.quiet import quiet
 from effexport.base.spec import INPUT_DEFAULTS, BuildSpec
+from effexport.export.carriers import use_carriers
 from effexport.export.failures import STAGE, place_of, reason_of
 from effexport.export.inlined import inline_functions, save
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
@@ -74,7 +75,8 @@ def onnx_from_module(
 
 @dataclass(frozen=True)
 class Written:
-    """Differences of a written graph from the traced one. replaced: see `attach_function_bodies`.
+    """Differences of a written graph from the traced one. replaced: see `attach_function_bodies`. carried: see
+    `use_carriers`.
 
     unrounded: values that are rounded before a quantised product, in the order of the graph.
     products: every product that stays float beside quantised ones, with the reason.
@@ -82,6 +84,7 @@ class Written:
     """
 
     replaced: Counter[str]
+    carried: Counter[str]
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
     changes: SpecChanges = NO_CHANGES
@@ -137,13 +140,14 @@ def finish_graph(
     if spec.precision == "bf16":
         avoid_missing_bfloat16(model)
     mark_custom_nodes(model)
+    carried = use_carriers(model, spec.carrier) if spec.is_carried else Counter[str]()
     name_output_axes(model, signature)
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
     if quantization is not None:
         use_first_paths(model, module)
         unrounded = quantize_graph(model, quantization, {node: module_path(node) for node in model.graph})
-    replaced = attach_function_bodies(model, spec.opset)
+    replaced = attach_function_bodies(model, spec.opset_of_file)
     strip_metadata(model)
     if spec.inline:
         inline_functions(model)
@@ -152,14 +156,14 @@ def finish_graph(
     save(model, spec, path)
     # of a user's module, the number before that is known
     gone = replaced if spec.model.is_traced_as_found else Counter[str]()
-    left: Counter[str] = Counter() if spec.inline else Counter(signature.custom_ops) - gone
+    left: Counter[str] = Counter() if spec.inline else Counter(signature.custom_ops) - gone - carried
     signature = replace(signature, custom_ops=left)
     if spec.model.is_portable:
         check_graph(path, signature)
         check_portable(path)
     else:
         check_graph(path, signature, RANDOM_OPS)
-    return Written(replaced, unrounded, products)
+    return Written(replaced, carried, unrounded, products)
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:

@@ -448,12 +448,17 @@ def check_external_data(model: onnx.ModelProto, path: Path) -> None:
             )
 
 
-def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
-    """Names of our operators in a model, which may be serialised. Raises UserError for a file that is not a model."""
+def node_types(model: Path | bytes) -> set[tuple[str, str]]:
+    """Domain and type of all nodes of a model, which may be serialised. Raises UserError for a file that is not one."""
     import onnx
 
     proto = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else graph_outline(model)
-    return tuple(sorted({node.op_type for node in all_nodes(proto) if node.domain == DOMAIN}))
+    return {(node.domain, node.op_type) for node in all_nodes(proto)}
+
+
+def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
+    """Names of our operators in a model. Raises as `node_types`."""
+    return tuple(sorted(op for domain, op in node_types(model) if domain == DOMAIN))
 
 
 def operators_of_model(path: Path) -> dict[str, int]:

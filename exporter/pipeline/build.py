@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -46,11 +47,12 @@ from effexport.base.runtimes import engine_name
 from effexport.base.spec import BuildSpec
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import model_from_source, weights_digest
-from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
+from effexport.export.onnx_graph import custom_ops_of_model, not_for_tensorrt, operators_of_model
 from effexport.export.sizes_of_code import OtherSizesError, with_sizes_of_code
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.sources import ModelSource, source_from_seed
 from effexport.options import NOTHING_GIVEN, BuildOptions, Progress
+from effexport.pipeline.notes import carried_note, replaced_note, undefined_notes
 from effexport.pipeline.quantization import (
     NO_DATA,
     QuantizationData,
@@ -93,6 +95,7 @@ from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokeniz
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.export.onnx_from_module import Written
     from effexport.models.user.model import UserModel
 
 
@@ -179,12 +182,17 @@ def artifact_from_spec(
     reference = optional_path("reference", options.reference)
     source = source or source_from_seed(spec.model)
     engines = [replace(engine, profiles=tuple(within(p, spec) for p in engine.profiles)) for engine in options.engines]
+    if spec.is_carried and engines:
+        raise UserError(
+            f"--carrier {spec.carrier} was given with the target {engines[0].target}, whose engines have our operator "
+            "only; use --carrier own, or leave the target out"
+        )
     originals = original_cases(reference, spec) if reference is not None else []
     quantization.check(spec, [engine.target for engine in engines], capabilities_of(engines))
     with ARTIFACT_FOLDER.new(output, force=options.force) as folder:
         text_notes = copy_tokenizer(tokenizer, folder, spec.model.input_limits.get("input_ids"))
         with watch.stage("loading PyTorch and the ONNX exporter"):
-            check_settings(settings)
+            check_settings(settings, spec.opset_of_file)
             for engine in engines:
                 import_api(engine.target)
             require_build()
@@ -202,8 +210,8 @@ def artifact_from_spec(
         else:
             export = "exporting to ONNX"
         with watch.stage(export), held_to_previous(previous, source, build.model, build.traced):
-            replaced, build = write_graphs(build)
-            spec = with_operators_of_graph(build.spec, build.model)
+            written, build = write_graphs(build)
+            spec = with_operators_of_graph(build.spec, build.model, written.carried)
             build = replace(build, spec=spec)
         with watch.stage("running the PyTorch reference"), quiet():
             answers = answers_from_model(model, spec)
@@ -245,7 +253,8 @@ def artifact_from_spec(
                 *source.notes,
                 *spec.model.notes,
                 *text_notes,
-                *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
+                *([] if spec.inline else [replaced_note(op, count) for op, count in written.replaced.items()]),
+                *(carried_note(op, count, spec) for op, count in written.carried.items()),
                 *undefined_notes(cases, spec),
                 *not_for_tensorrt(build.model),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
@@ -304,9 +313,9 @@ def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
     return answers
 
 
-def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
-    """Export the model, and its graphs that run token by token. Returns what `attach_function_bodies` does, and
-    the build with the names that quantised graphs have."""
+def write_graphs(build: Build) -> tuple[Written, Build]:
+    """Export the model, and its graphs that run token by token. Returns what is written of the model, and the build
+    with the names that quantised graphs have. Raises UserError for a carrier that nothing needs."""
     from effexport.export.decode_step import onnx_of_decoder, onnx_with_state
     from effexport.export.onnx_from_module import onnx_from_module
     from effexport.models.encoder.module import DecodeStep, Prefill
@@ -318,6 +327,8 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
     written = onnx_from_module(module, spec, build.model, build.traced, record)
     if written.changes.sizes and build.previous is not None:
         raise OtherSizesError(EXPORT, written.changes.sizes)
+    if spec.is_carried and not written.carried:
+        raise UserError(spec.why_not_carried)
     build = replace(build, spec=written.changes.applied(spec))
     if spec.has_decode_step:
         onnx_with_state(DecodeStep, module, spec, build.folder / DECODE_STEP, build.traced, record)
@@ -329,7 +340,7 @@ def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
         products = (*record.products, *(p for p in written.products if p.layer not in known))
         record = msgspec.structs.replace(record, unrounded=written.unrounded, products=products)
         build = replace(build, quantized=replace(quantized, record=record))
-    return written.replaced, build
+    return written, build
 
 
 def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:
@@ -337,35 +348,18 @@ def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:
     return [number for engine in engines for number in engine.compute_capabilities]
 
 
-def with_operators_of_graph(spec: BuildSpec, model: Path) -> BuildSpec:
+def with_operators_of_graph(spec: BuildSpec, model: Path, carried: Counter[str]) -> BuildSpec:
     """The spec with the numbers of operators that the graph of a user's own module has: also of those of users, and
-    without those that were replaced by their bodies."""
-    if not spec.model.is_traced_as_found or (found := operators_of_model(model)) == spec.custom_ops:
+    without those that were replaced by their bodies. carried: those that another operator stands for."""
+    if not spec.model.is_traced_as_found:
+        return spec
+    found = dict(Counter(operators_of_model(model)) + carried)
+    if spec.inline or found == spec.model.custom_ops(spec.fused):
         return spec
     from effexport.export.written_attention import remarks_on_written
 
     remarks = remarks_on_written(found, spec.custom_ops)
     return replace(spec, model=spec.model.with_custom_ops(found, spec.fused, remarks))
-
-
-def replaced_note(op: str, count: int) -> str:
-    """For the report: why some nodes of an operator are not in the graph."""
-    return (
-        f"{op}: {count} node{'s' * (count > 1)} whose attributes differ from those of other nodes became standard "
-        "operators, because one function body serves all nodes of an operator."
-    )
-
-
-def undefined_notes(cases: Sequence[Case], spec: BuildSpec) -> list[str]:
-    """A sentence on answers of a user's own module that are not numbers; none if all are."""
-    found = [
-        f"{undefined:,} of {all_:,} elements in {c.label}"
-        for c in cases
-        for undefined, all_ in [c.undefined]
-        if undefined
-    ]
-    text = f"{spec.model.title} itself answers with NaN, which was not compared: {'; '.join(found)}."
-    return [text] if found else []
 
 
 def blame(checks: Sequence[Check], reference: Path | None) -> str:
@@ -443,7 +437,7 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
     spec, watch, settings = build.spec, build.watch, build.settings
     with watch.stage("checking parity in ONNX Runtime"):
         result = verify_candidate(build.model, cases, spec, build.decisions, settings)
-    if result.implementation:
+    if custom_ops_of_model(build.model):
         with watch.stage("checking the function bodies of custom operators"):
             open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
             result += verify_bodies(build.model, cases, spec, build.decisions, result.implementation, open_with_bodies)

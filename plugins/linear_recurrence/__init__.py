@@ -10,6 +10,7 @@ OP = Op(
     place=11,
     in_float="its state is read and written by every token",
     body_in_float32=True,
+    carrier="LinearAttention",
 )
 SIGNATURE = Signature(
     "LinearRecurrence",

@@ -5,17 +5,22 @@ The contract is in README.md beside this file. Models can use the torch operator
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from effexport.plugins.function_body import rounded_down
-from effexport.plugins.linear_recurrence import SIGNATURE
+from effexport.plugins.linear_recurrence import OP, SIGNATURE
 
 if TYPE_CHECKING:
     import onnx
+
+# As onnx.TensorProto numbers it.
+FLOAT = 1
+# The name of a rule in ONNX, by whether there is a decay, and whether the delta rule applies.
+RULES = {(False, False): "linear", (True, False): "gated", (False, True): "delta", (True, True): "gated_delta"}
 
 
 def reference(
@@ -205,6 +210,62 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         present = Squeeze (state_after, axis2)
     """
     return SIGNATURE.function_body(opset, body)
+
+
+def carrier_body(
+    node: onnx.NodeProto,
+    sizes: Mapping[str, int],
+    fills: Mapping[str, float],
+    *,
+    domain: str,
+    opset: int,
+    element_type: int,
+) -> onnx.FunctionProto:
+    """The operator as one call of LinearAttention, which has the heads of a token side by side.
+
+    sizes: heads, kv_heads, key_dim and value_dim. fills: inputs of which every element is this number; decays of 0 and
+    a beta of 1 make a simpler rule. domain: of the operator; "" for ONNX's. element_type: T as onnx.TensorProto has it;
+    the arithmetic is float32 whatever T is. Raises ValueError for a scale of 0, which LinearAttention reads otherwise.
+    """
+    scale, delta, per_channel, _, _ = SIGNATURE.common_attributes([node]).values()
+    if not scale:
+        raise ValueError(f"{OP.onnx_name} has scale 0, which {OP.carrier} takes for 1 / √key_dim")
+    heads, kv_heads, key_dim, value_dim = (sizes[name] for name in ("heads", "kv_heads", "key_dim", "value_dim"))
+    has_decay = fills.get("decay") != 0
+    # the size of a token in each input that the rule reads
+    widths = {"query": heads * key_dim, "key": kv_heads * key_dim, "value": kv_heads * value_dim}
+    if has_decay:
+        widths["decay"] = kv_heads * (key_dim if per_channel else 1)
+    if delta:
+        widths["beta"] = kv_heads
+    wide, body = "", ""
+    if element_type != FLOAT:
+        wide = "_float"
+        body = "\n".join(f"{name}{wide} = Cast <to = {FLOAT}> ({name})" for name in {**widths, "beta": 0})
+    value = f"value{wide}"
+    if not delta and fills.get("beta") != 1:
+        value = "written"
+        body += f"""
+        written = Mul (beta{wide}, value{wide})"""
+    for name, width in widths.items():
+        body += f"""
+        {name}_shape = [0, 0, {width}]
+        {name}_packed = Reshape ({value if name == "value" else f"{name}{wide}"}, {name}_shape)"""
+    decay, beta = (f"{name}_packed" if name in widths else "" for name in ("decay", "beta"))
+    body += f"""
+        out_packed, present = {domain}{"." * bool(domain)}{OP.carrier} <
+            q_num_heads = {heads}, kv_num_heads = {kv_heads}, scale = {scale:.9e},
+            update_rule = "{RULES[has_decay, bool(delta)]}"
+        > (query_packed, key_packed, value_packed, past, {decay}, {beta})
+        out_shape = [0, 0, {heads}, {value_dim}]
+        out{wide} = Reshape (out_packed, out_shape)"""
+    if element_type != FLOAT:
+        body += f"""
+        out = Cast <to = {element_type}> (out_float)"""
+    function = SIGNATURE.function_body(opset, body)
+    if domain:
+        function.opset_import.add(domain=domain, version=1)
+    return function
 
 
 def _in_chunks(name: str, dims: str, order: str = "0, 3, 1, 2, 4") -> str:

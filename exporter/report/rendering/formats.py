@@ -22,6 +22,7 @@ from effexport.base.records import record_from_values, values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.evaluation.figures import Quality
 from effexport.models.sources import SEED
+from effexport.plugins.ops import with_domain
 from effexport.proof.check import Check, Kind, by_name, meaning_of, outcome_of, outcomes_text, summary
 from effexport.quantize.record import Quantization
 from effexport.render.formats import SIGNS, escaped, fenced, folded, indented, table, template_environment
@@ -143,6 +144,7 @@ def _environment() -> jinja2.Environment:
         "meaning": meaning_of,
         "megabytes": megabytes,
         "seconds": seconds,
+        "with_domain": with_domain,
         "css": lambda status: status.replace(" ", "-"),
     }
     return template_environment(("report/rendering", "render"), filters)
@@ -175,7 +177,8 @@ def markdown_from_report(report: Report, artifact: str) -> str:
 def _facts(report: Report) -> str:
     """One line: where it ran, and what ran the custom operators."""
     ran = [
-        f"effexport::{op} {'not run' if how == 'not run' else f'as {how}'}" for op, how in report.implementation.items()
+        f"{with_domain(op)} {'not run' if how == 'not run' else f'as {how}'}"
+        for op, how in report.implementation.items()
     ]
     engines = [engine.file for engine in report.engines]
     return "; ".join(

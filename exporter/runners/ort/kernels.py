@@ -15,7 +15,7 @@ from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import Library, find_library, known_ops
 from effexport.plugins.building.toolchain import last_line, run_program
 from effexport.plugins.errors import LibraryError
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION
+from effexport.plugins.ops import CONTRIB_DOMAIN, DOMAIN, OPS, OPSET_VERSION
 from effexport.runners.options import OTHERS, RunOptions, implementation_per_op
 from effexport.runners.ort import import_onnxruntime
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from effexport.plugins.calls import KernelCall
 
 
+# The domain of ONNX's own operators, which graphs write as "".
+STANDARD = "ai.onnx"
 # The kernel library reads it from the options of a session: folders of operators whose kernels it is to leave out.
 LEFT_OUT_KEY = "effexport.kernels_left_out"
 
@@ -34,12 +36,14 @@ LEFT_OUT_KEY = "effexport.kernels_left_out"
 class Kernels:
     """The kernels of a session. library: None if all custom operators run as bodies.
 
-    ops: the operators of the model that kernels run. bodies: those that run as bodies.
+    ops: the operators of the model that kernels run. bodies: those that run as bodies. carriers: domain and name of
+    operators of ONNX Runtime or ONNX that may stand for ours.
     """
 
     library: Library | None
     ops: tuple[str, ...]
     bodies: tuple[str, ...]
+    carriers: tuple[tuple[str, str], ...] = ()
 
     def register(self, options: Any, settings: RunOptions) -> Kernels:
         """Add the kernels to the options of a session. Returns what the session has: nothing if the library does not
@@ -193,7 +197,7 @@ def warn(message: str) -> None:
 def implementation_of(inference: Any, kernels: Kernels, settings: RunOptions) -> dict[str, Literal["kernel", "body"]]:
     """The implementation of each custom operator: as the session reports it, or, before 1.24, because a kernel wins."""
     custom_ops = sorted((*kernels.ops, *kernels.bodies))
-    if not custom_ops:
+    if not custom_ops and not kernels.carriers:
         return {}
     assigned = assigned_ops(inference)
     if assigned is None:
@@ -215,7 +219,13 @@ def implementation_of(inference: Any, kernels: Kernels, settings: RunOptions) ->
             f"{', '.join(surplus)} runs as a kernel, but a function body was to run: {kernels.library.path} cannot "
             "leave out single kernels; rebuild it with: effexport plugins build"
         )
-    return {op: "kernel" if op in ran else "body" for op in custom_ops}
+    names = {op: op for op in custom_ops} | {f"{domain or STANDARD}::{op}": op for domain, op in kernels.carriers}
+    return {name: "kernel" if op in ran else "body" for name, op in names.items()}
+
+
+def is_carrier(domain: str, op: str) -> bool:
+    """True for an operator of ONNX Runtime or ONNX that may stand for one of ours."""
+    return domain in ("", STANDARD, CONTRIB_DOMAIN) and any(op == one.carrier for one in OPS.values())
 
 
 def assigned_ops(inference: Any) -> dict[str, set[str]] | None:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.base.errors import RuntimeUnsupportedError, UserError
 from effexport.base.machine import Processor
 from effexport.base.runtimes import CPU, CUDA, OPENVINO, ORT_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX
-from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
+from effexport.base.spec import OPSETS
+from effexport.export.onnx_graph import external_files, load_graph, node_types, value_types
+from effexport.plugins.ops import DOMAIN
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
 from effexport.runners.ort import providers as ort_providers
@@ -27,6 +29,7 @@ from effexport.runners.ort.kernels import (
     assigned_nodes,
     assigned_ops,
     implementation_of,
+    is_carrier,
     kernels_for,
     slower_on_cuda,
     warn,
@@ -46,13 +49,16 @@ KEEP_QDQ_KEY = "session.disable_quant_qdq"
 # Without it, x86 CPUs that have no int8 dot products add two products in 16 bits, where large ones overflow. On those
 # that have them, it takes the slower instructions all the same.
 EXACT_INT8_KEY = "session.x64quantprecision"
+# Of the environment: "0" lets ONNX Runtime open models of opsets that it does not know yet.
+ANY_OPSET = "ALLOW_RELEASED_ONNX_OPSET_ONLY"
 # How the CUDA provider, and CUDA itself, refuse a device that no GPU has.
 NO_SUCH_GPU = ("Invalid device ID", "invalid device ordinal")
 
 
 @dataclass(frozen=True)
 class OrtSession:
-    """An open session. implementation: per custom operator of the model, "kernel" or "body"."""
+    """An open session. implementation: per custom operator of the model, and per operator that may stand for one,
+    "kernel" or "body"."""
 
     inference: Any
     implementation: dict[str, Literal["kernel", "body"]]
@@ -87,6 +93,11 @@ def session_from_model(model: Path | bytes, settings: RunOptions, external_folde
         if any(text in str(error) for text in NO_SUCH_GPU):
             raise UserError(
                 f"device is {settings.device}, and CUDA has no GPU of this number here; nvidia-smi -L lists them"
+            ) from error
+        if "only *guarantees* support for models stamped with official released onnx opset" in str(error):
+            raise RuntimeUnsupportedError(
+                f"ONNX Runtime {ort.__version__} refuses the model, because its opset is newer; set {ANY_OPSET}=0 in "
+                "the environment: it then runs new operators by their function bodies"
             ) from error
         raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
     check_provider(inference, settings)
@@ -162,7 +173,9 @@ def kernels_of_model(model: Path | bytes, graph: onnx.ModelProto | None, setting
     Warns and raises as `library_for` does.
     """
     slow = slower_on_cuda(graph, value_types) if graph is not None else ()
-    return kernels_for(custom_ops_of_model(model), slow, settings)
+    types = node_types(model)
+    kernels = kernels_for(sorted(op for domain, op in types if domain == DOMAIN), slow, settings)
+    return replace(kernels, carriers=tuple(sorted(one for one in types if is_carrier(*one))))
 
 
 @dataclass(frozen=True)
@@ -216,8 +229,9 @@ class Placement:
             warn(f"this model leaves the GPU in every run, and the GPU waits each time: {listed(found)}")
 
 
-def check_settings(settings: RunOptions) -> None:
-    """Check, before a build, that sessions can start here: a model of one node is opened where a GPU is needed.
+def check_settings(settings: RunOptions, opset: int = OPSETS.start) -> None:
+    """Check, before a build, that sessions can start here: a model of one node is opened where a GPU is needed, and for
+    an opset that only a carrier needs.
 
     Raises MissingExtraError and UserError as `session_from_model` does.
     """
@@ -226,14 +240,15 @@ def check_settings(settings: RunOptions) -> None:
         raise UserError(f"the runtime is {settings.runtime!r}; a build is checked in ONNX Runtime: {expected}")
     ort = import_onnxruntime()
     providers_from_settings(ort, settings)
-    if settings.row.tensors == "cuda":
+    if settings.row.tensors == "cuda" or opset not in OPSETS:
         from onnx import TensorProto, helper
 
         info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
         graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "one node", info[:1], info[1:])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+        provider = CUDA if settings.row.tensors == "cuda" else CPU
         session_from_model(
-            model.SerializeToString(), RunOptions(runtime=RUNTIME_OF_PROVIDER[CUDA].name, device=settings.device)
+            model.SerializeToString(), RunOptions(runtime=RUNTIME_OF_PROVIDER[provider].name, device=settings.device)
         )
 
 
