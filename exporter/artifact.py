@@ -227,7 +227,8 @@ def open_artifact(path: Path) -> Artifact:
         spec = artifact.spec
     except (ValueError, KeyError, TypeError) as error:  # SpecError is a ValueError
         raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
-    expected = {name: getattr(spec, name) for name in ("precision", "opset", "inputs", "outputs", "custom_ops")}
+    expected = {name: getattr(spec, name) for name in ("precision", "inputs", "outputs", "custom_ops")}
+    expected["opset"] = spec.opset_of_file
     # what the graph is held to; earlier releases wrote some of them out in standard operators
     if Counter(manifest.custom_ops) <= Counter(spec.custom_ops):
         del expected["custom_ops"]
