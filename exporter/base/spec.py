@@ -220,8 +220,17 @@ class BuildSpec(ShortRepr):
     @property
     def custom_ops(self) -> dict[str, int]:
         """The number of nodes of each custom operator in the file."""
-        called = {} if self.inline else self.model.custom_ops(self.fused)
-        return {op: n for op, n in called.items() if not (self.is_carried and op in OPS and OPS[op].carrier)}
+        return self._left_in_file(self.model.custom_ops(self.fused))
+
+    @property
+    def prefill_ops(self) -> dict[str, int]:
+        """The same of the file that reads a prompt."""
+        return self._left_in_file(self.model.prefill_ops(self.fused))
+
+    def _left_in_file(self, called: Mapping[str, int]) -> dict[str, int]:
+        """The operators of a trace that nothing else replaces."""
+        gone = {op.onnx_name for op in OPS.values() if op.carrier and self.is_carried}
+        return {} if self.inline else {op: count for op, count in called.items() if op not in gone}
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:

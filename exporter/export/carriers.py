@@ -87,6 +87,9 @@ def fill_of(value: ir.Value) -> float | None:
     if tensor is None and producer is not None and producer.domain == "":
         if producer.op_type in SAME_ELEMENTS and producer.inputs[0] is not None:
             return fill_of(producer.inputs[0])
+        if producer.op_type == "Where":
+            fills = {fill_of(choice) for choice in producer.inputs[1:] if choice is not None}
+            return fills.pop() if len(fills) == 1 else None
         if producer.op_type == "Constant":
             tensor = ir.convenience.get_const_tensor(value)
         if producer.op_type == "ConstantOfShape":

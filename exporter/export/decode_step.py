@@ -3,6 +3,7 @@ whole prompt; of an encoder-decoder, one reads the source, and the other decodes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,7 +38,8 @@ def onnx_with_state(
         for name, tensor in zip(model.state_names, model.initial_state(1), strict=True)
     )
     one_token = kind is DecodeStep
-    signature = signature_with_state(spec, states, one_token=one_token)
+    called = {} if one_token else spec.model.prefill_ops(spec.fused)
+    signature = replace(signature_with_state(spec, states, one_token=one_token), custom_ops=called)
     tokens, *others = example_inputs(spec)
     batch = len(tokens)
     # the exporter cannot translate the strides of a view

@@ -75,7 +75,7 @@ def signature_with_state(spec: BuildSpec, states: tuple[TensorInfo, ...], *, one
         tokens = (token,)
     position = (TensorInfo("position", "int64", ("batch",)),) if spec.model.counts_positions else ()
     next_states = (replace(state, name=NEXT_PREFIX + state.name) for state in states)
-    custom_ops = {} if one_token or spec.inline else spec.model.prefill_ops(spec.fused)
+    custom_ops = {} if one_token else spec.prefill_ops
     return GraphSignature((*tokens, *position, *states), (output, *next_states), custom_ops)
 
 
