@@ -20,8 +20,9 @@ SAME_ELEMENTS = ("Cast", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "T
 def use_carriers(model: ir.Model, carrier: str) -> Counter[str]:
     """Replace the nodes of a graph that ONNX ("standard") or ONNX Runtime ("contrib") has an operator for.
 
-    For "standard", the graph gets the opset that has it, as all graphs of an artifact. Returns how many nodes of which operators were replaced.
-    Raises StageError for a node whose sizes are not numbers, or which the other operator cannot express.
+    For "standard", the graph gets the opset that has it, also without such nodes: all graphs of an artifact have one.
+    Returns how many nodes of which operators were replaced. Raises StageError for a node whose sizes are not numbers,
+    or which the other operator cannot express.
     """
     carried = {name for name, op in OPS.items() if op.carrier}
     nodes = [node for node in model.graph if node.domain == DOMAIN and node.op_type in carried]

@@ -74,9 +74,8 @@ def signature_with_state(spec: BuildSpec, states: tuple[TensorInfo, ...], *, one
         token, output = (replace(tensor, dims=("batch", 1, *tensor.dims[2:])) for tensor in (tokens[0], output))
         tokens = (token,)
     position = (TensorInfo("position", "int64", ("batch",)),) if spec.model.counts_positions else ()
-    next_states = (replace(state, name=NEXT_PREFIX + state.name) for state in states)
-    custom_ops = {} if one_token else spec.prefill_ops
-    return GraphSignature((*tokens, *position, *states), (output, *next_states), custom_ops)
+    outputs = (output, *(replace(state, name=NEXT_PREFIX + state.name) for state in states))
+    return GraphSignature((*tokens, *position, *states), outputs, {} if one_token else spec.prefill_ops)
 
 
 def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, str] = FORBIDDEN_OPS) -> None:
