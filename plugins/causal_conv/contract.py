@@ -106,7 +106,7 @@ CONTRACT = Contract(
     exact=exact,
     limit=limit,
     small=(
-        *activated(Case((2, 1, 1, 1)), Case((1, 1, 8, 4)), Case((2, 10, 20, 33)), Case((2, 63, 33, 3))),
+        *activated(Case((2, 1, 1, 2)), Case((1, 1, 8, 4)), Case((2, 10, 20, 33)), Case((2, 63, 33, 3))),
         *activated(Case((2, 40, 5, 4), kind="padded")),
     ),
     # the CPU kernel has units of 128 tokens and 256 channels, the CUDA kernel blocks of 32 tokens and 128 channels
@@ -115,6 +115,7 @@ CONTRACT = Contract(
         Case((3, 130, 24, 4)),
         Case((3, 70, 9, 4), kind="few"),
         Case((3, 99, 33, 2), kind="padded"),
+        Case((3, 20, 7, 1)),
         Case((2, 33, 40, 5), kind="large"),
         Case((3, 64, 130, 41), kind="no token"),
         Case((2, 70, 20, 4), kind="visible"),
@@ -150,5 +151,6 @@ CONTRACT = Contract(
     ),
     timed=(timed("float16"), timed("float32")),
     # x and y: 1000 · 3000 · 1000 elements each
+    compared=20,
     huge=(Case((1000, 3000, 1000, 4, 1), dtype="float16"),),
 )

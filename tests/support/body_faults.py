@@ -152,10 +152,10 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         r"Sub (blocks_or_none|blocks|whole_1d)_whole: another operator"
         r"|Div (blocks|blocks_or_none|whole_1d): bypassed, gives its input \w+_whole"
         r"|Constant (rounding|nearly_block): another constant, (doubled|plus 1)"
-        r"|Banded.* Sub (chunks|groups)_whole: another operator"
-        r"|Banded.* Div (chunks|groups): bypassed, gives its input (\w+_whole|group$)"
+        r"|(Banded|CausalC).* Sub (chunks|groups)_whole: another operator"
+        r"|(Banded|CausalC).* Div (chunks|groups): bypassed, gives its input (\w+_whole|group$)"
         r"|^BandedAttention, bands .* Div chunks: bypassed, gives its input chunk$"
-        r"|Banded.* Constant nearly_(chunk|group): another constant, (doubled|plus 1)"
+        r"|(Banded|CausalC).* Constant nearly_(chunk|group): another constant, (doubled|plus 1)"
         r"|Sub nearly_1d: (another operator|bypassed, gives its input block_1d)"
         r"|Max blocks(_1d)?: another operator, Add",
         "more blocks than needed, which hold nothing",
@@ -304,7 +304,8 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     ),
     (r"LinearRecurrence: Equal is_new_8: another operator, GreaterOrEqual", "there is one such block"),
     (
-        r"LinearRecurrence: (Squeeze channel_end: bypassed, gives its input key_dim"
+        r"CausalConv: Squeeze (before|taps|batch): bypassed"
+        r"|LinearRecurrence: (Squeeze channel_end: bypassed, gives its input key_dim"
         r"|Unsqueeze channel_row: bypassed, gives its input channel$)",
         "a vector of one element is taken as a scalar, and broadcasting does the same",
     ),
@@ -316,6 +317,13 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         r"|Slice left_\w+_2: operands exchanged, 2 and [34]|Mul even_2: bypassed, gives its input two_1d"
         r"|Div count_3: operands exchanged|Concat states_2: another attribute, axis = 2)",
         "only the first pair of the second level from the top is read, and the top has one",
+    ),
+    (r"CausalConv: Constant axis0: another constant, minus", "of vectors, the first axis is the last one"),
+    (r"CausalConv: Transpose filters: another attribute, no perm", "two axes are exchanged either way"),
+    (
+        r"CausalConv: (Add other_place: bypassed, gives its input total"
+        r"|Where kept_place: bypassed, gives its input rank)",
+        "hidden tokens, which nothing reads, share places with kept ones, which ONNX Runtime writes after them",
     ),
     (r"SegmentMeans: Constant one_float: another constant, halved", "a count is 0, of nothing, or at least 1"),
 )
