@@ -25,6 +25,8 @@ namespace effexport::linear_recurrence {
 constexpr int kTokens = 16;  // of a chunk
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * tile::kWarpSize;
+// At least so many at a time on a multiprocessor; 0: any number. Without a number the compiler aims at three and spills.
+constexpr int kBlocks = ptx::kArchitecture >= 800 ? 2 : 0;
 constexpr int kValues = kWarps * tile::kRows;  // columns of a state in a block
 constexpr int kMostKeys = 128;                 // channels of keys, or the state would not fit into registers
 constexpr int kRowThreads = kThreads / kTokens;  // that share a row of a factor

@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::int64_t kShortestSlice = 256;
 constexpr std::int64_t kFewestSlices = 4;
-constexpr std::int64_t kBlocks = 128;  // of a sample, about as many as a large GPU has multiprocessors
+constexpr std::int64_t kMostBlocks = 128;  // of a sample, about as many as a large GPU has multiprocessors
 
 // Item of a grid: a state or a head, a slice of its tokens, and a block of columns.
 struct Item {
@@ -131,7 +131,7 @@ __device__ void write_outputs(const T* query, const T* key, const T* value, cons
   std::int32_t states, std::int32_t seq, std::int32_t heads, std::int32_t kv_heads, std::int32_t key_dim,              \
       std::int32_t value_dim, std::int32_t delta, std::int32_t per_channel, std::int32_t slice, float scale
 #define EFFEXPORT_LINEAR_RECURRENCE(dtype, T)                                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_recurrence_##dtype(                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_linear_recurrence_##dtype(                 \
       const T* __restrict__ query, const T* __restrict__ key, const T* __restrict__ value,                             \
       const float* __restrict__ before, const T* __restrict__ decay, const T* __restrict__ beta, EFFEXPORT_SIZES,      \
       T* __restrict__ out, float* __restrict__ present) {                                                              \
@@ -142,7 +142,7 @@ __device__ void write_outputs(const T* query, const T* key, const T* value, cons
       write_outputs<kMostKeys>(query, key, value, before, decay, beta, s, out, present);                               \
     }                                                                                                                  \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_recurrence_maps_##dtype(                     \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_linear_recurrence_maps_##dtype(            \
       const T* __restrict__ key, const T* __restrict__ value, const T* __restrict__ decay,                             \
       const T* __restrict__ beta, std::int32_t states, std::int32_t seq, std::int32_t kv_heads, std::int32_t key_dim,  \
       std::int32_t value_dim, std::int32_t delta, std::int32_t per_channel, std::int32_t slice,                        \
@@ -159,7 +159,7 @@ EFFEXPORT_LINEAR_RECURRENCE(float32, float)
 EFFEXPORT_LINEAR_RECURRENCE(float16, Half)
 EFFEXPORT_LINEAR_RECURRENCE(bfloat16, BFloat16)
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     effexport_linear_recurrence_states(const float* __restrict__ maps, const float* __restrict__ past,
                                        std::int32_t states, std::int32_t slices, std::int32_t key_dim,
                                        std::int32_t value_dim, float* before) {
@@ -194,7 +194,7 @@ namespace {
 template <class T>
 std::int64_t slice_of(const Call<T>& c) {
   const std::int64_t blocks = std::max<std::int64_t>(c.kv_heads * parts(c.value_dim, kValues), 1);
-  const std::int64_t slices = std::min(kBlocks / blocks, c.seq / kShortestSlice);
+  const std::int64_t slices = std::min(kMostBlocks / blocks, c.seq / kShortestSlice);
   const std::int64_t least = slices < kFewestSlices || c.key_dim > kMostKeys ? c.seq : parts(c.seq, slices);
   return std::max<std::int64_t>(parts(least, kTokens), 1) * kTokens;
 }

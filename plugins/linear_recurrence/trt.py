@@ -15,7 +15,7 @@ MOST_KEYS = 128
 BLOCK_THREADS = 128
 SHORTEST_SLICE = 256
 FEWEST_SLICES = 4
-BLOCKS = 128
+MOST_BLOCKS = 128
 SHARED_BYTES = (23936, 36480)  # with keys of up to 64 channels, and of more
 
 OPERATOR, INPUTS = SIGNATURE.onnx_name, tuple(map(str, SIGNATURE.inputs))
@@ -33,7 +33,7 @@ def whole_tokens(seq: Size) -> Size:
 
 def slice_of(seq: int, kv_heads: int, value_dim: int) -> int:
     """The tokens of a slice."""
-    slices = min(BLOCKS // (kv_heads * cdiv(value_dim, VALUES)), seq // SHORTEST_SLICE)
+    slices = min(MOST_BLOCKS // (kv_heads * cdiv(value_dim, VALUES)), seq // SHORTEST_SLICE)
     return int(whole_tokens(cdiv(seq, slices) if slices >= FEWEST_SLICES else seq))
 
 
