@@ -68,7 +68,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
     change no state."""
     chunks = -(-x.shape[1] // size)
     padded = F.pad(x, (0, 0, 0, 0, 0, chunks * size - x.shape[1]))
-    return padded.unflatten(1, (chunks, size)).permute(0, 3, 1, 2, 4)
+    return torch.unflatten(padded, 1, (chunks, size)).permute(0, 3, 1, 2, 4)
 
 
 def shared_products(left: Tensor, right: Tensor, shares: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class RecurrentAttention(AttentionLayer):
     def finish(self, context: Tensor, hidden_states: Tensor) -> Tensor:
         """The results of the recurrence [batch, seq, heads, value_dim], at least float32, normalised in each head and
         gated: the input of the output projection, [batch, seq, heads · value_dim] in any dtype."""
-        normed = self.norm(context).flatten(2)
+        normed: Tensor = self.norm(context).flatten(2)
         return normed * self.swish(hidden_states) if self.spec.has_gate else normed
 
     def swish(self, hidden_states: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class RecurrentAttention(AttentionLayer):
         at the last conv_size − 1 tokens, [batch, conv_size − 1, channels]."""
         spec, weight = self.spec, self.out.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        shapes = {"s": (batch, spec.heads, spec.head_size, spec.value_size)}
+        shapes: dict[str, tuple[int, ...]] = {"s": (batch, spec.heads, spec.head_size, spec.value_size)}
         if spec.conv_size:
             shapes["conv"] = (batch, spec.conv_size - 1, spec.convolved)
         return {name: torch.zeros(shape, dtype=dtype, device=weight.device) for name, shape in shapes.items()}

@@ -23,5 +23,5 @@ def test_the_layer_is_the_parallel_form_of_the_paper() -> None:
     products = (torch.sigmoid(logits) ** (1 / 16)).cumprod(dim=2)
     read = ((q * products) @ (k / products).transpose(-1, -2)).tril() @ v / 8**0.5
     normed = torch.nn.functional.rms_norm(read, (12,), layer.norm.weight, eps=1e-5) * g * torch.sigmoid(g)
-    # a result is divided by its own size, which magnifies the roundings of terms that cancel
-    torch.testing.assert_close(given.double(), layer.out(normed.transpose(1, 2).flatten(2)), rtol=0, atol=5e-5)
+    # float32: 1.8e-6 was measured, of results near 1
+    torch.testing.assert_close(given.double(), layer.out(normed.transpose(1, 2).flatten(2)), rtol=0, atol=1e-5)

@@ -46,5 +46,5 @@ def test_the_layer_is_that_of_transformers_and_of_the_authors_code_in_several_gr
                 "out_proj.weight": layer.out.weight,
             }
         )
-        # both are float32; theirs subtracts sums of decays
-        torch.testing.assert_close(layer(x), original.torch_forward(x), rtol=1e-4, atol=1e-5)
+        # both are float32, with sums in other orders: 1.4e-6 was measured, of results near 1
+        torch.testing.assert_close(layer(x), original.torch_forward(x), rtol=0, atol=1e-5)

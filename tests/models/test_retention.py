@@ -28,5 +28,5 @@ def test_the_layer_is_the_parallel_form_of_the_paper_and_its_normalisations_chan
     read = (retained @ v).transpose(1, 2).flatten(0, 1).flatten(1)
     normed = torch.nn.functional.group_norm(read, 4, layer.norm.weight, layer.norm.bias, eps=1e-12)
     gated = normed.unflatten(0, (2, 100)) * torch.nn.functional.silu(layer.gate(x))
-    # a result is divided by its own size, which magnifies the roundings of terms that cancel
-    torch.testing.assert_close(given.double(), layer.out(gated), rtol=0, atol=1e-4)
+    # float32: 1.8e-6 was measured, of results near 1
+    torch.testing.assert_close(given.double(), layer.out(gated), rtol=0, atol=1e-5)

@@ -55,7 +55,7 @@ class Mamba2(RecurrentAttention):
     def for_heads(self, shared: Tensor) -> Tensor:
         """Queries or keys [batch, seq, 1, groups · head_dim] → [batch, seq, heads, head_dim]."""
         groups, heads = self.spec.groups, self.spec.heads
-        by_group = shared.squeeze(2).unflatten(-1, (groups, 1, -1))
+        by_group = torch.unflatten(shared.squeeze(2), -1, (groups, 1, -1))
         return by_group.expand(-1, -1, -1, heads // groups, -1).flatten(2, 3)
 
     def results(self, context: Tensor, tokens: Tokens) -> Tensor:

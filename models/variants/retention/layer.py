@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.layers import at_least_float32, rotary_angles, rotate_pairs
-from effexport.models.variants.recurrence import RecurrentAttention, Tokens
+from effexport.models.variants.recurrence import RecurrentAttention, RMSNorm, Tokens
 from effexport.models.variants.retention.spec import RetentionSpec
 
 
@@ -24,7 +23,7 @@ class Retention(RecurrentAttention):
 
     def __init__(self, spec: RetentionSpec) -> None:
         super().__init__(spec)
-        self.norm = GroupNorm(spec.heads, spec.heads * spec.value_size, spec.norm_eps)
+        self.norm = GroupNorm(spec.heads * spec.value_size, spec.norm_eps, spec.heads)
 
     def projections(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         query, key, value = super().projections(hidden_states)
@@ -40,11 +39,15 @@ class Retention(RecurrentAttention):
         return Tokens(query, key, value, decay, beta)
 
 
-class GroupNorm(nn.GroupNorm):
-    """Normalisation of each head, with a gain and an offset for each channel, in float32 whatever the model's dtype."""
+class GroupNorm(RMSNorm):
+    """(x − mean x) / √(var x + eps) · weight + bias for each head, in float32 whatever the model's dtype."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[batch, seq, heads, channels] → the same shape, at least float32."""
-        x = at_least_float32(input)
-        weight, bias = (at_least_float32(y).unflatten(0, x.shape[2:]) for y in (self.weight, self.bias))
-        return F.layer_norm(x, x.shape[3:], eps=self.eps) * weight + bias
+    def __init__(self, width: int, eps: float, groups: int) -> None:
+        super().__init__(width, eps, groups)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, heads, channels] → [batch, seq, heads · channels], at least float32."""
+        x = at_least_float32(x)
+        centred = x - x.mean(dim=-1, keepdim=True)
+        return super().forward(centred.flatten(2)) + at_least_float32(self.bias)
