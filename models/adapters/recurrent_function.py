@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 
 from effexport.models.layers import CallsOperators, at_least_float32
-from effexport.plugins.linear_recurrence.op import linear_recurrence, reference
+from effexport.models.variants.chunked_recurrence import chunked_recurrence
+from effexport.models.variants.recurrence import one_token
+from effexport.plugins.linear_recurrence.op import linear_recurrence
+
+# Tokens in a chunk, where PyTorch computes it.
+CHUNK = 32
 
 
 class RecurrentFunction(CallsOperators):
-    """Outputs q_t S_t of states S_t = α_t S_{t−1} + β_t k_t (v_t − delta · α_t k_t S_{t−1})ᵀ, as one operator.
+    """Outputs q_t S_t of states S_t = α_t S_{t−1} + β_t k_t (v_t − delta · α_t k_t S_{t−1})ᵀ, as one operator, or as
+    products of matrices where there is a single token.
 
     variant: its name in reports.
     """
@@ -25,15 +31,15 @@ class RecurrentFunction(CallsOperators):
         """query, key [batch, seq, heads, key_dim], value [batch, seq, heads, value_dim], decay (the logarithm of α) and
         beta [batch, seq, heads] → the outputs [batch, seq, heads, value_dim], and the state after the last token
         [batch, heads, key_dim, value_dim]. past: the state before the first; None for zeros. In float32 at least."""
-        inputs = [at_least_float32(x) for x in (query, key, value, decay.unsqueeze(-1), beta.unsqueeze(-1))]
+        exact = [at_least_float32(x) for x in (query, key, value, decay.unsqueeze(-1), beta.unsqueeze(-1))]
         if past is None:
             shape = (*key.shape[:1], *key.shape[2:], value.shape[3])
             past = torch.zeros(shape, dtype=torch.float32, device=key.device)
-        tensors = (*inputs[:3], past.float(), *inputs[3:])
-        if self.calls_operators:
-            # the body of a decode step has no chunks to join
-            is_step = isinstance(key.shape[1], int) and key.shape[1] == 1
-            out, present = linear_recurrence(*tensors, scale, self.delta, **({"longest": 1} if is_step else {}))
+        inputs = (*exact[:3], past.float(), *exact[3:], scale, self.delta)
+        if isinstance(key.shape[1], int) and key.shape[1] == 1:
+            out, present = one_token(*inputs)
+        elif self.calls_operators:
+            out, present = linear_recurrence(*inputs)
         else:
-            out, present = reference(*tensors, scale, self.delta)
+            out, present = chunked_recurrence(*inputs, CHUNK)
         return out.to(value.dtype), present
