@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ def examine_tools() -> list[dict[str, str | None]]:
         ("nvcc", "build CUDA kernels", nvcc, "install the CUDA toolkit"),
         ("int8 products", "run --precision int8 fast", int8_products(), "int8 runs, and is slow here"),
         ("bf16 tiles", "run --precision-hint bf16 fast", *examine_bfloat16()),
+        ("opset 27", "run --carrier standard", *examine_new_opsets()),
         ("GPU", "run on a GPU", gpus or None, ""),
         ("driver", "run TensorRT plugins", *examine_driver()),
     )
@@ -90,6 +92,13 @@ def int8_products() -> str | None:
 
     here = Processor.here()
     return ", ".join(here.int8_products) or ("yes" if here.has_int8_products else None)
+
+
+def examine_new_opsets() -> tuple[str | None, str]:
+    """Whether ONNX Runtime opens models of opsets that are newer than itself, and the remedy if it does not."""
+    from effexport.runners.ort.session import ANY_OPSET
+
+    return ("as function bodies" if os.environ.get(ANY_OPSET) == "0" else None), f"set {ANY_OPSET}=0"
 
 
 def examine_bfloat16() -> tuple[str | None, str]:
