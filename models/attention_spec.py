@@ -238,6 +238,10 @@ class AttentionSpec(ShortRepr, ModelContract):
         return self.causal
 
     @property
+    def hides_first(self) -> bool:
+        return bool(self.why_always_causal)
+
+    @property
     def has_decode_step(self) -> bool:
         return self.causal and self.causal_state_is_constant
 

@@ -243,6 +243,11 @@ class ModelContract(ABC):
         return False
 
     @property
+    def hides_first(self) -> bool:
+        """True if the proof also hides the first tokens: no result of a causal model depends on padding after it."""
+        return False
+
+    @property
     def shapes_of_values(self) -> str:
         """A clause on the sizes inside the graph that depend on values, and the way to a graph without them; or ""."""
         return ""

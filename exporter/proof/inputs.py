@@ -56,6 +56,9 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
         for name, sizes in (("other sizes", longer), ("double sizes", double)):
             cases[name] = random_inputs(spec, rng, *shapes[EXPORT], sizes)
     padded_len = longest_padded(spec)
+    if model.hides_first:
+        cases["padding at the beginning"] = inputs = random_inputs(spec, rng, 1, padded_len, None)
+        inputs[model.mask][:, : padded_len // 3] = 0
     marks = [tensor.name for tensor in spec.inputs if marks_tokens(tensor, spec)]
     if model.padding or marks:
         # models make masks of padding tokens, or take marks of tokens under any name: at the end, and at the beginning

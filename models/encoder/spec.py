@@ -212,6 +212,10 @@ class EncoderSpec(ShortRepr, ModelContract):
         return self.attention.causal
 
     @property
+    def hides_first(self) -> bool:
+        return self.attention.hides_first
+
+    @property
     def has_decode_step(self) -> bool:
         return self.attention.has_decode_step
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from planted_faults import FAULTS, Damage, Fault, Graph, attribute, set_attribute
+from planted_faults import FAULTS, Damage, Fault, Graph, applied, attribute, set_attribute, sliced
 
 from effexport.plugins.ops import OPS
 
@@ -24,8 +24,12 @@ def fused_nodes(graph: Graph, *ops: str) -> list[onnx.NodeProto]:
     return graph.nodes(*(ops or MASK_INPUT))
 
 
+def recurrences(graph: Graph) -> list[onnx.NodeProto]:
+    return fused_nodes(graph, "LinearRecurrence")
+
+
 def operands_exchanged(first: int, second: int, graph: Graph) -> bool:
-    nodes = fused_nodes(graph)[:1]
+    nodes = [*fused_nodes(graph), *recurrences(graph)][:1]
     for node in nodes:
         node.input[first], node.input[second] = node.input[second], node.input[first]
     return bool(nodes)
@@ -134,6 +138,64 @@ def residual_of_convolution_lost(graph: Graph) -> bool:
     return bool(nodes)
 
 
+PAST, DECAY, BETA = 3, 4, 5
+
+
+def input_lost(place: int, graph: Graph) -> bool:
+    """Zeros in the place of an input."""
+    nodes = recurrences(graph)
+    for node in nodes:
+        node.input[place] = graph.add("Sub", [node.input[place], node.input[place]])
+    return bool(nodes)
+
+
+def decay_after_the_write(graph: Graph) -> bool:
+    """A token decays what it has written, too: the decays of all tokens one token late."""
+    nodes = recurrences(graph)
+    for node in nodes:
+        none = graph.add("Sub", [node.input[DECAY], node.input[DECAY]])
+        first, rest = sliced(graph, none, 0, 1), sliced(graph, node.input[DECAY], 0, -1)
+        node.input[DECAY] = graph.add("Concat", [first, rest], axis=1)
+    return bool(nodes)
+
+
+def beta_of_the_value_alone(graph: Graph) -> bool:
+    """k (β v − Sᵀ k)ᵀ and not β k (v − Sᵀ k)ᵀ: what the state holds is erased whatever β is."""
+    nodes = recurrences(graph)
+    for node in nodes:
+        node.input[2] = graph.add("Mul", [node.input[2], node.input[BETA]])
+        zero = graph.add("Sub", [node.input[BETA], node.input[BETA]])
+        node.input[BETA] = graph.add("Exp", [zero])
+    return bool(nodes)
+
+
+def state_not_reset(graph: Graph) -> bool:
+    """A tenth in each number of the state before the first token."""
+    nodes = recurrences(graph)
+    for node in nodes:
+        node.input[PAST] = graph.add("Add", [node.input[PAST], graph.new_constant(np.array(0.1, np.float32))])
+    return bool(nodes)
+
+
+def hidden_tokens_count(place: int, graph: Graph) -> bool:
+    """Padding decays the state, or is written."""
+    wheres = [graph.upstream(node.input[place], "Where") for node in recurrences(graph)]
+    return applied([graph.bypass(node, 1) for node in wheres])
+
+
+def taps_reversed(graph: Graph) -> bool:
+    """The first tap is of the token itself."""
+    products = [
+        node
+        for node in graph.nodes("Mul")
+        if graph.constant(node.input[0]) is not None and graph.comes_from(node.input[1], "Slice")
+    ]
+    taps = [node.input[0] for node in products]
+    for node, tap in zip(products, reversed(taps), strict=True):
+        node.input[0] = tap
+    return bool(recurrences(graph)) and len(taps) > 1
+
+
 def fault(name: str, description: str, damage: Damage, *at: str, causal: bool = False) -> Fault:
     return Fault(name, description, damage, at, ("fused causal",) if causal else ("fused",))
 
@@ -207,6 +269,15 @@ FUSED_FAULTS: tuple[Fault, ...] = (
     fault(
         "fused: no global token", "the first token is like others", partial(attribute_is, "with_globals", 0), "window"
     ),
+    fault("recurrence: query is key", "query and key exchanged", partial(operands_exchanged, 0, 1), "gated-delta"),
+    fault("recurrence: key is value", "key and value exchanged", partial(operands_exchanged, 1, 2), "gated-delta"),
+    fault("recurrence: no decay", "the state is kept for ever", partial(input_lost, DECAY), "gated-delta"),
+    fault("recurrence: decay late", "decay after the write", decay_after_the_write, "gated-delta"),
+    fault("recurrence: beta of the value", "beta is on the wrong side", beta_of_the_value_alone, "gated-delta"),
+    fault("recurrence: state not reset", "a sequence begins with another's state", state_not_reset, "gated-delta"),
+    fault("recurrence: padding decays", "hidden tokens decay", partial(hidden_tokens_count, DECAY), "gated-delta"),
+    fault("recurrence: padding writes", "hidden tokens write", partial(hidden_tokens_count, BETA), "gated-delta"),
+    fault("recurrence: taps reversed", "the convolution runs backwards", taps_reversed, "gated-delta"),
     fault("fused: global queries lost", "a global token's own query is another", global_queries_lost, "window"),
 )
 

@@ -312,10 +312,11 @@ def check_prefill(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Check:
     """Reading the prompt of every sample at once, and then decoding its last tokens, equals the reference's answer to
     the whole sequence. What follows the prompt of a sample is masked, but is not empty."""
     name, output = spec.inputs[0].name, spec.outputs[0].name
-    tokens, lengths = case.inputs[name], case.keep.sum(axis=1)
-    batch, seq_len = case.keep.shape
-    steps = np.minimum(STEPS_AFTER_PROMPT, lengths // 2)
-    mask = np.arange(seq_len) < (lengths - steps)[:, None]
+    tokens, (batch, seq_len) = case.inputs[name], case.keep.shape
+    places = np.arange(1, seq_len + 1)
+    ends = (case.keep * places).max(axis=1)
+    steps = np.minimum(STEPS_AFTER_PROMPT, case.keep.sum(axis=1) // 2)
+    mask = case.keep & (places <= (ends - steps)[:, None])
     decoder.reset()
     actual = decoder.prefill({name: tokens, MASK_NAME: mask.astype(np.int64)})[output].astype(numpy_dtype(spec.dtype))
     rows = np.arange(batch)
