@@ -178,7 +178,8 @@ def state_not_reset(graph: Graph) -> bool:
 
 
 def hidden_tokens_count(place: int, graph: Graph) -> bool:
-    """Padding decays the state, or is written."""
+    """Padding decays the state, or is written: a fault of a prefill. In a model, nothing is read after padding at the
+    end, and before the first token the state is zero, and so are keys."""
     wheres = [graph.upstream(node.input[place], "Where") for node in recurrences(graph)]
     return applied([graph.bypass(node, 1) for node in wheres])
 
@@ -275,8 +276,6 @@ FUSED_FAULTS: tuple[Fault, ...] = (
     fault("recurrence: decay late", "decay after the write", decay_after_the_write, "gated-delta"),
     fault("recurrence: beta of the value", "beta is on the wrong side", beta_of_the_value_alone, "gated-delta"),
     fault("recurrence: state not reset", "a sequence begins with another's state", state_not_reset, "gated-delta"),
-    fault("recurrence: padding decays", "hidden tokens decay", partial(hidden_tokens_count, DECAY), "gated-delta"),
-    fault("recurrence: padding writes", "hidden tokens write", partial(hidden_tokens_count, BETA), "gated-delta"),
     fault("recurrence: taps reversed", "the convolution runs backwards", taps_reversed, "gated-delta"),
     fault("fused: global queries lost", "a global token's own query is another", global_queries_lost, "window"),
 )

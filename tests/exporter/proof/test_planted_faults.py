@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 
 import onnx
 import pytest
-from fused_faults import ALL_FAULTS
+from fused_faults import ALL_FAULTS, BETA, DECAY, hidden_tokens_count
 from planted_faults import CONFIGURATIONS, VARIANTS, Fault, Graph, plant
 
-from effexport.artifact import Artifact
+from effexport.artifact import PREFILL, Artifact, artifact_in_progress
 from effexport.base.errors import EffexportError
 from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import load_reference
-from effexport.proof.verify import check_float32_ops, run_checks, verify_candidate
+from effexport.proof.check import Kind
+from effexport.proof.verify import check_float32_ops, run_checks, verify_candidate, verify_decoding
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import limits_from_spec
 
@@ -100,6 +102,19 @@ def test_a_planted_fault_is_caught(built: Built, tmp_path: Path, name: str, conf
     model = plant(fault, artifact, tmp_path / "planted")
     assert model is not None, f"{fault.name} found nothing to damage"
     assert first_failure(artifact, model), f"{fault.name} escapes: {fault.description}"
+
+
+@pytest.mark.slow
+def test_padding_that_reaches_the_state_is_caught_in_the_prefill(built: Built, tmp_path: Path) -> None:
+    artifact = built("gated-delta", "attention")
+    folder, cases = tmp_path / "planted", load_reference(artifact.reference_path)
+    shutil.copytree(artifact.path, folder)
+    for place in (DECAY, BETA):
+        graph = Graph(onnx.load(str(artifact.prefill_path)), artifact.spec)
+        assert hidden_tokens_count(place, graph)
+        onnx.save(graph.finished(), str(folder / PREFILL))
+        checks = verify_decoding(artifact_in_progress(folder, artifact.spec), cases, RunOptions(threads=1)).checks
+        assert {check.kind for check in checks if check.status == "failed"} == {Kind.PREFILL}, place
 
 
 @pytest.mark.parametrize(("name", "configuration"), list(healthy()))
