@@ -56,5 +56,5 @@ def keeps(seq_len: int) -> Array:
     keep[0] = True
     keep[1, : -(-seq_len * 2 // 3)] = True
     keep[1, 1 : seq_len // 2 : 5] = False
-    keep[2, 0] = True
+    keep[2, :1] = True
     return keep
