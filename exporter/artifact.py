@@ -99,11 +99,15 @@ class Parity(msgspec.Struct, frozen=True):
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
-    """When, how long and on which machine an artifact was built: all that differs if it is built again."""
+    """When, how long and on which machine an artifact was built: all that differs if it is built again.
+
+    integrity: the checksum of the other fields, filled in when the manifest is written.
+    """
 
     created: Annotated[str, msgspec.Meta(description="ISO 8601, UTC.")]
     seconds: Annotated[dict[str, Seconds], msgspec.Meta(description="By the stage of the build.", max_length=1000)]
     machine: dict[str, str | None]
+    integrity: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     hash_values: graph values that hold buckets. weights_sha256: checksum of all parameters and buffers of the module.
     quantization: None if nothing is quantised. built: None in earlier artifacts, whose report and environment have it.
-    files and integrity, the checksum of all other fields, are filled in when the manifest is written.
+    files and integrity, the checksum of all other fields but built, are filled in when the manifest is written.
     """
 
     format_version: int = FORMAT_VERSION
@@ -369,7 +373,9 @@ def read_manifest(path: Path) -> Manifest:
             f"this effexport reads up to {FORMAT_VERSION}: upgrade effexport"
         )
     # the text itself is compared too: 1e-05 and 1E-05 are one number, but only one of them was written
-    if values.get("integrity") != manifest_digest(values) or text != manifest_text(values):
+    built = values.get("built")
+    has_own_built = not isinstance(built, dict) or built.get("integrity") == digest_without(built, "integrity")
+    if values.get("integrity") != manifest_digest(values) or not has_own_built or text != manifest_text(values):
         raise UserError(f"{file} is damaged: its contents do not match its own checksum; {REMEDY}")
     return record_from_values(values, Manifest, str(file), REMEDY)
 
@@ -391,8 +397,12 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Checksum of a manifest without its own `integrity` field."""
-    rest = {key: value for key, value in manifest.items() if key != "integrity"}
+    """Checksum of a manifest, which is the same if the artifact is built again."""
+    return digest_without(manifest, "integrity", "built")
+
+
+def digest_without(record: Mapping[str, Any], *left_out: str) -> str:
+    rest = {key: value for key, value in record.items() if key not in left_out}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
@@ -401,6 +411,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = {name: FileEntry(file_digest(file), file.stat().st_size) for name, file in files_of_folder(folder).items()}
     values = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)))
     values["integrity"] = manifest_digest(values)
+    if values["built"] is not None:
+        values["built"]["integrity"] = digest_without(values["built"], "integrity")
     (folder / MANIFEST).write_bytes(manifest_text(values))
     read_manifest(folder)  # what is written can be read again
 
