@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from effexport.models.layers import AttentionLayer, State, at_least_float32
 from effexport.models.variants.chunked_recurrence import chunked_recurrence
 from effexport.models.variants.recurrence_spec import RecurrentSpec
+from effexport.plugins.causal_conv.op import causal_conv, exportable_reference
 from effexport.plugins.linear_recurrence.op import linear_recurrence
 
 
@@ -37,8 +37,7 @@ class RecurrentAttention(AttentionLayer):
     implements `tokens`, and overrides `projections` for what else it projects its input to, `convolve`, `results` and
     `finish`.
 
-    Hidden tokens leave the state as it is. Each token keeps its column: the convolution reads zeros at hidden ones, as
-    before the first, so padding on either side of a sequence changes nothing.
+    Hidden tokens are as if they were not there, for the convolution too: they leave the state as it is.
     """
 
     IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "its state is read and written by every token"}
@@ -67,9 +66,27 @@ class RecurrentAttention(AttentionLayer):
         """The inputs of the recurrence, from `projections`, at least float32; the first three are convolved."""
         raise NotImplementedError
 
-    def convolve(self, inputs: Tensor) -> Tensor:
-        """Queries, keys and values side by side, [batch, conv_size − 1 + seq, channels] → [batch, seq, channels]."""
-        return convolution(inputs, at_least_float32(self.taps))
+    def conv_bias(self) -> Tensor:
+        """What the convolution adds to each channel."""
+        return self.taps.new_zeros(self.spec.convolved)
+
+    def convolve(self, x: Tensor, keep: Tensor | None, past: Tensor) -> tuple[Tensor, Tensor]:
+        """SiLU of the convolution of x [batch, seq, channels], at least float32; and the last kept tokens after it.
+
+        past: those before it, [batch, conv_size − 1, channels]. keep: boolean [batch, seq], or None for a single token.
+        """
+        taps, bias = at_least_float32(self.taps), at_least_float32(self.conv_bias())
+        if keep is None:
+            rows = torch.cat([past, x], dim=1)
+            return F.silu((rows * taps.T).sum(dim=1, keepdim=True) + bias), rows[:, 1:]
+        convolution = causal_conv if self.calls_kernels else exportable_reference
+        convolved: tuple[Tensor, Tensor] = convolution(x, taps, bias, past, keep, True)
+        return convolved
+
+    @property
+    def calls_kernels(self) -> bool:
+        """True where the operators become nodes of a graph; otherwise their formulas are computed, with gradients."""
+        return self.fused or torch.compiler.is_exporting()
 
     def results(self, context: Tensor, tokens: Tokens) -> Tensor:
         """What queries read, and what a token adds to that by itself: [batch, seq, heads, value_dim]."""
@@ -127,14 +144,15 @@ class RecurrentAttention(AttentionLayer):
         """
         spec, s = self.spec, state["s"]
         exact = [at_least_float32(x) for x in projected]
-        mixed, others = [kept_or_zero(x, keep) for x in exact[:3]], exact[3:]
+        mixed, others = exact[:3], exact[3:]
         following: State = {}
         if spec.conv_size:
-            inputs = torch.cat([state["conv"], torch.cat([x.flatten(2) for x in mixed], dim=2)], dim=1)
-            following["conv"] = last_inputs(inputs, keep, spec.conv_size - 1)
-            convolved = F.silu(self.convolve(inputs))
+            inputs = torch.cat([x.flatten(2) for x in mixed], dim=2)
+            convolved, following["conv"] = self.convolve(inputs, keep, state["conv"])
             parts = convolved.split([x.shape[2] * x.shape[3] for x in mixed], dim=2)
             mixed = [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, mixed, strict=True)]
+        else:
+            mixed = [kept_or_zero(x, keep) for x in mixed]
         tokens = self.tokens(*mixed, *others)
         query, key, value, decay, beta = tokens
         if keep is None:
@@ -142,7 +160,7 @@ class RecurrentAttention(AttentionLayer):
         else:
             decay, beta = kept_or_zero(decay, keep), kept_or_zero(beta, keep)
             inputs_of_op = (query, key, value, s, decay, beta, spec.scale, spec.delta)
-            if self.fused or torch.compiler.is_exporting():
+            if self.calls_kernels:
                 context, s = linear_recurrence(*inputs_of_op, spec.per_channel, spec.chunk_length, spec.longest)
             else:
                 context, s = chunked_recurrence(*inputs_of_op, spec.chunk_length)
@@ -171,28 +189,6 @@ class RMSNorm(nn.Module):
 def kept_or_zero(x: Tensor, keep: Tensor | None) -> Tensor:
     """x [batch, seq, heads, channels], with zeros where keep, boolean [batch, seq], is False: it may hold anything."""
     return x if keep is None else torch.where(keep[:, :, None, None], x, 0.0)
-
-
-def convolution(inputs: Tensor, taps: Tensor) -> Tensor:
-    """Σ_i taps_i · inputs_{t+i}, [batch, size − 1 + seq, channels] → [batch, seq, channels]. taps [channels, size]."""
-    size = taps.shape[1]
-    seq_len = inputs.shape[1] - (size - 1)
-    # not a Conv: it wants channels first, and ONNX has none of bfloat16 before opset 22
-    terms = [taps[:, i] * inputs.narrow(1, i, seq_len) for i in range(size)]
-    return functools.reduce(torch.add, terms)
-
-
-def last_inputs(inputs: Tensor, keep: Tensor | None, count: int) -> Tensor:
-    """The last `count` rows up to the last kept token: [batch, count + seq, channels] → [batch, count, channels].
-
-    keep: boolean [batch, seq]; None for a single token.
-    """
-    if keep is None:
-        return inputs[:, 1:]
-    places = torch.arange(1, keep.shape[1] + 1, device=keep.device)
-    end = torch.where(keep, places, 0).amax(dim=1, keepdim=True)
-    rows = end + torch.arange(count, device=keep.device)
-    return inputs.gather(1, rows.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
 
 
 def one_token(

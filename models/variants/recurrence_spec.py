@@ -98,7 +98,7 @@ class RecurrentSpec(AttentionSpec):
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         """Also without fused operators: chunks of a free length, composed level by level, take minutes to trace."""
-        return ("LinearRecurrence",)
+        return ("CausalConv", "LinearRecurrence") if self.conv_size else ("LinearRecurrence",)
 
     def prefill_operators(self, fused: bool) -> tuple[str, ...]:
         return self.operators(fused)

@@ -138,18 +138,22 @@ def test_a_prompt_its_parts_and_its_tokens_give_the_same_results_and_state() -> 
 
 
 @torch.no_grad()
-def test_padding_on_either_side_leaves_results_and_state_as_they_are() -> None:
+def test_hidden_tokens_are_as_if_they_were_not_there() -> None:
+    """Before, between and after the tokens of a sample, also after others."""
     for layer in layers():
         x = hidden(2, 20)
         before = layer.prefill(hidden(2, 7, 1), torch.ones(2, 7, dtype=torch.bool), layer.initial_state(2))[1]
-        for left, right, first in ((5, 0, layer.initial_state(2)), (0, 9, before), (3, 2, layer.initial_state(2))):
+        for first, places in itertools.product(
+            (layer.initial_state(2), before),
+            (range(5, 25), range(20), range(3, 63, 3), [*range(4, 20), *range(25, 29)]),
+        ):
             expected, after = stepped(layer, x, first)
-            padding = [torch.full((2, count, DIM), 1e4) for count in (left, right)]
-            keep = torch.zeros(2, left + 20 + right, dtype=torch.bool)
-            keep[:, left : left + 20] = True
-            given, state = layer.prefill(torch.cat([padding[0], x, padding[1]], dim=1), keep, first)
-            with named((layer.spec.label, left, right)):
-                assert error(given[:, left : left + 20], expected) <= ROUNDING
+            kept = torch.tensor(list(places))
+            padded, keep = torch.full((2, 64, DIM), 1e4), torch.zeros(2, 64, dtype=torch.bool)
+            padded[:, kept], keep[:, kept] = x, True
+            given, state = layer.prefill(padded, keep, first)
+            with named((layer.spec.label, places)):
+                assert error(given[:, kept], expected) <= ROUNDING
                 assert all(error(state[name], after[name]) <= ROUNDING for name in after)
         # a sample without a token keeps its state, to the bit
         _, state = layer.prefill(x, torch.zeros(2, 20, dtype=torch.bool), before)

@@ -29,7 +29,7 @@ def recurrences(graph: Graph) -> list[onnx.NodeProto]:
 
 
 def operands_exchanged(first: int, second: int, graph: Graph) -> bool:
-    nodes = [*fused_nodes(graph), *recurrences(graph)][:1]
+    nodes = (recurrences(graph) or fused_nodes(graph))[:1]
     for node in nodes:
         node.input[first], node.input[second] = node.input[second], node.input[first]
     return bool(nodes)
@@ -186,15 +186,8 @@ def hidden_tokens_count(place: int, graph: Graph) -> bool:
 
 def taps_reversed(graph: Graph) -> bool:
     """The first tap is of the token itself."""
-    products = [
-        node
-        for node in graph.nodes("Mul")
-        if graph.constant(node.input[0]) is not None and graph.comes_from(node.input[1], "Slice")
-    ]
-    taps = [node.input[0] for node in products]
-    for node, tap in zip(products, reversed(taps), strict=True):
-        node.input[0] = tap
-    return bool(recurrences(graph)) and len(taps) > 1
+    taps = {node.input[1]: graph.constant(node.input[1]) for node in fused_nodes(graph, "CausalConv")}
+    return applied([graph.overwrite(name, array[:, ::-1]) for name, array in taps.items() if array is not None])
 
 
 def fault(name: str, description: str, damage: Damage, *at: str, causal: bool = False) -> Fault:

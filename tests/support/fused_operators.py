@@ -11,5 +11,5 @@ FUSED: dict[str, dict[str, int]] = {
     "aft-simple": {"AFTSimpleAttention": 1},
     "aft-local": {"AFTWindowAttention": 1},
     "aft-conv": {"AFTWindowAttention": 1},
-    "gated-delta": {"LinearRecurrence": 1},
+    "gated-delta": {"CausalConv": 1, "LinearRecurrence": 1},
 }

@@ -20,18 +20,22 @@ def projected(layer: torch.nn.Linear, x: Tensor) -> Tensor:
 def activated(layer: DeltaAttention, x: Tensor, keep: Tensor) -> list[Tensor]:
     """Queries, keys and values [seq, heads, channels] of one sample, x [seq, dim]: convolved tap by tap, then SiLU."""
     spec = layer.spec
-    parts = [projected(linear, x) * keep[:, None] for linear in (layer.query, layer.key, layer.value)]
+    parts = [projected(linear, x) for linear in (layer.query, layer.key, layer.value)]
     inputs = torch.cat(parts, dim=1)
     if spec.conv_size:
-        taps, mixed = layer.taps.double(), torch.zeros_like(inputs)
-        for t in range(len(x)):
-            for i in range(spec.conv_size):  # the last tap is of the token itself
-                source = t - (spec.conv_size - 1) + i
-                if source >= 0:
-                    mixed[t] += taps[:, i] * inputs[source]
-        inputs = mixed
+        inputs = convolved(inputs, keep, layer.taps.double())
     widths = [part.shape[1] for part in parts]
     return [F.silu(part).unflatten(1, (spec.heads, -1)) for part in inputs.split(widths, dim=1)]
+
+
+def convolved(x: Tensor, keep: Tensor, taps: Tensor) -> Tensor:
+    """The causal convolution of the kept tokens of one sample, x [seq, channels]: hidden ones are as if not there."""
+    mixed, kept = torch.zeros_like(x), keep.nonzero().flatten().tolist()
+    for place, t in enumerate(kept):
+        seen = kept[max(0, place + 1 - taps.shape[1]) : place + 1]
+        for tap, source in zip(range(1, len(seen) + 1), reversed(seen), strict=True):  # the last tap is of t itself
+            mixed[t] += taps[:, -tap] * x[source]
+    return mixed
 
 
 def by_token(layer: DeltaAttention, x: Tensor, keep: Tensor, decay: Tensor) -> Tensor:

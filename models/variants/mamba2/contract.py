@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.delta.contract import convolved
 from effexport.models.variants.mamba2.layer import Mamba2
 from effexport.models.variants.mamba2.spec import Mamba2Spec
 
@@ -17,17 +18,14 @@ from effexport.models.variants.mamba2.spec import Mamba2Spec
 def exact(layer: Mamba2, x: Tensor, keep: Tensor) -> Tensor:
     """Token by token and head by head, in float64: convolution, recurrence, gate and normalisation."""
     layer, x, spec = copy.deepcopy(layer).double(), x.double(), layer.spec
-    inputs = torch.cat([linear(x) for linear in (layer.query, layer.key, layer.value)], dim=-1) * keep[..., None]
+    inputs = torch.cat([linear(x) for linear in (layer.query, layer.key, layer.value)], dim=-1)
+    sums = torch.stack([convolved(own, kept, layer.taps) for own, kept in zip(inputs, keep, strict=True)])
     step, gate = F.softplus(layer.dt(x) + layer.dt_bias), F.silu(layer.gate(x))
     state = torch.zeros(len(x), spec.heads, spec.head_size, spec.value_size, dtype=torch.float64)
     outputs = []
     for t in range(x.shape[1]):
-        mixed = layer.taps_bias.expand(len(x), -1)
-        for i in range(spec.conv_size):  # the last tap is of the token itself
-            source = t - (spec.conv_size - 1) + i
-            if source >= 0:
-                mixed = mixed + layer.taps[:, i] * inputs[:, source]
-        c, b, v = F.silu(mixed).split([spec.key_width, spec.key_width, spec.heads * spec.value_size], dim=-1)
+        widths = [spec.key_width, spec.key_width, spec.heads * spec.value_size]
+        c, b, v = F.silu(sums[:, t] + layer.taps_bias).split(widths, dim=-1)
         c, b = (y.unflatten(-1, (spec.groups, -1)) for y in (c, b))
         v = v.unflatten(-1, (spec.heads, -1))
         read = torch.zeros_like(v)

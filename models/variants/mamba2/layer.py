@@ -43,8 +43,8 @@ class Mamba2(RecurrentAttention):
         """All channels as one head."""
         return tuple(linear(hidden_states).unsqueeze(2) for linear in (self.query, self.key, self.value, self.dt))
 
-    def convolve(self, inputs: Tensor) -> Tensor:
-        return super().convolve(inputs) + at_least_float32(self.taps_bias)
+    def conv_bias(self) -> Tensor:
+        return self.taps_bias
 
     def tokens(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tokens:
         bias, a_log = (at_least_float32(x)[:, None] for x in (self.dt_bias, self.a_log))
