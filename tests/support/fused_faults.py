@@ -177,11 +177,10 @@ def state_not_reset(graph: Graph) -> bool:
     return bool(nodes)
 
 
-def hidden_tokens_count(place: int, graph: Graph) -> bool:
-    """Padding decays the state, or is written: a fault of a prefill. In a model, nothing is read after padding at the
-    end, and before the first token the state is zero, and so are keys."""
-    wheres = [graph.upstream(node.input[place], "Where") for node in recurrences(graph)]
-    return applied([graph.bypass(node, 1) for node in wheres])
+def padding_decays(graph: Graph) -> bool:
+    """Hidden tokens decay the state: a fault of a prefill, as in a model nothing is read after padding at the end, and
+    the state is zero before the first token. Their keys are zero, so they write nothing."""
+    return applied([graph.bypass(graph.upstream(node.input[DECAY], "Where"), 1) for node in recurrences(graph)])
 
 
 def taps_reversed(graph: Graph) -> bool:
