@@ -74,7 +74,8 @@ def ranks(keep: Tensor) -> Tensor:
     lane, block = torch.arange(RANK_BLOCK, device=keep.device), torch.arange(blocks, device=keep.device)
     within = kept @ (lane[:, None] < lane).float()
     between = kept.sum(dim=2) @ (block[:, None] < block).float()
-    return (within + between[..., None]).flatten(1)[:, :seq].long()
+    before: Tensor = (within + between[..., None]).flatten(1)[:, :seq]
+    return before.long()
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor, keep: Tensor) -> None:
