@@ -522,12 +522,12 @@ __device__ void advance(State<kKeys>& state, const Shared<kKeys>& shared, int de
   }
 }
 
-// Warp. Writes outputs of a chunk, transposed by way of the warp's columns of V'. out: of the first token.
+// Warp. Writes outputs of a chunk, transposed by way of the warp's columns of V', of which a lane replaces what it has
+// itself read. out: of the first token.
 template <int kKeys, class T>
 __device__ void write(const tile::Sums (&sums)[2], const Shared<kKeys>& shared, float scale, T* out,
                       std::int64_t stride, int tokens, int columns) {
   using Row = tile::Chunk<T>;
-  __syncwarp();  // V' has been read
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
 #pragma unroll
