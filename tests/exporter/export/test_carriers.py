@@ -39,7 +39,7 @@ class TwoRules(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key = self.query(x).unflatten(-1, (4, 6)), self.key(x).unflatten(-1, (2, 6))
         value = self.value(x).unflatten(-1, (2, 6))
-        past = torch.zeros(len(x), 2, 6, 6, dtype=torch.promote_types(x.dtype, torch.float32))
+        past = torch.zeros(x.shape[0], 2, 6, 6, dtype=torch.promote_types(x.dtype, torch.float32))
         decay = -nn.functional.softplus(self.decay(x)).unflatten(-1, (2, 6))
         beta = torch.sigmoid(self.beta(x))[..., None]
         read, past = linear_recurrence(query, key, value, past, decay, torch.ones_like(beta), 0.5, False, True)
@@ -77,7 +77,7 @@ def test_onnx_runtime_runs_its_own_operator_without_our_library(tmp_path: Path) 
     assert artifact.manifest.custom_ops == {}
     x = torch.randn(3, 20, 12)
     session = onnxruntime.InferenceSession(result.path / "model.onnx", providers=["CPUExecutionProvider"])
-    wanted = TwoRules().eval()(x).numpy()
+    wanted = TwoRules().eval()(x).detach().numpy()
     np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], wanted, rtol=0, atol=1e-5)
     # traced graphs still have our operator
     refitted = effexport.refit(result.path, module=TwoRules(seed=1).eval(), force=True)
@@ -117,8 +117,8 @@ def test_what_cannot_be_carried_is_refused_before_the_export(tmp_path: Path, mon
     monkeypatch.delenv(ANY_OPSET, raising=False)
     recurrent = GatedDeltaSpec(dim=16, heads=2, seq_len=40)
     for model, options, message in (
-        (SoftmaxSpec(dim=16, heads=2), {"carrier": "contrib"}, "softmax has nothing that it computes"),
-        (recurrent, {"carrier": "standard", "fused": False}, "gated-delta with --unfused has nothing"),
+        (SoftmaxSpec(dim=16, heads=2), {"carrier": "contrib"}, "softmax attention has nothing that it computes"),
+        (recurrent, {"carrier": "standard", "fused": False}, "gated-delta attention with --unfused has nothing"),
         (recurrent, {"carrier": "contrib", "inline": True}, "--inline leaves standard operators only"),
         (recurrent, {"carrier": "onnx"}, "carrier is 'onnx'; expected auto, own, contrib, standard"),
     ):
