@@ -125,7 +125,7 @@ def test_what_cannot_be_carried_is_refused_before_the_export(tmp_path: Path, mon
         with pytest.raises(ValueError, match=message):
             BuildSpec(model=model, **options)  # type: ignore[arg-type]
     carried = BuildSpec(model=recurrent, carrier="contrib")
-    with pytest.raises(UserError, match="--carrier contrib was given with the target trt"):
+    with pytest.raises(UserError, match="was given with the target trt"):
         effexport.build(carried, tmp_path / "built", targets=["trt"])
     with pytest.raises(EffexportError, match=f"its opset is newer; set {ANY_OPSET}=0"):
         effexport.build(BuildSpec(model=recurrent, carrier="standard"), tmp_path / "built")
@@ -134,7 +134,7 @@ def test_what_cannot_be_carried_is_refused_before_the_export(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_a_module_without_the_operator_is_refused_when_it_is_traced(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--carrier contrib was given, and Linear has nothing that it computes"):
+    with pytest.raises(UserError, match="Linear has nothing that it computes"):
         effexport.build(
             module=nn.Linear(4, 4), examples=torch.randn(2, 4), output=tmp_path / "built", carrier="contrib"
         )
