@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -143,6 +144,21 @@ def weight_alone(owner: nn.Module, name: str) -> Tensor:
         raise NotReplaceableError(f"its {name} has a bias, which those of its package do not have")
     weight: Tensor = linear.weight.detach()
     return weight
+
+
+def refuse(**given: object) -> None:
+    """Raise SpecError for an argument of a call that our layers do not have."""
+    for name, value in given.items():
+        used = len(value) > 0 if name == "past_buckets_states" and hasattr(value, "__len__") else value
+        if used is not None and used is not False:
+            raise SpecError(f"the layer got {name}, which its counterpart in effexport does not take; leave it out")
+
+
+def shallow_copy(layer: nn.Module) -> Any:
+    """A module with the same parts, whose attributes and parts can be set without a change of the other."""
+    made = copy.copy(layer)
+    made._modules = dict(layer._modules)
+    return made
 
 
 class GivenDraws(TorchFunctionMode):

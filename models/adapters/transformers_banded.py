@@ -6,16 +6,15 @@ have replacements too.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError
+from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, refuse, shallow_copy
 from effexport.models.adapters.local_attention import BandedFunction
-from effexport.models.adapters.transformers_layers import refuse, sizes, take_projections
+from effexport.models.adapters.transformers_layers import sizes, take_projections
 from effexport.models.checkpoints.big_bird import BigBirdAttention
 from effexport.models.checkpoints.big_bird_spec import BigBirdAttentionSpec
 from effexport.models.checkpoints.longformer import BandedAttentionLayer
@@ -289,13 +288,6 @@ def unpadded_longformer(layer: Any, seq_len: int) -> Any:
     """LongformerModel, without padding to whole windows."""
     made = shallow_copy(layer)
     made._pad_to_window_size = as_given
-    return made
-
-
-def shallow_copy(layer: nn.Module) -> Any:
-    """A module with the same parts, whose attributes and parts can be set without a change of the other."""
-    made = copy.copy(layer)
-    made._modules = dict(layer._modules)
     return made
 
 

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter, GivenDraws, NotReplaceableError, linear_weights, weight_alone
+from effexport.models.adapters.adapter import (
+    Adapter,
+    GivenDraws,
+    NotReplaceableError,
+    linear_weights,
+    refuse,
+    weight_alone,
+)
 from effexport.models.checkpoints.modernbert import ModernBertAttention
 from effexport.models.checkpoints.modernbert_spec import ModernBertAttentionSpec
 from effexport.models.layers import AttentionLayer, keep_from_mask, merge_heads, split_heads, take_rows
@@ -314,14 +321,6 @@ def take_projections(ours: AttentionLayer, layer: Any, names: tuple[str, ...]) -
     for name in weights.keys() - known.keys():
         weight_alone(layer, name.partition(".")[0])
     ours.load_state_dict({name: value for name, value in weights.items() if name in known}, strict=False)
-
-
-def refuse(**given: object) -> None:
-    """Raise SpecError for an argument of a call that our layers do not have."""
-    for name, value in given.items():
-        used = len(value) > 0 if name == "past_buckets_states" and hasattr(value, "__len__") else value
-        if used is not None and used is not False:
-            raise SpecError(f"the layer got {name}, which its counterpart in effexport does not take; leave it out")
 
 
 MODERNBERT = "transformers.models.modernbert.modeling_modernbert"

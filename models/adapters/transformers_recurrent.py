@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter
+from effexport.models.adapters.adapter import Adapter, refuse, shallow_copy
 from effexport.models.adapters.recurrent_function import RecurrentFunction
-from effexport.models.adapters.transformers_banded import shallow_copy
-from effexport.models.adapters.transformers_layers import refuse
 from effexport.models.layers import at_least_float32
 
 # Of the sum of squares, as transformers normalises queries and keys.

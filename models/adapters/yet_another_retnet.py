@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.adapter import Adapter
+from effexport.models.adapters.adapter import Adapter, refuse
 from effexport.models.adapters.recurrent_function import RecurrentFunction
-from effexport.models.adapters.transformers_layers import refuse
 from effexport.models.layers import rotate_pairs
 
 # A head forgets between these parts of its state with every token (arXiv 2307.08621, section 3.1).

@@ -129,7 +129,7 @@ def test_models_with_our_layers_answer_as_the_originals(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.requires("onnx", "ort")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if "dense" in name else []) for name in CASES]
+    "name", [pytest.param(name, marks=[] if "experts" in name else [pytest.mark.soak]) for name in CASES]
 )
 def test_builds_are_proven_at_any_size(name: str, tmp_path: Path) -> None:
     original = CASES[name].make()
@@ -242,6 +242,7 @@ def test_retention_and_its_steps_are_the_parallel_form() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("foreign", "onnx", "ort")
 def test_a_build_of_retention_is_proven_at_any_size(tmp_path: Path) -> None:
     original = retention(norm_first=False)
