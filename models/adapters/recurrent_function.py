@@ -35,7 +35,8 @@ class RecurrentFunction(CallsOperators):
         if past is None:
             shape = (*key.shape[:1], *key.shape[2:], value.shape[3])
             past = torch.zeros(shape, dtype=torch.float32, device=key.device)
-        inputs = (*exact[:3], past.float(), *exact[3:], scale, self.delta)
+        q, k, v, log_alpha, strength = exact
+        inputs = (q, k, v, past.float(), log_alpha, strength, scale, self.delta)
         if isinstance(key.shape[1], int) and key.shape[1] == 1:
             out, present = one_token(*inputs)
         elif self.calls_operators:

@@ -49,8 +49,8 @@ class MultiScaleRetention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, seq_idx: int, prev_state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """One token: [batch, dim]. seq_idx: its position. Returns the same shape and the next state."""
-        tokens = (x.unsqueeze(1) for x in (query, key, value))
-        out, state = self.forward_chunkwise(*tokens, seq_idx, prev_state)
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        out, state = self.forward_chunkwise(query, key, value, seq_idx, prev_state)
         return out.squeeze(1), state
 
     def forward_chunkwise(
