@@ -21,6 +21,7 @@ def some_variants(fast: Iterable[str] = (), slowly: Iterable[str] = ()) -> list[
     """Every variant, for a table in which one member stands for each kind of behaviour: the others run in
     scripts/soak.sh only, so that a new variant costs nothing here."""
     parts = {name: slow(name) for name in slowly} | {name: name for name in fast}
+    assert parts.keys() <= ATTENTION_SPECS.keys(), f"{sorted(parts)}: expected names of variants"
     return [parts.get(name, soak(name)) for name in ATTENTION_SPECS]
 
 

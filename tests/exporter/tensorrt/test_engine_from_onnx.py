@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 import onnx.parser
 import pytest
+from slow_cases import some_variants
 
 from effexport.artifact import Artifact
 from effexport.base.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
@@ -70,12 +71,16 @@ def nothing_was_written(folder: Path) -> bool:
         pytest.param("encoder", "fp32", marks=pytest.mark.soak),
     ],
 )
+# one of each kind of graph: softmax and the other AFTs have parts of these
+@pytest.mark.parametrize(
+    "name", some_variants(slowly=("linear", "nystrom", "lsh", "aft-local", "aft-conv", "window", "gated-delta"))
+)
 def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profiles(
-    small_spec: Specs, tmp_path: Path, variant: str, model_scope: str, precision: str
+    small_spec: Specs, tmp_path: Path, name: str, model_scope: str, precision: str
 ) -> None:
     # chunks of 16 would mean 1024 of them, and a minute of compilation for nothing that 64 does not show
-    chunk = {"chunk_length": 64} if variant == "lsh" else {}
-    spec = small_spec(variant, model_scope, seq_len=16384, precision=precision, **chunk)
+    chunk = {"chunk_length": 64} if name == "lsh" else {}
+    spec = small_spec(name, model_scope, seq_len=16384, precision=precision, **chunk)
     model = tmp_path / "model.onnx"
     onnx_from_module(module_from_spec(spec.model, spec.seed), spec, model)
     engine = tmp_path / "trt-rtx.engine"
