@@ -95,7 +95,7 @@ def int8_products() -> str | None:
 
 
 def examine_new_opsets() -> tuple[str | None, str]:
-    """Whether ONNX Runtime opens models of opsets that are newer than itself, and the remedy if it does not."""
+    """Runs of newer opsets than ONNX Runtime's own: their kind, None if it refuses them; and the remedy."""
     from effexport.runners.ort.session import ANY_OPSET
 
     return ("as function bodies" if os.environ.get(ANY_OPSET) == "0" else None), f"set {ANY_OPSET}=0"

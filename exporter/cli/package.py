@@ -29,7 +29,7 @@ class PackageOptions(PackageSpec):
     artifact: Path = field(metadata=argument("An artifact folder."))
     form: Literal["triton", "card", "hub"] = option("triton", "Package format.", flag="--format", metavar="NAME")
     output: Path = field(
-        metadata={"option": Option("Model repository, made if missing; or new folder.", short="-o", metavar=A_FOLDER)}
+        metadata={"option": Option("A model repository, or a new folder.", short="-o", metavar=A_FOLDER)}
     )
     name: str = option("", "Model name; default: the folder's.", metavar="NAME")
     no_warm_up: bool = option(False, "Skip the warm-up requests.")

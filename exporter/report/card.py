@@ -45,7 +45,7 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class Card:
-    """What a card is made of.
+    """The contents of a card.
 
     name: of the model. license: of its weights, "" if it is not known. quality: the result of `effexport evaluate`.
     """

@@ -34,7 +34,7 @@ def chunked_recurrence(
     delta: bool,
     chunk_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """What `linear_recurrence` returns for as many heads of queries as of keys, all of one float dtype.
+    """The results of `linear_recurrence` for as many heads of queries as of keys, all of one float dtype.
 
     query, key [batch, seq, heads, key_dim]; value [batch, seq, heads, value_dim]; past [batch, heads, key_dim,
     value_dim]; decay [batch, seq, heads, 1 or key_dim]; beta [batch, seq, heads, 1].

@@ -17,7 +17,7 @@ from effexport.plugins.linear_recurrence.op import linear_recurrence
 
 
 class Tokens(NamedTuple):
-    """What the recurrence reads of each token, [batch, seq, heads, channels], at least float32.
+    """The inputs of the recurrence at each token, [batch, seq, heads, channels], at least float32.
 
     query, key: head_dim channels; value: value_dim. decay: the logarithm of the share of the state that stays, at most
     0; one channel, or one for each channel of a key. beta: how strongly the token is written, one channel.
@@ -67,7 +67,7 @@ class RecurrentAttention(AttentionLayer):
         raise NotImplementedError
 
     def conv_bias(self) -> Tensor:
-        """What the convolution adds to each channel."""
+        """The bias of the convolution, [channels]."""
         return self.taps.new_zeros(self.spec.convolved)
 
     def convolve(self, x: Tensor, keep: Tensor | None, past: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class RecurrentAttention(AttentionLayer):
         return self.fused or torch.compiler.is_exporting()
 
     def results(self, context: Tensor, tokens: Tokens) -> Tensor:
-        """What queries read, and what a token adds to that by itself: [batch, seq, heads, value_dim]."""
+        """The sums that queries read, and all that a token adds to them by itself: [batch, seq, heads, value_dim]."""
         return context
 
     def finish(self, context: Tensor, hidden_states: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def kept_or_zero(x: Tensor, keep: Tensor | None) -> Tensor:
 def one_token(
     query: Tensor, key: Tensor, value: Tensor, past: Tensor, decay: Tensor, beta: Tensor, scale: float, delta: bool
 ) -> tuple[Tensor, Tensor]:
-    """What `linear_recurrence` returns for one token, [batch, 1, heads, channels]."""
+    """The results of `linear_recurrence` for one token, [batch, 1, heads, channels]."""
     q, k, v, g, b = (x.transpose(1, 2) for x in (query, key, value, decay, beta))
     kept = torch.exp(g).transpose(-1, -2) * past
     written = b * (v - k @ kept if delta else v)
