@@ -34,8 +34,11 @@ def test_a_terminal_gets_markdown(cli: Cli, artifact: Path) -> None:
 
 def test_json_is_the_report_itself(cli: Cli, artifact: Path) -> None:
     stored = json.loads((artifact / "report.json").read_text(encoding="utf-8"))
+    built = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))["built"]
+    stored |= {"weights_from": "seed", "created": built["created"], "seconds": built["seconds"]}
+    stored["environment"] |= built["machine"]
     for arguments in (["--json"], ["--format", "json"], ["--format", "json", "--json"]):
-        assert cli("report", artifact, *arguments).json == stored | {"weights_from": "seed"}
+        assert cli("report", artifact, *arguments).json == stored
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -143,7 +143,9 @@ def test_a_module_without_the_operator_is_refused_when_it_is_traced(tmp_path: Pa
 def test_a_spec_keeps_the_carrier_only_if_one_was_chosen() -> None:
     model = GatedDeltaSpec(dim=16, heads=2, seq_len=40)
     assert "carrier" not in BuildSpec(model=model).to_dict()
-    for carrier, ops, opset in (("own", {"LinearRecurrence": 1}, 20), ("contrib", {}, 20), ("standard", {}, 27)):
+    conv = {"CausalConv": 1}
+    own = conv | {"LinearRecurrence": 1}
+    for carrier, ops, opset in (("own", own, 20), ("contrib", conv, 20), ("standard", conv, 27)):
         spec = BuildSpec(model=model, carrier=carrier)  # type: ignore[arg-type]
         assert BuildSpec.from_dict(spec.to_dict()) == spec
         assert spec.to_dict()["carrier"] == carrier
