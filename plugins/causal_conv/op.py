@@ -46,7 +46,7 @@ def exportable_reference(
     exact = torch.promote_types(x.dtype, torch.float32)
     (batch, seq, _), before = x.shape, past.shape[1]
     position, sample = torch.arange(seq, device=x.device), torch.arange(batch, device=x.device)[:, None]
-    rank, count = ranks(keep), keep.sum(dim=1, keepdim=True)
+    rank, count = ranks(keep, exact), keep.sum(dim=1, keepdim=True)
     place = torch.where(keep, rank, count + position - rank)
     order = position.expand_as(place).scatter(1, place, position.expand_as(place))
 
@@ -63,17 +63,17 @@ def exportable_reference(
     return y, F.embedding(sample * (before + seq) + last, rows.flatten(0, 1))
 
 
-def ranks(keep: Tensor) -> Tensor:
-    """The number of kept tokens before each token, int64 in the shape of keep [batch, seq].
+def ranks(keep: Tensor, exact: torch.dtype) -> Tensor:
+    """The number of kept tokens before each token, int64 in the shape of keep [batch, seq], counted in a float type.
 
     Products with triangular matrices, because TensorRT's parser has made a loop of CumSum.
     """
     seq = keep.shape[1]
     blocks = -(-seq // RANK_BLOCK) + 1  # an exporter would take a single block for a constant
-    kept = F.pad(keep.float(), (0, blocks * RANK_BLOCK - seq)).unflatten(1, (blocks, RANK_BLOCK))
+    kept = F.pad(keep.to(exact), (0, blocks * RANK_BLOCK - seq)).unflatten(1, (blocks, RANK_BLOCK))
     lane, block = torch.arange(RANK_BLOCK, device=keep.device), torch.arange(blocks, device=keep.device)
-    within = kept @ (lane[:, None] < lane).float()
-    between = kept.sum(dim=2) @ (block[:, None] < block).float()
+    within = kept @ (lane[:, None] < lane).to(exact)
+    between = kept.sum(dim=2) @ (block[:, None] < block).to(exact)
     before: Tensor = (within + between[..., None]).flatten(1)[:, :seq]
     return before.long()
 
