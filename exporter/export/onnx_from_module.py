@@ -8,7 +8,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Written:
     """
 
     replaced: Counter[str]
-    carried: Counter[str]
+    carried: Counter[str] = field(default_factory=Counter)
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
     changes: SpecChanges = NO_CHANGES

@@ -77,7 +77,7 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
 
     def copied_file(module: object, spec: BuildSpec, path: Path, *others: object) -> Written:
         shutil.copy(artifact.model_path, path)
-        return Written(Counter(), Counter())
+        return Written(Counter())
 
     monkeypatch.setattr(importlib.import_module("effexport.export.onnx_from_module"), "onnx_from_module", copied_file)
     return artifact.spec
