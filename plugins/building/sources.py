@@ -29,6 +29,7 @@ SHARED_FILES = (
     "native/products.h",
     "native/ptx.h",
     "native/simd.h",
+    "native/split_halves.h",
     "native/tile.h",
     "native/vector_elements.h",
     "native/workspace.h",

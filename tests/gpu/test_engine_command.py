@@ -17,6 +17,8 @@ from gpu import ROOT
 from gpu.device import Device
 from gpu.engines import command, fresh, model, page, records
 
+from effexport.models.variants import ATTENTION_SPECS
+
 
 def some_results() -> Any:
     results = records.Results({"GPU": "a GPU"})
@@ -142,11 +144,13 @@ def test_after_the_last_minute_no_step_begins(monkeypatch: pytest.MonkeyPatch, m
 def test_a_causal_model_is_decoded(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     everything_passes(monkeypatch)
     specs = command.specs_from_options(command.parse_options(["--precisions", "fp16"]))
-    causal = [spec for spec in specs if spec.attention.causal]
-    assert [spec.attention.variant for spec in causal] == ["linear", "aft-simple", "window"]
-    assert all(spec.model.has_decode_step for spec in causal)
+    causal = {spec.attention.variant: spec for spec in specs if spec.attention.causal}
+    always = ["delta", "gated-delta", "retention", "gla", "mamba2"]
+    assert list(causal) == [*always, "linear", "aft-simple", "window"]
+    assert len(specs) == len(ATTENTION_SPECS) + 3
+    assert all(spec.model.has_decode_step for spec in causal.values())
     results = records.Results({})
-    command.check_model(results, model.Model("trt", causal[0], machine.model.folder), command.Call())
+    command.check_model(results, model.Model("trt", causal["linear"], machine.model.folder), command.Call())
     assert [(step.model, step.name) for step in results.steps] == [
         ("linear causal fp16", name) for name in ("build", "parity", "decoding")
     ]

@@ -21,6 +21,8 @@ from effexport.plugins.contract import Case, Contract, load_contract
 from effexport.plugins.ops import OPS, Op
 
 MOST_CALLS = 2000
+# Slices of a recurrence need more than 1000 tokens, and its formula makes 20 calls for each: half a second on a GPU.
+MOST_CALLS_OF_RECURRENCES = 45_000
 # Of 80 GB: a huge case is alone with those of three other processes, which are not huge.
 MOST_BYTES, MOST_BYTES_AT_ONCE = 35e9, 8e9
 MASKED = load_contract(OPS["MaskedAttention"])
@@ -62,7 +64,8 @@ def test_no_case_makes_many_calls_of_pytorch_or_fills_the_memory(op: Op) -> None
         with FakeTensorMode(), Account() as account:
             outputs = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in check.outputs(case).items()}
             relative_error(check, case, check.inputs(case, "cpu"), outputs)
-        assert account.calls <= MOST_CALLS, case.name
+        most = MOST_CALLS_OF_RECURRENCES if op.onnx_name == "LinearRecurrence" else MOST_CALLS
+        assert account.calls <= most, case.name
         assert account.most_bytes <= (MOST_BYTES if case in check.huge else MOST_BYTES_AT_ONCE), case.name
 
 

@@ -171,7 +171,7 @@ class Call:
 
 
 def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
-    """The specs to build: all variants, and the causal ones that decode. Raises SetupError for an unknown name."""
+    """The specs to build: all variants, and causal forms of those that decode. Raises SetupError for an unknown one."""
     from effexport.base.spec import build_spec_from_options
     from effexport.models.validation import SpecError
     from effexport.models.variants import ATTENTION_SPECS
@@ -183,7 +183,7 @@ def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
         decoding = [
             build_spec_from_options({"variant": v, "precision": p, "causal": True, **SIZE}, None)
             for v, p in pairs
-            if ATTENTION_SPECS[v].causal_state_is_constant
+            if ATTENTION_SPECS[v].causal_state_is_constant and not ATTENTION_SPECS[v].why_always_causal
         ]
         return whole + decoding
     except SpecError as error:

@@ -81,6 +81,7 @@ def test_the_sources_of_an_operator_are_its_kernel_and_our_headers() -> None:
         "native/cuda.h",
         "native/element_types.h",
         "native/ptx.h",
+        "native/split_halves.h",
         "native/tile.h",
     ]
     assert list(ptx.kernel_sources(OP))[:2] == ["lsh_sort/kernel.h", "lsh_sort/kernel_cuda.cu"]
