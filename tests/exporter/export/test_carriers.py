@@ -97,7 +97,7 @@ def test_a_prefill_has_the_carrier_and_a_decode_step_none(
         file = result.path / f"{name}.onnx"
         assert calls(file) == [(domain, "gated_delta")] * count
         assert onnx.load(file).opset_import[0].version == (20 if domain else CARRIER_OPSET)
-    assert result.report.implementation == {f"{domain or 'ai.onnx'}::LinearAttention": how}
+    assert result.report.implementation == {"CausalConv": "kernel", f"{domain or 'ai.onnx'}::LinearAttention": how}
     assert effexport.verify(result.path).verdict == "passed"
     monkeypatch.delenv(ANY_OPSET)
     if not domain:
@@ -106,9 +106,9 @@ def test_a_prefill_has_the_carrier_and_a_decode_step_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_types_are_float32_around_the_operator(tmp_path: Path, precision: str) -> None:
-    result = built(tmp_path / "built", "contrib", precision=precision)
+def test_half_types_are_float32_around_the_operator(tmp_path: Path) -> None:
+    """In float16: ONNX Runtime does not run models of bfloat16 on a CPU."""
+    result = built(tmp_path / "built", "contrib", precision="fp16")
     assert result.report.verdict == "passed"
     assert result.report.implementation == {"com.microsoft::LinearAttention": "kernel"}
 
