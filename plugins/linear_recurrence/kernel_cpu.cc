@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
+#include <tuple>
 
 #include "native/cpu_dispatch.h"
 #include "native/workspace.h"
@@ -68,11 +68,9 @@ struct Workspace {
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
-struct Functions {
-  void (*of_float)(const Call<float>&, std::int64_t, void*);
-  void (*of_half)(const Call<Half>&, std::int64_t, void*);
-  void (*of_bfloat16)(const Call<BFloat16>&, std::int64_t, void*);
-};
+template <class T>
+using Function = void (*)(const Call<T>&, std::int64_t, void*);
+using Functions = std::tuple<Function<float>, Function<Half>, Function<BFloat16>>;
 
 const CpuDispatch<Functions>& dispatch() {
 #define FUNCTIONS(set) Functions{set::recur<float>, set::recur<Half>, set::recur<BFloat16>}
@@ -93,14 +91,7 @@ std::size_t cpu_workspace_bytes(std::int64_t heads_per_state, std::int64_t key_d
 
 template <class T>
 void recur_cpu(const Call<T>& call, std::int64_t unit, void* workspace) {
-  const Functions& functions = dispatch().selected();
-  if constexpr (std::is_same_v<T, float>) {
-    functions.of_float(call, unit, workspace);
-  } else if constexpr (std::is_same_v<T, Half>) {
-    functions.of_half(call, unit, workspace);
-  } else {
-    functions.of_bfloat16(call, unit, workspace);
-  }
+  std::get<Function<T>>(dispatch().selected())(call, unit, workspace);
 }
 
 #define INSTANTIATE(T) template void recur_cpu(const Call<T>&, std::int64_t, void*)

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <type_traits>
+#include <tuple>
 
 #include "native/cpu_dispatch.h"
 #include "native/workspace.h"
@@ -34,11 +34,9 @@ struct Block {
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
-struct Functions {
-  void (*of_float)(const Block<float>&);
-  void (*of_half)(const Block<Half>&);
-  void (*of_bfloat16)(const Block<BFloat16>&);
-};
+template <class T>
+using Function = void (*)(const Block<T>&);
+using Functions = std::tuple<Function<float>, Function<Half>, Function<BFloat16>>;
 
 const CpuDispatch<Functions>& dispatch() {
 #define FUNCTIONS(set) Functions{set::hash_block<float>, set::hash_block<Half>, set::hash_block<BFloat16>}
@@ -49,14 +47,7 @@ const CpuDispatch<Functions>& dispatch() {
 
 template <class T>
 void hash_block(const Block<T>& block) {
-  const Functions& functions = dispatch().selected();
-  if constexpr (std::is_same_v<T, float>) {
-    functions.of_float(block);
-  } else if constexpr (std::is_same_v<T, Half>) {
-    functions.of_half(block);
-  } else {
-    functions.of_bfloat16(block);
-  }
+  std::get<Function<T>>(dispatch().selected())(block);
 }
 
 struct Workspace {

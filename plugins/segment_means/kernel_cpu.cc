@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
+#include <tuple>
 
 #include "native/cpu_dispatch.h"
 
@@ -27,11 +27,9 @@ struct Rows {
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
-struct Functions {
-  void (*of_float)(const Rows<float>&);
-  void (*of_half)(const Rows<Half>&);
-  void (*of_bfloat16)(const Rows<BFloat16>&);
-};
+template <class T>
+using Function = void (*)(const Rows<T>&);
+using Functions = std::tuple<Function<float>, Function<Half>, Function<BFloat16>>;
 
 const CpuDispatch<Functions>& dispatch() {
 #define FUNCTIONS(set) Functions{set::mean_of_rows<float>, set::mean_of_rows<Half>, set::mean_of_rows<BFloat16>}
@@ -42,14 +40,7 @@ const CpuDispatch<Functions>& dispatch() {
 
 template <class T>
 void mean_of_rows(const Rows<T>& rows) {
-  const Functions& functions = dispatch().selected();
-  if constexpr (std::is_same_v<T, float>) {
-    functions.of_float(rows);
-  } else if constexpr (std::is_same_v<T, Half>) {
-    functions.of_half(rows);
-  } else {
-    functions.of_bfloat16(rows);
-  }
+  std::get<Function<T>>(dispatch().selected())(rows);
 }
 
 // One past the last kept token; 0 where there is none.
