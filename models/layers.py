@@ -120,13 +120,9 @@ class CallsOperators(nn.Module):
     fused: bool = False
 
     @property
-    def calls_operators(self) -> bool:
-        """True if also those operators of `effexport.plugins` are called that are a part of the unfused formulas.
-
-        They become nodes of a graph, have kernels, or gradients of their own. Where none of this matters, the same
-        code is called directly: the first operator that a process calls has PyTorch load its compiler, for a second.
-        """
-        return self.fused or torch.compiler.is_compiling() or torch.is_grad_enabled()
+    def becomes_operators(self) -> bool:
+        """True where operators that unfused graphs have, too, are called, though they have no gradients."""
+        return self.fused or torch.compiler.is_exporting()
 
 
 class AttentionLayer(CallsOperators):
@@ -144,6 +140,15 @@ class AttentionLayer(CallsOperators):
         super().__init__()
         self.spec = spec
         self.out = nn.Linear(inner_dim, spec.dim, bias=spec.bias)
+
+    @property
+    def calls_operators(self) -> bool:
+        """True if `mix` also calls those operators of `effexport.plugins` that are a part of the unfused formulas.
+
+        They become nodes of a graph, have kernels, or gradients of their own. Where none of this matters, the same
+        code is called directly: the first operator that a process calls has PyTorch load its compiler, for a second.
+        """
+        return self.fused or torch.compiler.is_compiling() or torch.is_grad_enabled()
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """hidden_states [batch, seq, dim]; attention_mask [batch, seq], 1 = keep. Returns [batch, seq, dim]."""

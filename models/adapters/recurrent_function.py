@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from effexport.models.layers import CallsOperators, at_least_float32
-from effexport.models.variants.chunked_recurrence import chunked_recurrence
-from effexport.models.variants.recurrence import one_token
-from effexport.plugins.linear_recurrence.op import linear_recurrence
-
-# Tokens in a chunk, where PyTorch computes it.
-CHUNK = 32
+from effexport.models.variants.recurrence import Tokens, recurrence
 
 
 class RecurrentFunction(CallsOperators):
@@ -31,16 +25,9 @@ class RecurrentFunction(CallsOperators):
         """query, key [batch, seq, heads, key_dim], value [batch, seq, heads, value_dim], decay (the logarithm of α) and
         beta [batch, seq, heads] → the outputs [batch, seq, heads, value_dim], and the state after the last token
         [batch, heads, key_dim, value_dim]. past: the state before the first; None for zeros. In float32 at least."""
-        exact = [at_least_float32(x) for x in (query, key, value, decay.unsqueeze(-1), beta.unsqueeze(-1))]
+        tokens = Tokens(*map(at_least_float32, (query, key, value, decay.unsqueeze(-1), beta.unsqueeze(-1))))
         if past is None:
-            shape = (*key.shape[:1], *key.shape[2:], value.shape[3])
-            past = torch.zeros(shape, dtype=torch.float32, device=key.device)
-        q, k, v, log_alpha, strength = exact
-        inputs = (q, k, v, past.float(), log_alpha, strength, scale, self.delta)
-        if isinstance(key.shape[1], int) and key.shape[1] == 1:
-            out, present = one_token(*inputs)
-        elif self.calls_operators:
-            out, present = linear_recurrence(*inputs)
-        else:
-            out, present = chunked_recurrence(*inputs, CHUNK)
+            past = tokens.key.new_zeros(*key.shape[:1], *key.shape[2:], value.shape[3])
+        before = at_least_float32(past)
+        out, present = recurrence(tokens, before, scale, self.delta, as_operator=self.becomes_operators)
         return out.to(value.dtype), present

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from effexport.models.layers import AttentionLayer, State, at_least_float32
 from effexport.models.variants.chunked_recurrence import chunked_recurrence
-from effexport.models.variants.recurrence_spec import RecurrentSpec
+from effexport.models.variants.recurrence_spec import LONGEST, RecurrentSpec
 from effexport.plugins.causal_conv.op import causal_conv, exportable_reference
 from effexport.plugins.linear_recurrence.op import linear_recurrence
 
@@ -79,14 +79,9 @@ class RecurrentAttention(AttentionLayer):
         if keep is None:
             rows = torch.cat([past, x], dim=1)
             return F.silu((rows * taps.T).sum(dim=1, keepdim=True) + bias), rows[:, 1:]
-        convolution = causal_conv if self.calls_kernels else exportable_reference
+        convolution = causal_conv if self.becomes_operators else exportable_reference
         convolved: tuple[Tensor, Tensor] = convolution(x, taps, bias, past, keep, True)
         return convolved
-
-    @property
-    def calls_kernels(self) -> bool:
-        """True where the operators become nodes of a graph; otherwise their formulas are computed, with gradients."""
-        return self.fused or torch.compiler.is_exporting()
 
     def results(self, context: Tensor, tokens: Tokens) -> Tensor:
         """The sums that queries read, and all that a token adds to them by itself: [batch, seq, heads, value_dim]."""
@@ -142,7 +137,7 @@ class RecurrentAttention(AttentionLayer):
         projected: as from `projections`. keep: boolean [batch, seq], or None for a single token. Returns the results
         [batch, seq, heads, value_dim], at least float32, and the state after the last kept token.
         """
-        spec, s = self.spec, state["s"]
+        spec = self.spec
         exact = [at_least_float32(x) for x in projected]
         mixed, others = exact[:3], exact[3:]
         following: State = {}
@@ -154,16 +149,9 @@ class RecurrentAttention(AttentionLayer):
         else:
             mixed = [kept_or_zero(x, keep) for x in mixed]
         tokens = self.tokens(*mixed, *others)
-        query, key, value, decay, beta = tokens
-        if keep is None:
-            context, s = one_token(query, key, value, s, decay, beta, spec.scale, spec.delta)
-        else:
-            decay, beta = kept_or_zero(decay, keep), kept_or_zero(beta, keep)
-            inputs_of_op = (query, key, value, s, decay, beta, spec.scale, spec.delta)
-            if self.calls_kernels:
-                context, s = linear_recurrence(*inputs_of_op, spec.per_channel, spec.chunk_length, spec.longest)
-            else:
-                context, s = chunked_recurrence(*inputs_of_op, spec.chunk_length)
+        tokens = tokens._replace(decay=kept_or_zero(tokens.decay, keep), beta=kept_or_zero(tokens.beta, keep))
+        sizes = (spec.chunk_length, spec.longest)
+        context, s = recurrence(tokens, state["s"], spec.scale, spec.delta, *sizes, as_operator=self.becomes_operators)
         return self.results(context, tokens), {"s": s, **following}
 
 
@@ -189,6 +177,31 @@ class RMSNorm(nn.Module):
 def kept_or_zero(x: Tensor, keep: Tensor | None) -> Tensor:
     """x [batch, seq, heads, channels], with zeros where keep, boolean [batch, seq], is False: it may hold anything."""
     return x if keep is None else torch.where(keep[:, :, None, None], x, 0.0)
+
+
+def recurrence(
+    tokens: Tokens,
+    past: Tensor,
+    scale: float,
+    delta: bool,
+    chunk_length: int = RecurrentSpec.chunk_length,
+    longest: int = LONGEST,
+    *,
+    as_operator: bool,
+) -> tuple[Tensor, Tensor]:
+    """The results [batch, seq, heads, value_dim] of the rule of `RecurrentAttention`, and the state after all tokens.
+
+    past: the state before the first, [batch, heads, key_dim, value_dim]. A single token is products of matrices; of
+    more, as_operator decides between the operator, and its formula with gradients.
+    """
+    query, key, value, decay, beta = tokens
+    inputs = (query, key, value, past, decay, beta, scale, delta)
+    if isinstance(key.shape[1], int) and key.shape[1] == 1:
+        return one_token(*inputs)
+    if as_operator:
+        found: tuple[Tensor, Tensor] = linear_recurrence(*inputs, decay.shape[3] > 1, chunk_length, longest)
+        return found
+    return chunked_recurrence(*inputs, chunk_length)
 
 
 def one_token(

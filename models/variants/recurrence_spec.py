@@ -24,8 +24,7 @@ class RecurrentSpec(AttentionSpec):
     norm_eps: added under the root of the normalisation of results, in each head.
     chunk_length: tokens that are computed at once where no kernel runs.
 
-    Facts: delta, whether a token replaces what the state holds for its key, where others add to it; per_channel,
-    whether a decay has one number for each channel of a key, where others have one for each head; has_gate, whether
+    Facts: delta, whether a token replaces what the state holds for its key, where others add to it; has_gate, whether
     results are multiplied by SiLU of one more projection.
     """
 
@@ -33,7 +32,6 @@ class RecurrentSpec(AttentionSpec):
     why_always_causal: ClassVar[str] = "a token reads a state that only the tokens before it have written"
     causal_state_is_constant: ClassVar[bool] = True
     delta: ClassVar[bool] = False
-    per_channel: ClassVar[bool] = False
     has_gate: ClassVar[bool] = False
 
     causal: bool = True

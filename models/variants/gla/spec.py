@@ -23,7 +23,6 @@ class GLASpec(RecurrentSpec):
     layer: ClassVar[str] = "variants.gla.layer.GatedLinearAttention"
     formula: ClassVar[str] = "norm(Sᵀq/√d) · SiLU(g), S ← diag(α)S + kvᵀ"
     cost: ClassVar[str] = "n·d²/heads"
-    per_channel: ClassVar[bool] = True
     has_gate: ClassVar[bool] = True
 
     conv_size: int = 0

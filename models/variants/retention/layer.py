@@ -16,7 +16,7 @@ class Retention(RecurrentAttention):
     """S_t = γ S_{t−1} + k_t v_tᵀ, out_t = norm(S_tᵀ q_t / √d) · SiLU(g(x)), with γ = 1 − 2^(−5−h) for head h.
 
     The normalisation subtracts the mean of a head and divides by its standard deviation, so the paper's other
-    normalisations (section 2.1), which divide what a query reads by a number, change nothing but the part of eps.
+    normalisations (section 2.2), which divide what a query reads by a number, change nothing but the part of eps.
     """
 
     spec: RetentionSpec
