@@ -55,6 +55,11 @@ INDEPENDENT = "independent_samples"
 QUANTIZATION_FIELDS = ("quantization", "keep_float", "quantize_embeddings", "smooth", "max_loss")
 
 
+def opset_with(carrier: str, opset: int) -> int:
+    """The opset of the file of a trace with this one."""
+    return CARRIER_OPSET if carrier == "standard" else opset
+
+
 def is_optional(tensor: TensorInfo) -> bool:
     """True if an input may be left out: one of INPUT_DEFAULTS, but no mask of floats that are added to scores."""
     return tensor.name in INPUT_DEFAULTS and not tensor.dtype.startswith(("float", "bfloat"))
@@ -186,7 +191,7 @@ class BuildSpec(ShortRepr):
     @property
     def opset_of_file(self) -> int:
         """The opset of the file, which may be newer than that of the trace."""
-        return CARRIER_OPSET if self.carrier == "standard" else self.opset
+        return opset_with(self.carrier, self.opset)
 
     @property
     def is_quantized(self) -> bool:

@@ -20,9 +20,10 @@ from effexport.base.formatting import counted, megabytes, memory, moment, number
 from effexport.base.option_fields import optional_path
 from effexport.base.records import record_from_values, values_of_file
 from effexport.base.runtimes import RUNTIMES
+from effexport.base.spec import opset_with
 from effexport.evaluation.figures import Quality
 from effexport.models.sources import SEED
-from effexport.plugins.ops import CARRIER_OPSET, with_domain
+from effexport.plugins.ops import with_domain
 from effexport.proof.check import Check, Kind, by_name, meaning_of, outcome_of, outcomes_text, summary
 from effexport.quantize.record import Quantization
 from effexport.render.formats import SIGNS, escaped, fenced, folded, indented, table, template_environment
@@ -75,6 +76,7 @@ def html_from_report(side: Side, artifact: str = "") -> str:
         .render(
             report=report,
             name=side.name,
+            opset=opset_of(report),
             built=built_facts(side),
             files={name: memory(size) for name, size in side.files.items()},
             runtime=RUNTIMES[report.runtime].label,
@@ -95,11 +97,14 @@ def html_from_report(side: Side, artifact: str = "") -> str:
     )
 
 
+def opset_of(report: Report) -> int:
+    return opset_with(report.spec.get("carrier", ""), report.spec["opset"])
+
+
 def built_facts(side: Side) -> list[tuple[str, str]]:
     """The built model, its source, and the machine of its checks; unknown facts are left out."""
     report = side.report
     seed = f"drawn from seed {report.spec.get('seed', 0)}"
-    opset = CARRIER_OPSET if report.spec.get("carrier") == "standard" else report.spec["opset"]
     place = [RUNTIMES[report.runtime].label, report.environment.get("processor")]
     rows = [
         ("Artifact", side.name),
@@ -107,7 +112,7 @@ def built_facts(side: Side) -> list[tuple[str, str]]:
         ("Size", size_text(flat_fields(report.spec))),
         ("Weights", seed if report.weights_from == SEED else report.weights_from),
         ("Precision", report.spec["precision"]),
-        ("ONNX opset", str(opset)),
+        ("ONNX opset", str(opset_of(report))),
         *(("Input", str(tensor)) for tensor in side.inputs),
         *(("Output", str(tensor)) for tensor in side.outputs),
         ("Checked in", ", ".join(part for part in place if part)),
