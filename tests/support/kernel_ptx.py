@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cache
@@ -15,7 +16,7 @@ from pathlib import Path
 from cuda_kernels import run
 from gpu import compiled
 from gpu.compiled import Usage, parse_usage
-from kept import ROOT, digest_of, kept
+from kept import FOLDER, ROOT, digest_of, kept
 
 from effexport.plugins.building import ptx, sources
 from effexport.plugins.building.toolchain import find_nvcc
@@ -23,11 +24,14 @@ from effexport.plugins.ops import Op
 
 RECORD = ROOT / "tests" / "plugins" / "kernel_usages.json"
 NVRTC_PYTHON = ROOT / ".venv-tensorrt" / "11" / "bin" / "python"
+# EFFEXPORT_CACHE_DIR where NVRTC compiles, so that each kernel is compiled once for all tests
+NVRTC_CACHE = FOLDER / "nvrtc"
 BY_NVRTC = """
 import sys
-from pathlib import Path
 from effexport.plugins.building import ptx
-Path(sys.argv[3]).write_text(ptx._nvrtc().compile(Path(sys.argv[1]), int(sys.argv[2])))
+from effexport.plugins.ops import OPS
+ptx.choose_nvcc = lambda: None
+print(ptx.ptx_from_source(OPS[sys.argv[1]], int(sys.argv[2])))
 """
 
 
@@ -40,32 +44,35 @@ def ptx_by_nvcc(op: Op, architecture: int) -> str:
         text = compiler.compile(sources.FOLDER / op.cuda_source, architecture)
         (folder / "kernel.ptx").write_text(text, encoding="utf-8")
 
-    return _kept(f"nvcc/{op.torch_name}_{architecture}", op, [*compiler.identity, str(architecture)], make)
+    decided_by = [*compiler.identity, str(architecture), Path(ptx.__file__), *sources_of(op)]
+    folder = kept(f"ptx/nvcc/{op.torch_name}_{architecture}", decided_by, make)
+    return (folder / "kernel.ptx").read_text(encoding="utf-8")
 
 
 @cache
 def ptx_by_nvrtc(op: Op, architecture: int) -> str:
     """In an environment of scripts/conformance.sh, where there is nothing more of `effexport` than its plugins."""
-
-    def make(folder: Path) -> None:
-        package = folder / "path" / "effexport"
-        package.mkdir(parents=True)
-        for part in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "base", ROOT / "plugins"):
-            (package / part.name).symlink_to(part)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("EFFEXPORT_", "PYTHON"))}
-        environment = {**kept, "PYTHONPATH": str(folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
-        source = sources.FOLDER / op.cuda_source
-        command = [NVRTC_PYTHON, "-c", BY_NVRTC, source, str(architecture), folder / "kernel.ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [NVRTC_PYTHON, "-c", BY_NVRTC, op.onnx_name, str(architecture)]
+        environment = plugins_alone(Path(folder), NVRTC_CACHE)
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    requirements = (ROOT / "scripts" / "conformance-requirements-11.txt").read_text(encoding="utf-8")
-    return _kept(f"nvrtc/{op.torch_name}_{architecture}", op, [requirements, str(architecture)], make)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def _kept(name, op, decided_by, make) -> str:
-    folder = kept(f"ptx/{name}", [*decided_by, Path(ptx.__file__), *sources_of(op)], make)
-    return (folder / "kernel.ptx").read_text(encoding="utf-8")
+def plugins_alone(folder: Path, cache: Path) -> dict[str, str]:
+    """The environment of a process that finds no more of `effexport` than its plugins, by links in `folder`."""
+    package = folder / "effexport"
+    package.mkdir(exist_ok=True)
+    for target in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "base", ROOT / "plugins"):
+        if not (link := package / target.name).is_symlink():
+            link.symlink_to(target)
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("EFFEXPORT_", "PYTHON"))},
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "EFFEXPORT_CACHE_DIR": str(cache),
+    }
 
 
 def sources_of(op: Op) -> list[Path]:

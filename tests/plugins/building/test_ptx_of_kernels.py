@@ -14,12 +14,8 @@ from effexport.plugins.building import ptx, sources
 from effexport.plugins.building.ptx import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
 from effexport.plugins.ops import OPS, Op
 
-pytestmark = [pytest.mark.requires("nvcc", "onnx", "torch"), pytest.mark.xdist_group("nvcc")]
-GPUS = [
-    # test_cuda_kernels.py assembles what nvcc makes for SM 75, 90 and 120; engines have older PTX on the newest GPU
-    sm if sm == 120 else pytest.param(sm, marks=pytest.mark.soak)
-    for sm in (75, 80, 86, 89, 90, 100, 120)
-]
+# in one group with test_tensorrt_plugins.py, which takes what NVRTC makes to TensorRT
+pytestmark = [pytest.mark.requires("nvcc", "tensorrt", "onnx", "torch"), pytest.mark.xdist_group("tensorrt")]
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
 # Products of these kernels take tensor cores in every half type that has them.
 MULTIPLYING = {
@@ -33,6 +29,12 @@ REGISTERS = 65536
 PTX_TYPES = {"p": "u64", "i": "u32", "f": "f32"}
 
 
+def ptx_of(op: Op, architecture: int) -> str:
+    """By one of the two compilers, so that each is tried and no kernel is compiled more often than necessary; the soak
+    run compares the two."""
+    return (ptx_by_nvrtc if architecture == ARCHITECTURES[0] else ptx_by_nvcc)(op, architecture)
+
+
 def entries_expected(op: Op) -> dict[str, list[str]]:
     """The types of the parameters of every kernel, from its declaration in C++."""
     return {entry: [PTX_TYPES[kind] for kind in emulated_op(op).kinds(entry)] for entry in plugin_entries(op)}
@@ -41,7 +43,7 @@ def entries_expected(op: Op) -> dict[str, list[str]]:
 @every_op
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_entry_takes_pointers_and_words_of_32_bits(op: Op, architecture: int) -> None:
-    text = ptx_by_nvcc(op, architecture)
+    text = ptx_of(op, architecture)
     assert re.search(rf"^\.target sm_{architecture}$", text, re.MULTILINE)
     assert isa_of(text) <= MAX_ISA
     assert entries_of(text) == entries_expected(op)
@@ -79,7 +81,7 @@ def test_a_kernel_that_is_compiled_with_fast_math_is_found(monkeypatch: pytest.M
 
 @every_op
 def test_what_an_architecture_lacks_is_not_in_its_ptx_and_what_it_has_is_used(op: Op) -> None:
-    older, newer = (bodies_of(ptx_by_nvcc(op, architecture)) for architecture in ARCHITECTURES)
+    older, newer = (bodies_of(ptx_of(op, architecture)) for architecture in ARCHITECTURES)
     for body in older.values():
         assert "cp.async" not in body
         assert "m16n8k16" not in body
@@ -96,15 +98,16 @@ def test_what_an_architecture_lacks_is_not_in_its_ptx_and_what_it_has_is_used(op
 
 def test_the_pseudo_inverse_splits_every_type_into_products_of_float16() -> None:
     for architecture, shape in zip(ARCHITECTURES, ("m16n8k8", "m16n8k16"), strict=True):
-        for body in bodies_of(ptx_by_nvcc(OPS["IterativePinv"], architecture)).values():
+        for body in bodies_of(ptx_of(OPS["IterativePinv"], architecture)).values():
             assert set(re.findall(r"mma\.sync\.aligned\.([\w.]+)", body)) == {f"{shape}.row.col.f32.f16.f16.f32"}
 
 
+# test_cuda_kernels.py assembles what nvcc makes for each GPU, and test_tensorrt_plugins.py each entry
 @every_op
-@pytest.mark.slow
-@pytest.mark.parametrize("sm", GPUS)
+@pytest.mark.soak
+@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 100, 120])
 def test_every_gpu_can_run_the_ptx_that_is_chosen_for_it(op: Op, sm: int, tmp_path: Path) -> None:
-    text = ptx_by_nvcc(op, ptx_architecture([sm]))
+    text = ptx_of(op, ptx_architecture([sm]))
     usages, bodies = assembled(text, sm, tmp_path), bodies_of(text)
     assert usages.keys() == {*plugin_entries(op)}
     for entry, usage in usages.items():
@@ -115,8 +118,10 @@ def test_every_gpu_can_run_the_ptx_that_is_chosen_for_it(op: Op, sm: int, tmp_pa
         assert usage.shared_bytes == 0, (entry, usage)
 
 
-@every_op
-@pytest.mark.requires("tensorrt")
-def test_nvcc_and_nvrtc_make_the_same_entries(op: Op) -> None:
-    architecture = ARCHITECTURES[-1]
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=[pytest.mark.soak] * (name != "LSHHash"), id=op.torch_name) for name, op in OPS.items()],
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nvcc_and_nvrtc_make_the_same_entries(op: Op, architecture: int) -> None:
     assert entries_of(ptx_by_nvrtc(op, architecture)) == entries_of(ptx_by_nvcc(op, architecture))
