@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from one_node import one_node_model
-from slow_cases import slow
+from slow_cases import soak
 
 from effexport.export.onnx_graph import FORBIDDEN_OPS
 from effexport.plugins.contract import load_contract
@@ -52,7 +52,7 @@ def models_of_bodies(op: str, opset: int, **changed: float) -> Iterator[Any]:
 
 
 # the oldest and the newest here; bodies for those between are written by the same code
-@pytest.mark.parametrize("opset", [18, 24, *map(slow, range(19, 24))])
+@pytest.mark.parametrize("opset", [18, 24, *map(soak, range(19, 24))])
 @pytest.mark.parametrize("op", OPS)
 def test_no_body_holds_a_trap_or_a_node_that_a_runtime_lacks_or_runs_serially(op: str, opset: int) -> None:
     for model in models_of_bodies(op, opset):

@@ -139,6 +139,7 @@ def test_a_node_killed_in_mid_sweep_leaves_every_cell_finished_exactly_once(
     assert set(on_gpu) <= gpu_nodes | {victim.node_id}
 
 
+@pytest.mark.soak
 def test_a_cell_that_no_node_can_hold_is_not_run_after_a_bounded_wait(
     executor: Any, store: Store, tmp_path: Path
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_cell_that_no_node_can_hold_is_not_run_after_a_bounded_wait(
     assert {entry["cell"] for entry in notes(journal)} == {plain.id}
 
 
+@pytest.mark.soak
 def test_an_artifact_larger_than_a_message_comes_back_whole(executor: Any, store: Store, tmp_path: Path) -> None:
     (cell,) = tiny_cells(16)
     size = 2 * PIECE_BYTES + 1
@@ -186,6 +188,7 @@ def test_a_cell_that_kills_its_worker_fails_after_some_attempts_and_others_finis
     assert record.reason.startswith(f"its node or worker was lost {MAX_LOSSES} times, most recently: ")
 
 
+@pytest.mark.soak
 def test_what_a_node_raises_is_the_failure_of_one_cell(executor: Any, store: Store) -> None:
     (cell,) = tiny_cells(16)
 

@@ -62,7 +62,7 @@ FAST = ("nystrom", "nystrom of nystrom-attention", "lsh decoder")
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(options, id=name, marks=() if name in FAST else pytest.mark.slow)
+        pytest.param(options, id=name, marks=() if name in FAST else pytest.mark.soak)
         for name, options in FAITHFUL.items()
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fused_operators import FUSED
 from onnx import TensorProto, helper, numpy_helper
-from slow_cases import slow_after, soak
+from slow_cases import slow, soak
 from small_builds import exported
 
 from effexport.artifact import Artifact
@@ -121,12 +121,8 @@ def test_batch_and_length_are_free_in_the_file(built: Built, variant: str, scope
     "name",
     [
         *("softmax", "linear", "lsh"),
-        *slow_after(0, ["aft-simple", "retention", "gla", "mamba2"]),
-        *(
-            pytest.param(name, marks=pytest.mark.soak)
-            for name in CAUSAL
-            if name.startswith("aft-") and "simple" not in name
-        ),
+        slow("gla"),
+        *(soak(name) for name in CAUSAL if name.startswith("aft-") or name in ("retention", "mamba2")),
     ],
 )
 def test_causal_layers_export_and_compute_the_same(built: Built, name: str) -> None:

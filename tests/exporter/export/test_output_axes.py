@@ -257,7 +257,7 @@ def test_an_axis_that_is_declared_free_and_takes_few_sizes_is_named_with_the_siz
         effexport.export(Halves(), torch.ones(2, 8), tmp_path / "o", dynamic={"x": {0: "batch", 1: "width"}})
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("transformers")
 def test_efficient_loftr_has_two_images_for_each_sample(tmp_path: Path) -> None:
     from transformers import EfficientLoFTRConfig, EfficientLoFTRModel

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from slow_cases import slow_after
+from slow_cases import slow_after, soak
 from torch import Tensor, nn
 
 import effexport
@@ -128,7 +128,7 @@ def check(form: Form, folder: Path, precision: str = "fp32") -> effexport.BuildR
     return result
 
 
-@pytest.mark.parametrize("name", slow_after(4, TURNED))
+@pytest.mark.parametrize("name", slow_after(4, TURNED, 6))
 def test_an_attention_becomes_the_operator(tmp_path: Path, name: str) -> None:
     result = check(TURNED[name], tmp_path)
     assert result.artifact.spec.custom_ops == {"MaskedAttention": 1}
@@ -136,7 +136,7 @@ def test_an_attention_becomes_the_operator(tmp_path: Path, name: str) -> None:
     assert result.report.verdict == "passed"
 
 
-@pytest.mark.parametrize("name", slow_after(4, KEPT))
+@pytest.mark.parametrize("name", slow_after(4, KEPT, 7))
 def test_what_the_operator_does_not_compute_stays(tmp_path: Path, name: str) -> None:
     result = check(KEPT[name], tmp_path)
     assert result.artifact.spec.custom_ops == {}
@@ -173,7 +173,7 @@ def test_every_layer_of_a_stack(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seq_len", "dim", "count"), [(1024, 128, 1), (1023, 128, 0), (1024, 126, 0)])
+@pytest.mark.parametrize(("seq_len", "dim", "count"), [(1023, 128, 0), *map(soak, [(1024, 128, 1), (1024, 126, 0)])])
 def test_it_stays_where_the_operator_would_be_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, dim: int, count: int
 ) -> None:

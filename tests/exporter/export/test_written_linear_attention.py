@@ -157,7 +157,7 @@ def check(model: nn.Module, folder: Path, *, is_masked: bool = False, precision:
     return result
 
 
-@pytest.mark.parametrize("name", slow_after(4, TURNED))
+@pytest.mark.parametrize("name", slow_after(4, TURNED, 6))
 def test_a_linear_attention_becomes_the_operator(name: str, tmp_path: Path) -> None:
     form = TURNED[name]
     result = check(Attention(form), tmp_path, is_masked=form.is_masked)
@@ -165,7 +165,7 @@ def test_a_linear_attention_becomes_the_operator(name: str, tmp_path: Path) -> N
     assert NOTE in result.report.notes
 
 
-@pytest.mark.parametrize("name", slow_after(2, KEPT))
+@pytest.mark.parametrize("name", slow_after(2, KEPT, 7))
 def test_what_is_another_function_stays(name: str, tmp_path: Path) -> None:
     form = KEPT[name]
     assert not check(Attention(form), tmp_path, is_masked=form.is_masked).artifact.spec.custom_ops

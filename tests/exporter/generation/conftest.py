@@ -11,7 +11,7 @@ from effexport.generation.text_generator import TextGenerator, generator_from_ar
 from effexport.runners.artifact_runner import decoder_from_artifact
 
 
-@pytest.fixture(scope="module", params=["linear", pytest.param("aft-simple", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["linear", pytest.param("aft-simple", marks=pytest.mark.soak)])
 def artifact(request: pytest.FixtureRequest, built: Callable[..., Artifact]) -> Artifact:
     """Byte-level encoders of 64 positions."""
     return built(request.param, causal=True, lm_head=True)

@@ -46,7 +46,7 @@ WITH_ROBERTA = ("Longformer", "BigBird")
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of numpy, in transformers
-@pytest.mark.parametrize(("task", "kind", "question"), [*slow_after(1, PIPELINES), *slow_after(0, OF_OTHERS)])
+@pytest.mark.parametrize(("task", "kind", "question"), [*slow_after(1, PIPELINES, 4), *slow_after(0, OF_OTHERS, 2)])
 def test_a_pipeline_answers_with_an_artifact_as_with_the_checkpoint(
     task: str, kind: str, question: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ from effexport.runners.runner import limits_from_spec
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # The limit that docs/checkpoints.md states.
 LIMIT = 1e-4
-SEEDS = [*slow_after(1, range(2)), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 40))]
+SEEDS = slow_after(1, range(40), soak_after=1)
 
 
 # The configurations of transformers 4.57.1's own model testers.
@@ -120,9 +120,7 @@ REFORMER_HEADS = {
 }
 TESTERS = [
     *(
-        pytest.param(
-            kind, layers | head, marks=pytest.mark.slow if (kind, layers) == ("ReformerModel", {}) else pytest.mark.soak
-        )
+        pytest.param(kind, layers | head, marks=pytest.mark.soak)
         for layers in ({}, REFORMER_LSH_TESTER)
         for kind, head in REFORMER_HEADS.items()
     ),
