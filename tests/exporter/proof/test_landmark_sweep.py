@@ -13,8 +13,8 @@ from effexport.models import attention_from_spec
 from effexport.models.variants.nystrom.spec import NystromSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
-# Where the error of the pseudo-inverse was largest: few tokens for each landmark, and fewer tokens than landmarks.
-SLOW = [(256, 0, True), (384, 1, False)]
+# Where the error of the pseudo-inverse was largest: few tokens for each landmark.
+SLOW = [(256, 0, True)]
 SWEEP = [(m, seed, initial) for m in (64, 128, 200, 256, 384, 512) for seed in range(5) for initial in (True, False)]
 CASES = [
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),

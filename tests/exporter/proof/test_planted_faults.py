@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ CONTROL = Fault("nothing", "no damage at all", lambda graph: True, configuration
 
 
 FAST: tuple[pytest.MarkDecorator, ...] = ()
-SLOW, SOAK = (pytest.mark.slow,), (pytest.mark.soak,)
+SOAK = (pytest.mark.soak,)
 
 
 def artifact_of(built: Built, name: str, configuration: str) -> Artifact:
@@ -69,19 +68,16 @@ def places() -> Iterator[tuple[str, str]]:
 
 
 def planted(*, no_ops: bool) -> Iterator[Any]:
-    """Every fault in every place where it can occur. The first place of a fault in a variant is fast in the first
-    variant and slow in the third. The rest is for soak tests."""
-    firsts: Counter[str] = Counter()
+    """Every fault in every place where it can occur. Its first place in the first variant is in every run, the
+    rest in the soak run."""
+    seen: set[str] = set()
     for name, configuration in places():
         for fault in ALL_FAULTS:
             if fault.applies(name, configuration) and (name in fault.no_ops) == no_ops:
                 first = next(other for other in CONFIGURATIONS if fault.applies(name, other))
                 label = f"{name}-{configuration}-{fault.name.replace(' ', '-')}"
-                marks = SOAK
-                if configuration == first:
-                    nth = firsts[fault.name]
-                    marks = FAST if nth == 0 else SLOW if nth == 2 else SOAK
-                    firsts[fault.name] += 1
+                marks = FAST if configuration == first and fault.name not in seen else SOAK
+                seen |= {fault.name} if configuration == first else set()
                 yield pytest.param(name, configuration, fault, id=label, marks=marks)
 
 
@@ -93,7 +89,7 @@ def healthy() -> Iterator[object]:
     for place in places():
         if CONTROL.applies(*place):
             parts = [case.marks for case in FAULTY if case.values[:2] == place]
-            yield pytest.param(*place, marks=min(parts, key=(FAST, SLOW, SOAK).index, default=SOAK))
+            yield pytest.param(*place, marks=min(parts, key=(FAST, SOAK).index, default=SOAK))
 
 
 @pytest.mark.parametrize(("name", "configuration", "fault"), FAULTY)
@@ -141,8 +137,7 @@ def test_an_edit_that_changes_nothing_by_the_mathematics_raises_no_alarm(
     "name",
     [
         "softmax",
-        *(pytest.param(name, marks=SLOW) for name in ("nystrom", "aft-local")),
-        *(pytest.param(name, marks=SOAK) for name in ("linear", "lsh", "aft-full", "aft-simple", "aft-conv")),
+        *(pytest.param(name, marks=SOAK) for name in VARIANTS if name != "softmax"),
     ],
 )
 def test_a_fault_finds_nothing_in_variants_that_it_is_not_declared_for(built: Built, name: str) -> None:
