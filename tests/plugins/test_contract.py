@@ -42,11 +42,15 @@ kernels = pytest.mark.parametrize("how", KERNELS)
 
 
 def table(
-    *hows: str, ops: Iterable[str] = CONTRACTS, dtypes: tuple[str, ...] = (), every: bool = True
+    *hows: str,
+    ops: Iterable[str] = CONTRACTS,
+    dtypes: tuple[str, ...] = (),
+    every: bool = True,
+    more: pytest.MarkDecorator = pytest.mark.soak,
 ) -> pytest.MarkDecorator:
     """Parameters op, how and cases of one type: what a contract asks of these implementations, in every case or in
-    some. The first are in the fast part, but for the older GPU, whose kernels it would have to compile as well.
-    Those that are the same on it are left out."""
+    some. The first are in the fast part, but for the older GPU, whose kernels it would have to compile as well; the
+    others have the mark `more`. Those that are the same on it are left out."""
     rows, first = [], 15 if every else 6
     for op, how in itertools.product(ops, hows):
         if how == "cuda sm_75" and not depends_on_architecture(OPS[op]):
@@ -55,11 +59,12 @@ def table(
         cases = contract.cases + every * (contract.small + ("cuda" not in how) * contract.larger)
         types = set(dtypes or OPS[op].element_types) - set(not_promised(contract, how))
         promised = [case for case in cases if case.dtype in types]
-        for part, is_slow in ((promised[:first], how == "cuda sm_75"), (promised[first:], True)):
+        marks = [pytest.mark.slow] if how == "cuda sm_75" else []
+        for part, own_marks in ((promised[:first], marks), (promised[first:], [more])):
             for dtype in dict.fromkeys(case.dtype for case in part):
                 name = f"{op}-{how}-{dtype}" + ", more" * (part != promised[:first])
                 own = [case for case in part if case.dtype == dtype]
-                rows.append(pytest.param(op, how, own, id=name, marks=[pytest.mark.slow] * is_slow))
+                rows.append(pytest.param(op, how, own, id=name, marks=own_marks))
     return pytest.mark.parametrize(("op", "how", "cases"), rows)
 
 
@@ -99,7 +104,7 @@ def assert_formula(op: str, how: str, case: Case, **options: int) -> None:
         assert within_limit(contract, case, actual, expected, how), case.name
 
 
-@table(*MAKERS)
+@table(*MAKERS, more=pytest.mark.slow)
 def test_it_computes_the_formula(op: str, how: str, cases: list[Case]) -> None:
     for case in cases:
         assert_formula(op, how, case)
