@@ -42,10 +42,11 @@ NYSTROM_CASES = [
     *slow_after(
         0,
         [
-            ("NystromformerForMaskedLM", {"segment_means_seq_len": 8, **ONE_LAYER}),
             ("NystromformerForTokenClassification", {"num_labels": 5, "conv_kernel_size": None, **ONE_LAYER}),
+            ("NystromformerForMaskedLM", {"segment_means_seq_len": 8, **ONE_LAYER}),
             ("NystromformerForQuestionAnswering", {"segment_means_seq_len": 64, "num_landmarks": 4, **ONE_LAYER}),
         ],
+        soak_after=1,
     ),
     pytest.param("NystromformerForMaskedLM", {}, marks=pytest.mark.soak),
     pytest.param("NystromformerForSequenceClassification", {"num_labels": 3}, marks=pytest.mark.soak),
@@ -97,10 +98,10 @@ def test_multiple_choice_scores_every_choice(cli: Callable[..., Any], tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "config", "precision"),
     [
-        ("NystromformerForMaskedLM", NYSTROM | ONE_LAYER, "fp16"),
         ("ReformerModel", REFORMER | ONE_OF_EACH, "fp16"),
         ("BigBirdForQuestionAnswering", BIG_BIRD | LONGER, "fp16"),
-        ("ModernBertForMaskedLM", MODERNBERT | LONGER, "fp16"),
+        pytest.param("NystromformerForMaskedLM", NYSTROM | ONE_LAYER, "fp16", marks=pytest.mark.soak),
+        pytest.param("ModernBertForMaskedLM", MODERNBERT | LONGER, "fp16", marks=pytest.mark.soak),
         pytest.param("NystromformerForMaskedLM", NYSTROM, "bf16", marks=pytest.mark.soak),
         pytest.param("ReformerModel", REFORMER, "bf16", marks=pytest.mark.soak),
         pytest.param("BigBirdModel", BIG_BIRD | LONGER, "bf16", marks=pytest.mark.soak),
@@ -127,6 +128,7 @@ REFORMER_CASES = [
             ("ReformerForMaskedLM", {"num_buckets": [4, 4], "num_hashes": 4, "attn_layers": ["lsh"]}),
             ("ReformerForQuestionAnswering", {"axial_pos_embds": False, "local_attn_chunk_length": 4, **ONE_OF_EACH}),
         ],
+        soak_after=1,
     ),
     pytest.param(
         "ReformerForSequenceClassification",

@@ -16,6 +16,7 @@ import proven_models
 import pytest
 from onnx import TensorProto, helper
 from proven_models import Edit, edited
+from slow_cases import soak
 
 import effexport
 from effexport.base.dtypes import TensorInfo
@@ -74,13 +75,13 @@ def test_a_file_of_torch_is_equal_to_the_module(files: Files) -> None:
 @pytest.mark.parametrize(
     ("edit", "way", "module", "note"),
     [
-        (None, {"free": False}, MODULE, "batch is 2 in the file, which was compared at that size only."),
         (None, {"legacy": True}, MODULE, ""),
         (half, {}, EXAMPLE, "The file has numbers in fp16, so the limits are those of fp16."),
-        (half_inside_and_out, {}, MODULE, "limits are those of fp16"),
         (proven_models.other_names, {}, MODULE, "The input tokens.1 of the file is input_ids of"),
-        (proven_models.swapped, {}, MODULE, ""),
-        (proven_models.int32_inputs, {}, EXAMPLE, ""),
+        soak((None, {"free": False}, MODULE, "batch is 2 in the file, which was compared at that size only.")),
+        soak((half_inside_and_out, {}, MODULE, "limits are those of fp16")),
+        soak((proven_models.swapped, {}, MODULE, "")),
+        soak((proven_models.int32_inputs, {}, EXAMPLE, "")),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)) if not isinstance(value, str) else "",
 )
@@ -96,11 +97,11 @@ def test_a_right_file_is_equal(files: Files, edit: Edit | None, way: dict[str, b
 @pytest.mark.parametrize(
     ("edit", "way", "expected"),
     [
-        (proven_models.other_weights, {}, {"arithmetic", "overall error"}),
         (proven_models.free_in_name, {"free": False}, {"runs"}),
-        (proven_models.without_mask, {}, {"arithmetic", "overall error"}),
         (proven_models.transposed, {}, {"signature"}),
-        (proven_models.unscaled, {}, {"arithmetic", "overall error"}),
+        soak((proven_models.other_weights, {}, {"arithmetic", "overall error"})),
+        soak((proven_models.without_mask, {}, {"arithmetic", "overall error"})),
+        soak((proven_models.unscaled, {}, {"arithmetic", "overall error"})),
         (proven_models.noisy, {}, {"repeatable"}),
         (proven_models.integers, {}, {"signature", "arithmetic"}),
         (proven_models.infinite, {}, {"finite"}),

@@ -9,6 +9,7 @@ import onnx
 import pytest
 import torch
 from planted_faults import FAULTS, Graph
+from slow_cases import soak
 from small_specs import spec_of
 
 from effexport.base.errors import EffexportError
@@ -51,7 +52,7 @@ def torch_file(module: torch.nn.Module, example: dict[str, torch.Tensor], path: 
     return path
 
 
-@pytest.mark.parametrize(("name", "least"), [("softmax", 35), ("linear", 35), ("aft-full", 33)])
+@pytest.mark.parametrize(("name", "least"), [("softmax", 35), *map(soak, [("linear", 35), ("aft-full", 33)])])
 def test_every_fault_in_a_file_of_torch_is_caught(name: str, least: int, tmp_path: Path) -> None:
     spec = spec_of(name, "encoder", fused=False)
     module = module_from_spec(spec.model, 0)

@@ -81,7 +81,7 @@ def test_a_pytorch_that_is_wrong_once_gives_the_same_golden_cases(
     assert disputes == {0, 1}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "exp")) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind != "exp")) for kind in KINDS])
 def test_a_build_with_a_pytorch_that_is_wrong_at_first_stores_the_right_golden_file(
     built: Callable[..., Artifact], kind: str, tmp_path: Path
 ) -> None:

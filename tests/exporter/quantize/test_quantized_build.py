@@ -28,8 +28,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "static": {"precision": "int8", "quantization": "static"},
     "fp8": {"precision": "fp8"},
 }
-STATIC_IN_EVERY_RUN = (("nystrom", "static"), ("aft-conv", "fp8"))
-ENGINES_IN_EVERY_RUN = (("softmax", "int8"), ("lsh", "fp8"), ("aft-conv", "int8"))
+STATIC_IN_EVERY_RUN = (("nystrom", "static"),)
+ENGINES_IN_EVERY_RUN = (("softmax", "int8"), ("lsh", "fp8"))
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def quantised(variant: str, scheme: str = "dynamic", **fields: Any) -> Artifact:
     return open_artifact(built_artifact(spec) if scheme == "dynamic" else calibrated_artifact(spec))
 
 
-# layers of products alone, a hash that stays float, a convolution, position biases, and a recurrence
-@pytest.mark.parametrize("name", some_variants(fast=("linear", "lsh"), slowly=("nystrom", "aft-conv", "gated-delta")))
+# layers of products alone, a hash that stays float, and a convolution
+@pytest.mark.parametrize("name", some_variants(fast=("linear", "lsh"), slowly=("aft-conv",)))
 def test_every_variant_computes_its_quantised_model(name: str) -> None:
     artifact = quantised(name)
     report = json.loads((artifact.path / "report.json").read_text())
