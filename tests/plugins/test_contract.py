@@ -46,11 +46,12 @@ def table(
     ops: Iterable[str] = CONTRACTS,
     dtypes: tuple[str, ...] = (),
     every: bool = True,
-    more: pytest.MarkDecorator = pytest.mark.soak,
+    more: tuple[str, ...] = (),
 ) -> pytest.MarkDecorator:
     """Parameters op, how and cases of one type: what a contract asks of these implementations, in every case or in
     some. The first are in the fast part, but for the older GPU, whose kernels it would have to compile as well; the
-    others have the mark `more`. Those that are the same on it are left out."""
+    others are slow in the types that `more` names, and run by scripts/soak.sh in all. Those that are the same on it are
+    left out."""
     rows, first = [], 15 if every else 6
     for op, how in itertools.product(ops, hows):
         if how == "cuda sm_75" and not depends_on_architecture(OPS[op]):
@@ -59,12 +60,14 @@ def table(
         cases = contract.cases + every * (contract.small + ("cuda" not in how) * contract.larger)
         types = set(dtypes or OPS[op].element_types) - set(not_promised(contract, how))
         promised = [case for case in cases if case.dtype in types]
-        marks = [pytest.mark.slow] if how == "cuda sm_75" else []
-        for part, own_marks in ((promised[:first], marks), (promised[first:], [more])):
+        older = how == "cuda sm_75"
+        for part, is_first in ((promised[:first], True), (promised[first:], False)):
             for dtype in dict.fromkeys(case.dtype for case in part):
-                name = f"{op}-{how}-{dtype}" + ", more" * (part != promised[:first])
+                name = f"{op}-{how}-{dtype}" + ", more" * (not is_first)
                 own = [case for case in part if case.dtype == dtype]
-                rows.append(pytest.param(op, how, own, id=name, marks=own_marks))
+                is_slow = older if is_first else dtype in more and not older
+                marks = pytest.mark.slow if is_slow else () if is_first else pytest.mark.soak
+                rows.append(pytest.param(op, how, own, id=name, marks=marks))
     return pytest.mark.parametrize(("op", "how", "cases"), rows)
 
 
@@ -104,7 +107,7 @@ def assert_formula(op: str, how: str, case: Case, **options: int) -> None:
         assert within_limit(contract, case, actual, expected, how), case.name
 
 
-@table(*MAKERS, more=pytest.mark.slow)
+@table(*MAKERS, more=ONE_TYPE)
 def test_it_computes_the_formula(op: str, how: str, cases: list[Case]) -> None:
     for case in cases:
         assert_formula(op, how, case)

@@ -366,7 +366,7 @@ def test_only_the_named_cases_run(cli: Cli, built: Built) -> None:
     ("kind", "config"),
     [
         ("NystromformerForQuestionAnswering", TINY_NYSTROMFORMER),
-        pytest.param("ReformerForMaskedLM", TINY_REFORMER, marks=pytest.mark.slow),
+        pytest.param("ReformerForMaskedLM", TINY_REFORMER, marks=pytest.mark.soak),
         pytest.param("NystromformerForMultipleChoice", TINY_NYSTROMFORMER, marks=pytest.mark.soak),
         pytest.param("NystromformerModel", TINY_NYSTROMFORMER | {"segment_means_seq_len": 8}, marks=pytest.mark.soak),
         pytest.param("ReformerModelWithLMHead", TINY_REFORMER | {"is_decoder": True}, marks=pytest.mark.soak),
