@@ -129,9 +129,9 @@ def race(folder: Path, calls: Path, cases: dict[str, Sequence[Case]], without: s
 @pytest.mark.parametrize(
     ("op", "architecture"),
     [
-        pytest.param(op, architecture, id=f"{op}-sm_{architecture // 10}")
+        pytest.param(op, architecture, id=f"{op}-sm_{architecture // 10}", marks=[pytest.mark.soak] * (i > 0))
         for op in RACED
-        for architecture in (NEWEST, *[OLDEST] * depends_on_architecture(BY_NAME[op]))
+        for i, architecture in enumerate((NEWEST, *[OLDEST] * depends_on_architecture(BY_NAME[op])))
     ],
 )
 def test_a_kernel_has_no_races(op: str, architecture: int, tmp_path: Path) -> None:
