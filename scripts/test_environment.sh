@@ -120,6 +120,8 @@ run_pytest() {
   (
     cd "$ROOT" || exit
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1
+    # without bytecode, each worker rewrites the assertions of all tests again, and each child compiles the package
+    unset PYTHONDONTWRITEBYTECODE
     EFFEXPORT_REQUIRE="$(required_parts "$size")"
     export EFFEXPORT_REQUIRE
     "$VENV/bin/python" -m pytest -n 2 --max-worker-restart=0 --dist loadgroup ${selection[@]+"${selection[@]}"} "$@"

@@ -95,37 +95,39 @@ def case_of_plugin(plugin: Plugin, dtype: str, attributes: dict[str, Any], dynam
 
 
 ROWS = {plugin.name: plugin for plugin in plugins_of(OPS)}
-ATTRIBUTES = {name: attributes_of(plugin) for name, plugin in ROWS.items()}
-CASES = {
-    f"{name} {dtype} {'dynamic' if dynamic else 'static'} {number}": case_of_plugin(plugin, dtype, attributes, dynamic)
-    for name, plugin in ROWS.items()
-    for dtype in (plugin.types if len(plugin.entries) > 1 else plugin.types[:1])
-    for dynamic in (True, False)
-    for number, attributes in enumerate(ATTRIBUTES[name])
-}
-REFUSED = {
-    "pinv of any size": {
-        **CASES["IterativePinv float32 static 0"],
-        "inputs": [["FLOAT", ["N", "m", "m"]], ["FLOAT", ["N", 1, 1]]],
-        "sizes": [{"N": 1, "m": 8}],
-    },
-    "pinv too large": {
-        **CASES["IterativePinv float32 static 0"],
-        "inputs": [["FLOAT", ["N", 65, 65]], ["FLOAT", ["N", 1, 1]]],
-        "sizes": [{"N": 1}],
-    },
-    "pinv of int64": {
-        **CASES["IterativePinv float32 static 0"],
-        "inputs": [["INT64", ["N", 8, 8]], ["INT64", ["N", 1, 1]]],
-        "sizes": [{"N": 1}],
-    },
-    "sort of int64": {
-        "op": "LSHSort",
-        "attributes": {"num_buckets": 3},
-        "inputs": [["INT64", ["N", "n"]]],
-        "sizes": [{"N": 1, "n": 1}],
-    },
-}
+
+
+@functools.cache
+def cases() -> dict[str, dict[str, Any]]:
+    """One node of each plugin with these attributes, type and kind of sizes. Made when first needed: inputs of every
+    contract take seconds."""
+    return {
+        f"{name} {dtype} {'dynamic' if dynamic else 'static'} {number}": case_of_plugin(plugin, dtype, given, dynamic)
+        for name, plugin in ROWS.items()
+        for attributes in [attributes_of(plugin)]
+        for dtype in (plugin.types if len(plugin.entries) > 1 else plugin.types[:1])
+        for dynamic in (True, False)
+        for number, given in enumerate(attributes)
+    }
+
+
+def refused() -> dict[str, dict[str, Any]]:
+    pinv = cases()["IterativePinv float32 static 0"]
+
+    def other(kind: str, dims: list[object], **sizes: int) -> dict[str, Any]:
+        return {**pinv, "inputs": [[kind, dims], [kind, ["N", 1, 1]]], "sizes": [{"N": 1, **sizes}]}
+
+    return {
+        "pinv of any size": other("FLOAT", ["N", "m", "m"], m=8),
+        "pinv too large": other("FLOAT", ["N", 65, 65]),
+        "pinv of int64": other("INT64", ["N", 8, 8]),
+        "sort of int64": {
+            "op": "LSHSort",
+            "attributes": {"num_buckets": 3},
+            "inputs": [["INT64", ["N", "n"]]],
+            "sizes": [{"N": 1, "n": 1}],
+        },
+    }
 
 
 def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder: Path) -> dict[str, Any]:
@@ -151,14 +153,14 @@ def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By major version of TensorRT. The older one is given the PTX that NVRTC made beside the newer."""
     folder = tmp_path_factory.mktemp("conformance")
-    request = {"ops": list(OPS), "cases": [*CASES.values(), *REFUSED.values()], "ptx": None}
+    request = {"ops": list(OPS), "cases": [*cases().values(), *refused().values()], "ptx": None}
     newer = run_in("11", "conformance.py", request, NVRTC_CACHE, folder)
     older = run_in("10", "conformance.py", {**request, "ptx": newer["whole_ptx"]}, folder / "older", folder)
     return {"11": newer, "10": older}
 
 
 def case_of(answers: dict[str, dict[str, Any]], major: str, name: str) -> dict[str, Any]:
-    case: dict[str, Any] = dict(zip([*CASES, *REFUSED], answers[major]["cases"], strict=True))[name]
+    case: dict[str, Any] = dict(zip([*cases(), *refused()], answers[major]["cases"], strict=True))[name]
     return case
 
 
@@ -238,7 +240,7 @@ def test_what_is_wrong_is_refused(answers: dict[str, Any], major: str) -> None:
 
 @real_tensorrt
 def test_a_node_becomes_a_plugin_that_is_compiled_ahead_of_time(answers: dict[str, Any], major: str) -> None:
-    for name in CASES:
+    for name in cases():
         case = case_of(answers, major, name)
         assert case.get("error") is None, name
         assert case["interface"] == "_TemplateAOTPlugin"
@@ -249,7 +251,7 @@ def test_a_node_becomes_a_plugin_that_is_compiled_ahead_of_time(answers: dict[st
 @real_tensorrt
 def test_nodes_have_one_timing_cache_id_exactly_if_they_are_the_same_work(answers: dict[str, Any], major: str) -> None:
     of_node: dict[tuple[str, str], set[str]] = {}
-    for name, given in CASES.items():
+    for name, given in cases().items():
         own, of_clone = case_of(answers, major, name)["timing_cache_ids"]
         assert own == of_clone
         # types and shapes of inputs and outputs are in TensorRT's key already
@@ -264,7 +266,7 @@ def test_nodes_have_one_timing_cache_id_exactly_if_they_are_the_same_work(answer
 def test_another_attribute_or_other_ptx_is_another_timing_cache_id(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = ROWS["EluLinearAttentionStates"]
     monkeypatch.setattr(tensorrt_plugins, "_PTX", dict.fromkeys(plugin.entries, "ptx"))
-    attributes = ATTRIBUTES[plugin.name][0]
+    attributes = attributes_of(plugin)[0]
     name, value = next(iter(attributes.items()))
     ids = {timing_cache_id_of(plugin, given) for given in (attributes, dict(reversed(attributes.items())))}
     assert len(ids) == 1
@@ -276,7 +278,7 @@ def test_another_attribute_or_other_ptx_is_another_timing_cache_id(monkeypatch: 
 
 def plain(name: str) -> list[tuple[Plugin, Any, list[list[int]]]]:
     """The row of a case, with its sizes as plain integers, and the dimensions of its outputs."""
-    given = CASES[name]
+    given = cases()[name]
     plugin = ROWS[given["op"]]
     dtypes = [next(x for x, (trt, _) in DATA_TYPES.items() if trt == dtype) for dtype, _ in given["inputs"]]
     found = []
@@ -289,7 +291,7 @@ def plain(name: str) -> list[tuple[Plugin, Any, list[list[int]]]]:
 
 @real_tensorrt
 def test_outputs_have_the_shapes_types_and_formats_that_are_declared(answers: dict[str, Any], major: str) -> None:
-    for name in CASES:
+    for name in cases():
         case = case_of(answers, major, name)
         plugin, sizes, _ = plain(name)[0]
         types = [DATA_TYPES[sizes.T if x.dtype == "T" else x.dtype][0] for x in (*plugin.tensors, *plugin.results)]
@@ -301,7 +303,7 @@ def test_outputs_have_the_shapes_types_and_formats_that_are_declared(answers: di
 
 @real_tensorrt
 def test_symbolic_sizes_give_the_launches_of_plain_ones(answers: dict[str, Any], major: str) -> None:
-    for name in CASES:
+    for name in cases():
         case = case_of(answers, major, name)
         for (plugin, sizes, _), launch, scalars in zip(plain(name), case["launches"], case["scalars"], strict=True):
             expected = plugin.launch(sizes)
@@ -317,7 +319,7 @@ def launch_of(grid: int, block: int, shared_mem: int) -> dict[str, int]:
 
 @real_tensorrt
 def test_ptx_has_the_entry_with_the_arguments_that_tensorrt_passes(answers: dict[str, Any], major: str) -> None:
-    for name in CASES:
+    for name in cases():
         case, (plugin, sizes, _) = case_of(answers, major, name), plain(name)[0]
         ptx = answers[major]["ptx"][case["entry"]]
         # and no other entry, which the engine would carry in vain

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SENTENCES = (
@@ -80,9 +79,16 @@ def wide(text: str) -> AddedToken:
     return AddedToken(text, lstrip=True, normalized=False, special=True)
 
 
+def fast(family: str, tokenizer: Tokenizer, **options: Any) -> Any:
+    """The tokenizer of one of transformers' families, which takes seconds to import: not while tests are collected."""
+    import transformers
+
+    return getattr(transformers, f"{family}TokenizerFast")(tokenizer_object=tokenizer, **options)
+
+
 def bert(**options: Any) -> Callable[[], Any]:
     normalizer = options.pop("normalizer", {})
-    return lambda: transformers.BertTokenizerFast(tokenizer_object=word_piece(**normalizer), **options)
+    return lambda: fast("Bert", word_piece(**normalizer), **options)
 
 
 def with_tokens(make: Callable[[], Any], *tokens: str | AddedToken, special: bool = False) -> Callable[[], Any]:
@@ -96,22 +102,20 @@ def with_tokens(make: Callable[[], Any], *tokens: str | AddedToken, special: boo
 
 def roberta(**options: Any) -> Callable[[], Any]:
     prefix = options.get("add_prefix_space", False)
-    return lambda: transformers.RobertaTokenizerFast(tokenizer_object=byte_level_bpe(prefix=prefix), **options)
+    return lambda: fast("Roberta", byte_level_bpe(prefix=prefix), **options)
 
 
 def albert(**options: Any) -> Callable[[], Any]:
-    return lambda: transformers.AlbertTokenizerFast(tokenizer_object=unigram(), **options)
+    return lambda: fast("Albert", unigram(), **options)
 
 
 def reformer(**options: Any) -> Callable[[], Any]:
     special = ("</s>", "<unk>", "<pad>", "<mask>")
-    return lambda: transformers.ReformerTokenizerFast(
-        tokenizer_object=unigram(special=special), mask_token="<mask>", pad_token="<pad>", **options
-    )
+    return lambda: fast("Reformer", unigram(special=special), mask_token="<mask>", pad_token="<pad>", **options)
 
 
 def plain(make: Callable[[], Tokenizer], **options: Any) -> Callable[[], Any]:
-    return lambda: transformers.PreTrainedTokenizerFast(tokenizer_object=make(), **options)
+    return lambda: fast("PreTrained", make(), **options)
 
 
 NAMES = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
@@ -143,5 +147,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 def saved_tokenizer(name: str, folder: Path) -> Any:
     """The tokenizer of a name, saved to a folder and loaded from there by transformers."""
+    import transformers
+
     TOKENIZERS[name]().save_pretrained(folder)
     return transformers.AutoTokenizer.from_pretrained(folder)
