@@ -24,8 +24,8 @@ def gated_sums(layer: AttentionLayer, x: Tensor, keep: Tensor, w: Tensor) -> Ten
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
             end = t + 1 if layer.spec.causal else x.shape[1]
-            seen = [s for s in range(end) if keep[b, s]]
-            if seen:
+            seen = keep[b, :end].nonzero().flatten()
+            if len(seen):
                 logits = k[b, seen] + w[:, t, seen].double().T[..., None]
                 context[b, t] = (torch.softmax(logits, dim=0) * v[b, seen]).sum(dim=0)
     return torch.sigmoid(projected("query")) * context.flatten(-2)

@@ -18,10 +18,9 @@ def bias_conv(layer: AFTConvAttention, seq_len: int) -> Tensor:
     taps = (weight - weight.mean(dim=1, keepdim=True)) / torch.sqrt(variance + layer.spec.std_eps**2)
     taps = layer.gamma.detach().double()[:, None] * taps + layer.beta.detach().double()[:, None]
     w = torch.zeros(layer.spec.heads, seq_len, seq_len, dtype=torch.float64)
-    for t in range(seq_len):
-        for tap in range(layer.spec.kernel_size):
-            if 0 <= t + tap - half < seq_len:
-                w[:, t, t + tap - half] = taps[:, tap]
+    for tap in range(layer.spec.kernel_size):
+        if abs(tap - half) < seq_len:
+            w.diagonal(tap - half, 1, 2)[:] = taps[:, tap, None]
     return w
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from effexport.models.variants.aft.contract import bias_full, gated_sums
@@ -12,12 +13,9 @@ from effexport.models.variants.contract import VariantContract
 
 def bias_local(layer: AFTLocalAttention, seq_len: int) -> Tensor:
     """The w of AFT-full where |t − t'| < window, 0 elsewhere: float64 [1, seq, seq]."""
-    w = bias_full(layer, seq_len)[0].clone()
-    for t in range(seq_len):
-        for s in range(seq_len):
-            if abs(t - s) >= layer.spec.window:
-                w[t, s] = 0
-    return w[None]
+    positions = torch.arange(seq_len)
+    near = (positions[:, None] - positions).abs() < layer.spec.window
+    return bias_full(layer, seq_len) * near
 
 
 def exact(layer: AFTLocalAttention, x: Tensor, keep: Tensor) -> Tensor:

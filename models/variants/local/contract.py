@@ -29,9 +29,9 @@ def exact(layer: LocalAttention, x: Tensor, keep: Tensor) -> Tensor:
     spec, size = layer.spec, layer.spec.head_size
     q, k, v = (x.double() @ p.weight.double().T for p in (layer.query, layer.key, layer.value))
     out = torch.zeros(*x.shape[:2], spec.inner_dim, dtype=torch.float64)
-    for b in range(x.shape[0]):
+    for b, kept in enumerate(keep.tolist()):
         for t in range(x.shape[1]):
-            keys = visible_keys(spec, t, keep[b].tolist())
+            keys = visible_keys(spec, t, kept)
             for h in range(spec.heads):
                 lanes = slice(h * size, (h + 1) * size)
                 logits = k[b, keys, lanes] @ q[b, t, lanes] / math.sqrt(size)

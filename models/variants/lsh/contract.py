@@ -23,12 +23,12 @@ def exact(layer: LSHAttention, x: Tensor, keep: Tensor) -> Tensor:
     for b in range(batch):
         for h in range(spec.heads):
             lanes = slice(h * size, (h + 1) * size)
-            visible = keep[b].nonzero().flatten().tolist()
+            visible = set(keep[b].nonzero().flatten().tolist())
             out[b, :, lanes] = slow_head(layer, h, qk[b, :, lanes], v[b, :, lanes], visible)
     return out
 
 
-def slow_head(layer: LSHAttention, head: int, qk: Tensor, v: Tensor, kept: list[int]) -> Tensor:
+def slow_head(layer: LSHAttention, head: int, qk: Tensor, v: Tensor, kept: set[int]) -> Tensor:
     spec = layer.spec
     keys = qk / (qk.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() / math.sqrt(spec.head_size)
     outs, lses = [], []

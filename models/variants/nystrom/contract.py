@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.nystrom.layer import NystromAttention
@@ -39,11 +40,9 @@ def exact(layer: NystromAttention, x: Tensor, keep: Tensor) -> Tensor:
             out[b, :, lanes] = f @ (slow_pinv(a, spec.pinv_iterations) @ (g @ vh[kept]))
             if layer.conv is not None:
                 taps = layer.conv.weight[h, 0, :, 0].double()
-                for t in range(x.shape[1]):
-                    for tap, weight in enumerate(taps):
-                        source = t + tap - len(taps) // 2
-                        if 0 <= source < x.shape[1] and keep[b, source]:
-                            out[b, t, lanes] += weight * vh[source]
+                around = pad(vh.masked_fill(~keep[b, :, None], 0), (0, 0, len(taps) // 2, len(taps) // 2))
+                for tap, weight in enumerate(taps):
+                    out[b, :, lanes] += weight * around[tap : tap + x.shape[1]]
     return out
 
 

@@ -26,7 +26,7 @@ def exact(layer: SoftmaxAttention, x: Tensor, keep: Tensor) -> Tensor:
     out = torch.zeros_like(q)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
-            seen = [s for s in range(x.shape[1]) if keep[b, s] and not (layer.spec.causal and s > t)]
+            seen = keep[b, : t + 1 if layer.spec.causal else None].nonzero().flatten().tolist()
             logits = (k[b, :, seen] @ q[b, :, t].unsqueeze(-1)).squeeze(-1) / layer.spec.head_size**0.5
             out[b, :, t] = (torch.softmax(logits, dim=-1).unsqueeze(1) @ v[b, :, seen]).squeeze(1)
             if layer.conv is not None:

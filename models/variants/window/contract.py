@@ -19,9 +19,9 @@ def exact(layer: WindowAttention, x: Tensor, keep: Tensor) -> Tensor:
         for p in (layer.query, layer.key, layer.value)
     )
     out = torch.zeros_like(q)
-    for b in range(x.shape[0]):
+    for b, kept in enumerate(keep.tolist()):
         for t in range(x.shape[1]):
-            seen = [s for s in range(x.shape[1]) if keep[b, s] and sees(spec, t, s)]
+            seen = [s for s in range(x.shape[1]) if kept[s] and sees(spec, t, s)]
             logits = (k[b, :, seen] @ q[b, :, t].unsqueeze(-1)).squeeze(-1) / spec.head_size**0.5
             out[b, :, t] = (torch.softmax(logits, dim=-1).unsqueeze(1) @ v[b, :, seen]).squeeze(1)
     return out.transpose(1, 2).flatten(-2)
