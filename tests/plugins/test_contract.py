@@ -46,13 +46,13 @@ def table(
     ops: Iterable[str] = CONTRACTS,
     dtypes: tuple[str, ...] = (),
     every: bool = True,
+    fast: int = 6,
     more: tuple[str, ...] = (),
 ) -> pytest.MarkDecorator:
-    """Parameters op, how and cases of one type: what a contract asks of these implementations, in every case or in
-    some. The first are in the fast part, but for the older GPU, whose kernels it would have to compile as well; the
-    others are slow in the types that `more` names, and run by scripts/soak.sh in all. Those that are the same on it are
-    left out."""
-    rows, first = [], 15 if every else 6
+    """Parameters op, how and cases: what a contract asks of these implementations, in every case or in some. The first
+    are in the fast part, but for the older GPU, whose kernels it would have to compile as well; the others are slow in
+    the types that `more` names, and run by scripts/soak.sh in all. Those that are the same on it are left out."""
+    rows = []
     for op, how in itertools.product(ops, hows):
         if how == "cuda sm_75" and not depends_on_architecture(OPS[op]):
             continue
@@ -60,14 +60,14 @@ def table(
         cases = contract.cases + every * (contract.small + ("cuda" not in how) * contract.larger)
         types = set(dtypes or OPS[op].element_types) - set(not_promised(contract, how))
         promised = [case for case in cases if case.dtype in types]
-        older = how == "cuda sm_75"
-        for part, is_first in ((promised[:first], True), (promised[first:], False)):
-            for dtype in dict.fromkeys(case.dtype for case in part):
-                name = f"{op}-{how}-{dtype}" + ", more" * (not is_first)
-                own = [case for case in part if case.dtype == dtype]
-                is_slow = older if is_first else dtype in more and not older
-                marks = pytest.mark.slow if is_slow else () if is_first else pytest.mark.soak
-                rows.append(pytest.param(op, how, own, id=name, marks=marks))
+        older, further = how == "cuda sm_75", promised[fast:]
+        slowly = [case for case in further if case.dtype in more and not older]
+        parts = (
+            ("", promised[:fast], [pytest.mark.slow] * older),
+            (", more", slowly, [pytest.mark.slow]),
+            (", all", [case for case in further if case not in slowly], [pytest.mark.soak]),
+        )
+        rows += [pytest.param(op, how, own, id=f"{op}-{how}{name}", marks=marks) for name, own, marks in parts if own]
     return pytest.mark.parametrize(("op", "how", "cases"), rows)
 
 
@@ -102,25 +102,28 @@ def assert_equal(actual: list[np.ndarray], expected: list[np.ndarray], message: 
 def assert_formula(op: str, how: str, case: Case, **options: int) -> None:
     contract = CONTRACTS[op]
     inputs = inputs_of(contract, case, how)
-    answers = implementation(op, how).answers(case, inputs, **options)
-    for actual, expected in zip(answers, contract.exact(case, inputs).values(), strict=True):
-        assert within_limit(contract, case, actual, expected, how), case.name
+    with named(case.name):
+        answers = implementation(op, how).answers(case, inputs, **options)
+        for actual, expected in zip(answers, contract.exact(case, inputs).values(), strict=True):
+            assert within_limit(contract, case, actual, expected, how)
 
 
-@table(*MAKERS, more=ONE_TYPE)
+@table(*MAKERS, fast=15, more=ONE_TYPE)
 def test_it_computes_the_formula(op: str, how: str, cases: list[Case]) -> None:
     for case in cases:
         assert_formula(op, how, case)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("channels", [64, 7])
 @pytest.mark.parametrize(
     ("op", "how"), [(op, how) for op in CONTRACTS if CONTRACTS[op].averaged for how in ("torch", "kernel")]
 )
-def test_every_number_and_the_middle_between_two_are_rounded_to_nearest_even(
-    op: str, how: str, channels: int, dtype: str
-) -> None:
+def test_every_number_and_the_middle_between_two_are_rounded_to_nearest_even(op: str, how: str) -> None:
+    for dtype, channels in itertools.product(("float16", "bfloat16"), (64, 7)):
+        with named(f"{dtype}, {channels} channels"):
+            assert_rounded_to_nearest_even(op, how, channels, dtype)
+
+
+def assert_rounded_to_nearest_even(op: str, how: str, channels: int, dtype: str) -> None:
     element = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
     positive = np.arange(np.array(ml_dtypes.finfo(element).max / 2).astype(element).view(np.uint16), dtype=np.uint16)
     numbers = np.concatenate([positive, positive | 0x8000]).view(element)
@@ -138,9 +141,10 @@ def test_every_number_and_the_middle_between_two_are_rounded_to_nearest_even(
 
 
 @operators
-@pytest.mark.parametrize("opset", [18, 20, 23, 24])
-def test_the_body_works_in_every_opset(op: str, opset: int) -> None:
-    assert_formula(op, "body", last_case(op), opset=opset)
+def test_the_body_works_in_every_opset(op: str) -> None:
+    for opset in (18, 20, 23, 24):
+        with named(f"opset {opset}"):
+            assert_formula(op, "body", last_case(op), opset=opset)
 
 
 @operators
@@ -162,7 +166,10 @@ def test_nodes_share_a_body_if_they_have_the_attributes_that_it_holds(op: str) -
 
 
 @table(
-    "torch", "body", *KERNELS, ops=[name for name, contract in CONTRACTS.items() if contract.hidden], dtypes=ONE_TYPE
+    *("torch", "body", *KERNELS),
+    ops=[name for name, contract in CONTRACTS.items() if contract.hidden],
+    dtypes=ONE_TYPE,
+    fast=15,
 )
 def test_what_hidden_tokens_hold_changes_no_bit(op: str, how: str, cases: list[Case]) -> None:
     contract, run = CONTRACTS[op], implementation(op, how).answers
@@ -171,16 +178,17 @@ def test_what_hidden_tokens_hold_changes_no_bit(op: str, how: str, cases: list[C
         # a sample that sees nothing may average over all
         hidden = ~inputs["keep"] & inputs["keep"].any(dim=1, keepdim=True)
         expected = run(case, inputs)
-        for name, values in contract.hidden.items():
-            for value in values:
-                if np.isfinite(value) or how != "body" or contract.body_hides:
-                    x = inputs[name]
-                    tokens = hidden[..., None] if x.dim() == 3 else hidden[:, None, :, None]
-                    other = inputs | {name: x.masked_fill(tokens, value)}
-                    assert_equal(run(case, other), expected, f"{name} {value}, {case.name}")
+        # of all inputs at once: whichever is read shows
+        for value in dict.fromkeys(itertools.chain(*contract.hidden.values())):
+            if np.isfinite(value) or how != "body" or contract.body_hides:
+                other = dict(inputs)
+                for name in [name for name, values in contract.hidden.items() if value in values]:
+                    tokens = hidden[..., None] if inputs[name].dim() == 3 else hidden[:, None, :, None]
+                    other[name] = inputs[name].masked_fill(tokens, value)
+                assert_equal(run(case, other), expected, f"{value}, {case.name}")
 
 
-@table(*KERNELS, every=False)
+@table(*KERNELS, every=False, fast=3)
 def test_neither_threads_nor_schedule_nor_grid_change_a_bit(op: str, how: str, cases: list[Case]) -> None:
     made = implementation(op, how)
     for case in cases:
@@ -208,7 +216,7 @@ def rows_of(sample: int, batch: int, x: Any) -> Any:
     return x[sample * rows : (sample + 1) * rows]
 
 
-@table(*KERNELS, every=False)
+@table(*KERNELS, every=False, fast=3)
 def test_arrays_may_begin_at_any_element(op: str, how: str, cases: list[Case]) -> None:
     run = implementation(op, how).answers
     for case in cases:
@@ -228,15 +236,14 @@ def test_every_byte_of_a_mask_that_is_not_0_is_true(op: str, how: str) -> None:
 
 # ONNX Runtime's products do not spread one matrix over none, and take no sums over nothing: `body_refuses`
 @operators
-@pytest.mark.parametrize("how", ["torch", "kernel", "body", "cuda"])
-def test_empty_inputs_give_what_the_formula_gives(op: str, how: str) -> None:
+def test_empty_inputs_give_what_the_formula_gives(op: str) -> None:
     contract = CONTRACTS[op]
-    refused = {"body": contract.body_refuses, "cuda": contract.unlaunched}.get(how, ())
-    for case in contract.empty:
-        if case in refused:
+    refused = {"body": contract.body_refuses, "cuda": contract.unlaunched}
+    for how, case in itertools.product(("torch", "kernel", "body", "cuda"), contract.empty):
+        if case in refused.get(how, ()):
             continue
         inputs = contract.inputs(case, "cpu")
-        with named(case.name):
+        with named(f"{how}, {case.name}"):
             answers = implementation(op, how).answers(case, inputs)
             assert [x.shape for x in answers] == [output.shape for output in contract.outputs(case).values()]
             if any(x.size for x in answers):
@@ -375,16 +382,19 @@ def test_wrong_attributes_are_errors_of_the_kernel(op: str) -> None:
 
 
 @operators
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_it_is_registered_as_pytorch_asks(op: str, dtype: torch.dtype) -> None:
+def test_it_is_registered_as_pytorch_asks(op: str) -> None:
     case = CONTRACTS[op].cases[0]
-    inputs = zip(SIGNATURES[op].inputs, without_nan(CONTRACTS[op].inputs(case, "cpu")).values(), strict=True)
-    given = [x.to(dtype) if x.is_floating_point() and of.dtype == "T" else x for of, x in inputs]
-    # a custom operator's result is new memory, also for the strides of split heads
-    axes = (1, 2) if given[0].dim() > 3 else (0, 1)
-    given[0] = given[0].transpose(*axes).contiguous().transpose(*axes)
+    inputs = [*zip(SIGNATURES[op].inputs, without_nan(CONTRACTS[op].inputs(case, "cpu")).values(), strict=True)]
     operator = getattr(torch.ops.effexport, OPS[op].torch_name).default
-    torch.library.opcheck(operator, (*given, *CONTRACTS[op].attributes(case).values()))
+    every = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    # tracing takes a second and sees the schema, not the type
+    for dtype, checks in ((torch.float32, every), (torch.float16, every[:3]), (torch.float64, every[:3])):
+        given = [x.to(dtype) if x.is_floating_point() and of.dtype == "T" else x for of, x in inputs]
+        # a custom operator's result is new memory, also for the strides of split heads
+        axes = (1, 2) if given[0].dim() > 3 else (0, 1)
+        given[0] = given[0].transpose(*axes).contiguous().transpose(*axes)
+        with named(dtype):
+            torch.library.opcheck(operator, (*given, *CONTRACTS[op].attributes(case).values()), test_utils=checks)
 
 
 @operators

@@ -29,6 +29,8 @@ def session(model: Any, *, library: bool = True, threads: int = 2, level: int = 
     options.intra_op_num_threads = threads
     options.log_severity_level = level
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    # threads that wait actively take the processor from the others
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if library:
         options.register_custom_ops_library(limited_library())
     content = model if isinstance(model, bytes) else model.SerializeToString()
