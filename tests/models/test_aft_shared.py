@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
+from slow_cases import named, slow_after
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6
@@ -45,29 +47,30 @@ def test_a_sample_without_any_visible_key_gets_a_context_of_zero(aft, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("gap", [20.0, 60.0, 110.0])
-@pytest.mark.parametrize("position", [0, 50, 99])
-def test_one_key_far_above_the_others_is_no_problem(aft, position, gap, causal, aft_reference, aft_key_gap):
+@torch.no_grad()
+def test_one_key_far_above_the_others_is_no_problem(aft, causal, aft_reference, aft_key_gap):
     layer = aft.build(causal=causal)
-    x, keep = torch.randn(2, 100, DIM), torch.ones(2, 100, dtype=torch.bool)
-    x = aft_key_gap(layer, x, position, gap)
-    with torch.no_grad():
-        out = layer(x)
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, 100)), **FLOAT32)
+    given, keep = torch.randn(2, 100, DIM), torch.ones(2, 100, dtype=torch.bool)
+    for position, gap in itertools.product((0, 50, 99), (20.0, 60.0, 110.0)):
+        x = aft_key_gap(layer, given, position, gap)
+        with named(f"by {gap} at {position}"):
+            expected = aft_reference(layer, x, keep, aft.bias(layer, 100))
+            torch.testing.assert_close(layer(x).double(), expected, **FLOAT32)
 
 
-@pytest.mark.parametrize("position", [9, 70, 129])
-def test_a_future_key_larger_by_120_leaves_earlier_rows_alone(aft, position, aft_reference, aft_key_gap):
+@torch.no_grad()
+def test_a_future_key_larger_by_120_leaves_earlier_rows_alone(aft, aft_reference, aft_key_gap):
     layer = aft.build(causal=True)
-    x = torch.randn(2, 130, DIM)
-    keep = torch.rand(2, 130) > 0.3
-    keep[:, position] = True
-    x = aft_key_gap(layer, x, position, 120.0)
-    with torch.no_grad():
-        out, before = layer(x, keep), layer(x[:, :position], keep[:, :position])
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, 130)), **FLOAT32)
-    # float32 rounding of matrix products of other shapes
-    torch.testing.assert_close(out[:, :position], before, atol=1e-6, rtol=0)
+    given, kept = torch.randn(2, 130, DIM), torch.rand(2, 130) > 0.3
+    for position in (9, 70, 129):
+        keep = kept.clone()
+        keep[:, position] = True
+        x = aft_key_gap(layer, given, position, 120.0)
+        with named(position):
+            out, before = layer(x, keep), layer(x[:, :position], keep[:, :position])
+            torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, 130)), **FLOAT32)
+            # float32 rounding of matrix products of other shapes
+            torch.testing.assert_close(out[:, :position], before, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -84,6 +87,17 @@ def test_half_precision_stays_close(aft, causal, aft_key_gap):
 
 
 @pytest.mark.requires("onnx", "ort")
+@pytest.mark.parametrize(
+    "aft",
+    slow_after(
+        1,
+        [
+            *("aft-local", "aft-full", "aft-simple", "aft-conv"),
+            *("aft-full with a full bias", "aft-local with a full bias"),
+        ],
+    ),
+    indirect=True,
+)
 # PyTorch takes half a minute to export the causal form in standard operators
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_onnx_runtime_agrees_at_other_lengths_and_batches(aft, causal, aft_onnx_error):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slow_cases import named
 from torch import Tensor
 
 from effexport.models.contract import HostileInputs
@@ -58,14 +59,16 @@ def recurrent(layer: LinearAttention, x: Tensor) -> Tensor:
     return torch.cat(outputs, dim=1)
 
 
-@pytest.mark.parametrize("chunk_length", [1, 7, 64, 200])
-@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 130])
 @torch.no_grad()
-def test_quadratic_chunked_and_recurrent_forms_agree(seq_len: int, chunk_length: int) -> None:
-    layer, x = linear(causal=True, chunk_length=chunk_length), tokens(2, seq_len, 32)
-    quadratic = exact(layer, x, all_kept(x)) @ layer.out.weight.double().T + layer.out.bias.double()
-    assert relative_error(layer(x), quadratic) <= FLOAT32
-    assert relative_error(recurrent(layer, x), quadratic) <= FLOAT32
+def test_quadratic_chunked_and_recurrent_forms_agree() -> None:
+    for seq_len in (1, 63, 64, 65, 130):
+        for chunk_length in (1, 7, 64, 200):
+            layer, x = linear(causal=True, chunk_length=chunk_length), tokens(2, seq_len, 32)
+            quadratic = exact(layer, x, all_kept(x)) @ layer.out.weight.double().T + layer.out.bias.double()
+            with named(f"{seq_len} tokens in chunks of {chunk_length}"):
+                assert relative_error(layer(x), quadratic) <= FLOAT32
+        # the length of chunks is nothing to it
+        assert relative_error(recurrent(layer, x), quadratic) <= FLOAT32, seq_len
 
 
 @torch.no_grad()
@@ -129,16 +132,17 @@ def test_the_mask_acts_after_the_feature_map(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 1000])
 @torch.no_grad()
-def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int, causal: bool) -> None:
-    layer, x = linear(causal=causal), tokens(2, seq_len, 32)
-    expected = layer(x)
-    for extra in (1, 64, 100):
-        padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
-        mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
-        mask[:, seq_len:] = 0
-        assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING
+def test_padding_content_and_length_do_not_change_kept_rows(causal: bool) -> None:
+    layer = linear(causal=causal)
+    for seq_len in (1, 63, 64, 65, 1000):
+        x = tokens(2, seq_len, 32)
+        expected = layer(x)
+        for extra in (1, 64, 100):
+            padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
+            mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
+            mask[:, seq_len:] = 0
+            assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING, (seq_len, extra)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -228,36 +232,39 @@ def trained_like(**fields: object) -> LinearAttention:
     return layer
 
 
-# One token, around a chunk of the default length, and many chunks.
-@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
 @pytest.mark.parametrize(
     ("causal", "option"),
     [*((False, option) for option in ["", *OPTIONS]), *((True, option) for option in ["", *CAUSAL_OPTIONS])],
 )
 @torch.no_grad()
-def test_every_option_is_its_formula_in_chunks_of_the_default_length(causal: bool, option: str, seq_len: int) -> None:
+def test_every_option_is_its_formula_in_chunks_of_the_default_length(causal: bool, option: str) -> None:
     options = {"": {}, **CAUSAL_OPTIONS, **OPTIONS}[option]
-    layer, x = (trained_like if option else linear)(causal=causal, **options), tokens(2, seq_len, 32)
-    keep = all_kept(x)
-    keep[1, max(1, seq_len - 5) :] = False
-    keep[1, 2:4] = False
-    actual, expected = layer.attend(x, keep), exact(layer, x, keep)
-    if not expected.any():  # the first block of a blindspot sees nothing
-        assert torch.equal(actual, expected.float())
-    else:
-        assert relative_error(actual, expected) <= (BLOCKING if option else FLOAT32)
+    layer = (trained_like if option else linear)(causal=causal, **options)
+    # one token, around a chunk of the default length, and many chunks
+    for seq_len in (1, 63, 64, 65, 100, 1000):
+        x = tokens(2, seq_len, 32)
+        keep = all_kept(x)
+        keep[1, max(1, seq_len - 5) :] = False
+        keep[1, 2:4] = False
+        actual, expected = layer.attend(x, keep), exact(layer, x, keep)
+        with named(f"{seq_len} tokens"):
+            if not expected.any():  # the first block of a blindspot sees nothing
+                assert torch.equal(actual, expected.float())
+            else:
+                assert relative_error(actual, expected) <= (BLOCKING if option else FLOAT32)
 
 
-@pytest.mark.parametrize("cut", [1, 63, 64, 65, 100])
 @torch.no_grad()
-def test_the_causal_form_does_not_see_later_tokens(cut: int) -> None:
+def test_the_causal_form_does_not_see_later_tokens() -> None:
     layer, x = linear(causal=True), tokens(2, 130, 32)
-    # other shapes, other blocks: last bits only
-    assert relative_error(layer(x[:, :cut]), layer(x)[:, :cut]) <= BLOCKING
-    changed = x.clone()
-    changed[:, cut:] += 3
-    # exactly: products with zero
-    assert torch.equal(layer(changed)[:, :cut], layer(x)[:, :cut])
+    whole = layer(x)
+    for cut in (1, 63, 64, 65, 100):
+        # other shapes, other blocks: last bits only
+        assert relative_error(layer(x[:, :cut]), whole[:, :cut]) <= BLOCKING, cut
+        changed = x.clone()
+        changed[:, cut:] += 3
+        # exactly: products with zero
+        assert torch.equal(layer(changed)[:, :cut], whole[:, :cut]), cut
 
 
 @pytest.mark.parametrize("option", [option for option in CAUSAL_OPTIONS if "blindspot" not in option])

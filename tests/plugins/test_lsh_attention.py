@@ -15,6 +15,7 @@ from emulated_plugins import array_of
 from implementations import implementation
 from kernel_sessions import ort_value, session
 from lsh_attention_cases import ATTRIBUTES, CASES, FP32, Case, assert_close, float64_attention
+from slow_cases import named
 from torch import Tensor
 
 from effexport.models.layers import fused_operators
@@ -100,16 +101,17 @@ def arrays_of(name: str) -> Arrays:
     return CASES[name].arrays()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_contracts_formula_is_that_of_another_way_to_float64(name: str) -> None:
-    case, arrays = CASES[name], arrays_of(name)
-    out = CONTRACT.exact(call_of(case), {x: torch.from_numpy(array) for x, array in arrays.items()})["out"].numpy()
-    expected, alone = float64_attention(case, arrays)
-    # `rounded` has logarithms of about 10 in float32
-    assert_close(out[~alone], expected[~alone], 1e-5 if case.rounded else 1e-12)
-    if not case.rounded:
-        # scores of about -1e5, of a token that sees only itself, are multiples of 1.5e-11 in float64
-        assert_close(out, expected, 1e-10)
+def test_the_contracts_formula_is_that_of_another_way_to_float64() -> None:
+    for name, case in CASES.items():
+        arrays = arrays_of(name)
+        out = CONTRACT.exact(call_of(case), {x: torch.from_numpy(array) for x, array in arrays.items()})["out"].numpy()
+        expected, alone = float64_attention(case, arrays)
+        with named(name):
+            # `rounded` has logarithms of about 10 in float32
+            assert_close(out[~alone], expected[~alone], 1e-5 if case.rounded else 1e-12)
+            if not case.rounded:
+                # scores of about -1e5, of a token that sees only itself, are multiples of 1.5e-11 in float64
+                assert_close(out, expected, 1e-10)
 
 
 def layer_of(case: Case, **fields: Any) -> LSHAttention:
@@ -134,30 +136,28 @@ def layer_of(case: Case, **fields: Any) -> LSHAttention:
 MIXED = [name for name, case in CASES.items() if case.head_dim == case.value_dim]
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_the_operator_equals_the_formulas_of_the_layer(name: str) -> None:
-    case, arrays = CASES[name], arrays_of(name)
-    qk, v, keep = (torch.from_numpy(arrays[x]) for x in ("qk", "v", "keep"))
-    layer = layer_of(case)
-    with torch.no_grad():
+@torch.no_grad()
+def test_the_operator_equals_the_formulas_of_the_layer() -> None:
+    for name in MIXED:
+        qk, v, keep = (torch.from_numpy(arrays_of(name)[x]) for x in ("qk", "v", "keep"))
+        layer = layer_of(CASES[name])
         plain = layer.mix((qk, v), keep)
-        with fused_operators(layer, True):
-            fused = layer.mix((qk, v), keep)
-    assert_close(fused.numpy(), plain.numpy(), 2 * FP32)
+        with named(name), fused_operators(layer, True):
+            assert_close(layer.mix((qk, v), keep).numpy(), plain.numpy(), 2 * FP32)
 
 
 @pytest.mark.requires("native", "onnx", "ort")
-@pytest.mark.parametrize("name", MIXED)
-def test_the_kernel_equals_the_formulas_of_the_layer(name: str) -> None:
-    case, arrays = CASES[name], arrays_of(name)
-    qk, v, keep = (torch.from_numpy(arrays[x]) for x in ("qk", "v", "keep"))
-    layer = layer_of(case)
-    with torch.no_grad():
-        plain = layer.mix((qk, v), keep)
+@torch.no_grad()
+def test_the_kernel_equals_the_formulas_of_the_layer() -> None:
+    for name in MIXED:
+        case, arrays = CASES[name], arrays_of(name)
+        qk, v, keep = (torch.from_numpy(arrays[x]) for x in ("qk", "v", "keep"))
+        layer = layer_of(case)
         order, rank = lsh_sort(layer.hash(qk, keep), layer.spec.total_buckets + 1)
-    hashed = {**arrays, "order": order.numpy(), "rank": rank.numpy()}
-    out = run_poisoned(session(attention_model(case.attributes)), hashed)
-    assert_close(out, plain.numpy(), 2 * FP32)
+        hashed = {**arrays, "order": order.numpy(), "rank": rank.numpy()}
+        with named(name):
+            out = run_poisoned(session(attention_model(case.attributes)), hashed)
+            assert_close(out, layer.mix((qk, v), keep).numpy(), 2 * FP32)
 
 
 @pytest.mark.requires("native", "onnx", "ort")
