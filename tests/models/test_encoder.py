@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from slow_cases import soak
 from torch import Tensor
 
 from effexport.models.attention_spec import attention_spec
@@ -287,7 +288,7 @@ def test_token_by_token_equals_the_whole_sequence(variant: str, block: str) -> N
     assert relative_error(torch.cat(outputs, dim=1), module(x)) <= 2 * BLOCKING
 
 
-@pytest.mark.parametrize("seq_len", [1, 63, 100, 1000])
+@pytest.mark.parametrize("seq_len", [1, 63, 100, soak(1000)])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("variant", ["linear", "aft-simple"])
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_after
 from torch import Tensor, nn
 from transformers_models import largest_error, oracle_from_config, randomize, run_ours, with_weights
 
@@ -301,12 +302,16 @@ def test_padding_and_other_samples_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("task", "traced", "fused"),
-    [
-        ("base", 20, False),
-        ("masked-lm", BLOCK, True),
-        ("question-answering", 7, True),
-        ("multiple-choice", 6, False),
-    ],
+    slow_after(
+        1,
+        [
+            ("masked-lm", BLOCK, True),
+            ("base", 20, False),
+            ("question-answering", 7, True),
+            ("multiple-choice", 6, False),
+        ],
+        soak_after=2,
+    ),
 )
 @torch.no_grad()
 def test_batch_and_length_stay_dynamic_in_an_exported_program(task: str, traced: int, fused: bool) -> None:

@@ -118,6 +118,7 @@ class Model(nn.Module):
         return (x + self.layer(query=x, key=x, value=x, mask=mask)).transpose(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.requires("onnx", "ort", "native")
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_the_file_computes_what_the_original_does_and_no_more_tokens(causal: bool, tmp_path: Path) -> None:

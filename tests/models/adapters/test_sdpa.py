@@ -92,39 +92,57 @@ KEPT: dict[str, Callable[[Tensor], dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("seq_len", [1, 63, 1000])
 @pytest.mark.parametrize("name", [*TURNED, *KEPT])
-def test_a_call_computes_the_same(name: str, seq_len: int) -> None:
+@torch.no_grad()
+def test_a_call_computes_the_same(name: str) -> None:
     module = Caller((TURNED | KEPT)[name]).eval()
-    x, keep = random_states(2, seq_len, WIDTH), ~padding(2, seq_len)
-    with torch.no_grad():
+    for seq_len in (1, 63, 1000):
+        x, keep = random_states(2, seq_len, WIDTH), ~padding(2, seq_len)
         expected = module(x, keep)
         with attention_calls_as_operators() as calls:
             actual = module(x, keep)
-    if seq_len == 1 and name == "of later queries":
-        assert torch.equal(actual, expected)  # zeros
-        return
-    assert relative_error(actual, expected) < CLOSE
-    if seq_len > 1:
-        assert (calls.turned, calls.kept) == ((1, 0) if name in TURNED else (0, 1))
+        if seq_len == 1 and name == "of later queries":
+            assert torch.equal(actual, expected)  # zeros
+            continue
+        assert relative_error(actual, expected) < CLOSE
+        if seq_len > 1:
+            assert (calls.turned, calls.kept) == ((1, 0) if name in TURNED else (0, 1))
 
 
-@pytest.mark.parametrize("name", [*TURNED, *KEPT])
-def test_a_call_is_turned_while_torch_export_traces(name: str) -> None:
-    module = Caller((TURNED | KEPT)[name]).eval()
+class Callers(nn.Module):
+    """All of these on one input."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.callers = nn.ModuleList(Caller((TURNED | KEPT)[name]) for name in names)
+
+    def forward(self, x: Tensor, keep: Tensor) -> list[Tensor]:
+        return [caller(x, keep) for caller in self.callers]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[name for name in TURNED if name != "additive"], ["additive"], [*KEPT]],
+    ids=["turned", "additive", "kept"],
+)
+def test_a_call_is_turned_while_torch_export_traces(names: list[str]) -> None:
+    module = Callers(names).eval()
     free = torch.export.Dim("batch", min=2), torch.export.Dim("seq", min=2)
     axes = {"x": dict(enumerate(free)), "keep": dict(enumerate(free))}
     with attention_calls_as_operators() as calls:
         program = torch.export.export(
             module, (random_states(2, 9, WIDTH), ~padding(2, 9)), dynamic_shapes=axes, strict=False
         )
-    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert names.count("effexport.masked_attention.default") == calls.turned == int(name in TURNED)
-    # no mask of all queries is left
-    assert name not in TURNED or not any("masked_fill" in made for made in names) or name == "additive"
+    made = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    turned = sum(name in TURNED for name in names)
+    assert made.count("effexport.masked_attention.default") == calls.turned == turned
+    assert calls.kept == len(names) - turned
+    if turned and names != ["additive"]:
+        assert not any("masked_fill" in target for target in made), "a mask of all queries is left"
     x, keep = random_states(3, 63, WIDTH), ~padding(3, 63)
     with torch.no_grad():
-        assert relative_error(program.module()(x, keep), module(x, keep)) < CLOSE
+        for name, found, expected in zip(names, program.module()(x, keep), module(x, keep), strict=True):
+            assert relative_error(found, expected) < CLOSE, name
 
 
 def test_shapes_that_the_operator_does_not_take_stay_pytorchs() -> None:
