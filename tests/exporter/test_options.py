@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,11 +132,10 @@ def test_every_option_has_a_line_of_help(record: type[Options]) -> None:
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "plugins build", "plugins path", "plugins info"])
-def test_the_help_fits_into_a_terminal(name: str) -> None:
+def test_the_help_fits_into_a_terminal(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Two screens of 80 × 50; an option is one line."""
-    words = [sys.executable, "-m", "effexport", *name.split(), "--help"]
-    environment = os.environ | {"COLUMNS": "80"}
-    lines = subprocess.run(words, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli(*name.split(), "--help").out.splitlines()
     assert len(lines) <= 100
     assert max(map(len, lines)) <= 80
     options = [line for line in lines if line.startswith("  -")]
