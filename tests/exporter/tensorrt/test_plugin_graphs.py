@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 from emulated_plugins import Call, array_of, emulated_op, execute, relative_rms
 from random_graphs import random_graph
+from slow_cases import named, soak
 from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.base.errors import StageError
@@ -55,8 +56,8 @@ def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProt
     values, fixed = [], OPS[op].load_trt().CHOICES[-1].fixed
     for parameter, (name, array) in zip(signature.inputs, given.items(), strict=True):
         elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-        named = zip(parameter.dims.split(), array.shape, strict=True)
-        dims = [dim if dynamic and dim not in fixed and not dim.isdecimal() else size for dim, size in named]
+        sizes = zip(parameter.dims.split(), array.shape, strict=True)
+        dims = [dim if dynamic and dim not in fixed and not dim.isdecimal() else size for dim, size in sizes]
         values.append(onnx.helper.make_tensor_value_info(name, elem_type, dims))
     of_t = onnx.helper.np_dtype_to_tensor_dtype(next(iter(given.values())).dtype)
     types = {"T": of_t, "int32": onnx.TensorProto.INT32, "float32": onnx.TensorProto.FLOAT}
@@ -78,7 +79,6 @@ def run_as_plugins(op: str, case: Case, dynamic: bool = False) -> list[Call] | N
     model, inputs = model_of(op, case, dynamic)
     prepared = prepared_model(model, SPEC, GPUS)
     if prepared.implementation == {op: "body"}:
-        assert "the TensorRT plugin" in prepared.remarks[0]
         return None
     found = execute(prepared.model, inputs, seed=len(case.name))
     # a NaN in a hidden token is multiplied by zero in some bodies, as their contracts say
@@ -99,32 +99,40 @@ def run_as_plugins(op: str, case: Case, dynamic: bool = False) -> list[Call] | N
     return found.calls
 
 
-def small_cases(op: str) -> tuple[list[Case], list[Case]]:
-    """Those that are computed: all in float32 or int32, one in each other type. And the rest: if plugins launch what
-    launch_cuda does, they compute what it does, as test_contract.py shows."""
-    small = load_contract(OPS[op]).small
-    first = {case.dtype: case for case in reversed(small)}
-    computed = [case for case in small if case.dtype in ONE_TYPE or case is first[case.dtype]]
-    return computed, [case for case in small if case not in computed]
-
-
-@pytest.mark.parametrize(
-    ("op", "case"), [pytest.param(op, case, id=f"{op} {case.name}") for op in PLUGINS for case in small_cases(op)[0]]
-)
-def test_plugins_compute_what_the_body_and_the_definition_do(op: str, case: Case) -> None:
-    calls = run_as_plugins(op, case)
-    if calls is not None:
-        assert calls == calls_of_launch_cuda(op, case, calls)
-
-
+@pytest.mark.parametrize("every", [False, soak(True)], ids=["of each form", "every case"])
 @pytest.mark.parametrize("op", PLUGINS)
-def test_every_type_has_cases_that_run_as_plugins(op: str) -> None:
-    types = {case.dtype for case in load_contract(OPS[op]).small if supported(op, case)}
-    assert types == set(OPS[op].load_trt().PLUGINS[0].types) or types == {"int32"}
+def test_plugins_compute_what_the_body_and_the_definition_do(op: str, every: bool) -> None:
+    """Of the cases that launch the same kernels, with inputs of one kind in float32 or int32, the last is computed: if
+    plugins launch what launch_cuda does, which is held in all cases, they compute what it does, as test_contract.py
+    shows."""
+    cases = load_contract(OPS[op]).small
+    calls = {case: found for case in cases if (found := launched(op, case)) is not None}
+    assert {case.dtype for case in calls} in (set(OPS[op].load_trt().PLUGINS[0].types), {"int32"})
+    forms = {(case.dtype in ONE_TYPE and case.kind, *(call.entry for call in calls[case])): case for case in calls}
+    for case in calls if every else forms.values():
+        with named(case.name):
+            assert run_as_plugins(op, case) == calls[case]
 
 
-def supported(op: str, case: Case) -> bool:
-    return prepared_model(model_of(op, case)[0], SPEC, GPUS).implementation == {op: "plugin"}
+def launched(op: str, case: Case) -> list[Call] | None:
+    """The launches of a case, which must be those of launch_cuda; None where plugins do not support it. No block
+    runs."""
+    model, inputs = model_of(op, case)
+    prepared = prepared_model(model, SPEC, GPUS)
+    if prepared.implementation == {op: "body"}:
+        assert "the TensorRT plugin" in prepared.remarks[0]
+        return None
+    calls = execute(prepared.model, inputs, dry=True).calls
+    assert calls == calls_of_launch_cuda(op, case, calls), case.name
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", PLUGINS)
+def test_plugins_launch_what_launch_cuda_does(op: str) -> None:
+    for case in load_contract(OPS[op]).checked:
+        if np.prod(case.sizes[:5], dtype=object) <= 10**8:  # the inputs of others take too long to make
+            launched(op, case)
 
 
 def in_one_type() -> Iterator[Any]:
@@ -138,19 +146,6 @@ def in_one_type() -> Iterator[Any]:
 @pytest.mark.parametrize(("op", "case"), in_one_type())
 def test_plugins_compute_it_where_sizes_are_not_known(op: str, case: Case) -> None:
     run_as_plugins(op, case, dynamic=True)
-
-
-@pytest.mark.parametrize("field", ["small", pytest.param("checked", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("op", PLUGINS)
-def test_plugins_launch_what_launch_cuda_does(op: str, field: str) -> None:
-    for case in small_cases(op)[1] if field == "small" else load_contract(OPS[op]).checked:
-        if np.prod(case.sizes[:5], dtype=object) > 10**8:
-            continue  # its inputs take too long to make
-        model, inputs = model_of(op, case)
-        prepared = prepared_model(model, SPEC, GPUS)
-        if prepared.implementation == {op: "plugin"}:
-            calls = execute(prepared.model, inputs, dry=True).calls
-            assert calls == calls_of_launch_cuda(op, case, calls), case.name
 
 
 def calls_of_launch_cuda(op: str, case: Case, calls: list[Call]) -> list[Call]:
