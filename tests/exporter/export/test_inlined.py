@@ -43,6 +43,7 @@ def outputs_of(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> list[Arra
 def test_the_result_has_standard_operators_only_and_computes_the_same_bits(
     built: Built, variant: str, scope: str
 ) -> None:
+    """Also: names are unique, stable, and those of the graph before."""
     artifact = built(variant, scope)
     model = load_graph(artifact.model_path)
     before = model.SerializeToString()
@@ -56,6 +57,13 @@ def test_the_result_has_standard_operators_only_and_computes_the_same_bits(
     assert "CastLike" not in {node.op_type for node in all_nodes(result)}
     assert graph_tensors(result.graph.input) == artifact.spec.inputs
     assert graph_tensors(result.graph.output) == artifact.spec.outputs
+    values = [value for node in result.graph.node for value in node.output if value]
+    nodes = [node.name for node in result.graph.node]
+    assert len(set(values)) == len(values)
+    assert len(set(nodes)) == len(nodes)
+    assert {value for node in model.graph.node for value in node.output} <= set(values)
+    assert [tensor.name for tensor in result.graph.initializer] == [tensor.name for tensor in model.graph.initializer]
+    assert inlined(model).SerializeToString(deterministic=True) == result.SerializeToString(deterministic=True)
     rng = np.random.default_rng(0)
     for seq_len, lengths in ((64, None), (37, [37, 19, 1])):
         inputs = random_inputs(artifact.spec, rng, 3, seq_len, lengths)
@@ -70,18 +78,6 @@ def test_half_precision_computes_the_same_bits_too(name: str) -> None:
     inputs = random_inputs(spec, np.random.default_rng(0), 2, 50, [50, 7])
     for given, expected in zip(outputs_of(inlined(model), inputs), outputs_of(model, inputs), strict=True):
         np.testing.assert_array_equal(given, expected)
-
-
-def test_names_are_unique_stable_and_those_of_the_graph_before(built: Built, variant: str) -> None:
-    model = load_graph(built(variant, "encoder").model_path)
-    result = inlined(model)
-    values = [value for node in result.graph.node for value in node.output if value]
-    nodes = [node.name for node in result.graph.node]
-    assert len(set(values)) == len(values)
-    assert len(set(nodes)) == len(nodes)
-    assert {value for node in model.graph.node for value in node.output} <= set(values)
-    assert [tensor.name for tensor in result.graph.initializer] == [tensor.name for tensor in model.graph.initializer]
-    assert inlined(model).SerializeToString(deterministic=True) == result.SerializeToString(deterministic=True)
 
 
 def test_the_nodes_of_a_body_belong_to_the_module_of_their_call(built: Built) -> None:
