@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from slow_cases import soak
 
 from effexport.artifact import Artifact
 from effexport.proof.candidate import GIVEN_SUFFIX, ModelCandidate, given_values, open_in_ort, with_given_values
@@ -123,7 +124,8 @@ WRONG: dict[str, tuple[Fault, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["softmax", "nystrom", "lsh"])
+# checks of models with a hash, and of others
+@pytest.mark.parametrize("name", ["softmax", soak("nystrom"), "lsh"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_answer_is_caught(built: Built, name: str, wrong: str) -> None:
     fault, expected = WRONG[wrong]
@@ -196,9 +198,9 @@ def test_each_weight_that_is_one_percent_off_is_caught(built: Built, tmp_path: P
             artifact, tmp_path / "model.onnx", lambda name, a, t=target: one_percent_off(a) if name == t else None
         )
         assert changed == [target]
-        checks = list(run_checks(candidate_of(artifact, tmp_path / "model.onnx"), cases, artifact.spec))
-        failed = {check.name for check in checks if check.status == "failed"}
-        assert failed & {"arithmetic", "arithmetic with identical buckets"}, f"{target} × 1.01 passed"
+        checks = run_checks(candidate_of(artifact, tmp_path / "model.onnx"), cases, artifact.spec)
+        failed = (check.name for check in checks if check.status == "failed")
+        assert any(name in ("arithmetic", "arithmetic with identical buckets") for name in failed), f"{target} × 1.01"
 
 
 def test_rotations_of_the_wrong_sign_are_caught(built: Built, tmp_path: Path) -> None:
