@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from campaign import records
-from campaign.commands import Case, Ended, in_workers, run_command
+from campaign.commands import WORKERS, Case, Ended, in_workers, run_command
 from campaign.onnx_mutations import mutated_model
 from campaign.strange import FORGED, OPTION, any_number_of_digits, mutated_json, text_of
 from campaign.tally import Tally
@@ -27,9 +27,9 @@ SHARE_OF_RECORDS = 0.1
 ENGINE = "inspect engine"
 
 
-def run(cases: int, seed: int, folder: Path) -> Tally:
+def run(cases: int, seed: int, folder: Path, workers: int = WORKERS) -> Tally:
     """Mutate artifacts of several kinds and give each to a command."""
-    return in_workers(cases, attacker, healthy_artifacts(), folder, seed)
+    return in_workers(cases, attacker, healthy_artifacts(), folder, seed, workers=workers)
 
 
 def healthy_artifacts() -> Path:
