@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_cases import soak
 from torch import Tensor, nn
 from torch.export import Dim
 from written_module import DIM, Written, vectors
@@ -246,12 +247,12 @@ def test_a_branch_of_the_length_limits_the_file_on_the_side_of_the_example(tmp_p
 @pytest.mark.parametrize(
     ("change", "tokens", "limits"),
     [
-        (doubled_if_single, 1, (1, 1)),
+        soak((doubled_if_single, 1, (1, 1))),
         (squared_if_several, 20, (2, 40)),
-        (squared_if_several, 50, (41, None)),
+        soak((squared_if_several, 50, (41, None))),
         (causal_if_several, 1, (1, None)),
         (cached_and_causal_if_several, 1, (1, 1)),
-        (cached_and_causal_if_several, 8, (2, None)),
+        soak((cached_and_causal_if_several, 8, (2, None))),
         (causal_if_short, 120, (100, None)),
     ],
 )
@@ -323,11 +324,11 @@ def test_a_length_that_the_code_is_tied_to_is_fixed_and_the_line_named(
     ("change", "length", "sizes", "line"),
     [
         (other_at_one_length, 12, (10, None), 1),
-        (other_at_one_length, 6, (1, 8), 1),
+        soak((other_at_one_length, 6, (1, 8), 1)),
         (doubled_in_a_part_of_a_side, 20, (1, 900), 3),
         (padded_if_needed_and_doubled_if_short, 24, (16, None), 1),
         (first_300, 20, (1, 2400), 1),
-        (sums_of_largest_in_thirds, 20, (5, None), 1),
+        soak((sums_of_largest_in_thirds, 20, (5, None), 1)),
     ],
 )
 def test_the_sizes_around_the_example_whose_branches_compute_the_same_are_taken(
@@ -375,7 +376,7 @@ def test_sizes_at_which_the_model_fails_are_no_other_side() -> None:
     assert not agrees(other_at_9_and_none_below_4, 3)
 
 
-@pytest.mark.parametrize("length", [20, pytest.param(24, marks=pytest.mark.soak), 40])
+@pytest.mark.parametrize("length", [soak(20), soak(24), 40])
 def test_branches_that_compute_the_same_leave_the_length_free(length: int, tmp_path: Path) -> None:
     model = PadsAndRemembers().eval()
     assert effexport.export(model, vectors(2, length), tmp_path / "out").artifact.spec.model.size_notes == {}

@@ -339,10 +339,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return of
 
 
-# Each has a twin above that goes the same way through the exporter.
+# Each has a twin above, or a test below, that goes the same way through the exporter.
 TWINS = {
-    *("returns one tensor twice", "writes to its tokens", "points in space", "tokens counted from one", "ignores"),
-    *("queries without keys in three axes", "floats that are added, for each token", "RNN"),
+    *("returns one tensor twice", "writes to its input", "writes to its tokens", "points in space"),
+    *("tokens counted from one", "keeps", "ignores", "queries without keys in three axes"),
+    *("floats that are added, for each token", "GRU", "RNN"),
 }
 
 
