@@ -112,18 +112,26 @@ def write_graph(
         if problem := why_not_traced(graph, signature, spec.opset, traced_weights(module)):
             raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
     else:
-        program = program_from_module(module, example, signature, spec, optimize=False)
-        changes = program.model.meta[CHANGES]
-        if (operators := program.model.meta[OPERATORS]) is not None:
-            signature = replace(signature, custom_ops=operators)
-        if changes.outputs:
-            signature = replace(signature, outputs=changes.applied(spec).outputs)
-        graph = graph_without_weights(program.model, module)
+        graph, signature, changes = traced_graph(module, example, signature, spec)
         if traced is not None:
             # without its whole state, a module is always traced anew
             add_traced(traced, path.name, graph if spec.model.has_whole_state else graph_without_numbers(graph))
     with blaming_traced(is_read):
         return replace(finish_graph(graph, module, signature, spec, path, quantization), changes=changes)
+
+
+def traced_graph(
+    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec
+) -> tuple[bytes, GraphSignature, SpecChanges]:
+    """The graph of a module without its weights, the signature that the code of a user's own module has shown, and
+    what that changes in its spec."""
+    program = program_from_module(module, example, signature, spec, optimize=False)
+    changes: SpecChanges = program.model.meta[CHANGES]
+    if (operators := program.model.meta[OPERATORS]) is not None:
+        signature = replace(signature, custom_ops=operators)
+    if changes.outputs:
+        signature = replace(signature, outputs=changes.applied(spec).outputs)
+    return graph_without_weights(program.model, module), signature, changes
 
 
 def finish_graph(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import importlib
 import importlib.util
 import json
 import logging
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from slow_cases import soak
-from small_builds import built_artifact
+from small_builds import built_artifact, kept_trace
 from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.artifact import Artifact, Manifest, write_manifest
@@ -75,6 +76,26 @@ def one_translation_table() -> Iterator[None]:
         # it looks up all operators once per namespace in every export; nothing here registers one in C++
         if lookup := getattr(torch._export.utils, "_materialize_cpp_cia_ops", None):
             patch.setattr(torch._export.utils, "_materialize_cpp_cia_ops", functools.cache(lookup))
+        yield
+
+
+@pytest.fixture(scope="module")
+def kept_traces() -> Iterator[None]:
+    """Trace a model of ours once in the builds of all tests and runs: most of a build is its trace. For files of tests
+    about what surrounds it; those about exports, and about weights that are put into a traced graph, trace."""
+    from effexport.pipeline import build
+
+    # effexport.export itself is the function
+    exporter = importlib.import_module("effexport.export.onnx_from_module")
+    write, trace = build.write_graphs, functools.partial(kept_trace, exporter.traced_graph)
+
+    def write_graphs(of: build.Build) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exporter, "traced_graph", trace)
+            return write(of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "write_graphs", write_graphs)
         yield
 
 

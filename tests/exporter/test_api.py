@@ -18,6 +18,7 @@ import effexport
 from effexport.artifact import Artifact
 from effexport.base.spec import BuildSpec, build_spec_from_options
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
 Built = Callable[..., Artifact]
 SMALL = {"dim": 32, "heads": 2, "seq_len": 32}
 

@@ -26,7 +26,7 @@ from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import signature_from_spec
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 # The limit that docs/checkpoints.md states.
 LIMIT = 1e-4
 LONGER = {"max_position_embeddings": 128}

@@ -32,7 +32,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.building.library import find_library
 from effexport.report import description
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.usefixtures("kept_traces")]
 Cli = Callable[..., Any]
 Built = Callable[..., Artifact]
 FRAMEWORKS = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "onnxscript", "jinja2")

@@ -29,7 +29,7 @@ from effexport.runners.options import RunOptions
 from effexport.tensorrt.preparation import limit_problems
 from effexport.tensorrt.spec import profiles_from_texts
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 # What the issue of pooled answers asks for: float32 sums of two layers, in another order.
 LIMIT = 1e-5
 # Softmax attention, so that transformers takes every length; 8 channels of 32.

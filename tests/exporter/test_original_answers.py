@@ -23,7 +23,7 @@ from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.proof.cases import load_reference
 from effexport.proof.other_answers import load_answers
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.usefixtures("kept_traces")]
 LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)
 LSH = LSHSpec(dim=32, heads=2, seq_len=64, chunk_length=8)
 FLAGS = ("--variant", "linear", "--scope", "attention", "--dim", "32", "--heads", "2", "--seq-len", "64")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from kept import code_of, digest_of, kept
-from torch import nn
+from torch import Tensor, nn
 
 from effexport.base.environment import versions
 from effexport.base.spec import BuildSpec
 from effexport.export.module_source import model_from_source, module_from_seed
 from effexport.export.onnx_from_module import onnx_from_module
+from effexport.export.onnx_graph import GraphSignature
+from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
 from effexport.models.sources import source_from_path
 from effexport.plugins.building.library import find_library
 
 # Folders whose code no build runs; tests/test_imports.py holds them above pipeline/build.py.
 ABOVE_BUILD = {"bench", "cli", "serving"}
+Trace = Callable[[nn.Module, tuple[Tensor, ...], GraphSignature, BuildSpec], tuple[bytes, GraphSignature, SpecChanges]]
 
 
 def exported(spec: BuildSpec) -> Path:
@@ -51,6 +55,21 @@ def calibrated_artifact(spec: BuildSpec) -> Path:
         effexport.build(spec, folder / "built", calibration=folder / "tokens.npz")
 
     return kept(f"calibrated/{digest_of([repr(spec)])}", [Path(__file__), *what_decides_a_build()], make) / "built"
+
+
+def kept_trace(
+    trace: Trace, module: nn.Module, example: tuple[Tensor, ...], signature: GraphSignature, spec: BuildSpec
+) -> tuple[bytes, GraphSignature, SpecChanges]:
+    """What `trace`, the function `traced_graph`, returns in a build: of a model of ours, whose spec decides it, what it
+    has returned to an earlier test or run."""
+    if spec.model.is_traced_as_found or not spec.model.has_whole_state:
+        return trace(module, example, signature, spec)
+    folder = kept(
+        f"traces/{digest_of([repr((spec, signature)), f'{type(module)} {module}'])}",
+        what_decides_a_build(),
+        lambda folder: (folder / "graph").write_bytes(trace(module, example, signature, spec)[0]),
+    )
+    return (folder / "graph").read_bytes(), signature, NO_CHANGES
 
 
 @functools.cache

@@ -24,7 +24,11 @@ from effexport.plugins.building.ptx import PtxTarget
 from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
 
 # one worker, so that every engine is built once
-pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "rtx"), pytest.mark.xdist_group("engine commands")]
+pytestmark = [
+    pytest.mark.requires("torch", "onnx", "ort", "rtx"),
+    pytest.mark.xdist_group("engine commands"),
+    pytest.mark.usefixtures("kept_traces"),
+]
 SMALL = ("--dim", "32", "--heads", "2", "--layers", "1", "--seq-len", "64")
 
 

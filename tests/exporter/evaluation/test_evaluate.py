@@ -34,7 +34,7 @@ from effexport.proof.rebuilt_module import model_of_artifact
 from effexport.report.rendering.formats import report_from_values
 from effexport.text.tasks import Labels, TextClassification
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 Cli = Callable[..., Any]
 TEXT = "Größe und Länge, gemessen in Bytes. " * 5
 # float32 logits within 2e-4 of their RMS, averaged over some hundred answers

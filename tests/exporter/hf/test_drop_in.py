@@ -26,7 +26,7 @@ from effexport.export.exported_model import EXPORT_JSON, output_class
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.variants.linear.spec import LinearSpec
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 # Scores are softmaxes of logits that differ by rounding in float32; the limit that docs/text.md states.
 LIMIT = 1e-4
 

@@ -21,7 +21,7 @@ from effexport.proof.cases import load_reference
 from effexport.proof.check import Kind
 from effexport.proof.tolerances import ARITHMETIC
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.usefixtures("kept_traces")]
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "dynamic": {"precision": "int8"},

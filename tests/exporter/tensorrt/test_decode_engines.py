@@ -30,7 +30,7 @@ from effexport.tensorrt.runner import decoder_in_trt
 from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "rtx"), pytest.mark.usefixtures("kept_traces")]
 GRAPHS = RunOptions(runtime="trt", cuda_graph=True)
 KINDS = [
     ("linear", "encoder", "fp16"),

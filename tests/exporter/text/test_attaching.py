@@ -19,7 +19,7 @@ from effexport.text.attaching import TokenizerSource, copy_tokenizer
 from effexport.text.fast_tokenizer import tokenizer_from_artifact
 from effexport.text.task import ByteTokenizer
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 CONFIG = TINY_OF_TEXTS | {"max_position_embeddings": 16}
 TEXT = "Paris is the [MASK] of <ent> France."
 

@@ -23,7 +23,7 @@ from effexport.base.errors import UserError
 from effexport.text.task import TextOptions
 from effexport.text.tasks import FillMask, labels_from_config
 
-pytestmark = pytest.mark.requires("torch", "transformers")
+pytestmark = [pytest.mark.requires("torch", "transformers"), pytest.mark.usefixtures("kept_traces")]
 # float32 softmaxes of the same logits differ by 1e-7; the limit is the one that users are promised
 LIMIT = 1e-4
 FAST = ("bert-with-words", "bert-wide-mask", "roberta-with-words", "bpe-wide-mask", "albert", "reformer")
