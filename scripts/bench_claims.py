@@ -2,7 +2,8 @@
 """Measure the CPU speed targets of docs/benchmarks.md, each as a ratio within one run.
 
 Every candidate is first compared with PyTorch (`effexport.bench`). Candidates take turns, and their medians are
-compared. Unless stated otherwise, a target is about attention without projections in float32.
+compared. Unless stated otherwise, a target is about attention without projections in float32. Those of recurrences are
+about a whole model on one thread, in processor time, which other programs lengthen less than wall time.
 
     .venv/bin/python scripts/bench_claims.py                          # everything, about ten minutes on two cores
     .venv/bin/python scripts/bench_claims.py --claim nystrom --rounds 7
@@ -12,19 +13,22 @@ compared. Unless stated otherwise, a target is about attention without projectio
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from effexport import load_decoder
 from effexport.base.environment import describe_machine, usable_cores
@@ -33,12 +37,26 @@ from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
 from effexport.bench.models import inputs_of_case, onnx_from_case
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall
+from effexport.export.decode_step import onnx_with_state
+from effexport.models.encoder.module import DecodeStep, Encoder, Prefill, module_from_spec
 from effexport.pipeline.build import artifact_from_spec
 from effexport.plugins.building.library import find_library
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.session import ANY_OPSET
 
 LINEAR_SHAPE = {"seq_len": 6000, "batch": 32, "head_dim": 64}
+RECURRENT: dict[str, Any] = {
+    "variant": "gated-delta",
+    "dim": 512,
+    "heads": 8,
+    "layers": 12,
+    "seq_len": 4096,
+    "bias": False,
+    "lm_head": True,
+}
+# Of float32 beside float32 after twelve layers, relative to the largest element.
+RECURRENT_LIMIT = 1e-3
 LEAN = ("linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv")
 
 
@@ -288,6 +306,116 @@ def aft(rounds: int) -> Iterator[Claim]:
         yield Claim(what, times["16384"] / times["8192"], 2.3, False, figures)
 
 
+def recurrence(rounds: int) -> Iterator[Claim]:
+    """A gated-delta model on one thread: a prompt beside a Scan and transformers, a token beside its weights."""
+    torch.set_num_threads(1)
+    os.environ[ANY_OPSET] = "0"
+    spec = build_spec_from_options(RECURRENT, None)
+    ours = module_from_spec(spec.model, 0)
+    assert isinstance(ours, Encoder)
+    graphs = {"ours": (Prefill, spec), "scan": (Prefill, replace(spec, carrier="standard")), "step": (DecodeStep, spec)}
+    runners = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (kind, own) in graphs.items():
+            path = Path(folder) / f"{name}.onnx"
+            onnx_with_state(kind, ours, own, path)
+            runners[name] = OrtRunner(path, RunOptions(threads=1))
+    model = Prefill(ours)
+    state = {name: x.numpy() for name, x in zip(model.state_names, model.initial_state(1), strict=True)}
+    tokens = np.random.default_rng(0).integers(2, 258, (1, RECURRENT["seq_len"]))
+    prompt = {"input_ids": tokens, "attention_mask": np.ones_like(tokens), "position": np.zeros(1, np.int64), **state}
+    theirs = with_layers_of_transformers(ours)
+
+    @torch.inference_mode()
+    def eager() -> Tensor:
+        logits: Tensor = theirs(torch.from_numpy(tokens))
+        return logits
+
+    expected = eager().numpy()
+    for name in ("ours", "scan"):
+        error = np.abs(runners[name].run(prompt)["logits"] - expected).max() / np.abs(expected).max()
+        if not error <= RECURRENT_LIMIT:
+            sys.exit(f"bench_claims.py: {name} differs from transformers by {error:.2g} of the largest logit")
+    calls = {name: runners[name].bind(prompt).run for name in ("ours", "scan")} | {"theirs": eager}
+    times = processor_turns(calls, max(3, rounds // 5))
+    what = "gated-delta, 12 layers of 512, 4096 tokens: times faster than {}"
+    yield times.claim("scan", "ours", 3, True, what.format("ONNX's operator, a Scan"))
+    yield times.claim("theirs", "ours", 1.5, True, what.format("with transformers' eager layers"))
+    token = {"input_ids": tokens[:, :1], "position": prompt["position"], **state}
+    embeddings = {"token_embedding.weight", "position_embedding.weight"}
+    count = sum(x.numel() for name, x in ours.named_parameters() if name not in embeddings)
+    weights = np.ones(count, np.float32)
+    times = processor_turns({"step": runners["step"].bind(token).run, "weights": weights.sum}, 3 * rounds)
+    yield times.claim("step", "weights", 1.3, False, "gated-delta decode step ÷ one sum over as many weights")
+
+
+def with_layers_of_transformers(ours: Encoder) -> nn.Module:
+    """The same model and weights with Qwen3-Next's layers, whose eager form takes chunks of 64 tokens."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextGatedDeltaNet
+
+    spec = ours.spec.attention
+    config = Qwen3NextConfig(
+        hidden_size=spec.dim,
+        rms_norm_eps=spec.norm_eps,
+        linear_conv_kernel_dim=spec.conv_size,
+        linear_num_key_heads=spec.heads,
+        linear_num_value_heads=spec.heads,
+        linear_key_head_dim=spec.head_size,
+        linear_value_head_dim=spec.value_size,
+    )
+    model = copy.deepcopy(ours)
+    for block in model.blocks:
+        weights = block.attention.state_dict()
+        by_head = {name: weight.unflatten(0, (spec.heads, -1)) for name, weight in weights.items() if "." in name}
+        qkvz, ba = (
+            torch.cat([by_head[f"{name}.weight"] for name in names], dim=1).flatten(0, 1)
+            for names in (("query", "key", "value", "gate"), ("beta", "decay"))
+        )
+        theirs = Qwen3NextGatedDeltaNet(config, 0).eval()
+        theirs.load_state_dict(
+            {
+                "in_proj_qkvz.weight": qkvz,
+                "in_proj_ba.weight": ba,
+                "conv1d.weight": weights["taps"].unsqueeze(1),
+                "A_log": weights["a_log"],
+                "dt_bias": weights["dt_bias"],
+                "norm.weight": weights["norm.weight"],
+                "out_proj.weight": weights["out.weight"],
+            }
+        )
+        block.attention = theirs
+    return model
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Milliseconds of each turn of some calls: those of the processor, and those that passed."""
+
+    cpu_ms: dict[str, list[float]]
+    wall_ms: dict[str, list[float]]
+
+    def claim(self, over: str, under: str, limit: float, at_least: bool, what: str) -> Claim:
+        """The median ratio of two calls, turn by turn, in processor time."""
+        figures = "processor {:.1f} ms against {:.1f} ms, wall {:.1f} ms against {:.1f} ms".format(
+            *(statistics.median(ms[name]) for ms in (self.cpu_ms, self.wall_ms) for name in (over, under))
+        )
+        ratio = statistics.median(a / b for a, b in zip(self.cpu_ms[over], self.cpu_ms[under], strict=True))
+        return Claim(what, ratio, limit, at_least, figures)
+
+
+def processor_turns(calls: dict[str, Callable[[], object]], turns: int) -> Turns:
+    """Time calls of one thread, which take turns after one run each."""
+    times = Turns({name: [] for name in calls}, {name: [] for name in calls})
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            call()
+            if turn:
+                times.cpu_ms[name].append((time.process_time() - cpu) * 1e3)
+                times.wall_ms[name].append((time.perf_counter() - wall) * 1e3)
+    return times
+
+
 def memory(rounds: int) -> Iterator[Claim]:
     # at 16384 eager softmax needs 26 GB; its logits, and so its memory, grow with the square of the length
     quarter = measured("softmax", ("torch",), 3, memory=True, options={}, seq_len=8192)["torch"].peak_bytes
@@ -306,6 +434,7 @@ CLAIMS: dict[str, Callable[[int], Iterator[Claim]]] = {
     "linear": linear,
     "decode": decode,
     "aft": aft,
+    "recurrence": recurrence,
     "memory": memory,
 }
 
