@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # Sizes to try for the free axes of a file without an example.
 SIZES = (64, 16, 224)
+# Names of axes that torch.onnx and onnxruntime make up, in which equal sizes may have two names.
+MADE_UP = re.compile(r"\?|s\d+|unk__\d+|.*_(dim|dynamic_axes)_\d+")
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,15 @@ def guessed_inputs(
     """The inputs of a file as a module is called with them, the most likely first.
 
     Axes are named as in the file, or else with one name for all batches and one for all lengths, as tools mean them
-    that name every axis by itself. A batch and a length that the file fixes are free at first, as most modules have
-    them. Without examples, there are several sizes to try.
+    that name every axis by itself; this comes first if a tool made the names up. A batch and a length that the file
+    fixes are free at first, as most modules have them. Without examples, there are several sizes to try.
     arguments: of the module, by input. examples: by input.
     """
     found: list[ModuleInputs] = []
+    names = [dim for tensor in tensors for dim in tensor.dims if isinstance(dim, str)]
+    is_made_up = any(MADE_UP.fullmatch(name) for name in names)
     for base in SIZES[:1] if examples else SIZES:
-        for fixed, merged in ((False, False), (False, True), (True, False), (True, True)):
+        for fixed, merged in product((False, True), (True, False) if is_made_up else (False, True)):
             axes = named_axes(tensors, merged=merged)
             if fixed:
                 axes = {tensor.name: with_sizes(axes[tensor.name], tensor.dims) for tensor in tensors}

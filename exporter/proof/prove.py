@@ -5,6 +5,7 @@ The file and the contract of the other model are an artifact in memory, which is
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Kind, not_run
+from effexport.proof.free_sizes import notes_on_sizes, with_sizes_of_both, with_sizes_of_module
 from effexport.proof.matching import (
     Match,
     Offer,
@@ -45,7 +47,6 @@ from effexport.proof.matching import (
     matched_inputs,
     matched_outputs,
     offers_of,
-    with_sizes,
 )
 from effexport.proof.reference_choice import ReferenceChoice
 from effexport.proof.verify import Verification, verify_in_runtime
@@ -331,8 +332,12 @@ def subject_of_call(asked: ProofRequest, called: Called, choice: ReferenceChoice
     model, outline = asked.model, graph_outline(asked.model)
     inputs, outputs = graph_inputs(outline), graph_tensors(outline.graph.output)
     arguments = matched_inputs(model, inputs, called.offers, called.name)
-    inputs = with_sizes_of_both(inputs, arguments, called.offers)
     examples = examples_of_file(inputs, arguments, called.examples)
+    if examples:
+        trial = CalledAsFile(copy.deepcopy(called.module).eval(), arguments.names)
+        inputs = with_sizes_of_module(inputs, trial, called.constants, examples)
+    else:
+        inputs = with_sizes_of_both(inputs, arguments, called.offers)
     guesses = [
         replace(
             one,
@@ -362,20 +367,6 @@ def subject_of_call(asked: ProofRequest, called: Called, choice: ReferenceChoice
     sizes = notes_on_sizes(graph_inputs(outline), spec, called.name)
     notes = (*arguments.notes, *results.notes, *notes_on_file(outline, precision), *sizes, *spec.model.notes)
     return ArtifactCandidate(artifact, asked.options, None), VerifyRequest(choice, source, notes=notes)
-
-
-def with_sizes_of_both(
-    inputs: Sequence[TensorInfo], arguments: Match, offers: Sequence[Offer]
-) -> tuple[TensorInfo, ...]:
-    """The inputs of the file with the sizes that the other file fixes, where this one does not."""
-    others = {offer.name: offer.dims for offer in offers}
-    found = []
-    for tensor in inputs:
-        other = others[arguments.names[tensor.name]]
-        if other is not None and len(other) == len(tensor.dims):
-            tensor = replace(tensor, dims=with_sizes(tensor.dims, other))
-        found.append(tensor)
-    return tuple(found)
 
 
 def examples_of_file(
@@ -428,20 +419,6 @@ def with_axes_of_file(
     return spec
 
 
-def notes_on_sizes(inputs: Sequence[TensorInfo], spec: BuildSpec, other: str) -> dict[str, None]:
-    """Sentences on axes that are free in the file, and of which the other model takes one size."""
-    pairs = (
-        (dim, size)
-        for tensor, own in zip(inputs, spec.inputs, strict=True)
-        for dim, size in zip(tensor.dims, own.dims, strict=True)
-    )
-    return {
-        f"{dim} is free in the file, and {other} takes {size} only; other sizes were not compared.": None
-        for dim, size in pairs
-        if isinstance(dim, str) and isinstance(size, int)
-    }
-
-
 def with_independence(user: UserModel, spec: BuildSpec) -> BuildSpec:
     """The spec, which holds the file to independent samples if those of the model are independent in PyTorch."""
     from effexport.proof.reference import are_independent
@@ -454,14 +431,19 @@ def with_independence(user: UserModel, spec: BuildSpec) -> BuildSpec:
 
 
 def precision_of_file(model: onnx.ModelProto) -> str:
-    """The lowest precision in which a file keeps or computes numbers: fp32, fp16 or bf16."""
-    import onnx
+    """The lowest precision in which a file keeps numbers, or computes them if it has no weights: fp32, fp16 or bf16."""
+    from onnx import TensorProto
 
-    names: dict[int, str] = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
-    weights = {names.get(tensor.data_type) for tensor in all_tensors(model) if len(tensor.dims)}
+    names: dict[int, str] = {
+        TensorProto.FLOAT16: "float16",
+        TensorProto.BFLOAT16: "bfloat16",
+        TensorProto.FLOAT: "float32",
+    }
+    weights = {names[one.data_type] for one in all_tensors(model) if len(one.dims) and one.data_type in names}
     casts = {names.get(a.i) for node in all_nodes(model) if node.op_type == "Cast" for a in node.attribute}
     types = {tensor.dtype for tensor in (*graph_inputs(model), *graph_tensors(model.graph.output))}
-    found = weights | casts | types
+    # a detour through half precision between weights in float32 may be the exporter's fault
+    found = (weights or casts) | types
     return next((DTYPES[name].precision for name in ("bfloat16", "float16") if name in found), "fp32")
 
 

@@ -156,7 +156,8 @@ def subject_with(
     specs = [layer.spec for layer in attention_layers(adapted.module)]
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)
     notes += shared_note(original, adapted.replaced)
-    return Subject(original, adapted, name, specs, notes, tuned_length(specs, name, wanted, limit), limit)
+    tuned = tuned_length(specs, name, wanted, limit)
+    return Subject(original, adapted, name, specs, notes, tuned, limit, as_it_stands=keep is None)
 
 
 def subject_again(subject: Subject, replaced: Collection[str]) -> Subject:
@@ -189,7 +190,7 @@ def probed_as_called(subject: Subject, calling: Calling, has_length: bool) -> tu
 @dataclass(frozen=True)
 class Subject:
     """A model under the probe, and what its layers say. tuned: the length to export for. limit: the most tokens that
-    all layers take, None if there is no limit."""
+    all layers take, None if there is no limit. as_it_stands: it is not exported by us, but compared with a file."""
 
     original: nn.Module
     adapted: Adapted
@@ -198,6 +199,7 @@ class Subject:
     notes: tuple[str, ...]
     tuned: int
     limit: int | None
+    as_it_stands: bool = False
 
 
 def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpec]:
@@ -260,7 +262,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         replaced={path: qualified_name(subject.original.get_submodule(path)) for path in adapted.replaced},
         remarks=(
             *subject.notes,
-            *remarks_on(subject.original, adapted, calls[True].turned),
+            *remarks_on(subject.original, adapted, 0 if subject.as_it_stands else calls[True].turned),
             *draw_notes(subject.name, module, as_given),
             *fixed_notes(subject.name, inputs),
             *guess_notes(inputs),

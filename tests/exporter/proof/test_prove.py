@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import onnx
 import proven_models
 import pytest
+import torch
 from onnx import TensorProto, helper
 from proven_models import Edit, edited
 from slow_cases import soak
@@ -21,7 +22,9 @@ from slow_cases import soak
 import effexport
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
-from effexport.proof.matching import Offer, matched_inputs, named_axes, offers_of
+from effexport.proof.free_sizes import with_sizes_of_module
+from effexport.proof.matching import Offer, guessed_inputs, matched_inputs, named_axes, offers_of
+from effexport.proof.prove import precision_of_file
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Files = Callable[..., Path]
@@ -221,3 +224,36 @@ def test_axes_of_a_file_are_named(
     tensors: list[TensorInfo], merged: bool, expected: list[tuple[int | str, ...]]
 ) -> None:
     assert list(named_axes(tensors, merged=merged).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "second"),
+    [(("s43", "s53", "s72", "s70"), ("batch", "seq")), (("n", "s", "m", "t"), ("m_size", "t_size"))],
+    ids=["made up by torch.onnx", "chosen by a user"],
+)
+def test_made_up_names_of_axes_are_first_taken_for_one(names: tuple[str, ...], second: tuple[str, str]) -> None:
+    tensors = [TensorInfo("ids", "int64", names[:2]), TensorInfo("keep", "int64", names[2:])]
+    guess = guessed_inputs(tensors, {"ids": "ids", "keep": "keep"}, {})[0]
+    assert [one.dims for one in guess.inputs] == [("batch", "seq"), second]
+
+
+def test_axes_of_images_are_free_as_far_as_the_module_takes_other_sizes() -> None:
+    class Images(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).unflatten(3, (-1, 6))
+
+    file = (TensorInfo("x", "float32", ("n", "c", "h", "w")),)
+    (found,) = with_sizes_of_module(file, Images(), {}, {"x": torch.ones(2, 3, 10, 8)})
+    assert found.dims == ("n", 3, "h", 8)
+
+
+def test_a_cast_to_float16_among_weights_in_float32_widens_no_limit() -> None:
+    def precision(*weights: int) -> str:
+        nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT16)]
+        values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])]
+        tensors = [helper.make_tensor(f"w{kind}", kind, [1], [0]) for kind in weights]
+        return precision_of_file(helper.make_model(helper.make_graph(nodes, "g", values, values, tensors)))
+
+    assert precision() == "fp16"
+    assert precision(TensorProto.FLOAT) == "fp32"
+    assert precision(TensorProto.FLOAT, TensorProto.BFLOAT16) == "bf16"

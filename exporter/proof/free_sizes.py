@@ -1,0 +1,93 @@
+"""Which free axes of an ONNX file another model takes at other sizes, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from effexport.base.dtypes import TensorInfo
+from effexport.base.quiet import quiet
+from effexport.base.spec import BuildSpec
+from effexport.models.shapes import Dims
+from effexport.proof.matching import Match, Offer, named_axes, with_sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def with_sizes_of_both(
+    inputs: Sequence[TensorInfo], arguments: Match, offers: Sequence[Offer]
+) -> tuple[TensorInfo, ...]:
+    """The inputs of the file with the sizes that the other file fixes, where this one does not."""
+    others = {offer.name: offer.dims for offer in offers}
+    found = []
+    for tensor in inputs:
+        other = others[arguments.names[tensor.name]]
+        if other is not None and len(other) == len(tensor.dims):
+            tensor = replace(tensor, dims=with_sizes(tensor.dims, other))
+        found.append(tensor)
+    return tuple(found)
+
+
+def with_sizes_of_module(
+    inputs: Sequence[TensorInfo], module: nn.Module, constants: Mapping[str, object], examples: Mapping[str, Tensor]
+) -> tuple[TensorInfo, ...]:
+    """The inputs of the file with the sizes of the examples, where it is free and the module takes no other size.
+
+    That is tried for each axis but those of batches and tokens, of which there are cases of other sizes anyway.
+    module: called by the names of the file. examples: of each of its inputs, or none.
+    """
+    axes = named_axes(inputs, merged=True)
+    names = {dim for dims in axes.values() for dim in dims if isinstance(dim, str)} - {"batch", "seq"}
+    fixed = {name for name in names if examples and not takes_more(module, constants, examples, axes, name)}
+
+    def dims(tensor: TensorInfo) -> Dims:
+        sizes = examples[tensor.name].shape if tensor.name in examples else tensor.dims
+        pairs = zip(axes[tensor.name], tensor.dims, sizes, strict=True)
+        return tuple(size if name in fixed else own for name, own, size in pairs)
+
+    return tuple(replace(tensor, dims=dims(tensor)) for tensor in inputs)
+
+
+def takes_more(
+    module: nn.Module,
+    constants: Mapping[str, object],
+    examples: Mapping[str, Tensor],
+    axes: Mapping[str, Dims],
+    name: str,
+) -> bool:
+    """True if a module takes its examples with one place more along the axes of a name, and with as many again."""
+    import torch
+
+    def enlarged(tensor: Tensor, dims: Dims, count: int | None) -> Tensor:
+        for axis, dim in enumerate(dims):
+            if dim == name:
+                tensor = torch.cat([tensor, tensor.narrow(axis, 0, count or tensor.shape[axis])], axis)
+        return tensor
+
+    for count in (1, None):
+        larger = {key: enlarged(tensor, axes[key], count) for key, tensor in examples.items()}
+        try:
+            with torch.inference_mode(), quiet(streams=True):
+                module(**larger, **constants)
+        except Exception:  # whatever the user's code raises
+            return False
+    return True
+
+
+def notes_on_sizes(inputs: Sequence[TensorInfo], spec: BuildSpec, other: str) -> dict[str, None]:
+    """Sentences on axes that are free in the file, and of which the other model takes one size, or which are one axis
+    in all cases."""
+    notes: dict[str, None] = {}
+    names: dict[str, dict[str, None]] = {}
+    for tensor, own in zip(inputs, spec.inputs, strict=True):
+        for dim, size in zip(tensor.dims, own.dims, strict=True):
+            if isinstance(dim, str) and isinstance(size, int):
+                notes[f"{dim} is free in the file, and {other} takes {size} only; other sizes were not compared."] = (
+                    None
+                )
+            elif isinstance(dim, str) and isinstance(size, str):
+                names.setdefault(size, {})[dim] = None
+    several = {size: list(dims) for size, dims in names.items() if len(dims) > 1}
+    return notes | {f"{' and '.join(dims)} of the file had one size in every case.": None for dims in several.values()}
