@@ -1,32 +1,26 @@
-"""The faults of planted_faults.py, planted into files of torch.onnx: prove finds all that change what is computed."""
+"""Faults planted into files that other exporters make: prove finds all that change what is computed."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
 import pytest
 import torch
+from file_faults import FILE_FAULTS, FileFault, opened, planted
+from file_judge import LIMIT, Judge
+from others.files import OTHERS, Other
 from planted_faults import FAULTS, Graph
 from slow_cases import soak
 from small_specs import spec_of
 
-from effexport.base.errors import EffexportError
 from effexport.base.quiet import quiet
 from effexport.export.onnx_graph import module_of_node
 from effexport.models.encoder.module import module_from_spec
 from effexport.plugins.ops import MODULE_KEY
-from effexport.proof.candidate import ModelCandidate
-from effexport.proof.prove import ProofRequest
-from effexport.proof.reference_choice import references_from_choice
-from effexport.proof.verify import run_checks
-from effexport.runners.artifact_runner import model_opener
-from effexport.runners.options import RunOptions
-from effexport.runners.runner import limits_from_spec
 
-pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.slow]
-OPTIONS = RunOptions(threads=1, memory_arena=False)
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 BATCH, LENGTH = 2, 24
 
 
@@ -52,6 +46,7 @@ def torch_file(module: torch.nn.Module, example: dict[str, torch.Tensor], path: 
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("softmax", 35), *map(soak, [("linear", 35), ("aft-full", 33)])])
 def test_every_fault_in_a_file_of_torch_is_caught(name: str, least: int, tmp_path: Path) -> None:
     spec = spec_of(name, "encoder", fused=False)
@@ -59,24 +54,8 @@ def test_every_fault_in_a_file_of_torch_is_caught(name: str, least: int, tmp_pat
     ids = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % spec.model.vocab_size
     example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     path = torch_file(module, example, tmp_path / "model.onnx")
-    asked = ProofRequest(path, module, example, None, False, OPTIONS, lambda stage: None)
-    candidate, request = asked.subject()
-    artifact = candidate.artifact
-    references = references_from_choice(request.choice, artifact, request.source, (), asked.on_stage)
-    cases = [case for reference in references for case in reference.cases]
-    limits = limits_from_spec(artifact.spec)
-
-    @functools.cache
-    def failure(file: Path) -> str:
-        """The first check that fails; "" if all pass."""
-        try:
-            opened = ModelCandidate(file, (), limits, model_opener(OPTIONS))
-            checks = run_checks(opened, cases, artifact.spec)
-            return next((check.kind for check in checks if check.status == "failed"), "")
-        except EffexportError as error:
-            return f"does not run: {error}"
-
-    assert failure(path) == ""
+    judge = Judge(path, module, example)
+    assert judge.failure(path) == ""
     caught, missed = {}, []
     for number, fault in enumerate(fault for fault in FAULTS if fault.applies(name, "encoder") and fault.damage):
         graph = Graph(onnx.load(str(path)), spec)
@@ -85,9 +64,45 @@ def test_every_fault_in_a_file_of_torch_is_caught(name: str, least: int, tmp_pat
             continue
         damaged = tmp_path / f"{number}.onnx"
         onnx.save(graph.finished(), str(damaged))
-        if found := failure(damaged):
+        if found := judge.failure(damaged):
             caught[fault.name] = found
         elif name not in fault.no_ops:
             missed.append(fault.name)
     assert missed == []
     assert len(caught) >= least, caught
+
+
+def escaping(other: Other, faults: Sequence[FileFault], folder: Path) -> tuple[int, dict[str, float]]:
+    """How many faults find a place in a file, and those that no check finds, with the change of the answers."""
+    with quiet(streams=True):
+        path = other.export(other.make(), other.inputs(), folder / "model.onnx")
+    judge = Judge(path, other.called(other.make()), dict(other.inputs()))
+    assert judge.failure(path) == ""
+    count, missed = 0, {}
+    for fault in faults:
+        if damaged := planted(fault.damage, opened(path), folder / "damaged.onnx"):
+            count += 1
+            if judge.failure(damaged) == "":
+                missed[fault.name] = judge.effect(damaged)
+    return count, missed
+
+
+DAMAGED = [other for other in OTHERS if other.is_faulted and not other.environment]
+SAMPLE = ("weight negated", "bias lost", "gates exchanged", "filter backwards", "tokens shifted", "not a number")
+
+
+@pytest.mark.parametrize("name", ["LSTM tagger", "Convolutions"])
+def test_faults_in_a_file_of_torchscript_are_caught(name: str, tmp_path: Path) -> None:
+    other = next(other for other in OTHERS if other.name == name)
+    count, missed = escaping(other, [fault for fault in FILE_FAULTS if fault.name in SAMPLE], tmp_path)
+    assert missed == {}
+    assert count >= 4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("other", DAMAGED, ids=lambda other: other.key)
+def test_every_kind_of_fault_in_a_file_is_caught(other: Other, tmp_path: Path) -> None:
+    """Files of torch.onnx; scripts/prove_others.py does the same with those of other packages."""
+    count, missed = escaping(other, FILE_FAULTS, tmp_path)
+    assert {name: change for name, change in missed.items() if change > LIMIT} == {}
+    assert count >= 40

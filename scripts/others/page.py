@@ -1,0 +1,111 @@
+"""docs/others.md: what `prove` says of each file, and of the faults that were planted into some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from file_faults import FILE_FAULTS
+from file_judge import LIMIT
+
+from others.files import OTHERS
+from others.found import FOUND
+
+Result = Mapping[str, Any]
+
+HEAD = """# Files of other exporters, proven
+
+What `effexport prove` says of ONNX files that other tools make: small models with random weights, each compared with
+the module that the tool was given. `.venv/bin/python scripts/prove_others.py` makes the files and this page;
+`scripts/others/files.py` has the models and the calls of the tools.
+"""
+
+COLUMNS = """
+*cases*: inputs of other sizes, paddings and values that were compared. *error*: the largest, as a share of its limit.
+*faults*: how many of the kinds below found a place in the file, and how many of these `prove` caught.
+"""
+
+FAULTS = """
+## Planted faults
+
+`tests/support/file_faults.py` has {kinds} kinds of faults that exporters and converters make. They find their place by
+operators, constants and inputs; a kind that finds none in a file is not counted. Into {files} of the files, they were
+planted {planted} times: {caught} times a check failed or the runtime refused the file, and {escaped} times the verdict
+was *equal*. The latter are listed below, with the largest change of an answer over all cases, relative to the RMS of
+the answer; the limit is {limit}.
+
+| fault | in files | caught by |
+|---|---|---|
+"""
+
+
+def page_of_results(results: Sequence[Result]) -> str:
+    """results: those that there are, in the order of the rows."""
+    parts = [HEAD, summary(results), COLUMNS, *files_table(results), *causes(results), *faults(results)]
+    return "\n".join(parts) + "\n"
+
+
+def summary(results: Sequence[Result]) -> str:
+    equal = sum(result.get("verdict") == "passed" for result in results)
+    return f"**{equal} of {len(results)} files are equal to their module.**"
+
+
+def files_table(results: Sequence[Result]) -> Iterator[str]:
+    yield "| model | exporter | nodes | verdict | cases | error | faults |"
+    yield "|---|---|---|---|---|---|---|"
+    for result in results:
+        name = next(other.name for other in OTHERS if other.key == result["key"])
+        if "error" in result:
+            yield f"| {name} | {result['key']} | – | no result | – | – | – |"
+            continue
+        verdict = {"passed": "equal", "failed": "**not equal**", "refused": "**cannot be compared**"}[result["verdict"]]
+        share = f"{result['share']:.2g}" if result.get("share") is not None else "–"
+        found = result.get("faults")
+        caught = f"{sum(bool(failure) for failure, _ in found.values())} of {len(found)}" if found else "–"
+        cells = [name, result["exporter"], result["size"], verdict, len(result.get("cases", ())) or "–", share, caught]
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def causes(results: Sequence[Result]) -> Iterator[str]:
+    """What fails in the files that are not equal, and why."""
+    wrong = [result for result in results if result.get("verdict") in ("failed", "refused")]
+    if not wrong:
+        return
+    yield "\n## Not equal\n"
+    for result in wrong:
+        name = next(other.name for other in OTHERS if other.key == result["key"])
+        yield f"### {name}, {result['exporter']}\n"
+        yield FOUND.get(result["key"], "**Cause not known.**") + "\n"
+        lines = result["failed"].items() or [("refused", result["notes"][0])]
+        yield "\n".join(f"* *{kind}*: {' '.join(detail.split())}" for kind, detail in lines) + "\n"
+
+
+def faults(results: Sequence[Result]) -> Iterator[str]:
+    planted = {result["key"]: result["faults"] for result in results if "faults" in result}
+    pairs = [(failure, change) for found in planted.values() for failure, change in found.values()]
+    yield FAULTS.format(
+        kinds=sum(any(fault.name in found for found in planted.values()) for fault in FILE_FAULTS),
+        files=len(planted),
+        planted=len(pairs),
+        caught=sum(bool(failure) for failure, _ in pairs),
+        escaped=sum(not failure for failure, _ in pairs),
+        limit=LIMIT,
+    ).rstrip("\n")
+    for fault in FILE_FAULTS:
+        found = [faults[fault.name][0] for faults in planted.values() if fault.name in faults]
+        if found:
+            by = ", ".join(dict.fromkeys(name_of(failure) for failure in found if failure)) or "–"
+            caught = sum(map(bool, found))
+            number = str(len(found)) if caught == len(found) else f"**{caught} of {len(found)}**"
+            yield f"| **{fault.name}**: {fault.description} | {number} | {by} |"
+    yield "\n### Not caught\n"
+    for key, found in planted.items():
+        for name, (failure, change) in found.items():
+            if not failure:
+                effect = f"changes answers by {change:.1e}" if change else "changes no answer"
+                yield f"* **{name}** in {key} {effect}."
+
+
+def name_of(failure: str) -> str:
+    """The check, or that the runtime refuses the file."""
+    return "the runtime refuses the file" if "Error" in failure else failure
