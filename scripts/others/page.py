@@ -46,8 +46,14 @@ def page_of_results(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    equal = sum(result.get("verdict") == "passed" for result in results)
-    return f"**{equal} of {len(results)} files are equal to their module.**"
+    equal = sum(result["verdict"] == "passed" for result in results)
+    text = f"**{equal} of {len(results)} files are equal to their module.**"
+    undamaged = {other.key for other in OTHERS if other.is_faulted} - {r["key"] for r in results if "faults" in r}
+    if missing := [other.key for other in OTHERS if other.key not in {result["key"] for result in results}]:
+        text += f" This run is partial: {', '.join(missing)} did not run."
+    if undamaged:
+        text += f" Faults were not planted into {', '.join(sorted(undamaged))}."
+    return text
 
 
 def files_table(results: Sequence[Result]) -> Iterator[str]:
@@ -55,9 +61,6 @@ def files_table(results: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for result in results:
         name = next(other.name for other in OTHERS if other.key == result["key"])
-        if "error" in result:
-            yield f"| {name} | {result['key']} | – | no result | – | – | – |"
-            continue
         verdict = {"passed": "equal", "failed": "**not equal**", "refused": "**cannot be compared**"}[result["verdict"]]
         share = f"{result['share']:.2g}" if result.get("share") is not None else "–"
         found = result.get("faults")
@@ -68,7 +71,7 @@ def files_table(results: Sequence[Result]) -> Iterator[str]:
 
 def causes(results: Sequence[Result]) -> Iterator[str]:
     """What fails in the files that are not equal, and why."""
-    wrong = [result for result in results if result.get("verdict") in ("failed", "refused")]
+    wrong = [result for result in results if result["verdict"] in ("failed", "refused")]
     if not wrong:
         return
     yield "\n## Not equal\n"
