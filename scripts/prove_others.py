@@ -32,7 +32,7 @@ from others.files import OTHERS, Other  # noqa: E402
 from others.page import page_of_results  # noqa: E402
 
 RESULTS, PAGE = ROOT / "build" / "others", ROOT / "docs" / "others.md"
-# The environment below each of ours, whose packages are found as well.
+# The environment below each of ours, whose packages are found as well; scripts/test.sh --all makes both.
 BELOW = {"4": ".venv", "5": ".venv-transformers5"}
 
 

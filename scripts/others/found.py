@@ -25,7 +25,7 @@ print(onnxruntime.InferenceSession("a.onnx").run(None, {"x": x.numpy(), "keep": 
 """,
     "torch-torchscript-transformerencoder": """\
 The length of the example is a constant in the graph, although `dynamic_axes` declares it free: `nn.MultiheadAttention`
-reshapes with Python numbers, which a trace keeps. Exporting with `dynamo=True` is the remedy.
+reshapes with Python numbers, which a trace keeps.
 
 ```python
 import onnxruntime, torch

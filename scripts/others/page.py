@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from file_faults import FILE_FAULTS
@@ -22,7 +23,7 @@ the module that the tool was given. `.venv/bin/python scripts/prove_others.py` m
 
 COLUMNS = """
 *cases*: inputs of other sizes, paddings and values that were compared. *error*: the largest, as a share of its limit.
-*faults*: how many of the kinds below found a place in the file, and how many of these `prove` caught.
+*faults*: of those in `tests/support/file_faults.py` that found a place in the file, how many `prove` caught.
 """
 
 FAULTS = """
@@ -53,7 +54,7 @@ def summary(results: Sequence[Result]) -> str:
         text += f" This run is partial: {', '.join(missing)} did not run."
     if undamaged:
         text += f" Faults were not planted into {', '.join(sorted(undamaged))}."
-    return text
+    return fill(text, 120, break_on_hyphens=False)
 
 
 def files_table(results: Sequence[Result]) -> Iterator[str]:
@@ -78,13 +79,15 @@ def causes(results: Sequence[Result]) -> Iterator[str]:
     for result in wrong:
         name = next(other.name for other in OTHERS if other.key == result["key"])
         yield f"### {name}, {result['exporter']}\n"
-        yield FOUND.get(result["key"], "**Cause not known.**") + "\n"
+        yield FOUND.get(result["key"], "**Cause not known.**").strip() + "\n"
         lines = result["failed"].items() or [("refused", result["notes"][0])]
         yield "\n".join(f"* *{kind}*: {' '.join(detail.split())}" for kind, detail in lines) + "\n"
 
 
 def faults(results: Sequence[Result]) -> Iterator[str]:
     planted = {result["key"]: result["faults"] for result in results if "faults" in result}
+    if not planted:
+        return
     pairs = [(failure, change) for found in planted.values() for failure, change in found.values()]
     yield FAULTS.format(
         kinds=sum(any(fault.name in found for found in planted.values()) for fault in FILE_FAULTS),
