@@ -48,6 +48,11 @@ onnxruntime.InferenceSession("a.onnx").run(None, {"x": x[:, :9].numpy()})
 The same cause in another package: nystrom-attention pads to a multiple of its landmarks and sums over segments with
 Python numbers, which a trace keeps.
 """,
+    "optimum-onnx-gpt-2-with-a-cache": """\
+Not a fault of the file, but a limit of `prove`: the mask has as many places as the cache and the tokens together, and
+`prove` varies each of these sizes by itself. GPT-2 in PyTorch answers 21 tokens with a mask of 24 after a cache of 8,
+and the file refuses them. All other cases are equal.
+""",
     "onnxruntime-genai-qwen3-4-bits": """\
 Not a fault: the file is quantised to 4 bits, which the report says, and `prove` holds it to the limits of a float file.
 """,
