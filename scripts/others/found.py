@@ -13,9 +13,11 @@ in a causal model. Export with `dynamo=False`, or let every query keep a key.
 ```python
 import onnxruntime, torch
 
+
 class Attention(torch.nn.Module):
     def forward(self, x, keep):
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, keep)
+
 
 x, keep = torch.ones(1, 1, 4, 8), torch.zeros(1, 1, 4, 4, dtype=torch.bool)
 torch.onnx.export(Attention(), (x, keep), "a.onnx", dynamo=True)
@@ -30,6 +32,7 @@ reshapes with Python numbers, which a trace keeps.
 ```python
 import onnxruntime, torch
 
+
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -37,6 +40,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x, x, x, need_weights=False)[0]
+
 
 x, free = torch.randn(2, 16, 8), {"x": {0: "batch", 1: "seq"}}
 torch.onnx.export(Attention().eval(), (x,), "a.onnx", dynamo=False, input_names=["x"], dynamic_axes=free)
