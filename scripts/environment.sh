@@ -125,6 +125,18 @@ ensure_build_tools() {
   fi
 }
 
+# install_kernels_wheel: the wheel of effexport-kernels that was made from the present sources, if it lies in dist or in
+# the user's cache. Fails without one, and where CUDA kernels can be compiled, which it lacks.
+install_kernels_wheel() {
+  local folder wheel
+  folder="$("$VENV/bin/python" -c "from effexport.plugins.building import library, toolchain
+if toolchain.find_nvcc() and toolchain.kernel_gpus(): raise SystemExit(1)
+print(library.cache_folder() / 'wheels')")" || return 1
+  wheel="$("$VENV/bin/python" "$ROOT/scripts/kernels_wheel.py" --find "$ROOT/dist" "$folder")" || return 1
+  say "installing $wheel"
+  "$VENV/bin/python" -m pip install --quiet --no-index --no-deps --force-reinstall "$wheel" >&2
+}
+
 # ensure_kernels [OPTIONS...]: the kernel library for ONNX Runtime, in the user's cache. Fails if it cannot be built;
 # the build itself names missing tools.
 ensure_kernels() {

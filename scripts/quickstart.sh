@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a first artifact: makes .venv, builds the kernel library, exports the LSH variant and checks it.
+# From a fresh clone to a first artifact: makes .venv with the kernel library, exports the LSH variant and checks it. A
+# wheel with the library of these sources, made by scripts/release.sh or scripts/kernels_wheel.py, saves compiling it.
 # EFFEXPORT_PYTHON selects the Python (3.11 or later).
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -8,7 +9,7 @@ cd "$ROOT"
 
 [[ $# -eq 0 ]] || die "quickstart.sh takes no arguments; got: $*"
 ensure_environment build,cpu,text
-ensure_kernels ||
+install_kernels_wheel || ensure_kernels ||
   say "WARNING: no kernel library, for the reason above: custom operators run as their ONNX function bodies, which is" \
     "slower. Everything else works; try again with: .venv/bin/effexport plugins build"
 "$VENV/bin/effexport" build --variant lsh --force >&2

@@ -86,7 +86,8 @@ def kernel_library_version() -> str | None:
     if library.info is None:
         return str(library.path)
     state = ", outdated" if library.outdated else ""
-    return f"{library.info.key[:12]} for {'CPU and CUDA' if library.info.has_cuda else 'the CPU'}{state}"
+    origin = library.origin if library.in_wheel else library.info.key[:12]
+    return f"{origin} for {'CPU and CUDA' if library.info.has_cuda else 'the CPU'}{state}"
 
 
 def require_build() -> None:

@@ -225,6 +225,7 @@ def examine_library(*, load: bool) -> dict[str, Any]:
         problem, remedy = str(error), None  # which it names itself
     return {
         "path": str(library.path) if library else None,
+        "origin": library.origin if library else None,
         "outdated": library.outdated if library else None,
         "cuda": library.info.has_cuda if library and library.info else None,
         "problem": problem,
@@ -239,6 +240,6 @@ def library_line(library: dict[str, Any]) -> str:
     if library["path"] is None:
         return f"kernel library: none, so function bodies run; build it: {library['remedy']}"
     if library["outdated"]:
-        return f"kernel library: OUTDATED, built from other sources; run: {library['remedy']}"
-    devices = {True: "CPU and CUDA", False: "CPU only", None: "given by EFFEXPORT_LIBRARY"}[library["cuda"]]
-    return f"kernel library: {devices}; for its path: effexport plugins path"
+        return f"kernel library: OUTDATED, built from other sources ({library['origin']}); run: {library['remedy']}"
+    devices = {True: "CPU and CUDA, ", False: "CPU only, ", None: ""}[library["cuda"]]
+    return f"kernel library: {devices}{library['origin']}"

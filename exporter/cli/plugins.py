@@ -128,6 +128,7 @@ def describe(library: Library) -> dict[str, Any]:
         "library": str(library.path),
         "outdated": library.outdated,
         "explicit": info is None,
+        "origin": library.origin,
         "cuda": info.has_cuda if info else None,
         **{name: getattr(info, name, None) for name in (*names, "key", "sha256", "bytes")},
         "with": list(library.folders),
@@ -205,18 +206,18 @@ def print_info(console: Console, value: dict[str, Any], library: Library | None)
     if library is None:
         line("library", f"none: custom operators run as their ONNX function bodies; build it with: {BUILD_COMMAND}")
     else:
-        state = (
-            "given by EFFEXPORT_LIBRARY" if library.info is None else "OUTDATED" if library.outdated else "up to date"
-        )
-        line("library", f"{library.path} ({state})")
+        state = "" if library.info is None else ", OUTDATED" if library.outdated else ", up to date"
+        line("library", f"{library.path} ({library.origin}{state})")
     if library is not None and library.info is not None:
         info = library.info
         line("kernels for", devices(library))
         line("headers", f"ONNX Runtime 1.{info.header_version}; the library works with this version and later ones")
         line("compiler", info.compiler)
         line("nvcc", info.nvcc or "none")
-        line("built", f"{info.created}, in {info.seconds:g} s, {info.bytes:,} bytes")
-        line("sha256", "as built" if value["sha256_ok"] else f"DAMAGED; rebuild it with: {library.rebuild_command}")
+        how_long = "" if library.in_wheel else f", in {info.seconds:g} s"
+        line("built", f"{info.created}{how_long}, {info.bytes:,} bytes")
+        as_built = f"{info.sha256}, as built"
+        line("sha256", as_built if value["sha256_ok"] else f"DAMAGED; rebuild it with: {library.rebuild_command}")
     for op in value["operators"]:
         providers = ", ".join(op["providers"] or ["unknown"])
         line("operator", f"{op['name']}: {', '.join(op['element_types'])}; providers: {providers}")

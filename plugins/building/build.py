@@ -203,21 +203,25 @@ def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
     """Compile and load the library; returns the folder with it and its record."""
     started = time.monotonic()
     on_stage(f"compiling for {plan.target}")
-    _compile(plan, temporary)
+    compile_with_cmake(plan, temporary)
     on_stage("trying the library")
     result = temporary / "result"
     result.mkdir(mode=0o755)
     (temporary / "build" / LIBRARY_NAME).rename(result / LIBRARY_NAME)
     (result / LIBRARY_NAME).chmod(0o755)  # others may not write, whatever the umask
-    _try_to_load(result / LIBRARY_NAME)
+    try_to_load(result / LIBRARY_NAME)
     if sources.source_hash(plan.operators) != plan.source_hash:
         raise BuildFailedError("the sources changed while they were compiled; run effexport plugins build again")
-    _write_record(plan, result, time.monotonic() - started)
+    info = record_of_build(plan, result / LIBRARY_NAME, str(sources.FOLDER), time.monotonic() - started)
+    (result / RECORD_NAME).write_bytes(record_text(info))
     return result
 
 
-def _compile(plan: Plan, temporary: Path) -> None:
-    """Configure and build with cmake. Raises BuildFailedError with the relevant lines; the whole log is kept."""
+def compile_with_cmake(plan: Plan, temporary: Path, options: Sequence[str] = ()) -> None:
+    """Configure and build in the folder `build` of a temporary one. options: more of cmake's.
+
+    Raises BuildFailedError with the relevant lines; the whole log is kept.
+    """
     cmake, build, log = str(require_cmake()), str(temporary / "build"), temporary / "log"
     configure = [
         *(cmake, "-S", str(sources.FOLDER), "-B", build, "-G", require_generator()),
@@ -226,6 +230,7 @@ def _compile(plan: Plan, temporary: Path) -> None:
         f"-DCMAKE_CXX_COMPILER={';'.join(plan.compiler.command)}",
         f"-DEFFEXPORT_CUDA={'ON' if plan.nvcc else 'OFF'}",
         f"-DEFFEXPORT_OPERATORS={';'.join(str(op.user_folder) for op in plan.operators)}",
+        *options,
     ]
     if plan.nvcc:
         configure += [
@@ -273,7 +278,7 @@ def relevant_lines(log: str) -> list[str]:
     return [f"  {line}" for line in shown] or ["  (no output)"]
 
 
-def _try_to_load(library: Path) -> None:
+def try_to_load(library: Path) -> None:
     """Load it in a process of its own, because a library that crashes while loading would take this one along."""
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).RegisterCustomOps"
     run = run_program(sys.executable, "-P", "-c", code, str(library), timeout_s=TIMEOUT_S)
@@ -281,12 +286,11 @@ def _try_to_load(library: Path) -> None:
         raise BuildFailedError(f"the library was compiled but does not load: {last_line(run.errors, run.problem)}")
 
 
-def _write_record(plan: Plan, result: Path, seconds: float) -> None:
-    library = result / LIBRARY_NAME
-    info = BuildInfo(
+def record_of_build(plan: Plan, library: Path, installation: str, seconds: float) -> BuildInfo:
+    return BuildInfo(
         key=plan.key,
         source_hash=plan.source_hash,
-        installation=str(sources.FOLDER),
+        installation=installation,
         machine=platform.machine(),
         header_version=plan.headers.api_version,
         compiler=f"{shlex.join(plan.compiler.command)}: {plan.compiler.version}",
@@ -299,7 +303,11 @@ def _write_record(plan: Plan, result: Path, seconds: float) -> None:
         bytes=library.stat().st_size,
         operators=tuple(_record_of(op, plan) for op in plan.operators),
     )
-    (result / RECORD_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(info)) + b"\n")
+
+
+def record_text(info: BuildInfo) -> bytes:
+    """Contents of build.json."""
+    return bytes(msgspec.json.format(msgspec.json.encode(info))) + b"\n"
 
 
 def _record_of(op: Op, plan: Plan) -> BuiltOperator:

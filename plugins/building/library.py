@@ -4,12 +4,17 @@ build.py fills the cache in which the library is found:
 
 <cache>/kernels/<key>/libeffexport_ort.so, build.json      one build; the key covers everything it was made from
 <cache>/kernels/selected/<installation>-<key>.json         this installation asked for this build, and when
+
+The distribution effexport-kernels, which scripts/kernels_wheel.py makes, brings one without CUDA kernels:
+
+<site-packages>/effexport_kernels/libeffexport_ort.so, build.json
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -45,7 +50,8 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     header_version is ORT_API_VERSION. compiler and nvcc are commands with their versions; for a library without CUDA
     kernels nvcc is None and cuda_architectures is empty. flags are the environment variables that CMake reads.
-    operators: those of the user's, besides ours.
+    operators: those of the user's, besides ours. installation: the folder of the sources; of a library in a wheel, the
+    name and version of its distribution, and its seconds are 0: the same sources always give the same wheel.
     """
 
     key: str
@@ -97,6 +103,7 @@ def write_whole(path: Path, text: str) -> None:
 
 LIBRARY_NAME = "libeffexport_ort.so"
 RECORD_NAME = "build.json"
+WHEEL_PACKAGE = "effexport_kernels"
 LIBRARY_VARIABLE = "EFFEXPORT_LIBRARY"
 CACHE_VARIABLE = "EFFEXPORT_CACHE_DIR"
 BUILD_COMMAND = ("effexport", "plugins", "build")
@@ -108,7 +115,7 @@ class Library:
 
     outdated: built from other sources than this installation's and those of the user's operators; callers warn and
     name `rebuild_command`. info is None for a file given by EFFEXPORT_LIBRARY. folders: of operators that are compiled
-    into it without being installed.
+    into it without being installed. in_wheel: it is that of the installed distribution effexport-kernels.
     """
 
     path: Path
@@ -116,6 +123,16 @@ class Library:
     info: BuildInfo | None
     built_now: bool = False
     folders: tuple[str, ...] = ()
+    in_wheel: bool = False
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, with a digest."""
+        if self.info is None:
+            return f"given by {LIBRARY_VARIABLE}"
+        if self.in_wheel:
+            return f"{self.info.installation}, SHA-256 {self.info.sha256[:12]}"
+        return f"build {self.info.key[:12]}"
 
     @property
     def rebuild_command(self) -> str:
@@ -156,13 +173,19 @@ def get_library_path() -> Path | None:
 
 
 def find_library() -> Library | None:
-    """The library of EFFEXPORT_LIBRARY, else this installation's build of the present sources, else its newest build.
+    """The library of EFFEXPORT_LIBRARY, else of the present sources: this installation's build, or the wheel's; else
+    one of other sources, marked outdated: its newest build, or the wheel's.
 
     Raises LibraryError when EFFEXPORT_LIBRARY names no file. The build of another installation is never taken.
     """
     explicit = os.environ.get(LIBRARY_VARIABLE)
     if not explicit:
-        return find_build()
+        build = find_build()
+        # the wheel has no operators of the user's
+        if build and (not build.outdated or (build.info and build.info.operators)):
+            return build
+        wheel = find_in_wheel()
+        return wheel if wheel and (build is None or not wheel.outdated) else build
     path = Path(explicit).expanduser().absolute()
     if not path.is_file():
         raise LibraryError(
@@ -194,6 +217,22 @@ def find_build() -> Library | None:
                 require_own(folder, path.parent, path)
                 return Library(path, outdated, info, folders=folders)
     return None
+
+
+def find_in_wheel() -> Library | None:
+    """The library of the installed distribution effexport-kernels; None without it, or if it is for another kind of
+    machine. Raises LibraryError if its record cannot be read."""
+    found = importlib.util.find_spec(WHEEL_PACKAGE)  # does not import it
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).with_name(LIBRARY_NAME)
+    try:
+        info = read_record(path.with_name(RECORD_NAME), BuildInfo)
+    except ValueError as error:
+        raise LibraryError(f"{error}, in {path.parent}; install the distribution {WHEEL_PACKAGE} again") from error
+    if info.machine != platform.machine():
+        return None
+    return Library(path, info.source_hash != sources.source_hash(), info, in_wheel=True)
 
 
 def selected_folders() -> tuple[str, ...]:

@@ -4,6 +4,10 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
+
 namespace effexport {
 
 // The name of the best instructions that kernels may use; null for those of the machine. It is read by a kernel's first
@@ -40,12 +44,33 @@ class CpuDispatch {
 
 // The sets of a kernel whose functions `make(namespace)` lists.
 #if defined(__x86_64__) && defined(__GNUC__)
-#define EFFEXPORT_CPU_SETS(make)                                                                                  \
-  {                                                                                                               \
-    {"avx512", make(avx512), __builtin_cpu_supports("avx512f") != 0},                                             \
-        {"avx2", make(avx2), __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0}, {        \
-      "baseline", make(baseline), true                                                                            \
-    }                                                                                                             \
+struct X86Features {
+  bool avx2;  // with FMA
+  bool avx512f;
+};
+
+// What the processor has and the system saves, as in Intel's manual, volume 1, 14.3 and 15.2. Not
+// __builtin_cpu_supports: it reads a table of the compiler's runtime library, which stays empty in that of zig.
+inline X86Features x86_features() {
+  constexpr unsigned kFma = 1u << 12, kOsxsave = 1u << 27;    // of leaf 1, ECX
+  constexpr unsigned kAvx2 = 1u << 5, kAvx512f = 1u << 16;    // of leaf 7, EBX
+  constexpr unsigned kYmm = 0x06, kZmm = 0xe6;                // of XCR0: registers that the system saves
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, saved = 0;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kFma) == 0 || (ecx & kOsxsave) == 0) {
+    return {false, false};
+  }
+  __asm__("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0));
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
+    return {false, false};
+  }
+  return {(ebx & kAvx2) != 0 && (saved & kYmm) == kYmm, (ebx & kAvx512f) != 0 && (saved & kZmm) == kZmm};
+}
+
+#define EFFEXPORT_CPU_SETS(make)                                                                           \
+  {                                                                                                        \
+    {"avx512", make(avx512), x86_features().avx512f}, {"avx2", make(avx2), x86_features().avx2}, {         \
+      "baseline", make(baseline), true                                                                     \
+    }                                                                                                      \
   }
 #else
 #define EFFEXPORT_CPU_SETS(make) \

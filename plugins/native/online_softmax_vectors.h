@@ -106,7 +106,7 @@ inline void mask(const SoftmaxTile& t, const Sight& sight, std::int64_t row, std
     Floats x = load(logits + j);
     if (t.bias != nullptr) x += load(t.bias + t.distance + j - row);
     if (t.hidden != nullptr) x = load(t.hidden + j) ? Floats{} + t.hidden_logit : x;
-    store(logits + j, (column < begin) | (column >= end) ? beyond : x);
+    store(logits + j, ((column < begin) | (column >= end)) ? beyond : x);
   }
 }
 

@@ -522,7 +522,7 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
     assert result.json["ok"] is True
     assert {part["name"] for part in result.json["parts"]} >= {"torch", "onnx", "onnxruntime"}
     assert result.json["environment"]["effexport"] == __version__
-    assert result.json["library"].keys() == {"path", "outdated", "cuda", "problem", "remedy"}
+    assert result.json["library"].keys() == {"path", "origin", "outdated", "cuda", "problem", "remedy"}
     assert result.json["loaded"] is False
     assert cli("doctor", "--load", "--json").json["loaded"] is True
     text = cli("doctor").out
@@ -531,8 +531,9 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    for extra in extras.keys() - {"test", "dev"}:  # cmake is named by its extra where it is missing
-        assert extra == "kernels" or f" {extra} " in text
+    # cmake is named by its extra where it is missing
+    for extra in extras.keys() - {"test", "dev"}:
+        assert extra in ("kernels", "prebuilt") or f" {extra} " in text
     for tool in ("C++ compiler", "cmake", "nvcc", "GPU", "driver"):
         assert f"\n{tool} " in text
     ways = {way["runtime"]: way for way in result.json["tensorrt"]}

@@ -5,7 +5,9 @@ Test modules take the fixtures with `pytest_plugins = ["fake_machine"]`.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import FLAG_VARIABLES
+from effexport.plugins.building.library import BuildInfo
 from effexport.plugins.building.toolchain import ARCHITECTURES_VARIABLE, NVCC_VARIABLES
 
+# so that a wheel that is installed here is not seen
+WHEEL_PACKAGE = "effexport_kernels_of_fake_machine"
 CMAKE = """
 import json, os, pathlib, shutil, sys, time
 here, arguments = pathlib.Path(sys.argv[0]).parent, sys.argv[1:]
@@ -85,6 +91,31 @@ class Machine:
         known = {".lock", "selected", "logs"}
         return sorted(path.name for path in (self.cache / "kernels").iterdir() if path.name not in known)
 
+    def install_wheel(self, **fields: Any) -> Path:
+        """Install effexport-kernels with a library of the present sources; its path. fields: others of its record."""
+        package = self.folder / "site" / WHEEL_PACKAGE
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").touch()
+        path = Path(shutil.copy(self.bin / "tiny.so", package / "libeffexport_ort.so"))
+        content = path.read_bytes()
+        known = {
+            "key": "0" * 32,
+            "source_hash": sources.source_hash(),
+            "installation": "effexport-kernels 1.2.3",
+            "machine": platform.machine(),
+            "header_version": 21,
+            "compiler": "zig c++",
+            "nvcc": None,
+            "cuda_architectures": (),
+            "flags": {},
+            "created": "2026-01-01T00:00:00+00:00",
+            "seconds": 0.0,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "bytes": len(content),
+        }
+        (package / "build.json").write_bytes(msgspec.json.encode(BuildInfo(**known | fields)))
+        return path
+
     def write_headers(self, folder: Path, version: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "onnxruntime_c_api.h").write_text(f"// the C API\n#define ORT_API_VERSION {version}\n")
@@ -131,6 +162,8 @@ def machine(tmp_path: Path, tiny_library: Path, monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr("effexport.plugins.building.toolchain.DEFAULT_NVCC", str(machine.folder / "absent"))
     monkeypatch.setattr("effexport.plugins.building.toolchain.DRIVER", str(machine.folder / "absent"))
+    monkeypatch.setattr("effexport.plugins.building.library.WHEEL_PACKAGE", WHEEL_PACKAGE)
+    monkeypatch.syspath_prepend(machine.folder / "site")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(machine.bin))
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(machine.cache))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from effexport.base.environment import kernel_library_version
+
 if TYPE_CHECKING:
     from fake_machine import Machine
 
@@ -99,8 +101,23 @@ def test_an_outdated_library_is_loud_everywhere(cli: Cli, machine: Machine) -> N
     assert "WARNING: the library was built from different sources; rebuild it with: effexport plugins build" in path.err
     info = cli("plugins", "info", "--json")
     assert info.json["outdated"] is True
-    assert "(OUTDATED)" in info.err
+    assert ", OUTDATED)" in info.err
     assert "OUTDATED" in cli("doctor").out
+
+
+def test_the_library_of_a_wheel_is_named_with_its_digest_everywhere(cli: Cli, machine: Machine) -> None:
+    path = machine.install_wheel()
+    info = cli("plugins", "info", "--json")
+    digest = info.json["sha256"]
+    assert (info.json["library"], info.json["sha256_ok"], info.json["damaged_builds"]) == (str(path), True, {})
+    origin = f"effexport-kernels 1.2.3, SHA-256 {digest[:12]}"
+    assert f"{path} ({origin}, up to date)" in info.err
+    assert f"{digest}, as built" in info.err
+    assert f"kernel library: CPU only, {origin}\n" in cli("doctor").out
+    assert kernel_library_version() == f"{origin} for the CPU"
+    assert cli("plugins", "build", "--json").json["origin"].startswith("build ")
+    machine.install_wheel(source_hash="0" * 64)
+    assert cli("plugins", "info", "--json").json["origin"].startswith("build ")
 
 
 def test_damage_is_found_by_info(cli: Cli, machine: Machine) -> None:
@@ -169,6 +186,7 @@ def test_doctor_says_whether_the_library_is_there_and_does_not_insist(cli: Cli, 
     library = cli("plugins", "build", "--json").json["library"]
     assert json.loads(cli("doctor", "--json").out)["library"] == {
         "path": library,
+        "origin": f"build {Path(library).parent.name[:12]}",
         "outdated": False,
         "cuda": False,
         "problem": None,

@@ -234,3 +234,45 @@ def test_a_library_with_other_contents_is_noticed_before_it_is_loaded(machine: M
     again = build_library()
     assert again.built_now
     again.check_contents()
+
+
+def test_a_wheel_of_the_present_sources_stands_in_for_a_build(machine: Machine) -> None:
+    """A build of the present sources comes before it, and one of others after it."""
+    wheel = machine.install_wheel()
+    found = find_library()
+    assert found is not None
+    assert (found.path, found.outdated, found.in_wheel) == (wheel, False, True)
+    assert re.fullmatch("effexport-kernels 1.2.3, SHA-256 [0-9a-f]{12}", found.origin)
+    found.check_contents()
+    built = build_library().path
+    assert get_library_path() == built
+    (machine.sources / "native" / "ort_op.h").write_text("// changed")
+    found = find_library()
+    assert found is not None
+    assert (found.path, found.outdated) == (built, True)
+    machine.install_wheel()
+    assert get_library_path() == wheel
+    assert list_builds()[1] == {}
+
+
+def test_a_wheel_of_other_sources_is_outdated_and_one_of_another_machine_is_not_used(machine: Machine) -> None:
+    machine.install_wheel(source_hash="0" * 64)
+    found = find_library()
+    assert found is not None
+    assert (found.in_wheel, found.outdated, found.rebuild_command) == (True, True, "effexport plugins build")
+    assert build_library().path == get_library_path()
+    shutil.rmtree(machine.cache)
+    machine.install_wheel(machine="riscv64")
+    assert find_library() is None
+
+
+def test_a_damaged_wheel_is_an_error(machine: Machine) -> None:
+    wheel = machine.install_wheel()
+    wheel.write_bytes(b"no library")
+    library = find_library()
+    assert library is not None
+    with pytest.raises(LibraryError, match=r"is not the library that was built: .* effexport plugins build"):
+        library.check_contents()
+    wheel.with_name("build.json").write_text("{")
+    with pytest.raises(LibraryError, match=r"build\.json is damaged: .*; install the distribution .* again"):
+        find_library()
