@@ -219,6 +219,11 @@ def _verdict(artifact: Artifact) -> dict[str, Any]:
     }
 
 
+def signed_statement(statement: dict[str, Any], key: Path) -> str:
+    """A Sigstore bundle with an in-toto statement, as sign_artifact writes them. Raises UserError as it does."""
+    return _signed(statement, _private_key(key))
+
+
 def _signed(statement: dict[str, Any], key: EllipticCurvePrivateKey) -> str:
     """A Sigstore bundle with a statement and its signature."""
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA

@@ -114,6 +114,11 @@ has_cmake() {
   "$VENV/bin/python" -c "from effexport.plugins.building.toolchain import require_cmake; require_cmake()" 2>/dev/null
 }
 
+# ensure_release_tools: what makes the wheels of effexport-kernels, in .venv.
+ensure_release_tools() {
+  "$VENV/bin/python" -m pip install --quiet -r "$ROOT/scripts/release-requirements.txt" >&2
+}
+
 # ensure_build_tools: cmake in .venv and the system's C++ compiler, if they are missing and can be installed.
 ensure_build_tools() {
   if ! has_cmake; then

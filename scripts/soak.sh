@@ -6,6 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/test_environment.sh"
 
 ensure_tests all
+ensure_release_tools
 run_pytest all -m soak "$@"
 # all attacks, whose figures docs/security.md has
 [[ $# -gt 0 ]] || "$VENV/bin/python" "$ROOT/scripts/campaign.py"

@@ -167,19 +167,23 @@ def bill_of_materials(card: Card) -> dict[str, Any]:
             }.items()
         ],
     }
+    tool = library_of("effexport", manifest.effexport_version, "application")
+    return bom_document(model, libraries, f"{digest}:{card.name}", report.created, tool)
+
+
+def bom_document(
+    component: dict[str, Any], libraries: list[dict[str, Any]], name: str, timestamp: str, *tools: dict[str, Any]
+) -> dict[str, Any]:
+    """A CycloneDX 1.6 document about a component that depends on libraries. name: what tells it from others."""
     return {
         "bomFormat": "CycloneDX",
         "$schema": BOM_SCHEMA,
         "specVersion": "1.6",
-        "serialNumber": uuid.uuid5(uuid.NAMESPACE_URL, f"effexport:{digest}:{card.name}").urn,
+        "serialNumber": uuid.uuid5(uuid.NAMESPACE_URL, f"effexport:{name}").urn,
         "version": 1,
-        "metadata": {
-            "timestamp": report.created,
-            "tools": {"components": [library_of("effexport", manifest.effexport_version, "application")]},
-            "component": model,
-        },
+        "metadata": {"timestamp": timestamp, "tools": {"components": list(tools)}, "component": component},
         "components": libraries,
-        "dependencies": [{"ref": MODEL_REF, "dependsOn": [library["bom-ref"] for library in libraries]}],
+        "dependencies": [{"ref": component["bom-ref"], "dependsOn": [library["bom-ref"] for library in libraries]}],
     }
 
 

@@ -440,11 +440,19 @@ def headers_below(prefixes: Iterable[str | Path], problem: str) -> Headers:
 
 
 def folder_from_debian(on_stage: Callable[[str], None]) -> Path:
-    """An include folder in the cache: fetched once, from any mirror of this machine's apt, which installs nothing."""
+    """An include folder in the cache, fetched once."""
     target = make_cache_folder("headers") / f"debian-{SUITE}-{output('dpkg', '--print-architecture').strip()}"
-    if target.is_dir():
-        return target / "usr" / "include"
-    on_stage(f"fetching ONNX Runtime's headers ({PACKAGE}) from the Debian archive")
+    if not target.is_dir():
+        on_stage(f"fetching ONNX Runtime's headers ({PACKAGE}) from the Debian archive")
+        unpack_from_debian((PACKAGE,), target)
+    return target / "usr" / "include"
+
+
+def unpack_from_debian(packages: Sequence[str], target: Path, *architectures: str) -> None:
+    """Unpack packages of SUITE into a new folder, from any mirror of this machine's apt; installs nothing.
+
+    architectures: those of apt that the names refer to, if the machine's own is not enough.
+    """
     sites = dict.fromkeys(re.findall(r"'(\S+)/dists/[^/]+/InRelease'", output("apt-get", "update", "--print-uris")))
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as temporary:
         source = f"Types: deb\nURIs: {' '.join(sites)}\nSuites: {SUITE}\nComponents: main\nSigned-By: {KEYRING}\n"
@@ -453,16 +461,16 @@ def folder_from_debian(on_stage: Callable[[str], None]) -> Path:
         # root's apt would change to the user _apt, who cannot write here
         options = {**folders, "Dir::Etc::SourceList": "/dev/null", "APT::Sandbox::User": "root"}
         apt = ["apt-get", *(f"-o{name}={value}" for name, value in options.items()), "-qq"]
+        apt += [f"-oAPT::Architectures::={name}" for name in architectures]
         run_program(*apt, "update", timeout_s=120)  # leaves out sites that lack the suite, or its signature
-        output(*apt, "download", PACKAGE, cwd=Path(temporary))
-        (package,) = Path(temporary).glob("*.deb")
-        digest, architecture = hashlib.sha256(package.read_bytes()).hexdigest(), package.stem.rsplit("_", 1)[-1]
-        if digest != SHA256.get(architecture, digest):
-            raise LibraryError(f"apt got {package.name} with sha256 {digest}; expected {SHA256[architecture]}")
-        output("dpkg", "-x", str(package), f"{temporary}/unpacked")
+        output(*apt, "download", *packages, cwd=Path(temporary))
+        for file in Path(temporary).glob("*.deb"):
+            digest, architecture = hashlib.sha256(file.read_bytes()).hexdigest(), file.stem.rsplit("_", 1)[-1]
+            if file.name.startswith(PACKAGE) and digest != SHA256.get(architecture, digest):
+                raise LibraryError(f"apt got {file.name} with sha256 {digest}; expected {SHA256[architecture]}")
+            output("dpkg", "-x", str(file), f"{temporary}/unpacked")
         with suppress(OSError):  # another process was quicker
             Path(temporary, "unpacked").rename(target)
-    return target / "usr" / "include"
 
 
 def output(*command: str, cwd: Path | None = None) -> str:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from effexport.base.version import __version__
+from effexport.plugins.building.build import unpack_from_debian
 from effexport.plugins.building.library import cache_folder
+from effexport.plugins.errors import LibraryError
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 WORKERS = Path(__file__).parent / "workers"
@@ -157,7 +159,64 @@ class Chromium(NodeModules):
         return [browser(), *options, f"{url}/page.html"]
 
 
+@dataclass(frozen=True)
+class Aarch64:
+    """Python and ONNX Runtime for Linux on aarch64, in QEMU's emulation of one process."""
+
+    name: str = "aarch64"
+    # Debian's names, of the release that build.py fetches from
+    emulator: str = "qemu-user"
+    python: str = "3.13"
+    libraries: tuple[str, ...] = ("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libffi8", "libssl3t64")
+    wheels: tuple[str, ...] = ("numpy", "onnxruntime")
+
+    @property
+    def requirements(self) -> list[str]:
+        return [f"{name}=={MAIN.version(name)}" for name in self.wheels]
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.name, f"{self}\n{self.requirements}")
+
+    def prepare(self) -> None:
+        with unless_ready(self.folder) as wanted:
+            if not wanted:
+                return
+            self.folder.mkdir(parents=True)
+            version = f"python{self.python}"
+            names = (f"{version}-minimal", f"lib{version}-minimal", f"lib{version}-stdlib", *self.libraries)
+            try:
+                unpack_from_debian((self.emulator,), self.folder / "emulator")
+                unpack_from_debian([f"{name}:arm64" for name in names], self.folder / "root", "amd64", "arm64")
+            except (OSError, LibraryError) as error:
+                raise MissingError(str(error)) from error
+            if not (self.folder / "root" / "lib").exists():  # a link that another package brings
+                (self.folder / "root" / "lib").symlink_to("usr/lib")
+            tags = [f"--platform=manylinux_{tag}_aarch64" for tag in ("2_17", "2_27", "2_28")]
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            options = [
+                "--only-binary=:all:",
+                *tags,
+                f"--python-version={self.python}",
+                "--target",
+                self.folder / "site",
+            ]
+            run([*pip, *options, *self.requirements])
+
+    def version(self, distribution: str) -> str:
+        return MAIN.version(distribution)
+
+    def command(self, url: str, home: str) -> list[str]:
+        check_ready(self.folder)
+        root = self.folder / "root"
+        variables = (f"PYTHONHOME={root / 'usr'}", f"PYTHONPATH={self.folder / 'site'}", "OMP_NUM_THREADS=1")
+        emulator = [str(self.folder / "emulator/usr/bin/qemu-aarch64"), "-L", str(root)]
+        emulator += [word for variable in variables for word in ("-E", variable)]
+        return [*emulator, str(root / f"usr/bin/python{self.python}"), str(WORKERS / "python_worker.py"), url]
+
+
 MAIN = ThisPython()
+AARCH64 = Aarch64()
 TOOLS, ORT_OPENVINO = PythonVenv("tools"), PythonVenv("onnxruntime-openvino")
 OLD_ORT = tuple(PythonVenv(f"onnxruntime-{version}") for version in ("1.19", "1.21", "1.26"))
 NODE, CHROMIUM = NodeModules(), Chromium()
