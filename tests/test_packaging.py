@@ -154,6 +154,8 @@ def test_every_folder_with_python_files_is_a_package() -> None:
 
 def test_the_version_is_the_same_everywhere() -> None:
     assert importlib.metadata.version("effexport") == effexport.__version__ == PROJECT["project"]["version"]
+    (kernels,) = PROJECT["project"]["optional-dependencies"]["prebuilt"]
+    assert kernels.startswith(f"effexport-kernels=={effexport.__version__};")
 
 
 def name_of(requirement: str) -> str:
