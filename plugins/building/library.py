@@ -127,7 +127,7 @@ class Library:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, with a digest."""
+        """The name of what it comes from, with a digest."""
         if self.info is None:
             return f"given by {LIBRARY_VARIABLE}"
         if self.in_wheel:
