@@ -1,4 +1,4 @@
-"""Which free axes of an ONNX file another model takes at other sizes, too."""
+"""The free axes of an ONNX file that another model takes at other sizes, too."""
 
 from __future__ import annotations
 

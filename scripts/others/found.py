@@ -1,4 +1,4 @@
-"""Why files of others are not equal to their modules, for docs/others.md."""
+"""Causes of files of others that are not equal to their modules, for docs/others.md."""
 
 from __future__ import annotations
 

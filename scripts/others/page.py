@@ -71,7 +71,7 @@ def files_table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def causes(results: Sequence[Result]) -> Iterator[str]:
-    """What fails in the files that are not equal, and why."""
+    """The failed checks of the files that are not equal, and their causes."""
     wrong = [result for result in results if result["verdict"] in ("failed", "refused")]
     if not wrong:
         return

@@ -1,4 +1,4 @@
-"""What `prove` says of damaged copies of an ONNX file."""
+"""Verdicts of `prove` on damaged copies of an ONNX file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = RunOptions(threads=1, memory_arena=False)
 
 
 class Judge:
-    """What `prove` says of damaged copies of a file, for which the module answers once.
+    """Verdicts of `prove` on damaged copies of a file, for which the module answers once.
 
     path: the right file. module, example: as for `effexport.prove`.
     """
@@ -65,6 +65,6 @@ class Judge:
 
 
 def contract_of(path: Path) -> tuple[object, ...]:
-    """What `prove` reads of a file before it runs it."""
+    """The parts of a file that `prove` reads before it runs it."""
     outline = graph_outline(path)
     return graph_inputs(outline), graph_tensors(outline.graph.output), precision_of_file(outline)

@@ -60,8 +60,8 @@ def calibrated_artifact(spec: BuildSpec) -> Path:
 def kept_trace(
     trace: Trace, module: nn.Module, example: tuple[Tensor, ...], signature: GraphSignature, spec: BuildSpec
 ) -> tuple[bytes, GraphSignature, SpecChanges]:
-    """What `trace`, the function `traced_graph`, returns in a build: of a model of ours, whose spec decides it, what it
-    has returned to an earlier test or run."""
+    """The result of `trace`, the function `traced_graph`, in a build: for a model of ours, whose spec decides it, that
+    of an earlier test or run."""
     if spec.model.is_traced_as_found or not spec.model.has_whole_state:
         return trace(module, example, signature, spec)
     folder = kept(

@@ -73,7 +73,7 @@ def test_every_fault_in_a_file_of_torch_is_caught(name: str, least: int, tmp_pat
 
 
 def escaping(other: Other, faults: Sequence[FileFault], folder: Path) -> tuple[int, dict[str, float]]:
-    """How many faults find a place in a file, and those that no check finds, with the change of the answers."""
+    """The number of faults that find a place in a file, and those that no check finds, with what they change."""
     with quiet(streams=True):
         path = other.export(other.make(), other.inputs(), folder / "model.onnx")
     judge = Judge(path, other.called(other.make()), dict(other.inputs()))
