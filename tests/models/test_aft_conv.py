@@ -56,7 +56,7 @@ def test_equal_taps_stay_finite(aft_conv):
     assert layer.weight.grad.isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("onnx", "ort")
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_conv, aft_onnx_error):
     # 20 times float32 rounding: sums in another order

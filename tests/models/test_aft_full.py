@@ -57,7 +57,7 @@ def test_the_causal_form_agrees_when_blocks_are_nested(bias, aft_full, aft_refer
     torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft_full.bias(layer, 600)), **FLOAT32)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("onnx", "ort")
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_full, aft_onnx_error):
     # 20 times float32 rounding: sums in another order; blocks of 64 for 1024 positions

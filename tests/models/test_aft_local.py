@@ -85,7 +85,7 @@ def test_an_empty_window_equals_aft_simple_exactly(causal, aft_local):
         assert torch.equal(local(x), simple(x))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("onnx", "ort")
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_local, aft_onnx_error):
     # 20 times float32 rounding: sums in another order; blocks of 64 for a window of 40

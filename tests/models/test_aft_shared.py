@@ -95,6 +95,7 @@ def test_half_precision_stays_close(aft, causal, aft_key_gap):
             *("aft-local", "aft-full", "aft-simple", "aft-conv"),
             *("aft-full with a full bias", "aft-local with a full bias"),
         ],
+        soak_after=1,
     ),
     indirect=True,
 )
