@@ -159,7 +159,7 @@ def corpus(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     sys.modules.pop("mine", None)
 
 
-@pytest.mark.parametrize("kind", slow_after(1, KINDS, 8))
+@pytest.mark.parametrize("kind", slow_after(1, KINDS, 6))
 def test_an_artifact(cli: Cli, corpus: Path, kind: str) -> None:
     """Every command on it exits as before, with a document of the same form and the same files."""
     checkpoint = Path("checkpoint") if kind == "classifier" else None

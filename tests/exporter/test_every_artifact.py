@@ -255,7 +255,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("models")
-@pytest.mark.parametrize("line", slow_after(3, MODULES, soak_after=8))
+@pytest.mark.parametrize("line", slow_after(3, MODULES, soak_after=5))
 def test_a_module_of_a_user(cli: Cli, line: str) -> None:
     factory, *options = line.split()
     build = cli("build", "--module", f"users_models:{factory}", *options, "-o", "mine")
@@ -327,7 +327,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields"), slow_after(1, VARIANTS, soak_after=7))
+@pytest.mark.parametrize(("kind", "fields"), slow_after(1, VARIANTS, soak_after=4))
 def test_a_variant(
     cli: Cli, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fields: dict[str, Any]
 ) -> None:
@@ -354,7 +354,7 @@ CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.requires("transformers")
-@pytest.mark.parametrize(("kind", "options"), slow_after(1, CHECKPOINTS, soak_after=4))
+@pytest.mark.parametrize(("kind", "options"), slow_after(1, CHECKPOINTS, soak_after=3))
 def test_a_checkpoint(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
