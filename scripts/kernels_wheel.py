@@ -77,7 +77,7 @@ DEFAULT_TARGETS = ("linux-x86_64", "linux-aarch64")
 
 def build_library(target: Target, folder: Path) -> tuple[bytes, BuildInfo]:
     """Compile the library in an empty folder. Raises LibraryError if that fails, or if it needs a newer glibc."""
-    zig = (sys.executable, "-m", "ziglang")
+    zig = (sys.executable, "-P", "-m", "ziglang")
     options = ("c++", "-target", target.zig)
     version = subprocess.run((*zig, "version"), capture_output=True, text=True, check=True).stdout.strip()
     clang = subprocess.run((*zig, *options, "--version"), capture_output=True, text=True, check=True).stdout

@@ -193,7 +193,7 @@ class Aarch64:
             if not (self.folder / "root" / "lib").exists():  # a link that another package brings
                 (self.folder / "root" / "lib").symlink_to("usr/lib")
             tags = [f"--platform=manylinux_{tag}_aarch64" for tag in ("2_17", "2_27", "2_28")]
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
             options = [
                 "--only-binary=:all:",
                 *tags,
