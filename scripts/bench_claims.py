@@ -39,6 +39,7 @@ from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall
 from effexport.export.decode_step import onnx_with_state
 from effexport.models.encoder.module import DecodeStep, Encoder, Prefill, module_from_spec
+from effexport.models.variants.gated_delta.layer import GatedDeltaAttention
 from effexport.pipeline.build import artifact_from_spec
 from effexport.plugins.building.library import find_library
 from effexport.runners.options import RunOptions
@@ -55,8 +56,8 @@ RECURRENT: dict[str, Any] = {
     "bias": False,
     "lm_head": True,
 }
-# Of float32 beside float32 after twelve layers, relative to the largest element.
-RECURRENT_LIMIT = 1e-3
+# Float32 beside float32 in another order of sums, through twelve layers: 2e-6 of the largest logit was measured.
+RECURRENT_LIMIT = 1e-4
 LEAN = ("linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv")
 
 
@@ -308,6 +309,7 @@ def aft(rounds: int) -> Iterator[Claim]:
 
 def recurrence(rounds: int) -> Iterator[Claim]:
     """A gated-delta model on one thread: a prompt beside a Scan and transformers, a token beside its weights."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     os.environ[ANY_OPSET] = "0"
     spec = build_spec_from_options(RECURRENT, None)
@@ -347,13 +349,22 @@ def recurrence(rounds: int) -> Iterator[Claim]:
     weights = np.ones(count, np.float32)
     times = processor_turns({"step": runners["step"].bind(token).run, "weights": weights.sum}, 3 * rounds)
     yield times.claim("step", "weights", 1.3, False, "gated-delta decode step ÷ one sum over as many weights")
+    torch.set_num_threads(threads)
 
 
 def with_layers_of_transformers(ours: Encoder) -> nn.Module:
     """The same model and weights with Qwen3-Next's layers, whose eager form takes chunks of 64 tokens."""
+    model = copy.deepcopy(ours)
+    for block in model.blocks:
+        block.attention = layer_of_qwen3_next(block.attention)
+    return model
+
+
+def layer_of_qwen3_next(layer: GatedDeltaAttention) -> nn.Module:
+    """The linear attention of Qwen3-Next with the weights of a layer without biases."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextGatedDeltaNet
 
-    spec = ours.spec.attention
+    spec = layer.spec
     config = Qwen3NextConfig(
         hidden_size=spec.dim,
         rms_norm_eps=spec.norm_eps,
@@ -363,28 +374,23 @@ def with_layers_of_transformers(ours: Encoder) -> nn.Module:
         linear_key_head_dim=spec.head_size,
         linear_value_head_dim=spec.value_size,
     )
-    model = copy.deepcopy(ours)
-    for block in model.blocks:
-        weights = block.attention.state_dict()
-        by_head = {name: weight.unflatten(0, (spec.heads, -1)) for name, weight in weights.items() if "." in name}
-        qkvz, ba = (
-            torch.cat([by_head[f"{name}.weight"] for name in names], dim=1).flatten(0, 1)
-            for names in (("query", "key", "value", "gate"), ("beta", "decay"))
-        )
-        theirs = Qwen3NextGatedDeltaNet(config, 0).eval()
-        theirs.load_state_dict(
-            {
-                "in_proj_qkvz.weight": qkvz,
-                "in_proj_ba.weight": ba,
-                "conv1d.weight": weights["taps"].unsqueeze(1),
-                "A_log": weights["a_log"],
-                "dt_bias": weights["dt_bias"],
-                "norm.weight": weights["norm.weight"],
-                "out_proj.weight": weights["out.weight"],
-            }
-        )
-        block.attention = theirs
-    return model
+    theirs = Qwen3NextGatedDeltaNet(config, layer_idx=0).eval()
+    qkvz, ba = (
+        torch.cat([one.weight.unflatten(0, (spec.heads, -1)) for one in projections], dim=1).flatten(0, 1)
+        for projections in ((layer.query, layer.key, layer.value, layer.gate), (layer.beta, layer.decay))
+    )
+    theirs.load_state_dict(
+        {
+            "in_proj_qkvz.weight": qkvz,
+            "in_proj_ba.weight": ba,
+            "conv1d.weight": layer.taps.unsqueeze(1),
+            "A_log": layer.a_log,
+            "dt_bias": layer.dt_bias,
+            "norm.weight": layer.norm.weight,
+            "out_proj.weight": layer.out.weight,
+        }
+    )
+    return theirs
 
 
 @dataclass(frozen=True)

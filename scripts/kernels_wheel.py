@@ -68,7 +68,7 @@ class Target:
 TARGETS = {
     "linux-x86_64": Target("x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64", "Linux", "x86_64"),
     "linux-aarch64": Target("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64", "Linux", "aarch64"),
-    # built, never run
+    # neither built nor run so far
     "macos-arm64": Target("aarch64-macos.11.0", "macosx_11_0_arm64", "Darwin", "arm64"),
     "macos-x86_64": Target("x86_64-macos.11.0", "macosx_11_0_x86_64", "Darwin", "x86_64"),
 }
@@ -161,10 +161,8 @@ def unpadded_digest(data: bytes) -> str:
 
 def find_wheel(folders: Iterable[Path]) -> Path | None:
     """The wheel of the present sources for this machine that is in one of the folders; None without one."""
-    suffix = next(
-        (t.tag for t in TARGETS.values() if (t.system, t.machine) == (platform.system(), platform.machine())), ""
-    )
-    for wheel in (wheel for folder in folders for wheel in sorted(folder.glob(f"{WHEEL_PACKAGE}-*{suffix}.whl"))):
+    names = [f"{WHEEL_PACKAGE}-*{target.tag}.whl" for target in TARGETS.values() if target.is_here]
+    for wheel in (wheel for folder in folders for name in names for wheel in sorted(folder.glob(name))):
         try:
             with zipfile.ZipFile(wheel) as archive:
                 info = msgspec.json.decode(archive.read(f"{WHEEL_PACKAGE}/{RECORD_NAME}"), type=BuildInfo)

@@ -18,6 +18,7 @@ import numpy as np
 import onnxruntime
 import torch
 from numpy.typing import NDArray
+from others.files import with_noise
 from torch import Tensor, nn
 
 import effexport
@@ -64,15 +65,6 @@ def measured(model: Model, folder: Path) -> dict[str, Any]:
     if artifact is not None:
         found |= timed(module, artifact, plain, cases)
     return found
-
-
-def with_noise(module: nn.Module) -> nn.Module:
-    """Let every parameter count: those that packages begin with zeros or ones get some noise."""
-    with torch.no_grad():
-        for weight in module.parameters():
-            if weight.is_floating_point() and weight.numel() > 1 and not weight.std() > 0:
-                weight += 0.1 * torch.randn_like(weight)
-    return module
 
 
 def case_of(model: Model, module: nn.Module, batch: int, length: int) -> Case:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from slow_cases import named
-from torch import Tensor, nn
+from torch import Tensor
 
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import State
@@ -50,44 +50,14 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).abs().max() / expected.double().square().mean().sqrt())
 
 
-def with_weights_of(layer: GatedDeltaAttention) -> nn.Module:
-    """The linear attention of Qwen3-Next with the weights of a layer without biases."""
-    from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
-
-    spec = layer.spec
-    config = Qwen3NextConfig(
-        hidden_size=spec.dim,
-        linear_num_value_heads=spec.heads,
-        linear_num_key_heads=spec.heads,
-        linear_key_head_dim=spec.head_size,
-        linear_value_head_dim=spec.value_size,
-        linear_conv_kernel_dim=spec.conv_size,
-        rms_norm_eps=spec.norm_eps,
-    )
-    oracle = Qwen3NextGatedDeltaNet(config, layer_idx=0).eval()
-    by_head = [x.weight.unflatten(0, (spec.heads, -1)) for x in (layer.query, layer.key, layer.value, layer.gate)]
-    two = [x.weight.unflatten(0, (spec.heads, 1)) for x in (layer.beta, layer.decay)]
-    oracle.load_state_dict(
-        {
-            "in_proj_qkvz.weight": torch.cat(by_head, dim=1).flatten(0, 1),
-            "in_proj_ba.weight": torch.cat(two, dim=1).flatten(0, 1),
-            "conv1d.weight": layer.taps.unsqueeze(1),
-            "A_log": layer.a_log,
-            "dt_bias": layer.dt_bias,
-            "norm.weight": layer.norm.weight,
-            "out_proj.weight": layer.out.weight,
-        }
-    )
-    return oracle
-
-
 @pytest.mark.requires("transformers")
 @torch.no_grad()
 def test_the_gated_rule_is_that_of_qwen3_next() -> None:
+    from bench_claims import layer_of_qwen3_next  # with all that it measures: not while tests are collected
+
     for options in ({}, {"value_dim": 5, "conv_size": 2}, {"head_dim": 16, "norm_eps": 1e-3}):
         layer = gated(bias=False, **{"norm_eps": 1e-6, **options})
-        oracle = with_weights_of(layer)
+        oracle = layer_of_qwen3_next(layer)
         for seq_len in (1, 9, 63, 100):
             x, mask = hidden(2, seq_len), torch.ones(2, seq_len, dtype=torch.int64)
             mask[1, : seq_len // 3] = 0  # on the left, as transformers pads prompts

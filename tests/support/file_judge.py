@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,10 +56,13 @@ class Judge:
         return ModelCandidate(file, (), limits_from_spec(self.spec), model_opener(OPTIONS))
 
     def effect(self, file: Path) -> float:
-        """The largest change of an answer of the file in any case, relative to the RMS of the answer."""
+        """The largest change of an answer of the file in any case, relative to the RMS of the answer. Infinite if a
+        number of either is not finite."""
         right, wrong, largest = self.opened(self.path), self.opened(file), 0.0
         for case in self.cases:
             for a, b in zip(right.run(case.inputs).values(), wrong.run(case.inputs).values(), strict=True):
+                if not (np.isfinite(a).all() and np.isfinite(b).all()):
+                    return math.inf
                 away = np.abs(a.astype(np.float64) - b).max(initial=0.0)
                 largest = max(largest, float(away / (np.sqrt(np.mean(np.square(a, dtype=np.float64))) or 1.0)))
         return largest
