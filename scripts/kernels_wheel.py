@@ -80,8 +80,9 @@ def build_library(target: Target, folder: Path) -> tuple[bytes, BuildInfo]:
     zig = (sys.executable, "-P", "-m", "ziglang")
     options = ("c++", "-target", target.zig)
     version = subprocess.run((*zig, "version"), capture_output=True, text=True, check=True).stdout.strip()
-    clang = subprocess.run((*zig, *options, "--version"), capture_output=True, text=True, check=True).stdout
-    compiler = Compiler((*zig, *options), f"zig {version}, {first_line(clang, 'clang')}")
+    # in the folder, because for macOS it leaves a file behind
+    asked = subprocess.run((*zig, *options, "--version"), capture_output=True, text=True, check=True, cwd=folder)
+    compiler = Compiler((*zig, *options), f"zig {version}, {first_line(asked.stdout, 'clang')}")
     plan = Plan((), sources.source_hash(), find_headers(), compiler, None, {})
     # no path of this machine may reach the library
     maps = " ".join(f"-ffile-prefix-map={path}=." for path in (sources.FOLDER, folder, plan.headers.folder))
@@ -92,6 +93,8 @@ def build_library(target: Target, folder: Path) -> tuple[bytes, BuildInfo]:
             f"-DCMAKE_SYSTEM_NAME={target.system}",
             f"-DCMAKE_SYSTEM_PROCESSOR={target.machine}",
             f"-DCMAKE_CXX_FLAGS={maps}",
+            # zig has no -bundle, which cmake would say for macOS
+            *["-DCMAKE_SHARED_MODULE_CREATE_CXX_FLAGS=-dynamiclib"] * (target.system == "Darwin"),
             "-DCMAKE_MODULE_LINKER_FLAGS=-s",
         ),
     )
