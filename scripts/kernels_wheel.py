@@ -68,7 +68,7 @@ class Target:
 TARGETS = {
     "linux-x86_64": Target("x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64", "Linux", "x86_64"),
     "linux-aarch64": Target("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64", "Linux", "aarch64"),
-    # neither built nor run so far
+    # built, never run
     "macos-arm64": Target("aarch64-macos.11.0", "macosx_11_0_arm64", "Darwin", "arm64"),
     "macos-x86_64": Target("x86_64-macos.11.0", "macosx_11_0_x86_64", "Darwin", "x86_64"),
 }
@@ -93,9 +93,8 @@ def build_library(target: Target, folder: Path) -> tuple[bytes, BuildInfo]:
             f"-DCMAKE_SYSTEM_NAME={target.system}",
             f"-DCMAKE_SYSTEM_PROCESSOR={target.machine}",
             f"-DCMAKE_CXX_FLAGS={maps}",
-            # zig has no -bundle, which cmake would say for macOS
-            *["-DCMAKE_SHARED_MODULE_CREATE_CXX_FLAGS=-dynamiclib"] * (target.system == "Darwin"),
-            "-DCMAKE_MODULE_LINKER_FLAGS=-s",
+            # for macOS, cmake says -bundle, which zig ignores
+            f"-DCMAKE_MODULE_LINKER_FLAGS=-s{' -dynamiclib' * (target.system == 'Darwin')}",
         ),
     )
     library = folder / "build" / LIBRARY_NAME
