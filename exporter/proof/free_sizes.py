@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,8 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.quiet import quiet
 from effexport.base.spec import BuildSpec
 from effexport.models.shapes import Dims
-from effexport.proof.matching import Match, Offer, named_axes, with_sizes
+from effexport.models.size_formula import axes_of
+from effexport.proof.matching import SUM, Match, Offer, named_axes, with_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,15 +41,24 @@ def with_sizes_of_module(
     module: called by the names of the file. examples: of each of its inputs, or none.
     """
     axes = named_axes(inputs, merged=True)
-    names = {dim for dims in axes.values() for dim in dims if isinstance(dim, str)} - {"batch", "seq"}
+    names = {dim for dims in axes.values() for dim in dims if isinstance(dim, str) and dim.isidentifier()}
+    names -= {"batch", "seq"}
     fixed = {name for name in names if examples and not takes_more(module, constants, examples, axes, name)}
+
+    numbers: dict[str, str] = {}  # the fixed ones, by their names in the file
 
     def dims(tensor: TensorInfo) -> Dims:
         sizes = examples[tensor.name].shape if tensor.name in examples else tensor.dims
-        pairs = zip(axes[tensor.name], tensor.dims, sizes, strict=True)
-        return tuple(size if name in fixed else own for name, own, size in pairs)
+        triples = list(zip(axes[tensor.name], tensor.dims, sizes, strict=True))
+        numbers.update((str(own), str(size)) for name, own, size in triples if name in fixed)
+        return tuple(size if name in fixed else own for name, own, size in triples)
 
-    return tuple(replace(tensor, dims=dims(tensor)) for tensor in inputs)
+    def in_sum(dim: int | str) -> int | str:
+        is_sum = isinstance(dim, str) and SUM.fullmatch(dim)
+        return re.sub(r"\w+", lambda term: numbers.get(term[0], term[0]), str(dim)) if is_sum else dim
+
+    found = [replace(tensor, dims=dims(tensor)) for tensor in inputs]
+    return tuple(replace(tensor, dims=tuple(map(in_sum, tensor.dims))) for tensor in found)
 
 
 def takes_more(
@@ -60,14 +71,18 @@ def takes_more(
     """True if a module takes its examples with one place more along the axes of a name, and with as many again."""
     import torch
 
-    def enlarged(tensor: Tensor, dims: Dims, count: int | None) -> Tensor:
-        for axis, dim in enumerate(dims):
-            if dim == name:
-                tensor = torch.cat([tensor, tensor.narrow(axis, 0, count or tensor.shape[axis])], axis)
-        return tensor
+    from effexport.models.user.inputs import resized
 
-    for count in (1, None):
-        larger = {key: enlarged(tensor, axes[key], count) for key, tensor in examples.items()}
+    pairs = [pair for key, tensor in examples.items() for pair in zip(axes[key], tensor.shape, strict=True)]
+    sizes = {dim: size for dim, size in pairs if isinstance(dim, str) and dim.isidentifier()}
+
+    def enlarged(tensor: Tensor, dims: Dims, size: int) -> Tensor:
+        pairs = zip(dims, tensor.shape, strict=True)
+        concerned = tuple(dim if isinstance(dim, str) and name in axes_of(dim) else own for dim, own in pairs)
+        return resized(tensor, concerned, sizes | {name: size})
+
+    for size in (sizes[name] + 1, 2 * sizes[name]):
+        larger = {key: enlarged(tensor, axes[key], size) for key, tensor in examples.items()}
         try:
             with torch.inference_mode(), quiet(streams=True):
                 module(**larger, **constants)

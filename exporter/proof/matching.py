@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SIZES = (64, 16, 224)
 # Names of axes that torch.onnx and onnxruntime make up, in which equal sizes may have two names.
 MADE_UP = re.compile(r"\?|s\d+|unk__\d+|.*_(dim|dynamic_axes)_\d+")
+# Such as "past_sequence_length + sequence_length", the axis of a mask.
+SUM = re.compile(r"\w+( *\+ *\w+)+")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def named_axes(tensors: Sequence[TensorInfo], *, merged: bool) -> dict[str, Dims
     """The axes of each input: "batch" and "seq", also where the file has one size of them, other names, and sizes.
 
     The first axis of the first input is the batch; the second of vectors and of indices is the sequence. merged: also
-    under other names.
+    under other names. An axis whose name in the file is a sum of other axes is that sum.
     """
     dims = {tensor.name: plain_names(tensor, place) for place, tensor in enumerate(tensors)}
     sequences = [tensor.name for tensor in tensors if len(tensor.dims) == (3 if kind_of(tensor.dtype) == "f" else 2)]
@@ -177,7 +179,21 @@ def named_axes(tensors: Sequence[TensorInfo], *, merged: bool) -> dict[str, Dims
             return "seq"
         return dim
 
-    return {name: tuple(named(name, axis, dim) for axis, dim in enumerate(own)) for name, own in dims.items()}
+    axes = {name: tuple(named(name, axis, dim) for axis, dim in enumerate(own)) for name, own in dims.items()}
+    names: dict[int | str, int | str] = {}
+    for tensor in tensors:
+        for dim, axis in zip(tensor.dims, axes[tensor.name], strict=True):
+            names.setdefault(dim, axis)
+
+    def sum_or(axis: int | str, dim: int | str) -> int | str:
+        parts = re.findall(r"\w+", dim) if isinstance(dim, str) and SUM.fullmatch(dim) else []
+        terms = [part if part.isdecimal() else names.get(part) for part in parts]
+        return "+".join(map(str, terms)) if terms and None not in terms else axis
+
+    return {
+        tensor.name: tuple(sum_or(*pair) for pair in zip(axes[tensor.name], tensor.dims, strict=True))
+        for tensor in tensors
+    }
 
 
 def plain_names(tensor: TensorInfo, place: int) -> Dims:
@@ -212,7 +228,7 @@ def inputs_of(
             one = replace(one, mask=mask)
         inputs.append(one)
         for axis, dim in enumerate(one.dims):
-            if isinstance(dim, str) and dim != "batch":
+            if isinstance(dim, str) and dim.isidentifier() and dim != "batch":
                 fixed, own = tensor.dims[axis], base if example is None else int(example.shape[axis])
                 sizes.setdefault(dim, fixed if isinstance(fixed, int) else own)
     return ModuleInputs(inputs=tuple(inputs), sizes=sizes, examples=examples, declared=tuple(sizes))

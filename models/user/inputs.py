@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.models.shapes import Dims
+from effexport.models.size_formula import shape_of, size_of
 from effexport.models.validation import LARGEST_SIZE, SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ DESCRIBE = (
 class ModuleInput:
     """One input.
 
-    dims: sizes, and the names of free axes ("batch" and "seq" have the meaning that they have everywhere).
+    dims: sizes, and the names of free axes ("batch" and "seq" have the meaning that they have everywhere), or formulas
+    of those of other inputs.
     low, high: integers are low to high − 1; high is None until the model is run. is_guess: whether only the example
     says so, and no table that they select from. padding: the padding_idx of the embedding that they select from.
     """
@@ -90,7 +92,8 @@ class ModuleInputs:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the free axes."""
-        return tuple(dict.fromkeys(dim for one in self.inputs for dim in one.dims if isinstance(dim, str)))
+        names = (dim for one in self.inputs for dim in one.dims if isinstance(dim, str) and dim.isidentifier())
+        return tuple(dict.fromkeys(names))
 
     def without_seq(self) -> ModuleInputs:
         """The same with a length that is a number."""
@@ -110,7 +113,7 @@ class ModuleInputs:
             if example is not None:
                 yield resized(example, one.dims, sizes)
                 continue
-            shape = [sizes[dim] if isinstance(dim, str) else dim for dim in one.dims]
+            shape = shape_of(one.dims, sizes)
             count = math.prod(shape)
             require(
                 count <= LARGEST_SIZE, f"{one.name} would have {count:,} elements; expected at most {LARGEST_SIZE:,}"
@@ -125,8 +128,8 @@ def resized(example: Tensor, dims: Dims, sizes: Mapping[str, int]) -> Tensor:
     import torch
 
     for axis, dim in enumerate(dims):
-        if isinstance(dim, str) and sizes[dim] != example.shape[axis]:
-            example = example.index_select(axis, torch.arange(sizes[dim]) % example.shape[axis])
+        if isinstance(dim, str) and (size := size_of(dim, sizes)) != example.shape[axis]:
+            example = example.index_select(axis, torch.arange(size) % example.shape[axis])
     return example
 
 

@@ -283,7 +283,8 @@ class ModuleSpec(CheckpointSpec):
     @property
     def free_axes(self) -> set[str]:
         """Names of the free axes of the inputs."""
-        return {dim for dims in self.input_dims.values() for dim in dims if isinstance(dim, str)}
+        dims = itertools.chain.from_iterable(self.input_dims.values())
+        return {dim for dim in dims if isinstance(dim, str) and dim.isidentifier()}
 
     @property
     def inputs(self) -> dict[str, Dims]:

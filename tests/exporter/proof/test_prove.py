@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,13 @@ def test_inputs_are_matched_by_name_then_by_type() -> None:
         ([IDS, TensorInfo("b", "int64", ("n2", "s2"))], True, [("batch", "seq"), ("batch", "seq")]),
         ([TensorInfo("a", "int64", ("?", "?"))], False, [("batch", "seq")]),
         ([IDS, TensorInfo("b", "float32", ("n", 1, "s", "s"))], False, [("batch", "seq"), ("batch", 1, "seq", "seq")]),
+        (
+            [IDS, TensorInfo("b", "int64", ("n", "p + s")), TensorInfo("c", "float32", ("n", 4, "p", 8))],
+            False,
+            [("batch", "seq"), ("batch", "p_size+seq"), ("batch", 4, "p_size", 8)],
+        ),
+        ([IDS, TensorInfo("b", "int64", ("n", "s + 1"))], True, [("batch", "seq"), ("batch", "seq+1")]),
+        ([IDS, TensorInfo("b", "int64", ("n", "p + s"))], False, [("batch", "seq"), ("batch", "p___s_size")]),
     ],
 )
 def test_axes_of_a_file_are_named(
@@ -245,6 +253,46 @@ def test_axes_of_images_are_free_as_far_as_the_module_takes_other_sizes() -> Non
     file = (TensorInfo("x", "float32", ("n", "c", "h", "w")),)
     (found,) = with_sizes_of_module(file, Images(), {}, {"x": torch.ones(2, 3, 10, 8)})
     assert found.dims == ("n", 3, "h", 8)
+
+
+class Cached(torch.nn.Module):
+    """Takes a mask of its cache and its tokens."""
+
+    def __init__(self, tokens: int | None = None) -> None:
+        super().__init__()
+        self.tokens, self.linear = tokens, torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        assert self.tokens in (None, past.shape[2])
+        return self.linear(torch.cat([past[:, 0], x], 1)) * keep[..., None]
+
+
+CACHED = {"x": torch.ones(2, 16, 8), "past": torch.ones(2, 1, 5, 8), "keep": torch.ones(2, 21)}
+
+
+def test_a_sum_keeps_the_size_that_the_module_takes() -> None:
+    dims = {"x": ("n", "s", 8), "past": ("n", 1, "p", 8), "keep": ("n", "p + s")}
+    file = [TensorInfo(name, "float32", own) for name, own in dims.items()]
+    assert [found.dims for found in with_sizes_of_module(file, Cached(), {}, CACHED)] == list(dims.values())
+    fixed = with_sizes_of_module(file, Cached(5), {}, CACHED)
+    assert [found.dims for found in fixed] == [("n", "s", 8), ("n", 1, 5, 8), ("n", "5 + s")]
+    assert named_axes(fixed, merged=False)["keep"] == ("batch", "5+seq")
+
+
+@pytest.mark.slow
+def test_a_mask_of_cache_and_tokens_has_the_size_of_both(tmp_path: Path) -> None:
+    """optimum-onnx names its axis with the sum."""
+    module, path = Cached().eval(), tmp_path / "cached.onnx"
+    free = {"x": {0: "n", 1: "s"}, "past": {0: "n", 2: "p"}, "keep": {0: "n", 1: "p + s"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = list(CACHED)
+        torch.onnx.export(
+            module, tuple(CACHED.values()), path, input_names=names, dynamic_axes=free, dynamo=False, verbose=False
+        )
+    report = effexport.prove(path, module, CACHED)
+    assert report.verdict == "passed", report.sentence
+    assert len({check.case.shape for check in report.checks}) >= 5
 
 
 def test_a_cast_to_float16_among_weights_in_float32_widens_no_limit() -> None:
