@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from effexport.base.quiet import quiet
 from effexport.base.spec import BuildSpec
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import axes_of
-from effexport.proof.matching import SUM, Match, Offer, named_axes, with_sizes
+from effexport.proof.matching import SUM, Match, Offer, kind_of, named_axes, with_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,6 +31,34 @@ def with_sizes_of_both(
             tensor = replace(tensor, dims=with_sizes(tensor.dims, other))
         found.append(tensor)
     return tuple(found)
+
+
+def with_sums(inputs: Sequence[TensorInfo], examples: Mapping[str, Tensor]) -> tuple[TensorInfo, ...]:
+    """The inputs of the file, in which a mask of cached and of new tokens has as many places as both, if it has them in
+    the example: exporters name this axis in many ways, and it is an axis of no other input."""
+    sizes = {
+        dim: size
+        for tensor in inputs
+        if tensor.name in examples
+        for dim, size in zip(tensor.dims, examples[tensor.name].shape, strict=True)
+        if isinstance(dim, str)
+    }
+    owners = Counter(dim for tensor in inputs for dim in set(tensor.dims))
+    axes = named_axes(inputs, merged=False)
+    pairs = (pair for tensor in inputs for pair in zip(axes[tensor.name], tensor.dims, strict=True))
+    seq = next((dim for axis, dim in pairs if axis == "seq" and dim in sizes), None)
+
+    def with_sum(tensor: TensorInfo) -> TensorInfo:
+        if seq is None or kind_of(tensor.dtype) == "f" or len(tensor.dims) != 2:
+            return tensor
+        batch, both = tensor.dims
+        if not isinstance(both, str) or both not in sizes or owners[both] > 1:
+            return tensor
+        others = (name for name, size in sizes.items() if sizes[seq] + size == sizes[both])
+        past = next((name for name in others if name not in (batch, seq)), None)
+        return tensor if past is None else replace(tensor, dims=(batch, f"{past} + {seq}"))
+
+    return tuple(map(with_sum, inputs))
 
 
 def with_sizes_of_module(
@@ -104,5 +133,7 @@ def notes_on_sizes(inputs: Sequence[TensorInfo], spec: BuildSpec, other: str) ->
                 )
             elif isinstance(dim, str) and isinstance(size, str):
                 names.setdefault(size, {})[dim] = None
+                if not size.isidentifier() and not SUM.fullmatch(dim):
+                    notes[f"{dim} was the number of cached and new tokens in every case, as in the example."] = None
     several = {size: list(dims) for size, dims in names.items() if len(dims) > 1}
     return notes | {f"{' and '.join(dims)} of the file had one size in every case.": None for dims in several.values()}

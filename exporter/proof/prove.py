@@ -38,7 +38,7 @@ from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Kind, not_run
-from effexport.proof.free_sizes import notes_on_sizes, with_sizes_of_both, with_sizes_of_module
+from effexport.proof.free_sizes import notes_on_sizes, with_sizes_of_both, with_sizes_of_module, with_sums
 from effexport.proof.matching import (
     Match,
     Offer,
@@ -335,7 +335,7 @@ def subject_of_call(asked: ProofRequest, called: Called, choice: ReferenceChoice
     examples = examples_of_file(inputs, arguments, called.examples)
     if examples:
         trial = CalledAsFile(copy.deepcopy(called.module).eval(), arguments.names)
-        inputs = with_sizes_of_module(inputs, trial, called.constants, examples)
+        inputs = with_sizes_of_module(with_sums(inputs, examples), trial, called.constants, examples)
     else:
         inputs = with_sizes_of_both(inputs, arguments, called.offers)
     guesses = [

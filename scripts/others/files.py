@@ -62,6 +62,12 @@ def ids(**more: int) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(5, VOCABULARY, (BATCH, LENGTH)), "attention_mask": mask}
 
 
+def segments() -> dict[str, Tensor]:
+    """Two texts in each sample."""
+    found = ids()
+    return found | {"token_type_ids": (torch.arange(LENGTH) >= LENGTH // 2).long().repeat(BATCH, 1)}
+
+
 def tokens() -> dict[str, Tensor]:
     return {"input_ids": ids()["input_ids"]}
 
@@ -231,14 +237,16 @@ def pairs_of_cache(cache: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def past(length: int, *, positions: bool = False, layers: int = 2, heads: int = 2) -> dict[str, Tensor]:
+def past(
+    length: int, *, positions: bool = False, layers: int = 2, heads: int = 2, head_dim: int = 16
+) -> dict[str, Tensor]:
     """A prompt after `length` tokens in the cache."""
     found = {"input_ids": ids()["input_ids"], "attention_mask": torch.ones(BATCH, length + LENGTH, dtype=torch.int64)}
     if positions:
         found["position_ids"] = torch.arange(length, length + LENGTH).repeat(BATCH, 1)
     for i in range(layers):
         for part in ("key", "value"):
-            found[f"past_key_values.{i}.{part}"] = torch.randn(BATCH, heads, length, 8)
+            found[f"past_key_values.{i}.{part}"] = torch.randn(BATCH, heads, length, head_dim)
     return found
 
 
@@ -339,8 +347,9 @@ def by_mobius(module: nn.Module, inputs: Inputs, path: Path, **options: Any) -> 
 
 
 IMAGE_AXES = {"pixel_values": (0, 2, 3)}
-LLAMA = transformers("LlamaForCausalLM", "Llama", **GROUPED)
-QWEN = transformers("Qwen3ForCausalLM", "Qwen3", **GROUPED)
+# GroupQueryAttention of onnxruntime takes heads of a multiple of 16
+LLAMA = transformers("LlamaForCausalLM", "Llama", **GROUPED | {"head_dim": 16})
+QWEN = transformers("Qwen3ForCausalLM", "Qwen3", **GROUPED | {"head_dim": 16})
 OTHERS = (
     Other("BERT", "torch dynamo", "", transformers("BertModel", "Bert"), ids, by_torch, is_faulted=True),
     Other("Llama", "torch dynamo", "", transformers("LlamaModel", "Llama", **GROUPED, use_cache=False), ids, by_torch),
@@ -409,9 +418,10 @@ OTHERS = (
         "optimum-onnx",
         "4",
         transformers("GPT2LMHeadModel", "GPT2", **GPT2),
-        partial(past, 8, positions=True, heads=HEADS),
+        partial(past, 8, positions=True, heads=HEADS, head_dim=8),
         partial(by_optimum, task="text-generation-with-past"),
         Cached,
+        is_faulted=True,
     ),
     Other(
         "ResNet",
@@ -421,10 +431,10 @@ OTHERS = (
         images,
         partial(by_optimum, task="image-classification"),
     ),
-    Other("Llama", "onnxruntime-genai", "5", LLAMA, partial(past, 8), by_genai, Cached, is_faulted=True),
+    Other("Llama", "onnxruntime-genai", "5", LLAMA, partial(past, 8), by_genai, Cached),
     Other(
         "Qwen3, 4 bits", "onnxruntime-genai", "5", QWEN, partial(past, 8), partial(by_genai, precision="int4"), Cached
     ),
-    Other("BERT", "mobius-onnx", "5", transformers("BertModel", "Bert"), ids, by_mobius, is_faulted=True),
-    Other("Qwen3", "mobius-onnx", "5", QWEN, partial(past, 8, positions=True), by_mobius, Cached),
+    Other("BERT", "mobius-onnx", "5", transformers("BertModel", "Bert"), segments, by_mobius),
+    Other("Qwen3", "mobius-onnx", "5", QWEN, partial(past, 8, positions=True), by_mobius, Cached, is_faulted=True),
 )

@@ -52,12 +52,34 @@ onnxruntime.InferenceSession("a.onnx").run(None, {"x": x[:, :9].numpy()})
 The same cause in another package: nystrom-attention pads to a multiple of its landmarks and sums over segments with
 Python numbers, which a trace keeps.
 """,
-    "optimum-onnx-gpt-2-with-a-cache": """\
-Not a fault of the file, but a limit of `prove`: the mask has as many places as the cache and the tokens together, and
-`prove` varies each of these sizes by itself. GPT-2 in PyTorch answers 21 tokens with a mask of 24 after a cache of 8,
-and the file refuses them. All other cases are equal.
+    "onnxruntime-genai-llama": """\
+`GroupQueryAttention` counts the ones of the mask and takes them for a length: a mask that hides another place than the
+last ones gives other answers, or an error, where PyTorch hides just that place. Masks of prompts padded at the end have
+no such places.
 """,
     "onnxruntime-genai-qwen3-4-bits": """\
-Not a fault: the file is quantised to 4 bits, which the report says, and `prove` holds it to the limits of a float file.
+The same, and no fault of its own: the file is quantised to 4 bits, which the report says, and `prove` holds it to the
+limits of a float file.
+""",
+    "mobius-onnx-bert": """\
+The mask of tokens, [batch, seq] in int64, is the mask of ONNX's `Attention`, whose shape is [queries, keys] and which
+is added to the scores unless it is boolean: hidden tokens take part, and a batch of two samples fails.
+
+```python
+import numpy as np, onnxruntime, torch
+from mobius import build
+from transformers import BertConfig, BertModel
+
+sizes = dict(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+module = BertModel(BertConfig(**sizes)).eval()
+module.save_pretrained("bert")
+build("bert", dtype="f32").save("bert/onnx")
+session = onnxruntime.InferenceSession("bert/onnx/model.onnx")
+ids = np.arange(7).reshape(1, 7)
+feeds = {"input_ids": ids, "attention_mask": np.array([[1, 1, 1, 1, 0, 0, 0]]), "token_type_ids": 0 * ids}
+expected = module(**{name: torch.tensor(x) for name, x in feeds.items()}).last_hidden_state[0, 0]
+print(np.abs(session.run(None, feeds)[0][0, 0] - expected.detach().numpy()).max())  # 0.003 with these weights
+session.run(None, {name: x.repeat(2, 0) for name, x in feeds.items()})  # Add node: broadcast an axis … 2 by 7
+```
 """,
 }

@@ -23,7 +23,7 @@ from slow_cases import soak
 import effexport
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
-from effexport.proof.free_sizes import with_sizes_of_module
+from effexport.proof.free_sizes import with_sizes_of_module, with_sums
 from effexport.proof.matching import Offer, guessed_inputs, matched_inputs, named_axes, offers_of
 from effexport.proof.prove import precision_of_file
 
@@ -267,7 +267,7 @@ class Cached(torch.nn.Module):
         return self.linear(torch.cat([past[:, 0], x], 1)) * keep[..., None]
 
 
-CACHED = {"x": torch.ones(2, 16, 8), "past": torch.ones(2, 1, 5, 8), "keep": torch.ones(2, 21)}
+CACHED = {"x": torch.ones(2, 16, 8), "past": torch.ones(2, 1, 5, 8), "keep": torch.ones(2, 21, dtype=torch.int64)}
 
 
 def test_a_sum_keeps_the_size_that_the_module_takes() -> None:
@@ -279,11 +279,31 @@ def test_a_sum_keeps_the_size_that_the_module_takes() -> None:
     assert named_axes(fixed, merged=False)["keep"] == ("batch", "5+seq")
 
 
+@pytest.mark.parametrize(
+    ("mask", "size", "expected"),
+    [
+        (TensorInfo("keep", "int64", ("n", "total")), 21, "p + s"),
+        (TensorInfo("keep", "bool", ("n", "past_len + seq_len")), 21, "p + s"),
+        (TensorInfo("keep", "int64", ("n", "total")), 20, "total"),
+        (TensorInfo("keep", "int64", ("n", "p")), 5, "p"),
+        (TensorInfo("keep", "float32", ("n", "total")), 21, "total"),
+        (TensorInfo("keep", "int64", ("n", 21)), 21, 21),
+    ],
+)
+def test_a_mask_of_cached_and_new_tokens_is_known_by_the_example(
+    mask: TensorInfo, size: int, expected: int | str
+) -> None:
+    file = [TensorInfo("x", "float32", ("n", "s", 8)), TensorInfo("past", "float32", ("n", 1, "p", 8)), mask]
+    found = with_sums(file, CACHED | {"keep": torch.ones(2, size)})
+    assert found == (*file[:2], TensorInfo("keep", mask.dtype, ("n", expected)))
+
+
 @pytest.mark.slow
-def test_a_mask_of_cache_and_tokens_has_the_size_of_both(tmp_path: Path) -> None:
-    """optimum-onnx names its axis with the sum."""
+@pytest.mark.parametrize(("axis", "notes"), [("p + s", 0), ("total", 1)], ids=["named as a sum", "another name"])
+def test_a_mask_of_cache_and_tokens_has_the_size_of_both(axis: str, notes: int, tmp_path: Path) -> None:
+    """optimum-onnx names this axis with the sum, and onnxruntime-genai otherwise."""
     module, path = Cached().eval(), tmp_path / "cached.onnx"
-    free = {"x": {0: "n", 1: "s"}, "past": {0: "n", 2: "p"}, "keep": {0: "n", 1: "p + s"}}
+    free = {"x": {0: "n", 1: "s"}, "past": {0: "n", 2: "p"}, "keep": {0: "n", 1: axis}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = list(CACHED)
@@ -293,6 +313,7 @@ def test_a_mask_of_cache_and_tokens_has_the_size_of_both(tmp_path: Path) -> None
     report = effexport.prove(path, module, CACHED)
     assert report.verdict == "passed", report.sentence
     assert len({check.case.shape for check in report.checks}) >= 5
+    assert sum("cached and new tokens" in note for note in report.notes) == notes
 
 
 def test_a_cast_to_float16_among_weights_in_float32_widens_no_limit() -> None:
