@@ -301,8 +301,23 @@ def slices_exchanged(g: Graph) -> bool:
     for node in g.nodes("Slice"):
         by_value.setdefault(node.input[0], []).append(node)
     for first, second, *_ in (nodes for nodes in by_value.values() if len(nodes) > 1):
+        if feeds(first, second, g) or feeds(second, first, g):
+            continue
         first.output[0], second.output[0] = second.output[0], first.output[0]
         return True
+    return False
+
+
+def feeds(node: onnx.NodeProto, other: onnx.NodeProto, g: Graph) -> bool:
+    """Whether the result of a node reaches another, through any others."""
+    seen: set[str] = set()
+    waiting = list(node.output)
+    while waiting:
+        for reader in g.readers(waiting.pop()):
+            if reader is other:
+                return True
+            waiting += set(reader.output) - seen
+            seen.update(reader.output)
     return False
 
 
