@@ -33,6 +33,8 @@ Shape = tuple[int, int, Sequence[int] | None]
 CHOICES = 3
 # The seed of other content in padded places.
 CONTENT_SEED = 1_000_003
+# Of a case as long as the model takes, in tokens: attention costs their square.
+LONGEST = 1024
 # Long enough for several chunks and segments, short enough to cost nothing.
 LENGTH = 200
 TOKEN = 3
@@ -79,6 +81,10 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
         for name in counts:
             empty[name][1] = 0
         cases[NOTHING_KEPT] = empty
+    # code of the user's may have tables of positions, and branches on the length, that shorter cases do not reach
+    longest = min(model.max_seq_len or 0, LONGEST)
+    if model.is_traced_as_found and model.fixed_seq_len is None and longest > model.seq_len:
+        cases["longest"] = random_inputs(spec, rng, 1, taken_length(spec, longest), None)
     return cases
 
 
