@@ -35,6 +35,7 @@ from effexport.models.adapters.adapter import (
     named,
     qualified_name,
 )
+from effexport.models.adapters.fla_functions import FORMS
 from effexport.models.adapters.folding import (
     detached_copy,
     fold_computed_weights,
@@ -267,10 +268,10 @@ def _holder(model: nn.Module) -> nn.Module:
     return holder
 
 
-def remarks_on(original: nn.Module, adapted: Adapted, turned: int) -> tuple[str, ...]:
+def remarks_on(original: nn.Module, adapted: Adapted, turned: Mapping[str, int]) -> tuple[str, ...]:
     """Every sentence on the layers of a model that concerns the user.
 
-    turned: how many calls of F.scaled_dot_product_attention became an operator of ours.
+    turned: how many calls of functions became operators of ours, by name.
     """
     return (
         *replaced_remarks(original, adapted.replaced),
@@ -337,10 +338,12 @@ def version_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> I
             )
 
 
-def turned_remarks(turned: int) -> Iterator[str]:
-    if turned:
-        calls = "1 call" if turned == 1 else f"{turned} calls"
-        yield f"{calls} of F.scaled_dot_product_attention became effexport's softmax attention."
+def turned_remarks(turned: Mapping[str, int]) -> Iterator[str]:
+    for name, count in turned.items():
+        calls = "1 call" if count == 1 else f"{count} calls"
+        owner, ours = ("fla-core's ", "linear recurrence") if name in FORMS else ("", "softmax attention")
+        if count:
+            yield f"{calls} of {owner}{name} became effexport's {ours}."
 
 
 def folded_remarks(folded: Sequence[str]) -> Iterator[str]:

@@ -41,15 +41,16 @@ DROPOUT_SWITCH = (
 
 @dataclass(frozen=True)
 class Calls:
-    """Numbers of calls of each of our operators, by ONNX name. turned: how many of them were calls of
-    F.scaled_dot_product_attention."""
+    """Numbers of calls of each of our operators, by ONNX name. turned: how many of them were calls of functions that
+    others have written, by name."""
 
     operators: dict[str, int]
-    turned: int
+    turned: Mapping[str, int]
 
 
 def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -> Calls:
     """The number of nodes of each of our operators in a model. seq_len: a length that it takes."""
+    from effexport.models.adapters.fla_functions import recurrences_as_operators
     from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
     from effexport.models.variants.lsh.layer import LSHHash
@@ -66,9 +67,13 @@ def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -
     hashes = Counter[str]()
     tensors = probe.inputs.tensors(probe.sizes(1, seq_len))
     as_operators = attention_calls_as_operators() if fused else contextlib.nullcontext(AttentionCalls())
+    of_fla = recurrences_as_operators() if fused else contextlib.nullcontext(Counter[str]())
     # operators that are a part of the unfused formulas are called only where gradients are wanted
     gradients = torch.set_grad_enabled(not fused)
-    with as_operators as attention, fused_operators(module, fused), gradients, Counting(), ExitStack() as stack:
+    modes = (fused_operators(module, fused), gradients, Counting())
+    with as_operators as attention, of_fla as functions, ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
         for path, child in module.named_modules():
             if isinstance(child, LSHHash):
                 hook = functools.partial(lambda path, child, arguments: hashes.update([path]), path)
@@ -80,7 +85,7 @@ def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -
             f"the LSH layer {path.rpartition('.hash')[0]} of {probe.name} is called {count} times in one run; expected "
             "one call, because the buckets of each are compared by name: give each call a copy of the layer",
         )
-    return Calls(dict(calls), attention.turned)
+    return Calls(dict(calls), {"F.scaled_dot_product_attention": attention.turned, **functions})
 
 
 def draw_notes(name: str, model: CalledByPosition, tensors: Sequence[Tensor]) -> tuple[str, ...]:

@@ -46,8 +46,7 @@ DESCRIBE = (
 class ModuleInput:
     """One input.
 
-    dims: sizes, and the names of free axes ("batch" and "seq" have the meaning that they have everywhere), or formulas
-    of those of other inputs.
+    dims: sizes, and names of free axes ("batch" and "seq" mean what they do everywhere) or formulas of those of others.
     low, high: integers are low to high − 1; high is None until the model is run. is_guess: whether only the example
     says so, and no table that they select from. padding: the padding_idx of the embedding that they select from.
     """
@@ -92,8 +91,8 @@ class ModuleInputs:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the free axes."""
-        names = (dim for one in self.inputs for dim in one.dims if isinstance(dim, str) and dim.isidentifier())
-        return tuple(dict.fromkeys(names))
+        dims = (dim for one in self.inputs for dim in one.dims)
+        return tuple(dict.fromkeys(dim for dim in dims if isinstance(dim, str) and dim.isidentifier()))
 
     def without_seq(self) -> ModuleInputs:
         """The same with a length that is a number."""
@@ -115,11 +114,9 @@ class ModuleInputs:
                 continue
             shape = shape_of(one.dims, sizes)
             count = math.prod(shape)
-            require(
-                count <= LARGEST_SIZE, f"{one.name} would have {count:,} elements; expected at most {LARGEST_SIZE:,}"
-            )
-            fill = int(one.mask == "keep") if one.mask else one.constant
-            fill *= one.dtype != "float"
+            problem = f"{one.name} would have {count:,} elements; expected at most {LARGEST_SIZE:,}"
+            require(count <= LARGEST_SIZE, problem)
+            fill = (int(one.mask == "keep") if one.mask else one.constant) * (one.dtype != "float")
             yield torch.full(shape, fill, dtype=torch_dtype(one.dtype))
 
 

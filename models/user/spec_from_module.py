@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
+from effexport.models.adapters.fla_functions import recurrences_as_operators
 from effexport.models.adapters.folding import detached_copy
 from effexport.models.adapters.replace import (
     NotAsOriginalError,
@@ -262,7 +263,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         replaced={path: qualified_name(subject.original.get_submodule(path)) for path in adapted.replaced},
         remarks=(
             *subject.notes,
-            *remarks_on(subject.original, adapted, 0 if subject.as_it_stands else calls[True].turned),
+            *remarks_on(subject.original, adapted, {} if subject.as_it_stands else calls[True].turned),
             *draw_notes(subject.name, module, as_given),
             *fixed_notes(subject.name, inputs),
             *guess_notes(inputs),
@@ -283,7 +284,10 @@ def output_formulas(
     axes = [{i: free for i, dim in enumerate(one) if isinstance(dim, str)} for one in dims]
     patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     # the user's code may raise anything, and keep symbols in its attributes; weights stay the same tensors
-    with contextlib.suppress(Exception), attention_calls_as_operators(), code_as_exported(module), patch:
+    as_exported = (attention_calls_as_operators(), recurrences_as_operators(), code_as_exported(module), patch)
+    with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
+        for mode in as_exported:
+            stack.enter_context(mode)
         weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         recorder = Recorder(copy.deepcopy(module, weights), notes.append)
         torch.export.export(recorder, tuple(tensors), dynamic_shapes=(tuple(axes),), strict=False)

@@ -309,7 +309,7 @@ def slices_exchanged(g: Graph) -> bool:
 
 
 def feeds(node: onnx.NodeProto, other: onnx.NodeProto, g: Graph) -> bool:
-    """Whether the result of a node reaches another, through any others."""
+    """True if the result of a node reaches another, through any others."""
     seen: set[str] = set()
     waiting = list(node.output)
     while waiting:
