@@ -593,8 +593,11 @@ def test_the_proof_has_no_length_that_the_file_does_not_take() -> None:
     cases = case_inputs(BuildSpec(model=spec_of(shortest=257, longest=320)), 0)
     lengths = {name: inputs["x"].shape[1] for name, inputs in cases.items()}
     assert min(lengths.values()) == 257
-    assert max(lengths.values()) == 300
+    assert max(lengths.values()) == lengths["longest"] == 320
     assert "single token" not in lengths
+    far = case_inputs(BuildSpec(model=spec_of(longest=100_000)), 0)
+    assert far["longest"]["x"].shape[1] == 1024
+    assert "longest" not in case_inputs(BuildSpec(model=spec_of(longest=300)), 0)
 
 
 def test_a_mask_of_a_fixed_batch_is_an_input_like_any_other() -> None:
