@@ -79,6 +79,7 @@ def kernel_library_version() -> str | None:
 
     try:
         library = find_library()
+        has_cuda = library is not None and library.cuda is not None
     except LibraryError:  # EFFEXPORT_LIBRARY names a missing file; what needs the library reports it
         return None
     if library is None:
@@ -87,7 +88,7 @@ def kernel_library_version() -> str | None:
         return str(library.path)
     state = ", outdated" if library.outdated else ""
     origin = library.origin if library.in_wheel else library.info.key[:12]
-    return f"{origin} for {'CPU and CUDA' if library.info.has_cuda else 'the CPU'}{state}"
+    return f"{origin} for {'CPU and CUDA' if has_cuda else 'the CPU'}{state}"
 
 
 def require_build() -> None:

@@ -210,16 +210,17 @@ def examine_library(*, load: bool) -> dict[str, Any]:
     from effexport.plugins.errors import LibraryError
     from effexport.runners.ort.kernels import problem_of_library
 
-    library, problem, remedy = None, None, None
+    library, cuda, problem, remedy = None, None, None, None
     try:
         library = find_library()
+        cuda = library.cuda is not None if library and library.info else None
         if library is None or library.outdated:
             remedy = library.rebuild_command if library else "effexport plugins build"
         if library and load:
             library.check_contents()
             if problem := problem_of_library(library):
                 remedy = remedy or "update onnxruntime, or run the function bodies: --implementation body"
-            elif problem := library.cuda_problem():
+            elif cuda and (problem := library.cuda_problem()):
                 problem = f"on this machine, it has kernels for the CPU only, because {problem}"
     except LibraryError as error:
         problem, remedy = str(error), None  # which it names itself
@@ -227,7 +228,7 @@ def examine_library(*, load: bool) -> dict[str, Any]:
         "path": str(library.path) if library else None,
         "origin": library.origin if library else None,
         "outdated": library.outdated if library else None,
-        "cuda": library.info.has_cuda if library and library.info else None,
+        "cuda": cuda,
         "problem": problem,
         "remedy": remedy,
     }

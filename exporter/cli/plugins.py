@@ -122,14 +122,16 @@ def info_command(_: Options, as_json: bool) -> None:
 
 def describe(library: Library) -> dict[str, Any]:
     """The library and how it was built, for --json."""
-    info = library.info
-    names = ("cuda_architectures", "header_version", "compiler", "nvcc", "flags", "created", "seconds")
+    info, cuda = library.info, library.cuda
+    names = ("header_version", "compiler", "flags", "created", "seconds")
     return {
         "library": str(library.path),
         "outdated": library.outdated,
         "explicit": info is None,
         "origin": library.origin,
-        "cuda": info.has_cuda if info else None,
+        "cuda": None if info is None else cuda is not None,
+        "cuda_architectures": cuda.architectures if cuda else info and (),
+        "nvcc": cuda.nvcc if cuda else None,
         **{name: getattr(info, name, None) for name in (*names, "key", "sha256", "bytes")},
         "with": list(library.folders),
     }
@@ -147,7 +149,7 @@ def operators(library: Library | None) -> list[dict[str, Any]]:
         return {"name": op.onnx_name, "element_types": list(op.element_types), "providers": providers}
 
     info = library.info
-    ours = [described(op, info is not None and info.has_cuda) for op in OPS.values()]
+    ours = [described(op, library.cuda is not None) for op in OPS.values()]
     return ours + [described(built, built.cuda) for built in (info.operators if info else ())]
 
 
@@ -157,8 +159,9 @@ def devices(library: Library) -> str:
     from effexport.plugins.building.toolchain import find_nvcc, kernel_gpus
 
     assert library.info is not None
-    if library.info.has_cuda:
-        return f"CPU and CUDA (sm_{', sm_'.join(map(str, library.info.cuda_architectures))}, PTX for later GPUs)"
+    if cuda := library.cuda:
+        origin = f", {cuda.distribution}" if cuda.distribution else ""
+        return f"CPU and CUDA (sm_{', sm_'.join(map(str, cuda.architectures))}, PTX for later GPUs{origin})"
     gpus = kernel_gpus()
     command = library.rebuild_command + ("" if gpus else " --cuda")
     if nvcc := find_nvcc():
@@ -168,10 +171,14 @@ def devices(library: Library) -> str:
 
 
 def is_intact(library: Library) -> bool | None:
-    """True if the file is as it was built; None if its checksum is not known."""
-    from effexport.plugins.building.library import sha256_of
+    """True if its files are as they were built; None if their checksums are not known."""
+    from effexport.plugins.errors import LibraryError
 
-    return None if library.info is None else sha256_of(library.path) == library.info.sha256
+    try:
+        library.check_contents()
+    except LibraryError:
+        return False
+    return None if library.info is None else True
 
 
 def library_warnings(library: Library) -> list[str]:
@@ -183,7 +190,7 @@ def library_warnings(library: Library) -> list[str]:
     if library.outdated:
         warnings.append(f"the library was built from different sources; rebuild it with: {library.rebuild_command}")
     # a damaged library is not loaded; `info` reports it
-    if library.info and library.info.has_cuda and is_intact(library) and (problem := library.cuda_problem()):
+    if library.cuda and is_intact(library) and (problem := library.cuda_problem()):
         warnings.append(f"on this machine, the library has kernels for the CPU only, because {problem}")
     if library.info and (about_runtime := runtime_warning(library.info.header_version)):
         warnings.append(about_runtime)
@@ -213,7 +220,7 @@ def print_info(console: Console, value: dict[str, Any], library: Library | None)
         line("kernels for", devices(library))
         line("headers", f"ONNX Runtime 1.{info.header_version}; the library works with this version and later ones")
         line("compiler", info.compiler)
-        line("nvcc", info.nvcc or "none")
+        line("nvcc", value["nvcc"] or "none")
         how_long = "" if library.in_wheel else f", in {info.seconds:g} s"
         line("built", f"{info.created}{how_long}, {info.bytes:,} bytes")
         as_built = f"{info.sha256}, as built"

@@ -207,7 +207,7 @@ int launch_cuda(const T* q, const T* k, const T* v, const bool* keep, const Cuda
                                          heads_per_sample, seq, channels, partials);
   if (error != cudaSuccess) return error;
   const cudaLaunchConfig_t second = launch_of(blocks_for(shape.heads * shape.channels, kThreads), kThreads, 0, stream);
-  error = cudaLaunchKernelEx(&second, effexport_aft_simple_merge, static_cast<const float*>(partials), heads,
+  error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_simple_merge), static_cast<const float*>(partials), heads,
                              static_cast<std::int32_t>(slices_of(seq)), channels, contexts);
   if (error != cudaSuccess) return error;
   const cudaLaunchConfig_t third = launch_of(blocks_for(shape.heads * shape.seq, kGroups), kThreads, 0, stream);

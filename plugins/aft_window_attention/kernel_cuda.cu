@@ -402,7 +402,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
                                          int32(p.key_channels), sums);
   for (int backward = 0; backward < (p.causal ? 1 : 2) && error == cudaSuccess; ++backward) {
     const cudaLaunchConfig_t second = launch_of(p.groups * tiles, kThreads, kThreads * sizeof(Sums), stream);
-    error = cudaLaunchKernelEx(&second, effexport_aft_window_others, static_cast<const float*>(sums), int32(p.groups),
+    error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_window_others), static_cast<const float*>(sums), int32(p.groups),
                                int32(blocks), int32(p.channels), std::int32_t{1 - backward},
                                sums + static_cast<std::size_t>(1 + backward) * sums_floats(p));
   }

@@ -466,7 +466,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   if (s.with_globals) {
     const std::int32_t batch = s.groups / s.heads;
     const cudaLaunchConfig_t find = launch_of(batch, kScanThreads, 2 * kScanWarps * sizeof(int), stream);
-    cudaError_t error = cudaLaunchKernelEx(&find, effexport_banded_attention_globals, a.is_global, batch, s.n,
+    cudaError_t error = cudaLaunchKernelEx(&find, EFFEXPORT_ENTRY(effexport_banded_attention_globals), a.is_global, batch, s.n,
                                            memory.tokens, memory.before);
     if (error != cudaSuccess) return error;
     error = cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_banded_attention_partials), a.q_global,

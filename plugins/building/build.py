@@ -32,10 +32,12 @@ import msgspec
 from effexport.plugins.building import sources
 from effexport.plugins.building.library import (
     CACHE_VARIABLE,
+    CUDA_NAME,
     LIBRARY_NAME,
     RECORD_NAME,
     BuildInfo,
     BuiltOperator,
+    CudaInfo,
     Library,
     find_build,
     kernels_folder,
@@ -102,6 +104,11 @@ class Plan:
             platform.machine(),
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that a build makes."""
+        return (LIBRARY_NAME, CUDA_NAME) if self.nvcc else (LIBRARY_NAME,)
 
     @property
     def target(self) -> str:
@@ -207,8 +214,9 @@ def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
     on_stage("trying the library")
     result = temporary / "result"
     result.mkdir(mode=0o755)
-    (temporary / "build" / LIBRARY_NAME).rename(result / LIBRARY_NAME)
-    (result / LIBRARY_NAME).chmod(0o755)  # others may not write, whatever the umask
+    for name in plan.files:
+        (temporary / "build" / name).rename(result / name)
+        (result / name).chmod(0o755)  # others may not write, whatever the umask
     try_to_load(result / LIBRARY_NAME)
     if sources.source_hash(plan.operators) != plan.source_hash:
         raise BuildFailedError("the sources changed while they were compiled; run effexport plugins build again")
@@ -217,8 +225,9 @@ def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
     return result
 
 
-def compile_with_cmake(plan: Plan, temporary: Path, options: Sequence[str] = ()) -> None:
-    """Configure and build in the folder `build` of a temporary one. options: more of cmake's.
+def compile_with_cmake(plan: Plan, temporary: Path, options: Sequence[str] = (), target: str = "all") -> None:
+    """Configure and build in the folder `build` of a temporary one. options: more of cmake's. target: "effexport_cuda"
+    makes the CUDA kernels alone.
 
     Raises BuildFailedError with the relevant lines; the whole log is kept.
     """
@@ -228,17 +237,17 @@ def compile_with_cmake(plan: Plan, temporary: Path, options: Sequence[str] = ())
         "-DCMAKE_BUILD_TYPE=Release",
         f"-DEFFEXPORT_ORT_INCLUDE_DIR={plan.headers.folder}",
         f"-DCMAKE_CXX_COMPILER={';'.join(plan.compiler.command)}",
-        f"-DEFFEXPORT_CUDA={'ON' if plan.nvcc else 'OFF'}",
+        f"-DEFFEXPORT_SOURCES={plan.source_hash}",
         f"-DEFFEXPORT_OPERATORS={';'.join(str(op.user_folder) for op in plan.operators)}",
         *options,
     ]
     if plan.nvcc:
         configure += [
-            f"-DCMAKE_CUDA_COMPILER={plan.nvcc.path}",
-            "-DCMAKE_CUDA_ARCHITECTURES=OFF",
+            f"-DEFFEXPORT_NVCC={plan.nvcc.path}",
             f"-DEFFEXPORT_CUDA_CODE={';'.join(plan.nvcc.code_options)}",
         ]
-    for command in (configure, [cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)]):
+    compile_ = [cmake, "--build", build, "--parallel", str(os.cpu_count() or 1), "--target", target]
+    for command in (configure, compile_):
         if problem := run_logged(command, log, TIMEOUT_S):
             text = log.read_text(encoding="utf-8", errors="replace")
             # cmake does not say why it could not write a file
@@ -248,8 +257,9 @@ def compile_with_cmake(plan: Plan, temporary: Path, options: Sequence[str] = ())
             kept.parent.mkdir(exist_ok=True)
             shutil.copy(log, kept)
             raise BuildFailedError(*_failure_lines(plan, problem, text, kept))
-    if not Path(build, LIBRARY_NAME).is_file():
-        raise BuildFailedError(f"cmake succeeded but did not make {LIBRARY_NAME}")
+    for name in plan.files if target == "all" else (CUDA_NAME,):
+        if not Path(build, name).is_file():
+            raise BuildFailedError(f"cmake succeeded but did not make {name}")
 
 
 def _full_message(folder: Path) -> str:
@@ -302,10 +312,11 @@ def record_of_build(plan: Plan, library: Path, installation: str, seconds: float
         sha256=sha256_of(library),
         bytes=library.stat().st_size,
         operators=tuple(_record_of(op, plan) for op in plan.operators),
+        cuda_sha256=sha256_of(library.with_name(CUDA_NAME)) if plan.nvcc else None,
     )
 
 
-def record_text(info: BuildInfo) -> bytes:
+def record_text(info: BuildInfo | CudaInfo) -> bytes:
     """Contents of build.json."""
     return bytes(msgspec.json.format(msgspec.json.encode(info))) + b"\n"
 
@@ -317,7 +328,10 @@ def _record_of(op: Op, plan: Plan) -> BuiltOperator:
 
 def _is_intact(folder: Path) -> bool:
     try:
-        return sha256_of(folder / LIBRARY_NAME) == read_build(folder).sha256
+        info = read_build(folder)
+        if info.cuda_sha256 and sha256_of(folder / CUDA_NAME) != info.cuda_sha256:
+            return False
+        return sha256_of(folder / LIBRARY_NAME) == info.sha256
     except (OSError, ValueError):
         return False
 
@@ -341,8 +355,8 @@ def publish(result: Path, target: Path) -> None:
     try:
         result.rename(target)
     except OSError:
-        for name in (LIBRARY_NAME, RECORD_NAME):
-            (result / name).replace(target / name)
+        for path in result.iterdir():
+            path.replace(target / path.name)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,14 @@
 build.py fills the cache in which the library is found:
 
 <cache>/kernels/<key>/libeffexport_ort.so, build.json      one build; the key covers everything it was made from
+<cache>/kernels/<key>/effexport_cuda.fatbin                its CUDA kernels, if it has them
 <cache>/kernels/selected/<installation>-<key>.json         this installation asked for this build, and when
 
-The distribution effexport-kernels, which scripts/kernels_wheel.py makes, brings one without CUDA kernels:
+The distribution effexport-kernels, which scripts/kernels_wheel.py makes, brings one without CUDA kernels, and
+effexport-kernels-cuda the CUDA kernels of the same sources, for every library without its own:
 
 <site-packages>/effexport_kernels/libeffexport_ort.so, build.json
+<site-packages>/effexport_kernels_cuda/effexport_cuda.fatbin, build.json
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import platform
 import shlex
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +33,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from effexport.plugins.building import sources
+from effexport.plugins.building.toolchain import driver_cuda
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.ops import OPS, Op
 from effexport.plugins.user_operators import user_operators
@@ -52,6 +57,7 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernels nvcc is None and cuda_architectures is empty. flags are the environment variables that CMake reads.
     operators: those of the user's, besides ours. installation: the folder of the sources; of a library in a wheel, the
     name and version of its distribution, and its seconds are 0: the same sources always give the same wheel.
+    cuda_sha256: of the CUDA kernels beside it.
     """
 
     key: str
@@ -68,10 +74,23 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
     bytes: int
     operators: tuple[BuiltOperator, ...] = ()
+    cuda_sha256: str | None = None
 
     @property
     def has_cuda(self) -> bool:
         return self.nvcc is not None
+
+
+class CudaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Contents of build.json beside the CUDA kernels of a wheel; `BuildInfo` explains the fields."""
+
+    source_hash: str
+    installation: str
+    nvcc: str
+    cuda_architectures: tuple[int, ...]
+    created: str
+    sha256: str
+    bytes: int
 
 
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,10 +122,24 @@ def write_whole(path: Path, text: str) -> None:
 
 LIBRARY_NAME = "libeffexport_ort.so"
 RECORD_NAME = "build.json"
+CUDA_NAME = "effexport_cuda.fatbin"
 WHEEL_PACKAGE = "effexport_kernels"
+CUDA_WHEEL_PACKAGE = "effexport_kernels_cuda"
 LIBRARY_VARIABLE = "EFFEXPORT_LIBRARY"
 CACHE_VARIABLE = "EFFEXPORT_CACHE_DIR"
 BUILD_COMMAND = ("effexport", "plugins", "build")
+
+
+@dataclass(frozen=True)
+class CudaKernels:
+    """A file of CUDA kernels. architectures: such as 90. distribution: that of the wheel that it came with, if any."""
+
+    path: Path
+    source_hash: str
+    sha256: str
+    nvcc: str
+    architectures: tuple[int, ...]
+    distribution: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,28 +172,63 @@ class Library:
         """The command that builds it from the present sources, with the same operators."""
         return shlex.join((*BUILD_COMMAND, *(word for folder in self.folders for word in ("--with", folder))))
 
+    @property
+    def cuda(self) -> CudaKernels | None:
+        """Its CUDA kernels: those of its build, or of the installed distribution; None if there are none, or if it is
+        given by EFFEXPORT_LIBRARY. Raises LibraryError if the record of the distribution cannot be read."""
+        if self.info is None:
+            return None
+        if not self.info.has_cuda:
+            return find_cuda_in_wheel()
+        info = self.info
+        # earlier builds have the kernels in the library itself
+        path, sha256 = self.path, info.sha256
+        if info.cuda_sha256:
+            path, sha256 = self.path.with_name(CUDA_NAME), info.cuda_sha256
+        return CudaKernels(path, info.source_hash, sha256, info.nvcc or "", info.cuda_architectures)
+
     def check_contents(self) -> None:
-        """Raise LibraryError unless the file is as it was built. One that EFFEXPORT_LIBRARY names is taken as it is."""
+        """Raise LibraryError unless its files are as they were built. One that EFFEXPORT_LIBRARY names is taken as it
+        is."""
         if self.info is None:
             return
-        try:
-            status = self.path.stat()
-        except OSError:
-            return  # what loads it reports that it is gone
-        found = _sha256_of_state(self.path, status.st_mtime_ns, status.st_size)
-        if found != self.info.sha256:
-            raise LibraryError(
-                f"{self.path} is not the library that was built: its SHA-256 is {found[:16]}…, {RECORD_NAME} beside it "
-                f"says {self.info.sha256[:16]}…. Build it again: {self.rebuild_command}"
-            )
+        files = [(self.path, self.info.sha256)]
+        if cuda := self.cuda:
+            files.append((cuda.path, cuda.sha256))
+        for path, sha256 in files:
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # what loads it reports that it is gone
+            found = _sha256_of_state(path, status.st_mtime_ns, status.st_size)
+            if found != sha256:
+                raise LibraryError(
+                    f"{path} is not the {'library' if path == self.path else 'file'} that was built: its SHA-256 is "
+                    f"{found[:16]}…, {RECORD_NAME} beside it says {sha256[:16]}…. Build it again: "
+                    f"{self.rebuild_command}"
+                )
 
-    def cuda_problem(self) -> str | None:
-        """The reason why its CUDA kernels cannot run with this machine's driver, and a remedy; None if they can, or if
-        there is no driver. Loads the library. Raises LibraryError as `check_contents` does."""
+    def load(self) -> ctypes.CDLL | None:
+        """Load the library into this process, with the CUDA kernels of the installed distribution if it was built
+        without. None if it does not load, which ONNX Runtime reports. Raises LibraryError as `check_contents` does."""
         self.check_contents()
         try:
-            ask = ctypes.CDLL(str(self.path)).effexport_cuda_problem
-        except (OSError, AttributeError):  # it does not load, which ONNX Runtime reports, or is older than the question
+            library = ctypes.CDLL(str(self.path))
+        except OSError:
+            return None
+        if (cuda := self.cuda) and cuda.distribution:
+            with suppress(AttributeError):  # it is older than the function
+                library.effexport_use_cuda_kernels(os.fsencode(cuda.path))
+        return library
+
+    def cuda_problem(self) -> str | None:
+        """The reason why its CUDA kernels cannot run here, and a remedy; None if they can, or if only a driver is
+        missing. Loads the library. Raises LibraryError as `check_contents` does."""
+        ask = getattr(self.load(), "effexport_cuda_problem", None)
+        if ask is None:  # it does not load, or is older than the question
+            return None
+        fit = self.info is None or self.cuda is None or self.cuda.source_hash == self.info.source_hash
+        if fit and driver_cuda() is None:
             return None
         ask.restype = ctypes.c_char_p
         return str(ask().decode()) or None
@@ -222,17 +290,37 @@ def find_build() -> Library | None:
 def find_in_wheel() -> Library | None:
     """The library of the installed distribution effexport-kernels; None without it, or if it is for another kind of
     machine. Raises LibraryError if its record cannot be read."""
-    found = importlib.util.find_spec(WHEEL_PACKAGE)  # does not import it
-    if found is None or found.origin is None:
+    found = _file_of_wheel(WHEEL_PACKAGE, LIBRARY_NAME, BuildInfo)
+    if found is None:
         return None
-    path = Path(found.origin).with_name(LIBRARY_NAME)
-    try:
-        info = read_record(path.with_name(RECORD_NAME), BuildInfo)
-    except ValueError as error:
-        raise LibraryError(f"{error}, in {path.parent}; install the distribution {WHEEL_PACKAGE} again") from error
+    path, info = found
     if info.machine != platform.machine():
         return None
     return Library(path, info.source_hash != sources.source_hash(), info, in_wheel=True)
+
+
+def find_cuda_in_wheel() -> CudaKernels | None:
+    """The CUDA kernels of the installed distribution effexport-kernels-cuda; None without it. A library refuses those
+    of other sources than its own. Raises LibraryError if their record cannot be read."""
+    found = _file_of_wheel(CUDA_WHEEL_PACKAGE, CUDA_NAME, CudaInfo)
+    if found is None:
+        return None
+    path, info = found
+    return CudaKernels(
+        path, info.source_hash, info.sha256, info.nvcc, info.cuda_architectures, distribution=info.installation
+    )
+
+
+def _file_of_wheel(package: str, name: str, kind: type[Record]) -> tuple[Path, Record] | None:
+    """A file of an installed package, and its record; None without the package."""
+    spec = importlib.util.find_spec(package)  # does not import it
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name(name)
+    try:
+        return path, read_record(path.with_name(RECORD_NAME), kind)
+    except ValueError as error:
+        raise LibraryError(f"{error}, in {path.parent}; install the distribution {package} again") from error
 
 
 def selected_folders() -> tuple[str, ...]:

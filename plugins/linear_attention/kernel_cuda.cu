@@ -504,7 +504,7 @@ int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, b
   const std::int64_t quads = blocks * kStateQuads;
   const cudaLaunchConfig_t second = launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
   float4* const both = reinterpret_cast<float4*>(states);
-  return cudaLaunchKernelEx(&second, effexport_linear_attention_combine, static_cast<const float4*>(both), sizes.count,
+  return cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_linear_attention_combine), static_cast<const float4*>(both), sizes.count,
                             int32(slices), int32(quads), static_cast<std::int32_t>(causal), both);
 }
 

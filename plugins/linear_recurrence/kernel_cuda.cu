@@ -250,7 +250,7 @@ int launch_cuda(const Call<T>& c, void* scratch, void* stream) {
                            states, seq, kv_heads, key_dim, value_dim, delta, per_channel, slice, maps);
     if (error != cudaSuccess) return error;
     const cudaLaunchConfig_t compose = launch_of(count * values, kThreads, bytes, stream);
-    error = cudaLaunchKernelEx(&compose, effexport_linear_recurrence_states, static_cast<const float*>(maps), c.past,
+    error = cudaLaunchKernelEx(&compose, EFFEXPORT_ENTRY(effexport_linear_recurrence_states), static_cast<const float*>(maps), c.past,
                                states, int32(slices), key_dim, value_dim, found);
     if (error != cudaSuccess) return error;
     before = found;

@@ -361,7 +361,7 @@ int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, 
   if (digits.passes > 1 && rank == nullptr) return cudaErrorInvalidValue;
   const std::int64_t parts = parts_of(int32(rows), static_cast<unsigned>(n), digits);
   const cudaLaunchConfig_t launch = launch_of(rows * parts, kThreads, shared_bytes(digits.radix), stream);
-  return cudaLaunchKernelEx(&launch, effexport_lsh_sort, buckets, int32(rows), int32(n), int32(num_buckets), order,
+  return cudaLaunchKernelEx(&launch, EFFEXPORT_ENTRY(effexport_lsh_sort), buckets, int32(rows), int32(n), int32(num_buckets), order,
                             rank);
 }
 #endif  // EFFEXPORT_FOR_TENSORRT

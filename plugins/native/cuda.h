@@ -1,9 +1,14 @@
 // What the CUDA kernels share: conversions of elements, and launches. EFFEXPORT_FOR_TENSORRT leaves out all host code,
 // here and at the end of every kernel_cuda.cu: NVRTC compiles none.
+//
+// Every kernel_cuda.cu is compiled twice. nvcc makes its kernels, and a C++ compiler, without CUDA's headers, the
+// functions that launch them: it is given cuda_host.h first.
 #pragma once
 
+#ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#endif
 
 #include <cmath>
 #include <type_traits>
@@ -33,7 +38,9 @@ __host__ __device__ constexpr int parts_of(int whole, int length) { return whole
 }  // namespace effexport
 
 #ifndef EFFEXPORT_FOR_TENSORRT
+#ifdef __CUDACC__
 #include <cuda_runtime.h>
+#endif
 
 #include <algorithm>
 #include <initializer_list>
@@ -74,8 +81,15 @@ constexpr auto entry_of(Float32 float32, Float16 float16, BFloat16Entry bfloat16
   }
 }
 
+// A kernel, for cudaLaunchKernelEx.
+#ifndef EFFEXPORT_ENTRY
+#define EFFEXPORT_ENTRY(name) name
+#endif
+
 // The kernel of element type T among name_float32, name_float16 and name_bfloat16.
-#define EFFEXPORT_KERNEL(T, name) effexport::entry_of<T>(name##_float32, name##_float16, name##_bfloat16)
+#define EFFEXPORT_KERNEL(T, name)                                                              \
+  effexport::entry_of<T>(EFFEXPORT_ENTRY(name##_float32), EFFEXPORT_ENTRY(name##_float16), \
+                         EFFEXPORT_ENTRY(name##_bfloat16))
 
 }  // namespace effexport
 #endif  // EFFEXPORT_FOR_TENSORRT

@@ -8,10 +8,6 @@
 #include "native/cpu_dispatch.h"
 #include "native/ort_op.h"
 
-#ifdef EFFEXPORT_CUDA
-#include <dlfcn.h>
-#endif
-
 // ort_ops.inc, which CMakeLists.txt writes, has EFFEXPORT_OP(folder) for every operator, ours and the user's.
 #define EFFEXPORT_OP(op)                   \
   namespace effexport::op {                \
@@ -20,34 +16,17 @@
 #include "ort_ops.inc"
 #undef EFFEXPORT_OP
 
+// Why the CUDA kernels cannot run here, and what to do, in one sentence; "" if they can. For programs that ask.
+extern "C" __attribute__((visibility("default"))) const char* effexport_cuda_problem() {
+  return effexport::cuda_driver::problem();
+}
+
+// Names the file of CUDA kernels if it does not lie beside the library; to be called before a session is made.
+extern "C" __attribute__((visibility("default"))) void effexport_use_cuda_kernels(const char* path) {
+  effexport::cuda_driver::use_file(path);
+}
+
 namespace {
-
-#ifdef EFFEXPORT_CUDA
-// The release of CUDA that the driver is made for, such as 13000; 0 without a driver. CUDA is not initialised.
-int driver_version() {
-  void* const driver = dlopen("libcuda.so.1", RTLD_LAZY);
-  if (driver == nullptr) return 0;
-  const auto ask = reinterpret_cast<int (*)(int*)>(dlsym(driver, "cuDriverGetVersion"));
-  int version = 0;
-  return ask != nullptr && ask(&version) == 0 ? version : 0;
-}
-
-std::string release(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
-// Machine code of one major version runs on each other's drivers; with an older driver, every launch fails.
-std::string find_cuda_problem() {
-  constexpr int kMajor = CUDART_VERSION / 1000;
-  const int driver = driver_version();
-  if (driver == 0 || driver / 1000 >= kMajor) return "";
-  const std::string oldest = kMajor == 13 ? " (580 or later)" : kMajor == 12 ? " (525 or later)" : "";
-  return "its CUDA kernels were compiled by CUDA " + release(CUDART_VERSION) +
-         ", and the NVIDIA driver here is for CUDA " + release(driver) + "; update the driver to one for CUDA " +
-         std::to_string(kMajor) + oldest + ", or set EFFEXPORT_NVCC to the nvcc of CUDA " +
-         std::to_string(driver / 1000) + " and run: effexport plugins build --cuda";
-}
-#endif
 
 // An entry of a session's options: the folders of operators that this session runs as function bodies, with commas.
 constexpr const char* kLeftOutKey = "effexport.kernels_left_out";
@@ -71,10 +50,10 @@ const Ort::CustomOpDomain& domain_without(const std::string& folders) {
   return domains->emplace(folders, std::move(made)).first->second;
 }
 
-// Says on stderr, once in a process, why the CUDA kernels are left out.
+// Says on stderr, once in a process, why the CUDA kernels that are there are left out.
 void say_cuda_problem() {
   static std::once_flag said;
-  if (*effexport_cuda_problem() == '\0') return;
+  if (!effexport::cuda_driver::has_file() || *effexport_cuda_problem() == '\0') return;
   std::call_once(said, [] {
     std::fprintf(stderr, "effexport: the kernel library has kernels for the CPU only here, because %s\n",
                  effexport_cuda_problem());
@@ -82,15 +61,6 @@ void say_cuda_problem() {
 }
 
 }  // namespace
-
-const char* effexport_cuda_problem() {
-#ifdef EFFEXPORT_CUDA
-  static const std::string problem = find_cuda_problem();
-  return problem.c_str();
-#else
-  return "";
-#endif
-}
 
 // For tests, which reach all instruction sets that way. name: "avx512", "avx2" or "baseline"; it has to stay in memory.
 extern "C" __attribute__((visibility("default"))) void effexport_limit_instructions(const char* name) {

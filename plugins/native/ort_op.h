@@ -24,15 +24,8 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
-#ifdef EFFEXPORT_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
+#include "native/cuda_driver.h"
 #include "native/element_types.h"
-
-// In ort_library.cc: why the CUDA kernels of this library cannot run here, and what to do, in one sentence; "" if they
-// can, or if it has none. Programs may ask, too.
-extern "C" __attribute__((visibility("default"))) const char* effexport_cuda_problem();
 
 namespace effexport {
 
@@ -457,16 +450,10 @@ inline AlignedBlock aligned_block(std::size_t bytes) {
 }
 
 // Throws unless a kernel was launched; `error` is a cudaError_t.
-inline void check_launch(int error);
-#ifdef EFFEXPORT_CUDA
 inline void check_launch(int error) {
   if (error == 0) return;
-  const auto code = static_cast<cudaError_t>(error);
-  throw Ort::Exception(std::string("the CUDA kernel was not launched: ") + cudaGetErrorName(code) + ", " +
-                           cudaGetErrorString(code),
-                       ORT_EP_FAIL);
+  throw Ort::Exception("the CUDA kernel was not launched: " + cuda_driver::error_text(error), ORT_EP_FAIL);
 }
-#endif
 
 // A custom operator.
 //
@@ -490,7 +477,10 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   }
 
   OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
-    return guarded([&] { *kernel = new Kernel(Ort::ConstKernelInfo(info)); });
+    return guarded([&] {
+      if (Kernel::kDevice == Device::kCuda) cuda_driver::load_kernels();
+      *kernel = new Kernel(Ort::ConstKernelInfo(info));
+    });
   }
 
   OrtStatusPtr ComputeV2(OrtKernelContext*) { return nullptr; }
@@ -529,13 +519,13 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   }
 };
 
-// Adds a kernel for the CPU, and for CUDA where the library is compiled with it and the driver can run it.
+// Adds a kernel for the CPU, and for CUDA where the CUDA kernels can run. EFFEXPORT_CPU_ONLY: the operator has none.
 template <template <Device> class Kernel>
 void add_kernel(Ort::CustomOpDomain& domain) {
   static const CustomOp<Kernel<Device::kCpu>> cpu;
   domain.Add(&cpu);
-#ifdef EFFEXPORT_CUDA
-  if (*effexport_cuda_problem() != '\0') return;
+#ifndef EFFEXPORT_CPU_ONLY
+  if (*cuda_driver::problem() != '\0') return;
   static const CustomOp<Kernel<Device::kCuda>> cuda;
   domain.Add(&cuda);
 #endif

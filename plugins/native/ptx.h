@@ -1,14 +1,15 @@
 // The PTX instructions that products of small matrices are made of, one function each. Every lane of a warp must call
 // those that say "warp". Section titles are those of the PTX ISA, version 9.0.
 //
-// tests/plugins/native/cuda_on_cpu.h has its own versions of these functions and defines EFFEXPORT_EMULATED.
+// Only nvcc and NVRTC know them: cuda_host.h declares these functions, and tests/plugins/native/cuda_on_cpu.h has its own
+// versions.
 #pragma once
 
 #include <cstdint>
 
-#ifndef EFFEXPORT_EMULATED
-
 #include "native/cuda.h"
+
+#ifdef __CUDACC__
 
 namespace effexport::ptx {
 

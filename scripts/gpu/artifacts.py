@@ -22,7 +22,7 @@ from threading import Lock
 from typing import Any
 
 from gpu import ROOT
-from gpu.carrying import ARTIFACTS, CARRIED, build_artifacts
+from gpu.carrying import ARTIFACTS, CARRIED, build_artifacts, join_kernels
 from gpu.device import SetupError
 from gpu.programs import run_program
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
@@ -85,12 +85,12 @@ def place_of(run: Run) -> Place:
     """Raises SetupError if nothing was carried or installed."""
     if run.device.emulated:
         return Place(installed(run.work / "artifacts"), "ort")
-    libraries = sorted(CARRIED.glob("*/*.so"))
-    if not libraries or not ARTIFACTS.is_dir():
+    library = next(CARRIED.glob("*/*.so"), None)
+    if library is None or not ARTIFACTS.is_dir():
         raise SetupError(
             f"{CARRIED} lacks the artifacts or the kernel library; fill it with `scripts/gpu --carry`, and copy it"
         )
-    return Place(ARTIFACTS, "ort-cuda", installed(run.work / "site"), libraries[0])
+    return Place(ARTIFACTS, "ort-cuda", installed(run.work / "site"), run.work / "kernels" / library.name)
 
 
 def installed(folder: Path) -> Path:
@@ -107,6 +107,7 @@ def install(run: Run) -> Result:
         made = build_artifacts(run.work / "artifacts", **REHEARSED)  # type: ignore[arg-type]
         return Result(PASSED, f"{len(made)} small artifacts built", {})
     install_wheels(CARRIED, run.work)
+    join_kernels(CARRIED, run.work / "kernels")
     place = place_of(run)
     done = effexport(place, ["doctor", "--load", "--json"], run.seconds_left)
     parts = {part["distribution"]: part["version"] for part in json.loads(done.stdout)["parts"] if part["works"]}

@@ -86,8 +86,8 @@ def machine_code_of(library: Path, architecture: int) -> str:
 
 
 def emulating_toolchain(*options: str) -> Toolchain:
-    """For the CPU: cuda_on_cpu.h in front of every source, and empty files for the toolkit's headers."""
-    includes = [f"-I{folder}" for folder in (PLUGINS, EMULATION, EMULATION / "no_toolkit")]
+    """For the CPU: cuda_on_cpu.h in front of every source."""
+    includes = [f"-I{folder}" for folder in (PLUGINS, EMULATION)]
     # a fused multiply-add would round differently with another compiler
     exact = "-ffp-contract=off"
     common = ("-std=c++17", *options, "-fPIC", exact, "-Wall", "-Wno-unknown-pragmas", *includes)

@@ -46,10 +46,10 @@ def carry(python: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         download_wheels(Path(folder), python)
         # before the artifacts, because their own checks then run with these kernels
-        library = build_library()
+        kernels = build_kernels()
         shutil.rmtree(CARRIED, ignore_errors=True)
         build_artifacts(ARTIFACTS, variants(), PRECISIONS, SIZE)
-        pack([library, *sorted(Path(folder).glob("*.whl"))], CARRIED)
+        pack([*kernels, *sorted(Path(folder).glob("*.whl"))], CARRIED)
     print_parts()
 
 
@@ -73,15 +73,23 @@ def build_artifacts(
     return made
 
 
-def build_library() -> Path:
-    """The kernel library with CUDA kernels, built here because ONNX Runtime's headers are not on the machine."""
-    from effexport.plugins.building.build import build_library as build
+def build_kernels() -> list[Path]:
+    """The kernel library and its CUDA kernels, built here because ONNX Runtime's headers are not on the machine."""
+    from effexport.plugins.building.build import build_library
     from effexport.plugins.building.library import LibraryError
 
     try:
-        return build(cuda=True).path
+        library = build_library(cuda=True)
     except LibraryError as error:
         raise SetupError(f"the kernel library cannot be built: {error}") from error
+    return [library.path, *([library.cuda.path] if library.cuda else [])]
+
+
+def join_kernels(carried: Path, folder: Path) -> None:
+    """Copy them from the carried parts into one folder: the library finds its CUDA kernels beside itself."""
+    folder.mkdir(exist_ok=True)
+    for path in (path for suffix in ("so", "fatbin") for path in carried.glob(f"*/*.{suffix}")):
+        shutil.copy(path, folder)
 
 
 def download_wheels(folder: Path, python: str) -> None:

@@ -46,9 +46,9 @@ SANITIZERS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recov
 def build(name: str, *options: str, keep_as: str = "") -> Path:
     """A program or library of emulated kernels, from native/<name>.cc, compiled when first needed.
 
-    The headers of the toolkit, which the emulation replaces, are empty files. keep_as: another name to keep it under.
+    keep_as: another name to keep it under.
     """
-    includes = [f"-I{path}" for path in (PLUGINS, NATIVE, NATIVE / "no_toolkit")]
+    includes = [f"-I{path}" for path in (PLUGINS, NATIVE)]
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     # results are compared bit by bit with NumPy's, which fuses nothing
     exact = "-ffp-contract=off"

@@ -6,6 +6,7 @@ Test modules take the fixtures with `pytest_plugins = ["fake_machine"]`.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import platform
 import shutil
@@ -20,11 +21,12 @@ import pytest
 
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import FLAG_VARIABLES
-from effexport.plugins.building.library import BuildInfo
+from effexport.plugins.building.library import BuildInfo, CudaInfo
 from effexport.plugins.building.toolchain import ARCHITECTURES_VARIABLE, NVCC_VARIABLES
 
-# so that a wheel that is installed here is not seen
+# so that wheels that are installed here are not seen
 WHEEL_PACKAGE = "effexport_kernels_of_fake_machine"
+CUDA_WHEEL_PACKAGE = "effexport_kernels_cuda_of_fake_machine"
 CMAKE = """
 import json, os, pathlib, shutil, sys, time
 here, arguments = pathlib.Path(sys.argv[0]).parent, sys.argv[1:]
@@ -40,6 +42,7 @@ if "--build" in arguments:
         print((here / "cmake.error").read_text())
         sys.exit(2)
     shutil.copy(here / "tiny.so", pathlib.Path(arguments[1], "libeffexport_ort.so"))
+    pathlib.Path(arguments[1], "effexport_cuda.fatbin").write_text("CUDA kernels")
 else:
     pathlib.Path(arguments[arguments.index("-B") + 1]).mkdir()
 """
@@ -116,6 +119,26 @@ class Machine:
         (package / "build.json").write_bytes(msgspec.json.encode(BuildInfo(**known | fields)))
         return path
 
+    def install_cuda_wheel(self) -> Path:
+        """Install effexport-kernels-cuda; the path of its kernels."""
+        package = self.folder / "site" / CUDA_WHEEL_PACKAGE
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").touch()
+        path = package / "effexport_cuda.fatbin"
+        path.write_bytes(b"CUDA kernels")
+        info = CudaInfo(
+            source_hash=sources.source_hash(),
+            installation="effexport-kernels-cuda 1.2.3",
+            nvcc="Cuda, release 13.0, V13.0.88",
+            cuda_architectures=(75, 90),
+            created="2026-01-01T00:00:00+00:00",
+            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+            bytes=path.stat().st_size,
+        )
+        (package / "build.json").write_bytes(msgspec.json.encode(info))
+        importlib.invalidate_caches()
+        return path
+
     def write_headers(self, folder: Path, version: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "onnxruntime_c_api.h").write_text(f"// the C API\n#define ORT_API_VERSION {version}\n")
@@ -163,6 +186,7 @@ def machine(tmp_path: Path, tiny_library: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("effexport.plugins.building.toolchain.DEFAULT_NVCC", str(machine.folder / "absent"))
     monkeypatch.setattr("effexport.plugins.building.toolchain.DRIVER", str(machine.folder / "absent"))
     monkeypatch.setattr("effexport.plugins.building.library.WHEEL_PACKAGE", WHEEL_PACKAGE)
+    monkeypatch.setattr("effexport.plugins.building.library.CUDA_WHEEL_PACKAGE", CUDA_WHEEL_PACKAGE)
     monkeypatch.syspath_prepend(machine.folder / "site")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(machine.bin))

@@ -15,6 +15,7 @@ import onnx
 import pytest
 
 from effexport.base.runtimes import CPU
+from effexport.plugins.building.library import Library
 from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session
 from effexport.tensorrt.ort_providers import TF32_VARIABLE
@@ -31,6 +32,11 @@ def parsed(body: str = "{ y = Neg (x) }", *functions: str) -> onnx.ModelProto:
 
 
 PLAIN: bytes = parsed().SerializeToString()
+# A library whose CUDA kernels nobody looks at.
+BUILT = SimpleNamespace(
+    has_cuda=True, source_hash="", nvcc="nvcc", cuda_architectures=(90,), sha256="", cuda_sha256=None
+)
+WITH_CUDA = Library(Path("lib.so"), outdated=False, info=BUILT)  # type: ignore[arg-type]
 WITH_SORT: bytes = parsed("{ y = effexport.LSHSort (x) }", FUNCTION).SerializeToString()
 
 

@@ -55,7 +55,7 @@ class Kernels:
         folders = [ops[op].torch_name for op in self.bodies if op in ops]
         options.add_session_config_entry(LEFT_OUT_KEY, ",".join(folders))
         try:
-            self.library.check_contents()
+            self.library.load()
         except LibraryError as error:
             raise UserError(str(error)) from error
         try:
@@ -146,28 +146,26 @@ def library_for(ops: Sequence[str], settings: RunOptions) -> Library | None:
     library = kernel_library()
     if library is None:
         fall_back(ops, settings, f"no kernel library is built for {names}; build it with: effexport plugins build")
-    elif settings.row.tensors == "cuda" and library.info is not None and not library.info.has_cuda:
-        fall_back(
-            ops,
-            settings,
-            f"{library.path} has no CUDA kernels for {names}; on a machine with nvcc, build them with: "
-            "effexport plugins build --cuda",
-        )
-        return None
-    elif settings.row.tensors == "cuda" and (problem := cuda_problem(library)):
-        fall_back(ops, settings, f"{library.path} has kernels for the CPU only here, because {problem}")
+    elif settings.row.tensors == "cuda" and (problem := cuda_problem(library, names)):
+        fall_back(ops, settings, f"{library.path} has {problem}")
         return None
     elif library.outdated:
         warn(f"{library.path} was built from other sources than these; rebuild it with: {library.rebuild_command}")
     return library
 
 
-def cuda_problem(library: Library) -> str | None:
-    """As Library.cuda_problem, but raises UserError for a library that is not as it was built."""
+def cuda_problem(library: Library, names: str) -> str | None:
+    """The reason why a library has no CUDA kernels here, after "has", and a remedy; None if it has them. names: of
+    operators. Raises UserError for files that are not as they were built."""
     try:
-        return library.cuda_problem()
+        if library.info is not None and library.cuda is None:
+            return (
+                f"no CUDA kernels for {names}; on a machine with nvcc, build them with: effexport plugins build --cuda"
+            )
+        problem = library.cuda_problem()
     except LibraryError as error:
         raise UserError(str(error)) from error
+    return problem and f"kernels for the CPU only here, because {problem}"
 
 
 def kernel_library() -> Library | None:

@@ -25,7 +25,7 @@ from effexport.base.spec import BuildSpec
 from effexport.base.version import __version__
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
-from effexport.plugins.building.library import LIBRARY_NAME
+from effexport.plugins.building.library import CUDA_NAME, LIBRARY_NAME
 from effexport.proof.cases import load_reference
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.render.formats import escaped, template_environment
@@ -186,12 +186,16 @@ MAKERS: dict[str, Callable[[Artifact, PackageSpec], Backend]] = {
 
 
 def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str, bytes | Path]:
-    """The kernel library of this machine; empty if function bodies are to run. Warns if kernels are missing."""
+    """The kernel library of this machine, and for a GPU its CUDA kernels, which it finds beside itself; empty if
+    function bodies are to run. Warns if kernels are missing."""
     settings = RunOptions(
         runtime=RUNTIME_OF_PROVIDER[CUDA if kind == "gpu" else CPU].name, implementation=spec.implementation
     )
     library = library_for(sorted(artifact.manifest.custom_ops), settings)
-    return {LIBRARY_NAME: library.path} if library is not None else {}
+    if library is None:
+        return {}
+    cuda = {CUDA_NAME: library.cuda.path} if kind == "gpu" and library.cuda else {}
+    return {LIBRARY_NAME: library.path, **cuda}
 
 
 def zip_of_effexport() -> bytes:

@@ -1,8 +1,9 @@
 """The model for Triton's Python backend: serves the artifact beside this file with effexport's runner.
 
-artifact/             from `effexport build`; its files are checked against the manifest when they are loaded
-effexport.zip         the effexport that packaged the artifact: pure Python, used without PyTorch
-libeffexport_ort.so   kernels of the custom operators; without this file they run as function bodies
+artifact/               from `effexport build`; its files are checked against the manifest when they are loaded
+effexport.zip           the effexport that packaged the artifact: pure Python, used without PyTorch
+libeffexport_ort.so     kernels of the custom operators; without this file they run as function bodies
+effexport_cuda.fatbin   their CUDA kernels, which the library finds here
 
 The server's Python needs numpy, msgspec, onnx and onnxruntime (onnxruntime-gpu on a GPU), and tokenizers if the
 artifact has a tokenizer.json. A model that generates text is decoupled: `execute` returns at once, and the text is sent

@@ -81,6 +81,12 @@ def test_a_cuda_build_names_its_architectures(cli: Cli, machine: Machine, nvcc: 
     assert f"{nvcc}: Cuda, release 12.4, V12.4.1" in text
     assert cli("plugins", "build", "--no-cuda", "--json").json["cuda"] is False
     assert cli("plugins", "info", "--json").json["cuda"] is False
+    machine.install_cuda_wheel()
+    info = cli("plugins", "info", "--json").json
+    assert (info["cuda"], info["cuda_architectures"]) == (True, [75, 90])
+    assert info["operators"][0]["providers"] == ["CPU", "CUDA"]
+    shown = "CPU and CUDA (sm_75, sm_90, PTX for later GPUs, effexport-kernels-cuda 1.2.3)"
+    assert shown in cli("plugins", "info").out
 
 
 def test_without_a_library_path_fails_and_info_does_not(cli: Cli, machine: Machine) -> None:

@@ -19,10 +19,9 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from fake_onnxruntime import PLAIN, FakeOrt, install, parsed
+from fake_onnxruntime import PLAIN, WITH_CUDA, FakeOrt, install, parsed
 
 from effexport.base.errors import EffexportError, KernelWarning, RuntimeFailedError, RuntimeUnsupportedError, UserError
-from effexport.plugins.building.library import Library
 from effexport.plugins.ops import OPS
 from effexport.runners import runner as feeds_module
 from effexport.runners.artifact_runner import options_from_flags
@@ -419,12 +418,11 @@ def nystrom(landmarks: int | str) -> bytes:
 
 
 NYSTROM = ("IterativePinv", "MaskedAttention", "SequenceConv")
-LIBRARY = Library(Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=True))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def with_kernels(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> FakeOrt:
-    monkeypatch.setattr(kernels, "find_library", lambda: LIBRARY)
+    monkeypatch.setattr(kernels, "find_library", lambda: WITH_CUDA)
     return ort
 
 

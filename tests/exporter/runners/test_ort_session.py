@@ -174,8 +174,8 @@ def test_a_wrong_library_variable_is_one_clear_error(built: Built, monkeypatch: 
 
 
 def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_only = SimpleNamespace(path=Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=False))
-    library_is(monkeypatch, cpu_only)  # type: ignore[arg-type]
+    info = SimpleNamespace(has_cuda=False)
+    library_is(monkeypatch, Library(Path("lib.so"), outdated=False, info=info))  # type: ignore[arg-type]
     settings = RunOptions(runtime="ort-cuda")
     with pytest.warns(KernelWarning, match=r"lib\.so has no CUDA kernels for LSHSort; .*plugins build --cuda"):
         assert kernels.library_for(["LSHSort"], settings) is None

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from fake_onnxruntime import PLAIN, WITH_SORT, FakeOrt, install, parsed
+from fake_onnxruntime import PLAIN, WITH_CUDA, WITH_SORT, FakeOrt, install, parsed
 
 from effexport import RunOptions
 from effexport.base.errors import KernelWarning, RuntimeUnsupportedError, UserError
@@ -59,8 +59,7 @@ def no_warnings() -> Iterator[None]:
 
 
 def with_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=True))  # type: ignore[arg-type]
-    monkeypatch.setattr(kernels, "find_library", lambda: library)
+    monkeypatch.setattr(kernels, "find_library", lambda: WITH_CUDA)
 
 
 def settings(**fields: Any) -> RunOptions:

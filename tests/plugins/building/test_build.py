@@ -62,10 +62,10 @@ def test_cmake_compiles_the_operators_of_the_table(tmp_path: Path) -> None:
     ]
     subprocess.run([*command, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"], check=True, capture_output=True)
     units = [Path(unit["file"]) for unit in json.loads((tmp_path / "build" / "compile_commands.json").read_text())]
-    joined = {Path(name) for unit in units for name in re.findall(r'#include "(.*\.cc)"', unit.read_text())}
-    in_sources = joined.union(units) - {unit for unit in units if "Unity" in unit.parts}
+    joined = {Path(name) for unit in units for name in re.findall(r'#include "(.*\.c[cu])"', unit.read_text())}
+    in_sources = {path for path in joined.union(units) if path.is_relative_to(ROOT / "plugins")}
     compiled = {path.relative_to(ROOT / "plugins").as_posix() for path in in_sources}
-    assert compiled == {name for name in sources.required_sources() if name.endswith(".cc")}
+    assert compiled == {name for name in sources.required_sources() if name.endswith((".cc", ".cu"))}
     registered = (tmp_path / "build" / "ort_ops.inc").read_text().split()
     assert sorted(registered) == sorted(f"EFFEXPORT_OP({op.torch_name})" for op in OPS.values())
 
@@ -91,14 +91,21 @@ def test_cmake_is_told_what_to_build(machine: Machine, nvcc: Path) -> None:
     configure, compile_ = machine.cmake_calls()
     assert f"-DEFFEXPORT_ORT_INCLUDE_DIR={machine.folder / 'include'}" in configure
     assert f"-DCMAKE_CXX_COMPILER={machine.bin / 'c++'}" in configure
-    assert f"-DCMAKE_CUDA_COMPILER={nvcc}" in configure
-    assert "-DEFFEXPORT_CUDA=ON" in configure
+    assert f"-DEFFEXPORT_NVCC={nvcc}" in configure
+    assert f"-DEFFEXPORT_SOURCES={sources.source_hash()}" in configure
     code = ["compute_75,code=sm_75", "compute_80,code=sm_80", "compute_80,code=sm_90", "compute_80,code=compute_80"]
     assert f"-DEFFEXPORT_CUDA_CODE={';'.join(f'--generate-code=arch={each}' for each in code)}" in configure
     assert "--parallel" in compile_
     assert library.info is not None
     assert library.info.cuda_architectures == (75, 80, 90)
-    assert library.info.has_cuda
+    assert library.cuda is not None
+    assert library.cuda.path.read_text() == "CUDA kernels"
+    library.check_contents()
+    library.cuda.path.write_text("other kernels")
+    with pytest.raises(LibraryError, match=r"effexport_cuda\.fatbin is not the file that was built"):
+        library.check_contents()
+    assert build_library(cuda=True).built_now
+    library.check_contents()
 
 
 def test_cuda_code_is_compiled_for_the_gpus_of_the_variable_only(

@@ -255,6 +255,26 @@ def test_a_wheel_of_the_present_sources_stands_in_for_a_build(machine: Machine) 
     assert list_builds()[1] == {}
 
 
+def test_a_wheel_of_cuda_kernels_serves_every_library_without_its_own(machine: Machine, nvcc: Path) -> None:
+    library = build_library()
+    assert library.cuda is None
+    wheel = machine.install_cuda_wheel()
+    assert library.cuda is not None
+    assert (library.cuda.path, library.cuda.architectures) == (wheel, (75, 90))
+    assert library.cuda.distribution == "effexport-kernels-cuda 1.2.3"
+    library.check_contents()
+    own = build_library(cuda=True)
+    assert own.cuda is not None
+    assert (own.cuda.path.parent, own.cuda.distribution) == (own.path.parent, None)
+    wheel.write_bytes(b"others")
+    own.check_contents()
+    with pytest.raises(LibraryError, match=r"effexport_cuda\.fatbin is not the file that was built"):
+        library.check_contents()
+    wheel.with_name("build.json").write_text("{")
+    with pytest.raises(LibraryError, match=r"build\.json is damaged: .*; install the distribution .* again"):
+        assert library.cuda
+
+
 def test_a_wheel_of_other_sources_is_outdated_and_one_of_another_machine_is_not_used(machine: Machine) -> None:
     machine.install_wheel(source_hash="0" * 64)
     found = find_library()

@@ -1,5 +1,5 @@
-// Runs CUDA kernels on the CPU, for tests on machines without a GPU. Include it before a .cu file, with empty files in
-// place of the toolkit's headers; it has the part of CUDA that the kernels here use.
+// Runs CUDA kernels on the CPU, for tests on machines without a GPU. Include it before a .cu file; it has the part of
+// CUDA that the kernels here use.
 //
 // Blocks run one after another. The threads of a block are fibers: one runs until it has to wait at a barrier or for
 // its warp, then the scheduler chooses another, either by a fixed random priority, so that some warps and lanes run as

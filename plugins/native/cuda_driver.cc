@@ -1,0 +1,239 @@
+// The file of kernels has a line of kHeadBytes: "effexport CUDA kernels", the release of CUDA that made them, such as 13.0,
+// and a digest of the sources. Then come fatbins, one after another, as nvcc has written them for each operator.
+#include "native/cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <stdexcept>
+#include <string_view>
+#include <type_traits>
+#include <unordered_map>
+#include <vector>
+
+namespace effexport::cuda_driver {
+namespace {
+
+constexpr char kFileName[] = "effexport_cuda.fatbin";
+constexpr std::size_t kHeadBytes = 128;
+constexpr int kOldestDriver = 12;  // CUDA 12 brought cuLibraryLoadData
+
+// The functions of the driver that are used, from cuda.h; all return a CUresult.
+struct Driver {
+  int (*init)(unsigned flags);
+  int (*version)(int* version);
+  int (*load)(void** library, const void* code, void* jit_options, void* jit_values, unsigned jit_count, void* options,
+              void* values, unsigned count);
+  int (*kernel)(void** kernel, void* library, const char* name);
+  int (*launch)(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                unsigned block_z, unsigned shared_bytes, void* stream, void** arguments, void** extra);
+  int (*error_name)(int error, const char** text);
+  int (*error_string)(int error, const char** text);
+
+  Driver() {
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+    const auto find = [library](auto& function, const char* name) {
+      function = library ? reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name)) : nullptr;
+    };
+    find(init, "cuInit");
+    find(version, "cuDriverGetVersion");
+    find(load, "cuLibraryLoadData");
+    find(kernel, "cuLibraryGetKernel");
+    find(launch, "cuLaunchKernel");
+    find(error_name, "cuGetErrorName");
+    find(error_string, "cuGetErrorString");
+  }
+
+  // The release of CUDA that it is made for, such as 13000; 0 without a driver.
+  int release() const {
+    int found = 0;
+    return version != nullptr && version(&found) == 0 ? found : 0;
+  }
+};
+
+const Driver& driver() {
+  static const Driver found;
+  return found;
+}
+
+// What begins every fatbin (fatBinaryHeader in NVIDIA's fatbinary.h); `bytes` counts what follows it.
+struct FatbinHeader {
+  std::uint32_t magic;
+  std::uint16_t version, header_bytes;
+  std::uint64_t bytes;
+};
+constexpr std::uint32_t kFatbinMagic = 0xBA55ED50;
+
+std::string release_text(int major, int minor) { return std::to_string(major) + "." + std::to_string(minor); }
+
+struct Head {
+  int major = 0, minor = 0;
+  std::string sources;
+};
+
+// The head of a file, with major 0 if it is not one of ours.
+Head head_of(const std::string& path) {
+  char line[kHeadBytes] = {};
+  std::ifstream(path, std::ios::binary).read(line, kHeadBytes - 1);
+  Head head;
+  char sources[kHeadBytes] = {};
+  if (std::sscanf(line, "effexport CUDA kernels %d.%d %127s", &head.major, &head.minor, sources) < 2) return {};
+  head.sources = sources;
+  return head;
+}
+
+std::string beside_this_library() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&beside_this_library), &info) == 0) return kFileName;
+  const std::string path = info.dli_fname;
+  return path.substr(0, path.rfind('/') + 1) + kFileName;
+}
+
+bool is_file(const std::string& path) { return std::ifstream(path).good(); }
+
+std::string problem_of(const std::string& path) {
+  constexpr const char* kBuild = "run: effexport plugins build --cuda";
+  if (!is_file(path)) return "there is no " + path + "; on a machine with nvcc, " + kBuild;
+  const Head head = head_of(path);
+  if (head.major == 0) return path + " is not a file of CUDA kernels; " + kBuild;
+  if (head.sources != EFFEXPORT_SOURCES) {
+    return path + " was compiled from other sources than the library; install effexport-kernels-cuda of its version, or " +
+           kBuild;
+  }
+  const int found = driver().release(), major = found / 1000, oldest = std::max(head.major, kOldestDriver);
+  const std::string wanted = "CUDA " + std::to_string(oldest) +
+                             (oldest == 13 ? " (580 or later)" : oldest == 12 ? " (525 or later)" : "");
+  if (found == 0) return "there is no NVIDIA driver (libcuda.so.1); install one for " + wanted;
+  // machine code of one major version runs on each other's drivers; with an older driver, every launch fails
+  if (major >= oldest) return "";
+  std::string remedy = "update the driver to one for " + wanted;
+  if (major >= kOldestDriver) {
+    remedy += ", or set EFFEXPORT_NVCC to the nvcc of CUDA " + std::to_string(major) + " and " + kBuild;
+  }
+  return "its CUDA kernels were compiled by CUDA " + release_text(head.major, head.minor) +
+         ", and the NVIDIA driver here is for CUDA " + release_text(major, found % 1000 / 10) + "; " + remedy;
+}
+
+[[noreturn]] void throw_not_loaded(const std::string& reason) {
+  throw std::runtime_error("the CUDA kernels were not loaded: " + reason);
+}
+
+void check(int error, const char* function) {
+  if (error != 0) throw_not_loaded(std::string(function) + ": " + error_text(error));
+}
+
+// The kernels of this process. Its mutex is held by whoever uses it.
+struct Kernels {
+  std::mutex mutex;
+  std::string path = beside_this_library();
+  bool examined = false;
+  std::string problem;
+  bool loaded = false;
+  std::vector<void*> libraries;
+  std::unordered_map<std::string_view, void*> found;
+
+  const std::string& examine() {
+    if (!examined) problem = problem_of(path);
+    examined = true;
+    return problem;
+  }
+
+  void load() {
+    if (loaded) return;
+    if (!examine().empty()) throw_not_loaded(problem);
+    std::ifstream file(path, std::ios::binary);
+    const std::vector<char> content(std::istreambuf_iterator<char>(file), {});
+    check(driver().init(0), "cuInit");
+    std::vector<void*> made;
+    for (std::size_t at = kHeadBytes; at < content.size();) {
+      FatbinHeader header;
+      if (content.size() - at < sizeof header) throw_not_loaded(path + " ends early");
+      std::memcpy(&header, content.data() + at, sizeof header);
+      if (header.magic != kFatbinMagic) throw_not_loaded(path + " is damaged");
+      const std::uint64_t bytes = header.header_bytes + header.bytes;
+      if (content.size() - at < bytes) throw_not_loaded(path + " ends early");
+      // in memory of its own, and so aligned; the driver keeps a copy
+      const std::vector<char> code(content.begin() + at, content.begin() + at + bytes);
+      made.emplace_back();
+      check(driver().load(&made.back(), code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+      at += bytes;
+    }
+    libraries = std::move(made);
+    loaded = true;
+  }
+
+  // A kernel by its name, which stays in memory; null if there is none.
+  void* find(const char* name) {
+    const auto [place, is_new] = found.try_emplace(name);
+    for (void* const library : libraries) {
+      if (!is_new || place->second != nullptr) break;
+      if (driver().kernel(&place->second, library, name) != 0) place->second = nullptr;
+    }
+    return place->second;
+  }
+};
+
+// Never destroyed: other threads may launch while the process ends.
+Kernels& kernels() {
+  static auto* const all = new Kernels;
+  return *all;
+}
+
+}  // namespace
+
+void use_file(const char* path) {
+  Kernels& all = kernels();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  if (all.loaded || all.path == path) return;
+  all.path = path;
+  all.examined = false;
+}
+
+bool has_file() {
+  Kernels& all = kernels();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return is_file(all.path);
+}
+
+const char* problem() {
+  Kernels& all = kernels();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.examine().c_str();
+}
+
+void load_kernels() {
+  Kernels& all = kernels();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.load();
+}
+
+int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t shared_bytes, void* stream,
+           void* const* arguments) {
+  void* found;
+  {
+    Kernels& all = kernels();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.load();
+    found = all.find(kernel);
+  }
+  if (found == nullptr) throw_not_loaded(std::string("there is no kernel ") + kernel);
+  return driver().launch(found, blocks, 1, 1, threads, 1, 1, static_cast<unsigned>(shared_bytes), stream,
+                         const_cast<void**>(arguments), nullptr);
+}
+
+std::string error_text(int error) {
+  const char *name = nullptr, *text = nullptr;
+  if (driver().error_name == nullptr || driver().error_name(error, &name) != 0 ||
+      driver().error_string(error, &text) != 0) {
+    return "CUDA error " + std::to_string(error);
+  }
+  return std::string(name) + ", " + text;
+}
+
+}  // namespace effexport::cuda_driver

@@ -1,0 +1,71 @@
+// Stands in for NVIDIA's driver, of the release in FAKE_CUDA_VERSION, and prints what it is asked to load and to launch.
+// A fatbin has a header of 16 bytes, then one line for each of its kernels: its name, a space, and a letter for each of
+// its parameters, p for a pointer, i for an int32 and f for a float.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { kNoDevice = 100, kNotFound = 500, kCapturing = 900 };
+
+static int capturing;
+
+// From now on, a stream of this process is captured, or none.
+void fake_capture(int on) { capturing = on; }
+
+int cuInit(unsigned flags) { return flags == 0 ? 0 : 1; }
+
+int cuDriverGetVersion(int* version) {
+  const char* const given = getenv("FAKE_CUDA_VERSION");
+  *version = given ? atoi(given) : 0;
+  return *version ? 0 : kNoDevice;
+}
+
+int cuLibraryLoadData(void** library, const void* code) {
+  if (capturing || getenv("FAKE_CUDA_CAPTURES")) return kCapturing;
+  uint64_t bytes;
+  memcpy(&bytes, (const char*)code + 8, sizeof bytes);
+  *library = strndup((const char*)code + 16, bytes);
+  printf("load %d\n", (int)bytes);
+  return 0;
+}
+
+int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
+  char* text = library;
+  const size_t length = strlen(name);
+  while (text != NULL && *text != '\0') {
+    if (strncmp(text, name, length) == 0 && text[length] == ' ') {
+      *kernel = text;
+      return 0;
+    }
+    text = strchr(text, '\n');
+    if (text != NULL) ++text;
+  }
+  return kNotFound;
+}
+
+// Prints name, blocks, threads, bytes of shared memory, the stream, and arguments that are numbers, as bits.
+int cuLaunchKernel(const char* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments,
+                   void** extra) {
+  if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra != NULL) return 1;
+  const char* const kinds = strchr(kernel, ' ') + 1;
+  printf("launch %.*s %u %u %u %zu", (int)(kinds - 1 - kernel), kernel, grid_x, block_x, shared_bytes, (size_t)stream);
+  for (size_t i = 0; kinds[i] != '\n'; ++i) {
+    int32_t bits;
+    memcpy(&bits, arguments[i], sizeof bits);
+    if (kinds[i] != 'p') printf(" %d", bits);
+  }
+  printf("\n");
+  return 0;
+}
+
+int cuGetErrorName(int error, const char** text) {
+  *text = error == kCapturing ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED" : "CUDA_ERROR_OF_THE_TEST";
+  return 0;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  *text = error == kCapturing ? "operation not permitted when stream is capturing" : "an error of the test";
+  return 0;
+}
