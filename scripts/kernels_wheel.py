@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Builds the wheels of effexport-kernels: the kernel library for the CPU, one file for all Pythons of a platform.
+"""Builds the wheels of effexport-kernels: the kernel library for the CPU, one file for all Pythons of a platform; and
+effexport-kernels-cuda: the CUDA kernels, one file for all Pythons, platforms and GPUs.
 
     scripts/kernels_wheel.py --out dist                     # for Linux on x86-64 and aarch64
     scripts/kernels_wheel.py --out dist linux-x86_64        # for these platforms
+    scripts/kernels_wheel.py --out dist cuda                # the CUDA kernels, with the nvcc of this machine
     scripts/kernels_wheel.py --find dist ~/.cache/…         # the wheel in these folders that fits, without compiling
 
 The compiler is zig's clang (pip install -r scripts/release-requirements.txt), which compiles for all platforms, and for
@@ -40,12 +42,19 @@ from effexport.plugins.building.build import (
     record_text,
     try_to_load,
 )
-from effexport.plugins.building.library import LIBRARY_NAME, RECORD_NAME, WHEEL_PACKAGE, BuildInfo
-from effexport.plugins.building.toolchain import Compiler, first_line
+from effexport.plugins.building.library import (
+    CUDA_NAME,
+    CUDA_WHEEL_PACKAGE,
+    LIBRARY_NAME,
+    RECORD_NAME,
+    WHEEL_PACKAGE,
+    BuildInfo,
+    CudaInfo,
+)
+from effexport.plugins.building.toolchain import Compiler, examine_compiler, examine_nvcc, first_line
 from effexport.plugins.errors import LibraryError
 
 ROOT = Path(__file__).resolve().parents[1]
-DISTRIBUTION = WHEEL_PACKAGE.replace("_", "-")
 NEWEST_GLIBC = (2, 17)
 # of a file in a zip archive without SOURCE_DATE_EPOCH, the first that there can be
 FIRST_DATE = int(datetime.datetime(1980, 1, 1, tzinfo=datetime.UTC).timestamp())
@@ -73,6 +82,31 @@ TARGETS = {
     "macos-x86_64": Target("x86_64-macos.11.0", "macosx_11_0_x86_64", "Darwin", "x86_64"),
 }
 DEFAULT_TARGETS = ("linux-x86_64", "linux-aarch64")
+CUDA_TARGET = "cuda"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The names of a wheel: the package with its file, the summary, and the tag of the platform for pip."""
+
+    package: str
+    file: str
+    summary: str
+    platform: str
+
+    @property
+    def distribution(self) -> str:
+        return self.package.replace("_", "-")
+
+
+def library_for(target: Target) -> Contents:
+    summary = "Compiled CPU kernels of effexport's operators for ONNX Runtime"
+    return Contents(WHEEL_PACKAGE, LIBRARY_NAME, summary, target.tag)
+
+
+CUDA_KERNELS = Contents(
+    CUDA_WHEEL_PACKAGE, CUDA_NAME, "Compiled CUDA kernels of effexport's operators for ONNX Runtime", "any"
+)
 
 
 def build_library(target: Target, folder: Path) -> tuple[bytes, BuildInfo]:
@@ -106,9 +140,32 @@ def build_library(target: Target, folder: Path) -> tuple[bytes, BuildInfo]:
         try_to_load(library)
     # the path of this Python is not part of what it was made from
     plan = replace(plan, compiler=replace(compiler, command=("zig", *options)))
-    info = record_of_build(plan, library, f"{DISTRIBUTION} {__version__}", 0.0)
-    created = datetime.datetime.fromtimestamp(epoch(), datetime.UTC).isoformat(timespec="seconds")
-    return content, msgspec.structs.replace(info, machine=target.machine, created=created)
+    info = record_of_build(plan, library, f"{library_for(target).distribution} {__version__}", 0.0)
+    return content, msgspec.structs.replace(info, machine=target.machine, created=created())
+
+
+def build_cuda_kernels(folder: Path) -> tuple[bytes, CudaInfo]:
+    """Compile the CUDA kernels for all GPUs in an empty folder. Raises LibraryError if that fails."""
+    nvcc = examine_nvcc()
+    if nvcc is None:
+        raise LibraryError("there is no nvcc; expected that of CUDA 13. Install the CUDA toolkit")
+    plan = Plan((), sources.source_hash(), find_headers(), examine_compiler(), nvcc, {})
+    compile_with_cmake(plan, folder, target="effexport_cuda")
+    content = (folder / "build" / CUDA_NAME).read_bytes()
+    return content, CudaInfo(
+        source_hash=plan.source_hash,
+        installation=f"{CUDA_KERNELS.distribution} {__version__}",
+        nvcc=nvcc.version,
+        cuda_architectures=nvcc.architectures,
+        created=created(),
+        sha256=hashlib.sha256(content).hexdigest(),
+        bytes=len(content),
+    )
+
+
+def created() -> str:
+    """The date of the records."""
+    return datetime.datetime.fromtimestamp(epoch(), datetime.UTC).isoformat(timespec="seconds")
 
 
 def epoch() -> int:
@@ -116,20 +173,21 @@ def epoch() -> int:
     return max(FIRST_DATE, int(os.environ.get("SOURCE_DATE_EPOCH") or 0))
 
 
-def write_wheel(target: Target, content: bytes, info: BuildInfo, out: Path) -> Path:
+def write_wheel(of: Contents, content: bytes, info: BuildInfo | CudaInfo, out: Path) -> Path:
     """Write a wheel, in one step."""
-    tag = f"py3-none-{target.tag}"
-    metadata = f"{WHEEL_PACKAGE}-{__version__}.dist-info"
+    tag = f"py3-none-{of.platform}"
+    pure = "true" if of.platform == "any" else "false"
+    metadata = f"{of.package}-{__version__}.dist-info"
     files = {
-        f"{WHEEL_PACKAGE}/__init__.py": b'"""The kernel library of effexport, which finds it by itself."""\n',
-        f"{WHEEL_PACKAGE}/{LIBRARY_NAME}": content,
-        f"{WHEEL_PACKAGE}/{RECORD_NAME}": record_text(info),
+        f"{of.package}/__init__.py": b'"""Kernels of effexport, which finds them by itself."""\n',
+        f"{of.package}/{of.file}": content,
+        f"{of.package}/{RECORD_NAME}": record_text(info),
         f"{metadata}/METADATA": "\n".join(
             (
                 "Metadata-Version: 2.4",
-                f"Name: {DISTRIBUTION}",
+                f"Name: {of.distribution}",
                 f"Version: {__version__}",
-                "Summary: Compiled CPU kernels of effexport's operators for ONNX Runtime",
+                f"Summary: {of.summary}",
                 "License-Expression: Apache-2.0",
                 "License-File: LICENSE",
                 "Requires-Python: >=3.11",
@@ -137,13 +195,13 @@ def write_wheel(target: Target, content: bytes, info: BuildInfo, out: Path) -> P
             )
         ).encode(),
         f"{metadata}/WHEEL": (
-            f"Wheel-Version: 1.0\nGenerator: effexport {__version__}\nRoot-Is-Purelib: false\nTag: {tag}\n"
+            f"Wheel-Version: 1.0\nGenerator: effexport {__version__}\nRoot-Is-Purelib: {pure}\nTag: {tag}\n"
         ).encode(),
         f"{metadata}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
     }
     lines = [f"{name},sha256={unpadded_digest(data)},{len(data)}" for name, data in files.items()]
     files[f"{metadata}/RECORD"] = "\n".join((*lines, f"{metadata}/RECORD,,", "")).encode()
-    wheel = out / f"{WHEEL_PACKAGE}-{__version__}-{tag}.whl"
+    wheel = out / f"{of.package}-{__version__}-{tag}.whl"
     temporary = wheel.with_suffix(f".{os.getpid()}")
     date = datetime.datetime.fromtimestamp(epoch(), datetime.UTC).timetuple()[:6]
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
@@ -154,6 +212,13 @@ def write_wheel(target: Target, content: bytes, info: BuildInfo, out: Path) -> P
             archive.writestr(member, data)
     temporary.replace(wheel)
     return wheel
+
+
+def make_wheel(name: str, folder: Path, out: Path) -> Path:
+    """Compile in an empty folder, and write the wheel. name: of a target."""
+    if name == CUDA_TARGET:
+        return write_wheel(CUDA_KERNELS, *build_cuda_kernels(folder), out)
+    return write_wheel(library_for(TARGETS[name]), *build_library(TARGETS[name], folder), out)
 
 
 def unpadded_digest(data: bytes) -> str:
@@ -178,7 +243,7 @@ def find_wheel(folders: Iterable[Path]) -> Path | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=f"of {', '.join((*TARGETS, CUDA_TARGET))}")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="the folder for the wheels")
     what.add_argument("--find", type=Path, nargs="+", help="print the wheel that fits; exit status 1 without one")
@@ -189,15 +254,15 @@ def main() -> None:
             raise SystemExit(1)
         print(found)
         return
-    if unknown := sorted(set(options.platforms) - set(TARGETS)):
-        parser.error(f"{unknown[0]!r} is not one of {', '.join(TARGETS)}")
+    if unknown := sorted(set(options.platforms) - {*TARGETS, CUDA_TARGET}):
+        parser.error(f"{unknown[0]!r} is not one of {', '.join((*TARGETS, CUDA_TARGET))}")
     for name in FLAG_VARIABLES:  # of the person who runs this; they would be part of the library
         os.environ.pop(name, None)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.platforms or DEFAULT_TARGETS:
         with tempfile.TemporaryDirectory() as folder:
-            content, info = build_library(TARGETS[name], Path(folder).resolve())
-        print(write_wheel(TARGETS[name], content, info, options.out))
+            wheel = make_wheel(name, Path(folder).resolve(), options.out)
+        print(wheel)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes a release of the commit that is checked out, and checks it: the wheel and the sdist of effexport, the wheels of
-# effexport-kernels, and SHA256SUMS, bill of materials and provenance beside them. Two runs give the same bytes.
+# effexport-kernels, with an nvcc that of effexport-kernels-cuda, and SHA256SUMS, bill of materials and provenance beside
+# them. Two runs give the same bytes.
 #
 #   scripts/release.sh [FOLDER]      the folder is empty or absent; the default is dist
 #
@@ -28,6 +29,10 @@ say "making the wheel and the sdist"
 "$VENV/bin/python" -m build --no-isolation --outdir "$out" "$tree/source" >"$tree/log" 2>&1 || { cat "$tree/log" >&2 && exit 1; }
 say "compiling the wheels of effexport-kernels"
 "$VENV/bin/python" scripts/kernels_wheel.py --out "$out" >&2
+if command -v nvcc >/dev/null; then
+  say "compiling the wheel of effexport-kernels-cuda"
+  "$VENV/bin/python" scripts/kernels_wheel.py --out "$out" cuda >&2
+fi
 for wheel in "$out"/*manylinux*.whl; do
   "$VENV/bin/python" -m auditwheel show "$wheel" >"$tree/audit"
   tag="manylinux_${wheel##*manylinux_}"

@@ -22,7 +22,15 @@ import release_documents
 
 import effexport
 from effexport.base.version import __version__
-from effexport.plugins.building.library import LIBRARY_NAME, WHEEL_PACKAGE, BuildInfo, read_record
+from effexport.plugins.building.library import (
+    CUDA_NAME,
+    CUDA_WHEEL_PACKAGE,
+    LIBRARY_NAME,
+    WHEEL_PACKAGE,
+    BuildInfo,
+    CudaInfo,
+    read_record,
+)
 
 if TYPE_CHECKING:
     from fake_machine import Machine
@@ -43,7 +51,15 @@ def small_wheel(machine: Machine, out: Path) -> Path:
     library = machine.install_wheel()
     info = read_record(library.with_name("build.json"), BuildInfo)
     out.mkdir(exist_ok=True)
-    return kernels_wheel.write_wheel(kernels_wheel.TARGETS[HERE], library.read_bytes(), info, out)
+    contents = kernels_wheel.library_for(kernels_wheel.TARGETS[HERE])
+    return kernels_wheel.write_wheel(contents, library.read_bytes(), info, out)
+
+
+def small_cuda_wheel(machine: Machine, out: Path) -> Path:
+    """A wheel with what no GPU can run."""
+    kernels = machine.install_cuda_wheel()
+    info = read_record(kernels.with_name("build.json"), CudaInfo)
+    return kernels_wheel.write_wheel(kernels_wheel.CUDA_KERNELS, kernels.read_bytes(), info, out)
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the wheels are for Linux")
@@ -54,11 +70,16 @@ def test_pip_installs_the_wheel_whose_bytes_depend_on_its_contents_only(
     wheel = small_wheel(machine, tmp_path / "one")
     assert re.fullmatch(rf"effexport_kernels-{__version__}-py3-none-manylinux_2_17_\w+\.whl", wheel.name)
     assert small_wheel(machine, tmp_path / "two").read_bytes() == wheel.read_bytes()
+    cuda = small_cuda_wheel(machine, tmp_path / "one")
+    assert cuda.name == f"effexport_kernels_cuda-{__version__}-py3-none-any.whl"
+    assert small_cuda_wheel(machine, tmp_path / "two").read_bytes() == cuda.read_bytes()
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"]
-    subprocess.run([*command, tmp_path / "site", wheel], check=True, env=os.environ | {"PIP_NO_INPUT": "1"})
+    subprocess.run([*command, tmp_path / "site", wheel, cuda], check=True, env=os.environ | {"PIP_NO_INPUT": "1"})
     installed = tmp_path / "site" / WHEEL_PACKAGE
     assert (installed / LIBRARY_NAME).read_bytes() == (machine.bin / "tiny.so").read_bytes()
     assert {path.name for path in installed.iterdir()} >= {"__init__.py", LIBRARY_NAME, "build.json"}
+    installed = tmp_path / "site" / CUDA_WHEEL_PACKAGE
+    assert {path.name for path in installed.iterdir()} >= {"__init__.py", CUDA_NAME, "build.json"}
 
 
 def test_the_wheel_of_the_present_sources_is_found(machine: Machine, tmp_path: Path) -> None:
@@ -88,8 +109,8 @@ def test_the_documents_of_a_release_name_every_file_with_its_digest(machine: Mac
     assert statement["predicate"]["buildDefinition"]["resolvedDependencies"][0]["digest"] == {"gitCommit": "0" * 40}
 
 
-def compile_wheel(out: Path, **variables: str) -> Path:
-    command = [sys.executable, ROOT / "scripts" / "kernels_wheel.py", "--out", out, HERE]
+def compile_wheel(out: Path, target: str = HERE, **variables: str) -> Path:
+    command = [sys.executable, ROOT / "scripts" / "kernels_wheel.py", "--out", out, target]
     subprocess.run(command, check=True, env=os.environ | {"SOURCE_DATE_EPOCH": EPOCH} | variables)
     (wheel,) = out.glob("*.whl")
     return wheel
@@ -123,6 +144,10 @@ class TestCompiled:
         caches = {f"ZIG_{name}_CACHE_DIR": str(tmp_path / name) for name in ("GLOBAL", "LOCAL")}
         again = compile_wheel(tmp_path / "out", TMPDIR=str(tmp_path / "temporary"), **caches)
         assert again.read_bytes() == wheel.read_bytes()
+
+    @pytest.mark.requires("nvcc")
+    def test_the_cuda_kernels_for_every_gpu_are_8_megabytes_at_most(self, tmp_path: Path) -> None:
+        assert compile_wheel(tmp_path, kernels_wheel.CUDA_TARGET).stat().st_size <= 8_000_000
 
     def test_kernels_run_where_there_is_no_compiler(self, site: Path, tmp_path: Path) -> None:
         environment = {"PATH": str(tmp_path), "PYTHONPATH": str(site), "EFFEXPORT_CACHE_DIR": str(tmp_path / "cache")}
