@@ -152,12 +152,13 @@ struct Kernels {
     check(driver().init(0), "cuInit");
     std::vector<void*> made;
     for (std::size_t at = kHeadBytes; at < content.size();) {
+      const std::size_t left = content.size() - at;
       FatbinHeader header;
-      if (content.size() - at < sizeof header) throw_not_loaded(path + " ends early");
+      if (left < sizeof header) throw_not_loaded(path + " ends early");
       std::memcpy(&header, content.data() + at, sizeof header);
-      if (header.magic != kFatbinMagic) throw_not_loaded(path + " is damaged");
+      if (header.magic != kFatbinMagic || header.header_bytes < sizeof header) throw_not_loaded(path + " is damaged");
+      if (header.bytes > left || header.header_bytes + header.bytes > left) throw_not_loaded(path + " ends early");
       const std::uint64_t bytes = header.header_bytes + header.bytes;
-      if (content.size() - at < bytes) throw_not_loaded(path + " ends early");
       // in memory of its own, and so aligned; the driver keeps a copy
       const std::vector<char> code(content.begin() + at, content.begin() + at + bytes);
       made.emplace_back();
@@ -170,12 +171,13 @@ struct Kernels {
 
   // A kernel by its name, which stays in memory; null if there is none.
   void* find(const char* name) {
-    const auto [place, is_new] = found.try_emplace(name);
+    const auto known = found.find(name);
+    if (known != found.end()) return known->second;
+    void* kernel = nullptr;
     for (void* const library : libraries) {
-      if (!is_new || place->second != nullptr) break;
-      if (driver().kernel(&place->second, library, name) != 0) place->second = nullptr;
+      if (driver().kernel(&kernel, library, name) == 0) return found[name] = kernel;
     }
-    return place->second;
+    return nullptr;
   }
 };
 
