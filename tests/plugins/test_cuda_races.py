@@ -52,8 +52,9 @@ ORDERING = re.compile(r"\b(?:__sync\w+|atomic\w+|ptx::wait_for_copies<\w+>)\(")
 
 
 def places() -> Iterator[Place]:
+    defined = [PLUGINS / "native" / name for name in ("ptx.h", "cuda_host.h")]
     for path in sorted(PLUGINS.glob("*/*")):
-        if path.suffix not in (".cu", ".h") or path == PLUGINS / "native" / "ptx.h":  # which defines them
+        if path.suffix not in (".cu", ".h") or path in defined:
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if found := ORDERING.findall(line.partition("//")[0]):
