@@ -51,7 +51,14 @@ from effexport.plugins.building.library import (
     BuildInfo,
     CudaInfo,
 )
-from effexport.plugins.building.toolchain import Compiler, examine_compiler, examine_nvcc, first_line
+from effexport.plugins.building.toolchain import (
+    ARCHITECTURES_VARIABLE,
+    CUDA_ARCHITECTURES,
+    Compiler,
+    examine_compiler,
+    examine_nvcc,
+    first_line,
+)
 from effexport.plugins.errors import LibraryError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,6 +156,8 @@ def build_cuda_kernels(folder: Path) -> tuple[bytes, CudaInfo]:
     nvcc = examine_nvcc()
     if nvcc is None:
         raise LibraryError("there is no nvcc; expected that of CUDA 13. Install the CUDA toolkit")
+    if missing := sorted(set(CUDA_ARCHITECTURES) - set(nvcc.architectures)):
+        raise LibraryError(f"{nvcc.path} does not compile for SM {missing[0]}; expected that of CUDA 13")
     plan = Plan((), sources.source_hash(), find_headers(), examine_compiler(), nvcc, {})
     compile_with_cmake(plan, folder, target="effexport_cuda")
     content = (folder / "build" / CUDA_NAME).read_bytes()
@@ -256,7 +265,7 @@ def main() -> None:
         return
     if unknown := sorted(set(options.platforms) - {*TARGETS, CUDA_TARGET}):
         parser.error(f"{unknown[0]!r} is not one of {', '.join((*TARGETS, CUDA_TARGET))}")
-    for name in FLAG_VARIABLES:  # of the person who runs this; they would be part of the library
+    for name in (*FLAG_VARIABLES, ARCHITECTURES_VARIABLE):  # of the person who runs this; they would be part of it
         os.environ.pop(name, None)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.platforms or DEFAULT_TARGETS:

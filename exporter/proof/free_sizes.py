@@ -35,7 +35,11 @@ def with_sizes_of_both(
 
 def with_sums(inputs: Sequence[TensorInfo], examples: Mapping[str, Tensor]) -> tuple[TensorInfo, ...]:
     """The inputs of the file, in which a mask of cached and of new tokens has as many places as both, if it has them in
-    the example: exporters name this axis in many ways, and it is an axis of no other input."""
+    the example: exporters name this axis in many ways, and it is an axis of no other input.
+
+    A mask is a matrix of zeros and ones. A cache has floats of three axes or more; its tokens are the last but one, or
+    the second.
+    """
     sizes = {
         dim: size
         for tensor in inputs
@@ -48,14 +52,17 @@ def with_sums(inputs: Sequence[TensorInfo], examples: Mapping[str, Tensor]) -> t
     pairs = (pair for tensor in inputs for pair in zip(axes[tensor.name], tensor.dims, strict=True))
     seq = next((dim for axis, dim in pairs if axis == "seq" and dim in sizes), None)
 
+    caches = [tensor.dims for tensor in inputs if kind_of(tensor.dtype) == "f" and len(tensor.dims) > 2]
+    cached = [dims[axis] for axis in (-2, 1) for dims in caches if dims[axis] in sizes and dims[axis] != seq]
+
     def with_sum(tensor: TensorInfo) -> TensorInfo:
         if seq is None or kind_of(tensor.dtype) == "f" or len(tensor.dims) != 2:
             return tensor
         batch, both = tensor.dims
         if not isinstance(both, str) or both not in sizes or owners[both] > 1:
             return tensor
-        others = (name for name, size in sizes.items() if sizes[seq] + size == sizes[both])
-        past = next((name for name in others if name not in (batch, seq)), None)
+        is_mask = bool(((examples[tensor.name] == 0) | (examples[tensor.name] == 1)).all())
+        past = next((name for name in cached if is_mask and sizes[seq] + sizes[str(name)] == sizes[both]), None)
         return tensor if past is None else replace(tensor, dims=(batch, f"{past} + {seq}"))
 
     return tuple(map(with_sum, inputs))
@@ -121,8 +128,8 @@ def takes_more(
 
 
 def notes_on_sizes(inputs: Sequence[TensorInfo], spec: BuildSpec, other: str) -> dict[str, None]:
-    """Sentences on axes that are free in the file, and of which the other model takes one size, or which are one axis
-    in all cases."""
+    """Sentences on axes that are free in the file, and of which the other model takes one size, which are one axis in
+    all cases, or which are the sum of others there."""
     notes: dict[str, None] = {}
     names: dict[str, dict[str, None]] = {}
     for tensor, own in zip(inputs, spec.inputs, strict=True):

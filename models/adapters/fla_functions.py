@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
+import threading
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,27 +29,34 @@ class FlaFunction:
     """A function of q, k, v, and as far as it has them, beta, scale, initial_state and output_final_state.
 
     delta: whether it is the delta rule. decay: the argument with the logarithm of the decay, of heads or of channels.
-    heads: the axis of heads of all arguments. returns_state: whether it returns a pair.
+    heads: the axis of heads of all arguments. grouped: whether queries and keys may have fewer heads. returns_state:
+    whether it returns a pair. dtype_of: the argument whose type the result has; float32 if "".
     """
 
     delta: bool = False
     decay: str = "g"
     heads: int = 2
+    grouped: bool = False
     returns_state: bool = True
+    dtype_of: str = "q"
 
 
 # Of version 0.6.0.
 FORMS = {
-    "naive_recurrent_gated_delta_rule": FlaFunction(delta=True),
-    "naive_chunk_gated_delta_rule": FlaFunction(delta=True),
-    "naive_recurrent_kda": FlaFunction(delta=True),
-    "naive_chunk_kda": FlaFunction(delta=True),
+    "naive_recurrent_gated_delta_rule": FlaFunction(delta=True, dtype_of=""),
+    "naive_chunk_gated_delta_rule": FlaFunction(delta=True, dtype_of=""),
+    "naive_recurrent_kda": FlaFunction(delta=True, grouped=True, dtype_of="v"),
+    "naive_chunk_kda": FlaFunction(delta=True, grouped=True, dtype_of="v"),
     "delta_rule_recurrence": FlaFunction(delta=True, heads=1),
     "naive_recurrent_gla": FlaFunction(decay="gk"),
     "naive_recurrent_simple_gla": FlaFunction(),
-    "naive_chunk_simple_gla": FlaFunction(),
+    "naive_chunk_simple_gla": FlaFunction(dtype_of=""),
     "naive_retention": FlaFunction(heads=1, returns_state=False),
 }
+
+
+# Held while functions are exchanged: they are those of the process.
+EXCHANGING = threading.RLock()
 
 
 @contextmanager
@@ -56,17 +64,24 @@ def recurrences_as_operators() -> Iterator[Counter[str]]:
     """Turn calls of the functions for the length of a `with` block; counts them, by name."""
     calls: Counter[str] = Counter()
     with ExitStack() as stack:
-        for function in functions_of_fla():
-            stack.enter_context(exchanged(function, calls))
+        if folder := folder_of_fla():
+            stack.enter_context(EXCHANGING)
+            for function in functions_in(folder):
+                stack.enter_context(exchanged(function, calls))
         yield calls
 
 
-def functions_of_fla() -> list[types.FunctionType]:
+def folder_of_fla() -> Path | None:
+    """The folder of the functions; None without the package."""
+    with suppress(ValueError):  # a module that somebody made has no spec
+        found = importlib.util.find_spec("fla")
+        if found is not None and found.origin is not None:
+            return Path(found.origin).parent / "ops"
+    return None
+
+
+def functions_in(ops: Path) -> list[types.FunctionType]:
     """The functions of FORMS that are loaded, under whatever name."""
-    found = importlib.util.find_spec("fla")
-    if found is None or found.origin is None:
-        return []
-    ops = Path(found.origin).parent / "ops"
     return [
         value
         for value in gc.get_objects()
@@ -80,10 +95,9 @@ def functions_of_fla() -> list[types.FunctionType]:
 @contextmanager
 def exchanged(function: types.FunctionType, calls: Counter[str]) -> Iterator[None]:
     """Let a function be ours, wherever it is called."""
-    code, name = function.__code__, f"effexport_{function.__name__}"
-    original = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    code, name = function.__code__, f"effexport_{function.__name__}_{id(function)}"
+    # under another name, by which it is not found: an exception may keep it
+    original = types.FunctionType(code, function.__globals__, "original", function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
     signature, form = inspect.signature(original), FORMS[function.__name__]
 
@@ -101,7 +115,7 @@ def exchanged(function: types.FunctionType, calls: Counter[str]) -> Iterator[Non
         yield
     finally:
         function.__code__ = code
-        del function.__globals__[name]
+        function.__globals__.pop(name, None)
 
 
 def called(*args: Any, **kwargs: Any) -> Any:
@@ -110,9 +124,31 @@ def called(*args: Any, **kwargs: Any) -> Any:
 
 
 def is_known(given: Mapping[str, Any], form: FlaFunction) -> bool:
-    """True if the operator expresses a call: the strength of a token is one number."""
-    beta, past = given.get("beta"), given.get("initial_state")
-    return (beta is None or beta.dim() == 3 or beta.shape[-1] == 1) and (past is None or isinstance(past, Tensor))
+    """True if the operator expresses a call: one strength for each token, and no sizes that PyTorch would expand."""
+    q, k, v = (given[name] for name in "qkv")
+    beta, past, gate, scale = (given.get(name) for name in ("beta", "initial_state", form.decay, "scale"))
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return False
+    of_token, heads = v.shape[:3], v.shape[form.heads]
+    if k.shape[form.heads] != heads and not (form.grouped and heads % k.shape[form.heads] == 0):
+        return False
+    batch_and_seq = (v.shape[0], v.shape[3 - form.heads])
+    return (
+        same(q.shape, k.shape)
+        and same((k.shape[0], k.shape[3 - form.heads]), batch_and_seq)
+        and (gate is None or same(gate.shape, of_token) or same(gate.shape, (*of_token, k.shape[3])))
+        and (beta is None or same(beta.shape, of_token) or same(beta.shape, (*of_token, 1)))
+        and (past is None or same(past.shape, (v.shape[0], heads, k.shape[3], v.shape[3])))
+        and (scale is None or type(scale) in (int, float))
+    )
+
+
+def same(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """True for equal shapes. Sizes that a trace leaves free are equal to each other, and to no number."""
+    pairs = zip(shape, other, strict=False)
+    return len(shape) == len(other) and all(
+        type(a) is type(b) and (a == b if isinstance(a, int) else True) for a, b in pairs
+    )
 
 
 def computed(given: Mapping[str, Any], form: FlaFunction) -> Any:
@@ -132,7 +168,7 @@ def computed(given: Mapping[str, Any], form: FlaFunction) -> Any:
     tokens = Tokens(q, k, v, decay, torch.ones_like(v[..., :1]) if beta is None else beta)
     before = v.new_zeros(v.shape[0], heads, channels, v.shape[3]) if past is None else at_least_float32(past)
     out, state = recurrence(tokens, before, channels**-0.5 if scale is None else scale, form.delta, as_operator=True)
-    out = out.transpose(2, form.heads).to(given["q"].dtype)
+    out = out.transpose(2, form.heads).to(given[form.dtype_of].dtype if form.dtype_of else torch.float32)
     return (out, state if given["output_final_state"] else None) if form.returns_state else out
 
 

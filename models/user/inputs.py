@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.models.shapes import Dims
-from effexport.models.size_formula import shape_of, size_of
+from effexport.models.size_formula import shape_of, size_of, with_fixed_axis
 from effexport.models.validation import LARGEST_SIZE, SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ class ModuleInputs:
 
     def without_seq(self) -> ModuleInputs:
         """The same with a length that is a number."""
-        size = self.sizes["seq"]
-        fixed = (replace(one, dims=tuple(size if dim == "seq" else dim for dim in one.dims)) for one in self.inputs)
-        return replace(self, inputs=tuple(fixed))
+        size, axes = self.sizes["seq"], self.axes
+        dims = (tuple(with_fixed_axis(dim, "seq", size, axes) for dim in one.dims) for one in self.inputs)
+        return replace(self, inputs=tuple(replace(one, dims=own) for one, own in zip(self.inputs, dims, strict=True)))
 
     def tensors(self, sizes: Mapping[str, int]) -> Iterator[Tensor]:
         """Tensors of other sizes of the free axes: the examples repeated or cut off, or constants without them.

@@ -355,7 +355,7 @@ def publish(result: Path, target: Path) -> None:
     try:
         result.rename(target)
     except OSError:
-        for path in result.iterdir():
+        for path in sorted(result.iterdir(), key=lambda path: path.name == RECORD_NAME):  # the record last
             path.replace(target / path.name)
 
 

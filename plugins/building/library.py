@@ -192,10 +192,11 @@ class Library:
         is."""
         if self.info is None:
             return
-        files = [(self.path, self.info.sha256)]
+        files = [(self.path, self.info.sha256, f"Build it again: {self.rebuild_command}")]
         if cuda := self.cuda:
-            files.append((cuda.path, cuda.sha256))
-        for path, sha256 in files:
+            of_wheel = f"Install the distribution {distribution_of(CUDA_WHEEL_PACKAGE)} again, or remove it"
+            files.append((cuda.path, cuda.sha256, of_wheel if cuda.distribution else files[0][2]))
+        for path, sha256, remedy in files:
             try:
                 status = path.stat()
             except OSError:
@@ -204,8 +205,7 @@ class Library:
             if found != sha256:
                 raise LibraryError(
                     f"{path} is not the {'library' if path == self.path else 'file'} that was built: its SHA-256 is "
-                    f"{found[:16]}…, {RECORD_NAME} beside it says {sha256[:16]}…. Build it again: "
-                    f"{self.rebuild_command}"
+                    f"{found[:16]}…, {RECORD_NAME} beside it says {sha256[:16]}…. {remedy}"
                 )
 
     def load(self) -> ctypes.CDLL | None:
@@ -320,7 +320,14 @@ def _file_of_wheel(package: str, name: str, kind: type[Record]) -> tuple[Path, R
     try:
         return path, read_record(path.with_name(RECORD_NAME), kind)
     except ValueError as error:
-        raise LibraryError(f"{error}, in {path.parent}; install the distribution {package} again") from error
+        raise LibraryError(
+            f"{error}, in {path.parent}; install the distribution {distribution_of(package)} of this version again"
+        ) from error
+
+
+def distribution_of(package: str) -> str:
+    """The name that pip knows."""
+    return package.replace("_", "-")
 
 
 def selected_folders() -> tuple[str, ...]:

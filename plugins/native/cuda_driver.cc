@@ -165,6 +165,7 @@ struct Kernels {
       check(driver().load(&made.back(), code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
       at += bytes;
     }
+    if (made.empty()) throw_not_loaded(path + " ends early");
     libraries = std::move(made);
     loaded = true;
   }

@@ -37,8 +37,9 @@ struct uint3 {
   unsigned x, y, z;
 };
 
+// without y and z: blocks and grids have one dimension
 struct dim3 {
-  unsigned x = 1, y = 1, z = 1;
+  unsigned x = 1;
   dim3() = default;
   explicit dim3(unsigned x) : x(x) {}
 };

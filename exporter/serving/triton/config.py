@@ -194,8 +194,10 @@ def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str
     library = library_for(sorted(artifact.manifest.custom_ops), settings)
     if library is None:
         return {}
-    cuda = {CUDA_NAME: library.cuda.path} if kind == "gpu" and library.cuda else {}
-    return {LIBRARY_NAME: library.path, **cuda}
+    # one that EFFEXPORT_LIBRARY names has no record, and its CUDA kernels beside it
+    cuda = library.cuda.path if library.cuda else library.path.with_name(CUDA_NAME)
+    is_there = kind == "gpu" and cuda.name == CUDA_NAME and cuda.is_file()
+    return {LIBRARY_NAME: library.path, **({CUDA_NAME: cuda} if is_there else {})}
 
 
 def zip_of_effexport() -> bytes:

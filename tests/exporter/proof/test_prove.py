@@ -23,6 +23,7 @@ from slow_cases import soak
 import effexport
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
+from effexport.models.user.inputs import ModuleInput, ModuleInputs
 from effexport.proof.free_sizes import with_sizes_of_module, with_sums
 from effexport.proof.matching import Offer, guessed_inputs, matched_inputs, named_axes, offers_of
 from effexport.proof.prove import precision_of_file
@@ -290,12 +291,31 @@ def test_a_sum_keeps_the_size_that_the_module_takes() -> None:
         (TensorInfo("keep", "int64", ("n", 21)), 21, 21),
     ],
 )
-def test_a_mask_of_cached_and_new_tokens_is_known_by_the_example(
+def test_a_mask_of_cached_and_new_tokens_is_known_by_its_sizes(
     mask: TensorInfo, size: int, expected: int | str
 ) -> None:
     file = [TensorInfo("x", "float32", ("n", "s", 8)), TensorInfo("past", "float32", ("n", 1, "p", 8)), mask]
     found = with_sums(file, CACHED | {"keep": torch.ones(2, size)})
     assert found == (*file[:2], TensorInfo("keep", mask.dtype, ("n", expected)))
+
+
+def test_axes_whose_sizes_add_up_by_chance_are_no_sum() -> None:
+    ids, mask = TensorInfo("ids", "int64", ("b", "s")), TensorInfo("keep", "int64", ("m", "t"))
+    cache = TensorInfo("past", "float32", ("b", "h", "p", 4))
+    example = {"ids": torch.ones(2, 6), "keep": torch.ones(2, 8), "past": torch.ones(2, 2, 2, 4)}
+    assert with_sums([ids, mask], example) == (ids, mask)
+    # heads, too, are as many as tokens in the cache
+    assert with_sums([ids, mask, cache], example)[1].dims == ("m", "p + s")
+    tokens = example | {"keep": torch.full((2, 8), 7)}  # which are no mask
+    assert with_sums([ids, mask, cache], tokens)[1] == mask
+
+
+def test_a_fixed_length_is_fixed_in_sums() -> None:
+    dims: dict[str, tuple[int | str, ...]] = {"x": ("batch", "seq"), "keep": ("batch", "past+seq"), "y": ("seq+1",)}
+    inputs = ModuleInputs(
+        inputs=tuple(ModuleInput(name=name, dims=own) for name, own in dims.items()), sizes={"seq": 3, "past": 2}
+    )
+    assert [one.dims for one in inputs.without_seq().inputs] == [("batch", 3), ("batch", "past+3"), (4,)]
 
 
 @pytest.mark.slow

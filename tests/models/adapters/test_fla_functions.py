@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import effexport
-from effexport.models.adapters.fla_functions import FORMS, functions_of_fla, recurrences_as_operators
+from effexport.models.adapters.fla_functions import FORMS, folder_of_fla, functions_in, recurrences_as_operators
 
 pytestmark = pytest.mark.requires("torch", "foreign")
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 8, 4
@@ -103,17 +104,63 @@ def test_a_function_is_found_wherever_it_is_held_and_is_itself_again() -> None:
     assert calls == {"naive_recurrent_gla": 1}
     assert held.func.__code__ is code
     assert set(held.func.__globals__) == names
-    assert held.func in functions_of_fla()
+    folder = folder_of_fla()
+    assert folder is not None
+    assert held.func in functions_in(folder)
 
 
-def test_a_call_that_the_operator_does_not_express_stays() -> None:
-    original = function_of_fla("delta_rule_recurrence")
-    given = arguments_for("delta_rule_recurrence", 5, with_state=False)
-    given["beta"] = torch.rand_like(given["v"])  # one strength for each channel
+@pytest.mark.parametrize("name", FORMS)
+def test_results_have_the_type_that_the_function_gives_them(name: str) -> None:
+    original = function_of_fla(name)
+    for halves in ("qkv", "qk", "v"):
+        given = arguments_for(name, 5, with_state=False)
+        given |= {key: given[key].to(torch.bfloat16) for key in halves}
+        if name == "naive_chunk_kda":
+            given["chunk_size"] = 5
+        expected = results(original(**given))[0].dtype
+        with recurrences_as_operators():
+            assert results(original(**given))[0].dtype == expected, halves
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("delta_rule_recurrence", {"beta": torch.rand(BATCH, HEADS, 5, VALUE_DIM)}),  # a strength for each channel
+        ("naive_recurrent_gated_delta_rule", {"initial_state": torch.zeros(1, HEADS, KEY_DIM, VALUE_DIM)}),
+        ("naive_recurrent_gated_delta_rule", {"scale": torch.full((1, HEADS, 1, 1), 0.5)}),
+        ("naive_recurrent_gated_delta_rule", {"scale": torch.tensor(0.5)}),
+        ("naive_recurrent_gated_delta_rule", {"g": torch.full((BATCH, 5, 1), -0.5)}),  # one head for all
+        ("naive_recurrent_simple_gla", {"g": torch.full((1, 5, HEADS), -0.5)}),  # one sample for all
+    ],
+)
+def test_a_call_that_the_operator_does_not_express_stays(name: str, change: dict[str, Any]) -> None:
+    original, given = function_of_fla(name), arguments_for(name, 5, with_state=False) | change
     expected = original(**given)[0]
     with recurrences_as_operators() as calls:
         assert torch.equal(original(**given)[0], expected)
     assert not calls
+
+
+def test_a_call_that_fails_leaves_nothing_behind() -> None:
+    original, kept = function_of_fla("naive_recurrent_gla"), None
+    before = set(original.__globals__)
+    try:
+        with recurrences_as_operators():
+            original(1)
+    except TypeError as error:  # whose frames keep what was called
+        kept = error
+    assert kept is not None
+    given = arguments_for("naive_recurrent_gla", 5, with_state=False)
+    with recurrences_as_operators() as calls, recurrences_as_operators():
+        original(**given)
+    assert calls == {"naive_recurrent_gla": 1}
+    assert set(original.__globals__) == before
+
+
+def test_a_module_in_the_place_of_the_package_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    with recurrences_as_operators() as calls:
+        assert not calls
 
 
 class Layer(nn.Module):
