@@ -38,7 +38,10 @@ def tree_files() -> Iterator[Path]:
         subfolders[:] = [
             name
             for name in subfolders
-            if name not in NOT_OURS and not name.endswith((".egg-info", "_cache")) and name != ".hypothesis"
+            if name not in NOT_OURS
+            and not name.endswith((".egg-info", "_cache"))
+            and name != ".hypothesis"
+            and not name.startswith(".venv-")
         ]
         # in a worktree of git, .git is a file
         yield from (Path(folder, name) for name in names if name != ".git")

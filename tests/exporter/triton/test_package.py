@@ -22,7 +22,7 @@ from weights_elsewhere import move_weights
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.errors import DiskError, UserError
 from effexport.models.validation import SpecError
-from effexport.plugins.building.library import CudaKernels, Library, sha256_of
+from effexport.plugins.building.library import CudaKernels, Library, find_library, sha256_of
 from effexport.proof.cases import load_reference
 from effexport.proof.tolerances import case_limit, value_error
 from effexport.serving.triton.config import zip_of_effexport
@@ -65,9 +65,11 @@ def test_by_default_an_artifact_becomes_a_model_for_every_backend_that_it_has_fi
 def test_a_model_for_a_gpu_has_the_cuda_kernels_beside_the_library(
     built: Built, package: Packaging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = tmp_path / "kernels"
+    kernels, library = tmp_path / "effexport_cuda.fatbin", find_library()
+    assert library is not None
+    assert library.info is not None
     kernels.write_bytes(b"CUDA kernels")
-    found = CudaKernels(kernels, "", sha256_of(kernels), nvcc="nvcc", architectures=(90,))
+    found = CudaKernels(kernels, library.info.source_hash, sha256_of(kernels), nvcc="nvcc", architectures=(90,))
     monkeypatch.setattr(Library, "cuda", found)
     package(built("lsh"), tmp_path / "repo", name="m", backends=("onnxruntime",), kind="gpu")
     files = files_of(tmp_path / "repo" / "m" / "1")
