@@ -215,7 +215,7 @@ def test_a_layer_kept_for_one_reason_in_several_places_is_one_note(known: Table)
         layer.register_forward_hook(lambda _, given, result: 2 * result)
     model = nn.Sequential(*layers)
     found = replace.with_our_layers(model, 8)
-    (note,) = replace.remarks_on(model, found, turned=0)
+    (note,) = replace.remarks_on(model, found, turned={})
     assert note.startswith("0, 1, 2 and 2 more (")
     assert "are exported as PyTorch has it: it has forward hooks" in note
 
