@@ -28,7 +28,7 @@ CALLS = {name: op.load_calls().TRIAL for name, op in OPS.items()}
 def faulty_library(*options: str) -> Path:
     plugins = Path(effexport.plugins.__file__).parent
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{plugins}", *options]
-    headers = ["-isystem", find_headers().folder]
+    headers = ["-DEFFEXPORT_CPU_ONLY", "-isystem", find_headers().folder]
     name = f"native/faulty_library{len(options)}"
     return kept_program(name, find_compiler(), *flags, *headers, NATIVE / "faulty_library.cc")
 
