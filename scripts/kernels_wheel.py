@@ -50,6 +50,7 @@ from effexport.plugins.building.library import (
     WHEEL_PACKAGE,
     BuildInfo,
     CudaInfo,
+    distribution_of,
 )
 from effexport.plugins.building.toolchain import (
     ARCHITECTURES_VARIABLE,
@@ -103,17 +104,14 @@ class Contents:
 
     @property
     def distribution(self) -> str:
-        return self.package.replace("_", "-")
+        return distribution_of(self.package)
 
 
 def library_for(target: Target) -> Contents:
-    summary = "Compiled CPU kernels of effexport's operators for ONNX Runtime"
-    return Contents(WHEEL_PACKAGE, LIBRARY_NAME, summary, target.tag)
+    return Contents(WHEEL_PACKAGE, LIBRARY_NAME, "Compiled CPU kernels of effexport's operators", target.tag)
 
 
-CUDA_KERNELS = Contents(
-    CUDA_WHEEL_PACKAGE, CUDA_NAME, "Compiled CUDA kernels of effexport's operators for ONNX Runtime", "any"
-)
+CUDA_KERNELS = Contents(CUDA_WHEEL_PACKAGE, CUDA_NAME, "Compiled CUDA kernels of effexport's operators", "any")
 
 
 def build_library(target: Target, folder: Path) -> tuple[bytes, BuildInfo]:
@@ -185,7 +183,6 @@ def epoch() -> int:
 def write_wheel(of: Contents, content: bytes, info: BuildInfo | CudaInfo, out: Path) -> Path:
     """Write a wheel, in one step."""
     tag = f"py3-none-{of.platform}"
-    pure = "true" if of.platform == "any" else "false"
     metadata = f"{of.package}-{__version__}.dist-info"
     files = {
         f"{of.package}/__init__.py": b'"""Kernels of effexport, which finds them by itself."""\n',
@@ -204,7 +201,8 @@ def write_wheel(of: Contents, content: bytes, info: BuildInfo | CudaInfo, out: P
             )
         ).encode(),
         f"{metadata}/WHEEL": (
-            f"Wheel-Version: 1.0\nGenerator: effexport {__version__}\nRoot-Is-Purelib: {pure}\nTag: {tag}\n"
+            f"Wheel-Version: 1.0\nGenerator: effexport {__version__}\n"
+            f"Root-Is-Purelib: {str(of.platform == 'any').lower()}\nTag: {tag}\n"
         ).encode(),
         f"{metadata}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
     }

@@ -28,8 +28,7 @@ HEAVY = (
     "numpy",
 )
 RUNTIMES = {"onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "transformers"}
-ENVIRONMENTS = {".venv", ".venv-tensorrt", ".venv-transformers5", ".venv-triton", ".venv-modelopt", ".venv-wild"}
-NOT_OURS = ENVIRONMENTS | {".git", "artifacts", "share", "build", "dist", "__pycache__"}
+NOT_OURS = {".venv", ".git", "artifacts", "share", "build", "dist", "__pycache__"}
 
 
 def tree_files() -> Iterator[Path]:

@@ -61,8 +61,9 @@ def with_sums(inputs: Sequence[TensorInfo], examples: Mapping[str, Tensor]) -> t
         batch, both = tensor.dims
         if not isinstance(both, str) or both not in sizes or owners[both] > 1:
             return tensor
-        is_mask = bool(((examples[tensor.name] == 0) | (examples[tensor.name] == 1)).all())
-        past = next((name for name in cached if is_mask and sizes[seq] + sizes[str(name)] == sizes[both]), None)
+        if bool(((examples[tensor.name] != 0) & (examples[tensor.name] != 1)).any()):
+            return tensor
+        past = next((name for name in cached if sizes[seq] + sizes[str(name)] == sizes[both]), None)
         return tensor if past is None else replace(tensor, dims=(batch, f"{past} + {seq}"))
 
     return tuple(map(with_sum, inputs))

@@ -153,19 +153,18 @@ def same(shape: Sequence[int], other: Sequence[int]) -> bool:
 
 def computed(given: Mapping[str, Any], form: FlaFunction) -> Any:
     """The results of the function, by the operator."""
-    from effexport.models.variants.recurrence import Tokens, recurrence
+    from effexport.models.variants.recurrence import Tokens, decay_of_heads, recurrence
 
     q, k, v = (at_least_float32(given[name]).transpose(2, form.heads) for name in "qkv")
     heads, channels = v.shape[2], k.shape[3]
     if q.shape[2] != heads:
         q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
-    if form.returns_state:
-        decay, beta = (with_channel(given.get(name), v, form) for name in (form.decay, "beta"))
-        decay = torch.zeros_like(v[..., :1]) if decay is None else decay
-    else:  # retention, whose decay is that of the paper (Sun et al. 2023, section 3)
-        decay, beta = (1 - 2.0 ** (-5.0 - torch.arange(heads))).log()[:, None].expand(*v.shape[:3], 1), None
+    ones = torch.ones_like(v[..., :1])
+    decay, beta = (with_channel(given.get(name), v, form) for name in (form.decay, "beta"))
+    if decay is None:
+        decay = 0 * ones if form.returns_state else decay_of_heads(ones)  # that of retention
     scale, past = given.get("scale"), given.get("initial_state")
-    tokens = Tokens(q, k, v, decay, torch.ones_like(v[..., :1]) if beta is None else beta)
+    tokens = Tokens(q, k, v, decay, ones if beta is None else beta)
     before = v.new_zeros(v.shape[0], heads, channels, v.shape[3]) if past is None else at_least_float32(past)
     out, state = recurrence(tokens, before, channels**-0.5 if scale is None else scale, form.delta, as_operator=True)
     out = out.transpose(2, form.heads).to(given[form.dtype_of].dtype if form.dtype_of else torch.float32)

@@ -70,10 +70,8 @@ def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -
     of_fla = recurrences_as_operators() if fused else contextlib.nullcontext(Counter[str]())
     # operators that are a part of the unfused formulas are called only where gradients are wanted
     gradients = torch.set_grad_enabled(not fused)
-    modes = (fused_operators(module, fused), gradients, Counting())
-    with as_operators as attention, of_fla as functions, ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
+    ours = fused_operators(module, fused)
+    with as_operators as attention, of_fla as functions, ours, gradients, Counting(), ExitStack() as stack:
         for path, child in module.named_modules():
             if isinstance(child, LSHHash):
                 hook = functools.partial(lambda path, child, arguments: hashes.update([path]), path)

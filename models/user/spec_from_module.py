@@ -284,10 +284,8 @@ def output_formulas(
     axes = [{i: free for i, dim in enumerate(one) if isinstance(dim, str)} for one in dims]
     patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     # the user's code may raise anything, and keep symbols in its attributes; weights stay the same tensors
-    as_exported = (attention_calls_as_operators(), recurrences_as_operators(), code_as_exported(module), patch)
-    with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
-        for mode in as_exported:
-            stack.enter_context(mode)
+    attention, recurrences = attention_calls_as_operators(), recurrences_as_operators()
+    with contextlib.suppress(Exception), attention, recurrences, code_as_exported(module), patch:
         weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         recorder = Recorder(copy.deepcopy(module, weights), notes.append)
         torch.export.export(recorder, tuple(tensors), dynamic_shapes=(tuple(axes),), strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
@@ -177,6 +178,12 @@ class RMSNorm(nn.Module):
 def kept_or_zero(x: Tensor, keep: Tensor | None) -> Tensor:
     """x [batch, seq, heads, channels], with zeros where keep, boolean [batch, seq], is False: it may hold anything."""
     return x if keep is None else torch.where(keep[:, :, None, None], x, 0.0)
+
+
+def decay_of_heads(ones: Tensor) -> Tensor:
+    """The logarithm of retention's decay, 1 − 2^(−5−h) of head h, for tokens as in `ones` [batch, seq, heads, 1]."""
+    logarithms = [math.log1p(-(2.0 ** (-5 - head))) for head in range(ones.shape[2])]
+    return torch.tensor(logarithms, dtype=ones.dtype, device=ones.device)[:, None] * ones
 
 
 def recurrence(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from effexport.models.layers import at_least_float32, rotary_angles, rotate_pairs
-from effexport.models.variants.recurrence import RecurrentAttention, RMSNorm, Tokens
+from effexport.models.variants.recurrence import RecurrentAttention, RMSNorm, Tokens, decay_of_heads
 from effexport.models.variants.retention.spec import RetentionSpec
 
 
@@ -33,10 +31,8 @@ class Retention(RecurrentAttention):
         return query, key, value
 
     def tokens(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tokens:
-        logarithms = [math.log1p(-(2.0 ** (-5 - head))) for head in range(self.spec.heads)]
         beta = torch.ones_like(key[..., :1])
-        decay = torch.tensor(logarithms, dtype=beta.dtype, device=beta.device)[:, None] * beta
-        return Tokens(query, key, value, decay, beta)
+        return Tokens(query, key, value, decay_of_heads(beta), beta)
 
 
 class GroupNorm(RMSNorm):
