@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import importlib
 import importlib.util
 import json
 import logging
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 from slow_cases import soak
-from small_builds import built_artifact, kept_trace
+from small_builds import built_artifact, tracing_once
 from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.artifact import Artifact, Manifest, write_manifest
@@ -85,17 +84,8 @@ def kept_traces() -> Iterator[None]:
     about what surrounds it; those about exports, and about weights that are put into a traced graph, trace."""
     from effexport.pipeline import build
 
-    # effexport.export itself is the function
-    exporter = importlib.import_module("effexport.export.onnx_from_module")
-    write, trace = build.write_graphs, functools.partial(kept_trace, exporter.traced_graph)
-
-    def write_graphs(of: build.Build) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exporter, "traced_graph", trace)
-            return write(of)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "write_graphs", write_graphs)
+        patch.setattr(build, "write_graphs", tracing_once()(build.write_graphs))
         yield
 
 

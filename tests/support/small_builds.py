@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from kept import code_of, digest_of, kept
 from torch import Tensor, nn
 
@@ -29,7 +33,7 @@ def exported(spec: BuildSpec) -> Path:
     folder = kept(
         f"models/{digest_of([repr(spec)])}",
         what_decides_a_build(),
-        lambda folder: onnx_from_module(module_from_seed(spec), spec, folder / "model.onnx"),
+        tracing_once()(lambda folder: onnx_from_module(module_from_seed(spec), spec, folder / "model.onnx")),
     )
     return folder / "model.onnx"
 
@@ -41,7 +45,7 @@ def built_artifact(spec: BuildSpec) -> Path:
     folder = kept(
         f"artifacts/{digest_of([repr(spec)])}",
         what_decides_a_build(),
-        lambda folder: artifact_from_spec(spec, folder / "built"),
+        tracing_once()(lambda folder: artifact_from_spec(spec, folder / "built")),
     )
     return folder / "built"
 
@@ -50,6 +54,7 @@ def calibrated_artifact(spec: BuildSpec) -> Path:
     """The same of an encoder, with scales of 64 random samples in a file tokens.npz."""
     import effexport
 
+    @tracing_once()
     def make(folder: Path) -> None:
         np.savez(folder / "tokens.npz", input_ids=np.random.default_rng(0).integers(0, 258, (64, 64)))
         effexport.build(spec, folder / "built", calibration=folder / "tokens.npz")
@@ -57,15 +62,29 @@ def calibrated_artifact(spec: BuildSpec) -> Path:
     return kept(f"calibrated/{digest_of([repr(spec)])}", [Path(__file__), *what_decides_a_build()], make) / "built"
 
 
+@contextlib.contextmanager
+def tracing_once() -> Iterator[None]:
+    """Trace a model of ours once in all exports of all tests and runs: most of a build is its trace."""
+    # effexport.export itself is the function
+    exporter = importlib.import_module("effexport.export.onnx_from_module")
+    trace = exporter.traced_graph
+    with pytest.MonkeyPatch.context() as patch:
+        # once, too, around a build that does so already
+        if not isinstance(trace, functools.partial):
+            patch.setattr(exporter, "traced_graph", functools.partial(kept_trace, trace))
+        yield
+
+
 def kept_trace(
     trace: Trace, module: nn.Module, example: tuple[Tensor, ...], signature: GraphSignature, spec: BuildSpec
 ) -> tuple[bytes, GraphSignature, SpecChanges]:
     """The result of `trace`, the function `traced_graph`, in a build: for a model of ours, whose spec decides it, that
-    of an earlier test or run."""
+    of an earlier test or run, whatever becomes of the graph afterwards."""
     if spec.model.is_traced_as_found or not spec.model.has_whole_state:
         return trace(module, example, signature, spec)
+    traced = replace(spec, inline=False, external_data=False, carrier="auto", golden="full")
     folder = kept(
-        f"traces/{digest_of([repr((spec, signature)), f'{type(module)} {module}'])}",
+        f"traces/{digest_of([repr((traced, signature)), f'{type(module)} {module}'])}",
         what_decides_a_build(),
         lambda folder: (folder / "graph").write_bytes(trace(module, example, signature, spec)[0]),
     )
