@@ -8,7 +8,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 [[ $# -eq 0 ]] || die "quickstart.sh takes no arguments; got: $*"
+# the compiler needs no PyTorch; a build that fails here says why when it is tried again
+ensure_environment kernels
+(install_kernels_wheel || ensure_kernels) >/dev/null 2>&1 &
 ensure_environment build,cpu,text
+wait
 install_kernels_wheel || ensure_kernels ||
   say "WARNING: no kernel library, for the reason above: custom operators run as their ONNX function bodies, which is" \
     "slower. Everything else works; try again with: .venv/bin/effexport plugins build"
