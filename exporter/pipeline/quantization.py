@@ -114,7 +114,7 @@ def quantization_of_build(module: nn.Module, spec: BuildSpec, folder: Path, data
     """
     from effexport.proof.module_runs import run_module
     from effexport.proof.quantized import run_with_buckets
-    from effexport.quantize.modules import TaskLoss, prepared
+    from effexport.quantize.calibration import TaskLoss, prepared
 
     artifact = artifact_in_progress(folder, spec)
     samples, origin = samples_of_build(artifact, data.calibration)
@@ -149,7 +149,7 @@ def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec
     judge: against `max_loss`, if there is one.
     """
     from effexport.proof.quantized import run_with_buckets
-    from effexport.quantize.modules import LOSS_SAMPLES, Answer, loss_of
+    from effexport.quantize.calibration import LOSS_SAMPLES, Answer, loss_of
 
     few = model.samples[:LOSS_SAMPLES]
     exact: list[Answer] = [(run_with_buckets(model.original, spec, feeds)[0], {}) for feeds in few]
