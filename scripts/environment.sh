@@ -86,7 +86,7 @@ install_extras() { (cd "$ROOT" && "$VENV/bin/python" -m pip install --quiet -c c
 
 # ensure_environment EXTRAS: .venv with effexport installed in place, in the versions of constraints.txt.
 ensure_environment() {
-  local extras="$1" python stamp wanted
+  local extras="$1" python stamp wanted slow
   lock "$ROOT/pyproject.toml"
   if ! venv_is_healthy; then
     python="$(find_python)"
@@ -97,7 +97,8 @@ ensure_environment() {
   stamp="$VENV/effexport-${extras//,/-}.stamp"
   wanted="$(fingerprint "$extras")"
   if [[ ! -f "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then
-    say "installing effexport[$extras] into .venv (some minutes the first time: PyTorch is large)"
+    [[ "$extras" != *build* ]] || slow=" (some minutes the first time: PyTorch is large)"
+    say "installing effexport[$extras] into .venv${slow:-}"
     install_extras "$extras"
     printf '%s\n' "$wanted" >"$stamp"
   fi
