@@ -65,6 +65,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("proof",),
     ("runners", "tensorrt"),
     ("signature",),
+    ("keyless",),
     ("artifact",),
     ("export",),
     ("quantize",),
