@@ -75,7 +75,8 @@ class KeylessSigner:
                 identity = Issuer(config.signing_config.get_oidc_url()).identity_token()
         with _one_error(EffexportError, "Sigstore gave no certificate", "nothing was signed"):
             self._signer = Signer(identity, SigningContext.from_trust_config(config))
-        self.signed_by, self.provider = identity.identity, identity.federated_issuer
+        self.signed_by = identity.identity
+        self.provider: str | None = identity.federated_issuer
 
     def bundle(self, payload: bytes) -> str:
         """A Sigstore bundle with an in-toto statement. Raises EffexportError if a service refuses."""

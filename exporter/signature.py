@@ -265,7 +265,7 @@ class KeySigner:
     Raises UserError for another key.
     """
 
-    provider = None
+    provider: str | None = None
 
     def __init__(self, file: Path) -> None:
         self._key = _private_key(file)
@@ -289,7 +289,7 @@ class KeySigner:
 class KeyVerifier:
     """Checks bundles for the owner of a key. file: the public key in PEM. Raises UserError for another file."""
 
-    provider = None
+    provider: str | None = None
 
     def __init__(self, file: Path) -> None:
         self._key = _public_key(file)
