@@ -308,6 +308,8 @@ def signed(options: SignOptions) -> Signed:
 
     if options.sigstore == (options.key is not None):
         raise UserError("expected --key FILE, or --sigstore to sign with an identity")
+    if options.key is not None and options.trust_config is not None:
+        raise UserError("--trust-config only works with --sigstore")
     artifact = open_artifact(path_of("artifact", options.artifact))
     if options.key is not None:
         return sign_artifact(artifact, KeySigner(path_of("key", options.key)))

@@ -68,7 +68,7 @@ class KeylessSigner:
         from sigstore.oidc import IdentityToken, Issuer, detect_credential
         from sigstore.sign import Signer, SigningContext
 
-        with _one_error(UserError, "there is no identity to sign with", "give another --identity-token"):
+        with _one_error(UserError, "there is no identity to sign with", "give one with --identity-token"):
             if raw := token or detect_credential():
                 identity = IdentityToken(raw)
             else:
@@ -134,7 +134,7 @@ def _trust_config(file: Path | None, *, offline: bool) -> ClientTrustConfig:
 
 @contextmanager
 def _one_error(kind: type[EffexportError], problem: str, remedy: str) -> Iterator[None]:
-    """Make one error of whatever the library raises: for a damaged bundle, errors of all the packages below it, too."""
+    """Make one error of whatever the library raises: a damaged bundle reaches all packages below it."""
     try:
         yield
     except Exception as error:

@@ -287,6 +287,8 @@ def test_without_a_certificate_or_an_entry_nothing_is_written(
     for arguments in ({}, {"key": signed / "key.pem", "sigstore": True}, {"sigstore": False}):
         with pytest.raises(UserError, match="expected key=…, or sigstore=True"):
             effexport.sign(ours, **arguments)
+    with pytest.raises(UserError, match="trust_config only works with sigstore"):
+        effexport.sign(ours, key=signed / "key.pem", trust_config=trust)
     assert {file.name: file.read_bytes() for file in ours.iterdir()} == before
 
 
