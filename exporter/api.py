@@ -303,18 +303,11 @@ def sign(options: SignOptions) -> Signed:
 
 def signed(options: SignOptions) -> Signed:
     from effexport.artifact import open_artifact
-    from effexport.keyless import KeylessSigner
-    from effexport.signature import KeySigner, sign_artifact
+    from effexport.signature import sign_artifact, signer_of
 
-    if options.sigstore == (options.key is not None):
-        raise UserError("expected --key FILE, or --sigstore to sign with an identity")
-    if options.key is not None and options.trust_config is not None:
-        raise UserError("--trust-config only works with --sigstore")
     artifact = open_artifact(path_of("artifact", options.artifact))
-    if options.key is not None:
-        return sign_artifact(artifact, KeySigner(path_of("key", options.key)))
-    trust_config = optional_path("trust_config", options.trust_config)
-    return sign_artifact(artifact, KeylessSigner(options.identity_token, trust_config))
+    key, trust_config = optional_path("key", options.key), optional_path("trust_config", options.trust_config)
+    return sign_artifact(artifact, signer_of(key, options.sigstore, options.identity_token, trust_config))
 
 
 @keywords(EvaluateOptions)

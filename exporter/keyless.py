@@ -36,7 +36,7 @@ def as_given(text: str, flag: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class IdentityOptions(Options):
-    """Who must have signed an artifact: the owner of a key, or with a provider, an identity that it confirmed."""
+    """The signer that an artifact must have: the owner of a key, or with a provider, an identity that it confirmed."""
 
     identity: str | Path | None = option(
         None, "Who must have signed: a public key, or a name.", metavar="WHO", read=as_given

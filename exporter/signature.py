@@ -27,7 +27,7 @@ from effexport.base.files import file_digest, partial_folder
 from effexport.base.option_fields import path_of
 from effexport.base.records import read_record, record_from_values, values_of_file, values_of_text
 from effexport.base.runtimes import ENGINE_SUFFIX
-from effexport.keyless import PAYLOAD_TYPE, REMEDY, IdentityOptions, KeylessVerifier
+from effexport.keyless import PAYLOAD_TYPE, REMEDY, IdentityOptions, KeylessSigner, KeylessVerifier
 from effexport.models.validation import FileTooLargeError, bounded_bytes
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Signed:
 
 
 class Signer(Protocol):
-    """Who signs: `KeySigner`, or the `KeylessSigner` of keyless.py."""
+    """The side that signs: `KeySigner`, or the `KeylessSigner` of keyless.py."""
 
     signed_by: str
     provider: str | None
@@ -130,13 +130,24 @@ class Signer(Protocol):
 
 
 class Verifier(Protocol):
-    """Who must have signed: `KeyVerifier`, or the `KeylessVerifier` of keyless.py."""
+    """The side that checks: `KeyVerifier`, or the `KeylessVerifier` of keyless.py."""
 
     signed_by: str
     provider: str | None
 
     def payload(self, file: Path, values: dict[str, Any]) -> bytes:
         """The statement in a bundle, once its signature is checked. Raises UserError for that of somebody else."""
+
+
+def signer_of(key: Path | None, sigstore: bool, token: str | None, trust_config: Path | None) -> Signer:
+    """The signer with a key, or with an identity of Sigstore. Raises UserError for both, for neither, and as they do."""
+    if sigstore == (key is not None):
+        raise UserError("expected --key FILE, or --sigstore to sign with an identity")
+    if key is None:
+        return KeylessSigner(token, trust_config)
+    if trust_config is not None:
+        raise UserError("--trust-config only works with --sigstore")
+    return KeySigner(key)
 
 
 def sign_artifact(artifact: Artifact, signer: Signer) -> Signed:

@@ -168,7 +168,7 @@ class Sigstore:
         return builder.sign(self.root_key, SHA256())
 
     def certificate(self, public: Any, identity: str, issuer: str) -> x509.Certificate:
-        """What Fulcio issues, with a timestamp of the log of certificates: RFC 6962, 3.2 and 3.3."""
+        """The certificate that Fulcio issues, with a timestamp of the log of certificates: RFC 6962, 3.2 and 3.3."""
         now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=1)
         name = x509.RFC822Name(identity) if "@" in identity else x509.UniformResourceIdentifier(identity)
         v2 = b"\x0c" + bytes([len(issuer)]) + issuer.encode()  # UTF8String
