@@ -140,7 +140,7 @@ class Verifier(Protocol):
 
 
 def signer_of(key: Path | None, sigstore: bool, token: str | None, trust_config: Path | None) -> Signer:
-    """The signer with a key, or with an identity of Sigstore. Raises UserError for both, for neither, and as they do."""
+    """The signer with a key, or with an identity of Sigstore. Raises UserError for both or neither, and as they do."""
     if sigstore == (key is not None):
         raise UserError("expected --key FILE, or --sigstore to sign with an identity")
     if key is None:

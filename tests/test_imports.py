@@ -26,6 +26,7 @@ HEAVY = (
     "tensorrt_rtx",
     "transformers",
     "numpy",
+    "sigstore",
 )
 RUNTIMES = {"onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "transformers"}
 NOT_OURS = {".venv", ".git", "artifacts", "share", "build", "dist", "__pycache__"}
