@@ -240,8 +240,8 @@ def verified(options: VerifyOptions) -> Verified:
     # cases have different shapes and up to two sessions are open, so memory is released after each run
     run_options = options.run_options(memory_arena=False)
     output, start = checked_output(options), time.perf_counter()
-    folder, identity = path_of("artifact", options.artifact), optional_path("identity", options.identity)
-    seal = None if identity is None else check_identity(folder, identity)
+    folder = path_of("artifact", options.artifact)
+    seal = check_identity(folder, options)
     artifact = open_artifact(folder)
     candidate = ArtifactCandidate(artifact, run_options, optional_path("model", options.model))
     source = source_of_verify(artifact, weights, named)
@@ -291,17 +291,23 @@ def sign(options: SignOptions) -> Signed:
         effexport.sign("artifacts/lsh", key="key.pem")
         effexport.verify("artifacts/lsh", identity="public.pem")
 
-    key: an elliptic-curve private key in PEM. docs/security.md says what is signed.
-    Raises UserError for a damaged artifact, for one with other files in it, and for another key.
+        effexport.sign("artifacts/lsh", sigstore=True)
+        effexport.verify("artifacts/lsh", identity="ada@example.org", identity_provider="https://accounts.google.com")
+
+    key: an elliptic-curve private key in PEM. docs/security.md says what is signed, and what Sigstore publishes.
+    Raises UserError for a damaged artifact, for one with other files in it, and for another key; EffexportError if a
+    service of Sigstore refuses.
     """
     return signed(options)
 
 
 def signed(options: SignOptions) -> Signed:
     from effexport.artifact import open_artifact
-    from effexport.signature import sign_artifact
+    from effexport.signature import sign_artifact, signer_of
 
-    return sign_artifact(open_artifact(path_of("artifact", options.artifact)), path_of("key", options.key))
+    artifact = open_artifact(path_of("artifact", options.artifact))
+    key, trust_config = optional_path("key", options.key), optional_path("trust_config", options.trust_config)
+    return sign_artifact(artifact, signer_of(key, options.sigstore, options.identity_token, trust_config))
 
 
 @keywords(EvaluateOptions)

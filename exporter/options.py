@@ -25,6 +25,7 @@ from effexport.base.option_fields import (
 )
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES
 from effexport.base.spec import ENCODER_FIELDS, BuildSpec, Carrier, Golden, Precision
+from effexport.keyless import TOKEN_VARIABLE, TRUST_CONFIG, IdentityOptions
 from effexport.models.attention_spec import field_names
 from effexport.models.checkpoints.spec import tasks
 from effexport.models.encoder.spec import Pooling
@@ -385,7 +386,7 @@ class ResultOptions(Options):
 
 
 @dataclass(frozen=True)
-class VerifyOptions(ArtifactOptions, ResultOptions, RunnerOptions, ProgressOptions):
+class VerifyOptions(IdentityOptions, ArtifactOptions, ResultOptions, RunnerOptions, ProgressOptions):
     """The options of `effexport verify`."""
 
     _: KW_ONLY
@@ -403,7 +404,6 @@ class VerifyOptions(ArtifactOptions, ResultOptions, RunnerOptions, ProgressOptio
     data: str | Path | None = option(None, "Also compare answers on this data.", metavar=A_FILE)
     cases: Sequence[str] = option((), "Check only this case. Repeatable.", flag="--case", metavar="NAME")
     trace: bool = option(False, "Find the first value that differs, in any case.")
-    identity: str | Path | None = option(None, "Public key: refuse what its owner did not sign.", metavar=A_FILE)
     output: str | Path | None = option(None, "Also a report: .html, .md, .json or .xml.", short="-o", metavar=A_FILE)
 
 
@@ -466,7 +466,16 @@ class SignOptions(ArtifactOptions):
     """The options of `effexport sign`."""
 
     _: KW_ONLY
-    key: str | Path = field(metadata={"option": Option("Private key, P-256, P-384 or P-521, in PEM.", metavar=A_FILE)})
+    key: str | Path | None = option(None, "Private key, P-256, P-384 or P-521, in PEM.", metavar=A_FILE)
+    sigstore: bool = option(False, "Without a key: with an identity, by Sigstore.")
+    identity_token: str | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "option": Option(f"Of that identity; or set {TOKEN_VARIABLE}.", metavar="TOKEN", variable=TOKEN_VARIABLE)
+        },
+    )
+    trust_config: str | Path | None = option(None, TRUST_CONFIG, metavar=A_FILE)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 model.sig has the format of OpenSSF Model Signing 1.0: a Sigstore bundle whose DSSE envelope holds an in-toto statement
 of the digests of all other files. verdict.intoto.json is a second one, of in-toto's test-result predicate: which
-model was compared with what, where, and with which outcome. A key is an elliptic-curve key in PEM.
+model was compared with what, where, and with which outcome. Who signs has an elliptic-curve key in PEM, or an identity
+that Sigstore certifies (keyless.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 
@@ -23,8 +24,10 @@ from effexport.artifact import MANIFEST, REPORT_JSON, Artifact, files_of_folder
 from effexport.base.disk import ANOTHER_FOLDER, write_error
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.base.files import file_digest, partial_folder
+from effexport.base.option_fields import path_of
 from effexport.base.records import read_record, record_from_values, values_of_file, values_of_text
 from effexport.base.runtimes import ENGINE_SUFFIX
+from effexport.keyless import PAYLOAD_TYPE, REMEDY, IdentityOptions, KeylessSigner, KeylessVerifier
 from effexport.models.validation import FileTooLargeError, bounded_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 SIGNATURE, VERDICT = "model.sig", "verdict.intoto.json"
 PASSWORD_VARIABLE = "EFFEXPORT_KEY_PASSWORD"
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 SIGNED_TYPE = "https://model_signing/signature/v1.0"
 VERDICT_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -44,7 +46,6 @@ MODEL_SUFFIXES = (".onnx", ".data", ENGINE_SUFFIX)
 # Curve → hash, as Sigstore's bundles have them.
 HASHES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
 LARGEST_KEY = 64 << 10
-REMEDY = "ask its publisher for it again"
 MAKE_KEY = "openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
 PUBLIC_OF_KEY = "openssl ec -in key.pem -pubout -out public.pem"
 
@@ -54,7 +55,7 @@ class _Hint(msgspec.Struct):
 
 
 class _Material(msgspec.Struct, rename="camel"):
-    public_key: _Hint
+    public_key: _Hint | None = None
 
 
 class _Mark(msgspec.Struct):
@@ -107,51 +108,91 @@ class _Statement(msgspec.Struct, rename="camel"):
 
 @dataclass(frozen=True)
 class Signed:
-    """A signed artifact: its folder, the SHA-256 of the public key in PEM, and the names of the signed files."""
+    """A signed artifact: its folder, by whom, and the names of the signed files.
+
+    signed_by: the SHA-256 of the public key in PEM; or an identity, and its provider.
+    """
 
     folder: Path
-    key_sha256: str
+    signed_by: str
+    provider: str | None
     files: tuple[str, ...]
 
 
-def sign_artifact(artifact: Artifact, key: Path) -> Signed:
+class Signer(Protocol):
+    """The side that signs: `KeySigner`, or the `KeylessSigner` of keyless.py."""
+
+    signed_by: str
+    provider: str | None
+
+    def bundle(self, payload: bytes) -> str:
+        """A Sigstore bundle with an in-toto statement."""
+
+
+class Verifier(Protocol):
+    """The side that checks: `KeyVerifier`, or the `KeylessVerifier` of keyless.py."""
+
+    signed_by: str
+    provider: str | None
+
+    def payload(self, file: Path, values: dict[str, Any]) -> bytes:
+        """The statement in a bundle, once its signature is checked. Raises UserError for that of somebody else."""
+
+
+def signer_of(key: Path | None, sigstore: bool, token: str | None, trust_config: Path | None) -> Signer:
+    """The signer with a key, or with an identity of Sigstore. Raises UserError for both or neither, and as they do."""
+    if sigstore == (key is not None):
+        raise UserError("expected --key FILE, or --sigstore to sign with an identity")
+    if key is None:
+        return KeylessSigner(token, trust_config)
+    if trust_config is not None:
+        raise UserError("--trust-config only works with --sigstore")
+    return KeySigner(key)
+
+
+def sign_artifact(artifact: Artifact, signer: Signer) -> Signed:
     """Sign all files of an artifact, and its verdict, in place of earlier signatures.
 
-    artifact: as `open_artifact` returns it, with files that match the manifest. key: a private key, P-256, P-384 or
-    P-521, in PEM; one with a password needs it in EFFEXPORT_KEY_PASSWORD.
-    Raises UserError for another key, for files that the manifest does not list, and if a file cannot be written.
+    artifact: as `open_artifact` returns it, with files that match the manifest.
+    Raises UserError for files that the manifest does not list, and if a file cannot be written.
     """
-    folder, private = artifact.path, _private_key(key)
+    folder = artifact.path
     digests = {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
     digests[MANIFEST] = file_digest(folder / MANIFEST)
     if others := sorted(_files(folder).keys() - digests.keys() - {SIGNATURE, VERDICT}):
         raise UserError(f"{folder} has {others[0]!r}, which {MANIFEST} does not list; expected no other files: move it")
-    verdict = _signed(_verdict(artifact), private)
+    verdict = signer.bundle(_payload(_verdict(artifact)))
     digests[VERDICT] = hashlib.sha256(verdict.encode()).hexdigest()
-    signature = _signed(_statement(folder.resolve().name, digests), private)
+    signature = signer.bundle(_payload(_statement(folder.resolve().name, digests)))
     try:
         with partial_folder(folder / SIGNATURE) as partial:  # both are whole before either is in its place
             for name, text in ((VERDICT, verdict), (SIGNATURE, signature)):
-                (partial / name).write_text(text)
+                (partial / name).write_bytes(text.encode())
             for name in (VERDICT, SIGNATURE):
                 (partial / name).replace(folder / name)
     except OSError as error:
         raise write_error(folder, error, ANOTHER_FOLDER) from error
-    return Signed(folder, _fingerprint(private.public_key()), tuple(digests))
+    return Signed(folder, signer.signed_by, signer.provider, tuple(digests))
 
 
-def check_identity(folder: Path, key: Path) -> Signed:
-    """Check that an artifact is what the owner of a key signed: every file, none more, and the verdict.
+def check_identity(folder: Path, options: IdentityOptions) -> Signed | None:
+    """Check that an artifact is what an identity signed: every file, none more, and the verdict.
 
-    key: the public key in PEM. Nothing in the folder is loaded or executed.
-    Raises UserError for an artifact that is not signed, by another key, or was changed after that.
+    Nothing in the folder is loaded or executed. None if the options ask for no identity.
+    Raises UserError for an artifact that is not signed, by somebody else, or was changed after that.
     """
-    public = _public_key(key)
+    verifier: Verifier
+    if options.keyless():
+        verifier = KeylessVerifier(options)
+    elif options.identity is None:
+        return None
+    else:
+        verifier = KeyVerifier(path_of("identity", options.identity))
     if not folder.is_dir():
         raise UserError(f"no artifact at {folder}; expected a folder that effexport sign has signed")
     if not (folder / SIGNATURE).is_file():
         raise UserError(f"{folder} is not signed: it has no {SIGNATURE}; {REMEDY}, or leave out the identity")
-    signed = _opened(folder / SIGNATURE, public, SIGNED_TYPE)
+    signed = _opened(folder / SIGNATURE, verifier, SIGNED_TYPE)
     resources = record_from_values(signed.predicate, _Digests, str(folder / SIGNATURE), REMEDY).resources
     expected = {resource.name: resource.digest for resource in resources}
     if len(expected) != len(resources) or any(resource.algorithm != "sha256" for resource in resources):
@@ -166,10 +207,10 @@ def check_identity(folder: Path, key: Path) -> Signed:
         if file_digest(files[name]) != expected[name]:
             raise UserError(f"{folder} was changed after it was signed: {name!r} is another file; {REMEDY}")
     if VERDICT in files:
-        verdict = _opened(folder / VERDICT, public, VERDICT_TYPE)
+        verdict = _opened(folder / VERDICT, verifier, VERDICT_TYPE)
         if any(expected.get(one.name) != one.digest.get("sha256") for one in verdict.subject):
             raise UserError(f"{folder / VERDICT} is a verdict on another model; {REMEDY}")
-    return Signed(folder, _fingerprint(public), tuple(expected))
+    return Signed(folder, verifier.signed_by, verifier.provider, tuple(expected))
 
 
 def _statement(name: str, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -220,42 +261,85 @@ def _verdict(artifact: Artifact) -> dict[str, Any]:
 
 
 def signed_statement(statement: dict[str, Any], key: Path) -> str:
-    """A Sigstore bundle with an in-toto statement, as sign_artifact writes them. Raises UserError as it does."""
-    return _signed(statement, _private_key(key))
+    """A Sigstore bundle with an in-toto statement, as sign_artifact writes them. Raises UserError as KeySigner does."""
+    return KeySigner(key).bundle(_payload(statement))
 
 
-def _signed(statement: dict[str, Any], key: EllipticCurvePrivateKey) -> str:
-    """A Sigstore bundle with a statement and its signature."""
-    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
-
-    payload = json.dumps(statement, sort_keys=True).encode()
-    mark = key.sign(_encoded(payload), ECDSA(_hash(key.public_key())))
-    signatures = [{"sig": base64.b64encode(mark).decode(), "keyid": ""}]
-    envelope = {"payload": base64.b64encode(payload).decode(), "payloadType": PAYLOAD_TYPE, "signatures": signatures}
-    material = {"publicKey": {"hint": _fingerprint(key.public_key())}, "tlogEntries": []}
-    bundle = {"mediaType": BUNDLE_TYPE, "verificationMaterial": material, "dsseEnvelope": envelope}
-    return json.dumps(bundle) + "\n"
+def _payload(statement: dict[str, Any]) -> bytes:
+    return json.dumps(statement, sort_keys=True).encode()
 
 
-def _opened(file: Path, key: EllipticCurvePublicKey, predicate_type: str) -> _Statement:
+class KeySigner:
+    """Signs statements with a key.
+
+    file: a private key, P-256, P-384 or P-521, in PEM; one with a password needs it in EFFEXPORT_KEY_PASSWORD.
+    Raises UserError for another key.
+    """
+
+    provider: str | None = None
+
+    def __init__(self, file: Path) -> None:
+        self._key = _private_key(file)
+        self.signed_by = _fingerprint(self._key.public_key())
+
+    def bundle(self, payload: bytes) -> str:
+        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+
+        mark = self._key.sign(_encoded(payload), ECDSA(_hash(self._key.public_key())))
+        signatures = [{"sig": base64.b64encode(mark).decode(), "keyid": ""}]
+        envelope = {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": PAYLOAD_TYPE,
+            "signatures": signatures,
+        }
+        material = {"publicKey": {"hint": self.signed_by}, "tlogEntries": []}
+        bundle = {"mediaType": BUNDLE_TYPE, "verificationMaterial": material, "dsseEnvelope": envelope}
+        return json.dumps(bundle) + "\n"
+
+
+class KeyVerifier:
+    """Checks bundles for the owner of a key. file: the public key in PEM. Raises UserError for another file."""
+
+    provider: str | None = None
+
+    def __init__(self, file: Path) -> None:
+        self._key = _public_key(file)
+        self.signed_by = _fingerprint(self._key)
+
+    def payload(self, file: Path, values: dict[str, Any]) -> bytes:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+
+        bundle = record_from_values(values, _Bundle, str(file), REMEDY)
+        envelope, hint = bundle.dsse_envelope, bundle.verification_material.public_key
+        if hint is None:
+            raise UserError(
+                f"{file} was signed without a key; expected the key of the identity; for an identity of Sigstore, give "
+                "--identity-provider"
+            )
+        if hint.hint != self.signed_by:
+            raise UserError(
+                f"{file} is of another key: the SHA-256 of its public key is {hint.hint[:64]!r}; expected "
+                f"{self.signed_by}, that of the identity"
+            )
+        try:
+            payload = base64.b64decode(envelope.payload, validate=True)
+            mark = base64.b64decode(envelope.signatures[0].sig, validate=True)
+            self._key.verify(mark, _encoded(payload), ECDSA(_hash(self._key)))
+        except (ValueError, InvalidSignature) as error:
+            problem = f"{file} was changed after it was signed: its signature does not match"
+            raise UserError(f"{problem}; {REMEDY}") from error
+        return payload
+
+
+def _opened(file: Path, verifier: Verifier, predicate_type: str) -> _Statement:
     """The statement in a bundle, once its signature is checked. Raises UserError for any other file."""
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
-
-    bundle = record_from_values(values_of_file(file, REMEDY), _Bundle, str(file), REMEDY)
-    envelope, hint = bundle.dsse_envelope, bundle.verification_material.public_key.hint
-    if (bundle.media_type, envelope.payload_type) != (BUNDLE_TYPE, PAYLOAD_TYPE):
+    values = values_of_file(file, REMEDY)
+    bundle = record_from_values(values, _Bundle, str(file), REMEDY)
+    types = bundle.media_type, bundle.dsse_envelope.payload_type
+    if types != (BUNDLE_TYPE, PAYLOAD_TYPE):
         raise UserError(f"{file} is a {bundle.media_type[:80]!r}; expected {BUNDLE_TYPE} with {PAYLOAD_TYPE}; {REMEDY}")
-    if hint != _fingerprint(key):
-        raise UserError(
-            f"{file} is of another key: the SHA-256 of its public key is {hint[:64]!r}; expected {_fingerprint(key)}, "
-            "that of the identity"
-        )
-    try:
-        payload = base64.b64decode(envelope.payload, validate=True)
-        key.verify(base64.b64decode(envelope.signatures[0].sig, validate=True), _encoded(payload), ECDSA(_hash(key)))
-    except (ValueError, InvalidSignature) as error:
-        raise UserError(f"{file} was changed after it was signed: its signature does not match; {REMEDY}") from error
+    payload = verifier.payload(file, values)
     statement = record_from_values(values_of_text(payload, file, REMEDY), _Statement, str(file), REMEDY)
     if (statement.type, statement.predicate_type) != (STATEMENT_TYPE, predicate_type):
         raise UserError(f"{file} states {statement.predicate_type[:80]!r}; expected {predicate_type}; {REMEDY}")

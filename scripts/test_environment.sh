@@ -47,7 +47,7 @@ raise SystemExit(library is None or library.outdated or 'cuda' in sys.argv and n
 # required_parts fast|all: the parts that tests must find, see tests/conftest.py: EFFEXPORT_REQUIRE, or by default all
 # that this machine can have.
 required_parts() {
-  local parts=torch,onnx,ort,openvino,transformers,foreign,native,serve
+  local parts=torch,onnx,ort,openvino,transformers,foreign,native,serve,model-signing
   if [[ -n "${EFFEXPORT_REQUIRE+set}" ]]; then
     printf '%s\n' "${EFFEXPORT_REQUIRE// /}"
     return

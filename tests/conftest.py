@@ -263,6 +263,8 @@ PARTS: dict[str, Part] = {
             Package("tritonclient", ("tritonclient",)),
         )
     ),
+    # the second is what the first imports and does not require
+    "model-signing": Packages((Package("model_signing", ("model-signing",)), Package("OpenSSL", ("pyopenssl",)))),
     "ray-serve": Packages((Package("ray", ("ray",)), Package("fastapi", ("fastapi",)))),
     "nvcc": CudaCompiler(),
     "browser": Browser(),

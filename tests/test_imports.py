@@ -26,6 +26,7 @@ HEAVY = (
     "tensorrt_rtx",
     "transformers",
     "numpy",
+    "sigstore",
 )
 RUNTIMES = {"onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "transformers"}
 NOT_OURS = {".venv", ".git", "artifacts", "share", "build", "dist", "__pycache__"}
@@ -65,6 +66,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("proof",),
     ("runners", "tensorrt"),
     ("signature",),
+    ("keyless",),
     ("artifact",),
     ("export",),
     ("quantize",),

@@ -258,7 +258,7 @@ def required_parts(
     return done.stdout.strip()
 
 
-FAST = "torch,onnx,ort,openvino,transformers,foreign,native,serve"
+FAST = "torch,onnx,ort,openvino,transformers,foreign,native,serve,model-signing"
 
 
 def test_all_that_a_machine_can_have_is_required(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ PARTS = (
     Package(("uvicorn",), "uvicorn", "serve over HTTP", "serve", optional=True),
     Package(("ray",), "ray", "serve on Ray", "serve-ray", optional=True),
     Package(("cryptography",), "cryptography", "sign artifacts", "sign", optional=True),
+    Package(("sigstore",), "sigstore", "sign without a key", "sign", optional=True),
 )
 
 

@@ -15,7 +15,8 @@ def command(options: SignOptions, as_json: bool) -> None:
 
     Writes model.sig, of all files, in the format of OpenSSF Model Signing, and verdict.intoto.json, of the report. A
     key with a password needs it in the environment variable EFFEXPORT_KEY_PASSWORD. To check an artifact, give the
-    public key: effexport verify ARTIFACT --identity PUBLIC.pem.
+    public key: effexport verify ARTIFACT --identity PUBLIC.pem. With --sigstore, a public log keeps your identity for
+    good; to check, give it and who confirmed it: --identity NAME --identity-provider URL.
     """
     from effexport.cli.main import print_json
     from effexport.signature import SIGNATURE, VERDICT
@@ -27,12 +28,16 @@ def command(options: SignOptions, as_json: bool) -> None:
                 "artifact": str(options.artifact),
                 "signature": SIGNATURE,
                 "verdict": VERDICT,
-                "key_sha256": signed.key_sha256,
+                "signed_by": signed.signed_by,
+                "identity_provider": signed.provider,
                 "files": signed.files,
             }
         )
+    if signed.provider is None:
+        who = f"with the key whose public half has the SHA-256 {signed.signed_by}"
+    else:
+        who = f"as {signed.signed_by}, which {signed.provider} confirmed"
     say(
         result_console(as_json=as_json),
-        f"{signed.folder / SIGNATURE}: signs {counted(len(signed.files), 'file')} with the key whose public half has "
-        f"the SHA-256 {signed.key_sha256}",
+        f"{signed.folder / SIGNATURE}: signs {counted(len(signed.files), 'file')} {who}",
     )

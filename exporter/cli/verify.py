@@ -22,7 +22,8 @@ def command(options: VerifyOptions, as_json: bool, verbose: bool) -> None:
         result = api.verified(replace(options, progress=progress))
     subject = {"artifact": str(options.artifact), "model": str(result.candidate.path), "reference": options.reference}
     if result.seal is not None:
-        signed = f"{counted(len(result.seal.files), 'file')} as the owner of {options.identity} signed them"
+        owner = "" if result.seal.provider else "the owner of "
+        signed = f"{counted(len(result.seal.files), 'file')} as {owner}{options.identity} signed them"
         say(result_console(as_json=as_json), f"{options.artifact}: {signed}")
-        subject["signed_by"] = result.seal.key_sha256
+        subject["signed_by"] = result.seal.signed_by
     show_verification(result, options, subject, as_json=as_json, verbose=verbose)

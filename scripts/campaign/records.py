@@ -16,6 +16,8 @@ from typing import Any
 from campaign.commands import run_command
 from campaign.strange import mutated_json, text_of
 
+SIGNED = ("model.sig", "verdict.intoto.json")
+
 
 def attack(dice: random.Random, folder: Path, healthy: Path) -> str:
     """Mutate one file and have it read; the outcome, or AssertionError for one that must not be."""
@@ -85,17 +87,19 @@ def package(dice: random.Random, folder: Path, healthy: Path) -> str:
 
 def signature(dice: random.Random, folder: Path, healthy: Path) -> str:
     """A signed artifact that somebody has changed: what is accepted has the files that were signed, and no others."""
-    original, attacked = folder / "original", folder / "attacked"
-    if not original.exists():
-        shutil.copytree(healthy / "decoder", original)
-        for key in ("ours", "other"):
-            write_key(folder / f"{key}.pem", folder / f"{key}.pub")
-        assert run_command(["sign", str(original), "--key", str(folder / "ours.pem")]).code == 0
+    if not folder.exists():
+        make_signed(folder, healthy)
+    provider = ["--identity-provider", "https://accounts.example.org", "--trust-config", str(folder / "trust.json")]
+    identities = {"key": [str(folder / "ours.pub")], "name": ["ada@example.org", *provider]}
+    whose = dice.choice(list(identities))
+    original, attacked = folder / whose, folder / "attacked"
     shutil.rmtree(attacked, ignore_errors=True)
     shutil.copytree(original, attacked)
-    kind = dice.choice(("stripped", "bundle", "payload", "twice", "key", "hint", "file", "beside", "link", "time"))
+    kinds = ("stripped", "bundle", "payload", "twice", "signer", "material", "entry", "file", "beside", "link", "time")
+    kind = dice.choice(kinds)
     file = dice.choice(sorted(path for path in attacked.iterdir()))
-    bundle = attacked / dice.choice(("model.sig", "verdict.intoto.json"))
+    bundle = attacked / dice.choice(SIGNED)
+    other = folder / dice.choice(("key", "name", "other-key", "other-name", "other-model"))
     if kind == "stripped":
         bundle.unlink()
     elif kind == "bundle":
@@ -110,12 +114,21 @@ def signature(dice: random.Random, folder: Path, healthy: Path) -> str:
         target = dice.choice((bundle, attacked / "manifest.json"))
         text = target.read_text(encoding="utf-8").strip()
         target.write_text(f"{text[:-1]}, {text[1:]}", encoding="utf-8")
-    elif kind in ("key", "hint"):
-        assert run_command(["sign", str(attacked), "--key", str(folder / "other.pem")]).code == 0
-        for one in (attacked / "model.sig", attacked / "verdict.intoto.json") if kind == "hint" else ():
-            values = json.loads(one.read_text(encoding="utf-8"))
-            known = json.loads((original / one.name).read_text(encoding="utf-8"))
-            one.write_text(json.dumps(values | {"verificationMaterial": known["verificationMaterial"]}))
+    elif kind in (
+        "signer",
+        "material",
+    ):  # of somebody else, or of another kind; perhaps with the right key or certificate
+        for name in SIGNED:
+            values = json.loads((other / name).read_text(encoding="utf-8"))
+            known = json.loads((original / name).read_text(encoding="utf-8"))
+            material = {"verificationMaterial": known["verificationMaterial"]} if kind == "material" else {}
+            (attacked / name).write_text(json.dumps(values | material), encoding="utf-8")
+    elif kind == "entry":
+        values = json.loads(bundle.read_text(encoding="utf-8"))
+        taken = json.loads((other / dice.choice(SIGNED)).read_text(encoding="utf-8"))["verificationMaterial"]
+        part = dice.choice(("tlogEntries", "certificate", "publicKey"))
+        values["verificationMaterial"] |= {part: taken[part]} if part in taken else {}
+        bundle.write_text(json.dumps(values), encoding="utf-8")
     elif kind == "file":
         file.write_bytes(file.read_bytes() + b"\n")
     elif kind == "beside":
@@ -125,13 +138,32 @@ def signature(dice: random.Random, folder: Path, healthy: Path) -> str:
         file.symlink_to(original / file.name)
     else:
         os.utime(file, (0, 0))
-    words = ["verify", str(attacked), "--reference", "golden", "--identity", str(folder / "ours.pub")]
-    outcome = checked(words, f"signature: {kind} {file.name} {bundle.name}")
+    words = ["verify", str(attacked), "--reference", "golden", "--identity", *identities[whose]]
+    outcome = checked(words, f"signature: {kind} {file.name} {bundle.name} {other.name}")
     if outcome == "accepted":
         same = {path.name: path.read_bytes() for path in attacked.iterdir() if path.name != "model.sig"}
         expected = {path.name: path.read_bytes() for path in original.iterdir() if path.name != "model.sig"}
         assert same == expected, f"signature: {kind} was accepted"
     return outcome
+
+
+def make_signed(folder: Path, healthy: Path) -> None:
+    """Artifacts that keys and identities have signed: ours, `key` and `name`, and those of others."""
+    from sigstore_standin import Sigstore
+
+    for name in ("key", "name", "other-key", "other-name"):
+        shutil.copytree(healthy / "decoder", folder / name)
+    shutil.copytree(healthy / "lsh", folder / "other-model")
+    for key in ("ours", "other"):
+        write_key(folder / f"{key}.pem", folder / f"{key}.pub")
+    with Sigstore() as sigstore:
+        trust = folder / "trust.json"
+        trust.write_text(json.dumps(sigstore.trust_config()), encoding="utf-8")
+        for name, identity in (("name", "ada@example.org"), ("other-name", "eve@example.org")):
+            words = ["--sigstore", "--identity-token", sigstore.token(identity), "--trust-config", str(trust)]
+            assert run_command(["sign", str(folder / name), *words]).code == 0
+    for name, key in (("key", "ours"), ("other-key", "other"), ("other-model", "ours")):
+        assert run_command(["sign", str(folder / name), "--key", str(folder / f"{key}.pem")]).code == 0
 
 
 def write_key(private: Path, public: Path) -> None:

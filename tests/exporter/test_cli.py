@@ -575,7 +575,7 @@ def test_doctor_finds_a_part_that_does_not_load_if_asked(
 
 def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = {"torch", "onnxscript", "tensorrt", "tensorrt_rtx", "openvino", "cuda.bindings", "ray"}
-    left_out |= {"onnxruntime_ep_nv_tensorrt_rtx", "tokenizers", "transformers", "cryptography"}
+    left_out |= {"onnxruntime_ep_nv_tensorrt_rtx", "tokenizers", "transformers", "cryptography", "sigstore"}
     for module in left_out:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(

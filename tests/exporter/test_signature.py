@@ -18,9 +18,10 @@ import effexport
 from effexport import signature
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
+from effexport.keyless import IdentityOptions
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServingTarget
-from effexport.signature import SIGNATURE, VERDICT, check_identity
+from effexport.signature import SIGNATURE, VERDICT, Signed, check_identity
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 FILES = {"manifest.json", "model.onnx", "reference.safetensors", "report.html", "report.json", "traced.zip", VERDICT}
@@ -53,6 +54,12 @@ def signed(copied: Callable[..., Path], keys: Path) -> Path:
     return folder
 
 
+def checked(folder: Path, key: Path) -> Signed:
+    found = check_identity(folder, IdentityOptions(identity=key))
+    assert found is not None
+    return found
+
+
 def statement(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(base64.b64decode(json.loads(file.read_text())["dsseEnvelope"]["payload"]))
     return found
@@ -78,7 +85,7 @@ def edit_payload(file: Path, old: str, new: str) -> None:
 def test_openssl_confirms_both_signatures(copied: Callable[..., Path], keys: Path, name: str, digest: str) -> None:
     folder = copied("softmax", "attention")
     found = effexport.sign(folder, key=keys / f"{name}.pem")
-    assert found.key_sha256 == hashlib.sha256((keys / f"{name}.pub").read_bytes()).hexdigest()
+    assert found.signed_by == hashlib.sha256((keys / f"{name}.pub").read_bytes()).hexdigest()
     for file in (folder / SIGNATURE, folder / VERDICT):
         envelope = json.loads(file.read_text())["dsseEnvelope"]
         payload = base64.b64decode(envelope["payload"])
@@ -89,7 +96,7 @@ def test_openssl_confirms_both_signatures(copied: Callable[..., Path], keys: Pat
         openssl(
             *("dgst", f"-{digest}", "-verify", keys / f"{name}.pub", "-signature", folder.parent / "sig"), given=signed
         )
-    assert set(check_identity(folder, keys / f"{name}.pub").files) == FILES
+    assert set(checked(folder, keys / f"{name}.pub").files) == FILES
 
 
 def test_the_statements_are_those_of_model_signing_and_of_test_results(signed: Path) -> None:
@@ -122,7 +129,7 @@ def test_a_signed_artifact_is_verified_run_and_signed_again(cli: Callable[..., A
     assert f"{signed}: 7 files as the owner of {keys / 'ours.pub'} signed them" in result.out.splitlines()
     again = cli("sign", signed, "--key", keys / "other.pem", "--json")
     assert (again.code, set(again.json["files"])) == (0, FILES)
-    assert check_identity(signed, keys / "other.pub").key_sha256 == again.json["key_sha256"]
+    assert checked(signed, keys / "other.pub").signed_by == again.json["signed_by"]
     result = cli("verify", signed, "--identity", keys / "ours.pub")
     assert (result.code, result.out) == (2, "")
     assert "model.sig is of another key" in result.err
@@ -202,7 +209,7 @@ def test_what_its_owner_did_not_sign_is_refused_before_it_is_read(
     monkeypatch.setattr("effexport.serving.http.models.open_artifact", lambda folder: pytest.fail("it is opened"))
     with pytest.raises(UserError, match=message):
         effexport.verify(signed, identity=keys / "ours.pub")
-    settings = ServingSettings(require_identity=keys / "ours.pub")
+    settings = ServingSettings(identity=keys / "ours.pub")
     with pytest.raises(UserError, match=message):
         ServingTarget(signed, None, "ort", "auto", settings).checked()
 
@@ -216,10 +223,10 @@ def test_a_verdict_on_another_model_is_refused(
     effexport.sign(other, key=keys / "ours.pem")
     shutil.copy(other / VERDICT, folder / VERDICT)
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
-    key = signature._private_key(keys / "ours.pem")
-    (folder / SIGNATURE).write_text(signature._signed(signature._statement(folder.name, digests), key))
+    statement = signature._statement(folder.name, digests)
+    (folder / SIGNATURE).write_text(signature.signed_statement(statement, keys / "ours.pem"))
     with pytest.raises(UserError, match=f"{VERDICT} is a verdict on another model"):
-        check_identity(folder, keys / "ours.pub")
+        checked(folder, keys / "ours.pub")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +242,7 @@ def test_a_verdict_on_another_model_is_refused(
 )
 def test_an_identity_that_is_none_is_refused(signed: Path, keys: Path, key: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_identity(signed, keys / key)
+        checked(signed, keys / key)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,7 @@ def test_a_key_that_cannot_sign_is_refused_and_nothing_is_written(
 def test_a_key_with_a_password_signs(monkeypatch: pytest.MonkeyPatch, signed: Path, keys: Path) -> None:
     monkeypatch.setenv("EFFEXPORT_KEY_PASSWORD", "secret")
     effexport.sign(signed, key=keys / "locked.pem")
-    check_identity(signed, keys / "ours.pub")
+    checked(signed, keys / "ours.pub")
     monkeypatch.setenv("EFFEXPORT_KEY_PASSWORD", "wrong")
     with pytest.raises(UserError, match="has another password"):
         effexport.sign(signed, key=keys / "locked.pem")
@@ -276,4 +283,4 @@ def test_files_that_the_manifest_does_not_list_are_not_signed_unseen(copied: Cal
 def test_without_cryptography_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, signed: Path, keys: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'effexport\[sign\]'"):
-        check_identity(signed, keys / "ours.pub")
+        checked(signed, keys / "ours.pub")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from effexport.base.errors import UserError
 from effexport.base.formatting import bytes_from_text, tokens_from_text
 from effexport.base.machine import STATUS
-from effexport.base.option_fields import A_FILE, A_NUMBER, Option, Options, option
+from effexport.base.option_fields import A_NUMBER, Option, option
 from effexport.base.runtimes import CPU
+from effexport.keyless import IdentityOptions, as_given
 
 if TYPE_CHECKING:
     from effexport.base.runtimes import Runtime
@@ -37,9 +38,16 @@ TEXT_CHARACTERS_IN_MEMORY = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingSettings(Options):
+class ServingSettings(IdentityOptions):
     """Limits and waiting times of a server; `resolved` chooses those that depend on the machine."""
 
+    identity: str | Path | None = option(
+        None,
+        "Load only what it signed: a public key, or a name.",
+        flag="--require-identity",
+        metavar="WHO",
+        read=as_given,
+    )
     max_batch: int = option(8, "Most rows of a run.", metavar=A_NUMBER)
     max_padding: float = option(0.1, "Largest share of padding in a run.", metavar="SHARE")
     max_run_tokens: int | None = option(None, "Most tokens of a shared run; default: 256 a core.", metavar=A_NUMBER)
@@ -54,7 +62,6 @@ class ServingSettings(Options):
     max_memory_bytes: int | None = option(
         None, "No model is loaded beyond it, such as 8GiB.", flag="--max-memory", metavar="SIZE", read=bytes_from_text
     )
-    require_identity: Path | None = option(None, "Public key: load only what its owner signed.", metavar=A_FILE)
     timeout_s: float = option(30.0, "Longest wait of a request.", flag="--timeout", metavar="SECONDS")
     token: str | None = field(
         default=None,

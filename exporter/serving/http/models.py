@@ -399,8 +399,7 @@ class ServingTarget:
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
         options_from_flags(self.runtime, implementation=self.implementation, device=self.device)
-        if self.settings.require_identity is not None:
-            check_identity(self.artifact, self.settings.require_identity)
+        check_identity(self.artifact, self.settings)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
         signature_from_spec(artifact.spec, self.settings)

@@ -136,7 +136,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("report art -o loop", 2, "Symlink loop from "),
     ("inline art -o loop", 2, "Symlink loop from "),
     ("package art -o loop", 2, "Symlink loop from "),
-    ("sign art", 2, "--key is missing; see: effexport sign --help"),
+    ("sign art", 2, "expected --key FILE, or --sigstore to sign with an identity"),
     ("sign art --key text", 2, "text cannot be read, or has another password; expected a private key in PEM"),
     ("sign nope --key text", 2, "no artifact at nope"),
     ("verify art --identity text", 2, "text cannot be read; expected a public key in PEM"),
