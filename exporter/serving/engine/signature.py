@@ -61,11 +61,8 @@ class ServedSignature:
             raise RequestError(f"{given}{dim} is {size}; this server takes at most {largest}{_REMEDY[dim]}")
 
     def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The feeds, with defaults for optional inputs. Raises RequestError for feeds that do not fit."""
-        try:
-            return checked_feeds(feeds, self.inputs, self.limits)
-        except UserError as error:
-            raise RequestError(str(error)) from error
+        """The feeds, with defaults for optional inputs. Raises UserError for feeds that do not fit."""
+        return checked_feeds(feeds, self.inputs, self.limits)
 
     def metadata(self) -> dict[str, Any]:
         """`inputs` and `outputs` of the V2 model metadata; −1 stands for a dynamic dimension."""
@@ -99,7 +96,7 @@ def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
     raise unknown_name(name, [tensor.name for tensor in tensors], kind)
 
 
-def unknown_name(name: str, names: list[str], kind: str) -> RequestError:
+def unknown_name(name: str, names: Sequence[str], kind: str) -> RequestError:
     return RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
 
 

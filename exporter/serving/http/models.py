@@ -256,14 +256,11 @@ class ModelRepository:
     async def load(self, name: str) -> None:
         """Load a model, or load it again. If that fails, everything stays as it was, and the index has the reason.
 
-        Raises RequestError if the model may not or cannot be loaded.
+        Raises UserError if the model may not or cannot be loaded.
         """
         loadable = self._checked_loadable()
         async with self._changing:
-            try:
-                target = await asyncio.to_thread(loadable.target, name)
-            except UserError as error:
-                raise RequestError(str(error)) from error
+            target = await asyncio.to_thread(loadable.target, name)
             self._changes[name] = LOADING, "being loaded"
             try:
                 model = await asyncio.to_thread(target.load)

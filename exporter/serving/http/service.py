@@ -16,6 +16,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from effexport.base.errors import EffexportError
 from effexport.serving.engine.errors import (
     BAD_HEAD,
     CROWDED,
@@ -27,6 +28,7 @@ from effexport.serving.engine.errors import (
     UNSUPPORTED_ENCODING,
     ClientGoneError,
     RequestError,
+    refusal_of,
 )
 from effexport.serving.engine.metrics import RequestMetrics
 from effexport.serving.engine.queue import THREAD_BYTES, TextMemory
@@ -315,8 +317,8 @@ class Service:
             response = await endpoint.handler(self, request)
             status = response.status_code
             return response
-        except RequestError as error:
-            status = error.kind.status
+        except EffexportError as error:
+            status = refusal_of(error).status
             raise
         except ClientGoneError:
             status = CLIENT_GONE_STATUS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from effexport.base.dtypes import DTYPES
-from effexport.base.errors import UserError
 from effexport.base.version import __version__
-from effexport.generation.sampling import ALIASES, Sampling
 from effexport.models.encoder.spec import EMBEDDING
-from effexport.models.validation import did_you_mean, shown
-from effexport.serving.engine.errors import STOPPING, ClientGoneError, RequestError
+from effexport.models.validation import shown
+from effexport.serving.engine.errors import ClientGoneError, RequestError, stopping
 from effexport.serving.engine.metrics import exposition
 from effexport.serving.engine.queue import Gone, Waiting, aside
-from effexport.serving.engine.signature import ANSWER, STREAM, TEXT_INPUT
+from effexport.serving.engine.signature import ANSWER, TEXT_INPUT
+from effexport.serving.engine.texts import Stream, sampling_from_options
 from effexport.serving.http.request import (
     PIECE,
     InferRequest,
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from effexport.base.dtypes import Array
+    from effexport.generation.sampling import Sampling
     from effexport.generation.text_generator import Piece
-    from effexport.serving.engine.texts import Stream
     from effexport.serving.http.models import ServedModel
 
 
@@ -106,7 +105,7 @@ async def unload(service: Service, request: Request) -> Response:
 async def check_parameters(service: Service, request: Request, accepted: tuple[str, ...]) -> None:
     """Raises RequestError for a parameter that this server would have to ignore."""
     if service.draining:
-        raise RequestError("the server is stopping; send the request to another one", STOPPING)
+        raise stopping()
     for name in parameters_of(await fields_of(service, request), "the request"):
         if name not in accepted:
             raise RequestError(
@@ -258,40 +257,21 @@ class GenerateRequest:
 
 
 def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
-    """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises RequestError."""
-    given = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
-    identifier, text, parameters = id_of(given), given.pop(TEXT_INPUT, None), given.pop("parameters", None)
-    given.pop("id", None)
+    """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises UserError."""
+    beside = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
+    identifier, text, inside = id_of(beside), beside.pop(TEXT_INPUT, None), beside.pop("parameters", None)
+    beside.pop("id", None)
     if not isinstance(text, str):
         given_text = "missing" if text is None else shown(text)
         raise RequestError(f"{TEXT_INPUT} is {given_text}; expected the text to continue")
     checked_texts([text], TEXT_INPUT)
-    if parameters is not None and not isinstance(parameters, dict):
-        raise RequestError(f"parameters are {shown(parameters)}; expected an object")
-    return GenerateRequest(identifier, text, sampling_from(given, parameters or {}, streaming=streaming))
-
-
-def sampling_from(beside: Mapping[str, Any], inside: Mapping[str, Any], *, streaming: bool) -> Sampling:
-    """The parameters of a request; None counts as not given. Raises RequestError."""
-    known = [field.name for field in fields(Sampling)]
-    found: dict[str, Any] = {}
-    for name, value in (*beside.items(), *inside.items()):
-        if name == STREAM:
-            if value not in (streaming, None):
-                other = "generate" if streaming else "generate_stream"
-                raise RequestError(f"stream is {shown(value)}; send the request to …/{other}, or leave stream out")
-            continue
-        own = ALIASES.get(name, name)
-        if own not in known:
-            names = (*known, *ALIASES)
-            raise RequestError(f"unknown parameter {shown(name)}{did_you_mean(name, names)} Known: {', '.join(names)}")
-        if own in found:
-            raise RequestError(f"the parameter {own} is given twice")
-        found[own] = value
-    try:
-        return Sampling(**{name: value for name, value in found.items() if value is not None})
-    except UserError as error:
-        raise RequestError(str(error)) from error
+    if inside is not None and not isinstance(inside, dict):
+        raise RequestError(f"parameters are {shown(inside)}; expected an object")
+    sampling, stream = sampling_from_options((*beside.items(), *(inside or {}).items()))
+    if stream not in (streaming, None):
+        other = "generate" if streaming else "generate_stream"
+        raise RequestError(f"stream is {shown(stream)}; send the request to …/{other}, or leave stream out")
+    return GenerateRequest(identifier, text, sampling)
 
 
 # Proxies that buffer would hold back the events; this header turns that off in the most common one.
