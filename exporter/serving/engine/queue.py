@@ -169,7 +169,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._closing = False
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
-        metrics.observe_queue(lambda: len(self._waiting))
+        metrics.queue_depth.set_function(lambda: len(self._waiting))
         self._threads = [
             threading.Thread(target=self._work, name="effexport-runner", daemon=True)
             for _ in range(settings.concurrent_runs or 1)
@@ -298,7 +298,7 @@ class Batcher:
         """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
         started = time.perf_counter()
         for job in batch:
-            self._metrics.waited(started - job.enqueued)
+            self._metrics.queue_s.observe(started - job.enqueued)
         outcomes = run_together(self._timed, [job.feeds for job in batch], self._padding) if batch else []
         for job, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Exception):
@@ -309,7 +309,8 @@ class Batcher:
     def _timed(self, feeds: Mapping[str, Array]) -> Outputs:
         started = time.perf_counter()
         outputs = self._run(feeds)
-        self._metrics.ran(rows_of(feeds), time.perf_counter() - started)
+        self._metrics.compute_s.observe(time.perf_counter() - started)
+        self._metrics.batch_size.observe(rows_of(feeds))
         return outputs
 
 

@@ -333,11 +333,13 @@ class Generations(GenerationLoop[Stream]):
         # one for each text, from its request to its end
         self._places: set[object] = set()
         self._metrics = metrics
-        metrics.observe_generation(lambda: len(self._places))
+        metrics.add_generation()
+        metrics.sessions.set_function(lambda: len(self._places))
         super().__init__(generator, self.most, self._send)
 
     def _send(self, streams: list[Stream], seconds: float) -> None:
-        self._metrics.stepped(sum(stream.put_new() for stream in streams), seconds)
+        self._metrics.tokens.inc(sum(stream.put_new() for stream in streams))
+        self._metrics.step_s.observe(seconds)
 
     def refuse_if_full(self) -> None:
         if len(self._places) >= self.most:

@@ -39,7 +39,7 @@ from effexport.serving.http.request import (
     parsed_object,
     text_request,
 )
-from effexport.serving.http.service import Endpoint, Service, compress, json_response, wanted_encoding, watched
+from effexport.serving.http.service import ENCODINGS, Endpoint, Service, compressed, json_response, watched
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -68,13 +68,14 @@ async def server_metadata(service: Service, request: Request) -> Response:
 
 
 async def model_metadata(service: Service, request: Request) -> Response:
-    return json_response(service.model(request).metadata())
+    with service.using(request) as model:
+        return json_response(model.metadata())
 
 
 async def model_ready(service: Service, request: Request) -> Response:
-    model = service.model(request)
-    is_ready = model.is_ready and not service.draining
-    return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
+    with service.using(request) as model:
+        is_ready = model.is_ready and not service.draining
+        return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
 async def metrics(service: Service, request: Request) -> Response:
@@ -135,7 +136,17 @@ async def infer(service: Service, request: Request) -> Response:
                 outputs = await outputs_from_wanted(wanted, model, gone, service)
         size = sum(array.nbytes for array in outputs.values() if not isinstance(array, Sequence))
         answer = await aside(size, partial(answer_from_outputs, wanted, outputs, model.name, model.version))
-        return await encoded(answer, wanted_encoding(request.headers.get("accept-encoding")))
+        body, headers = answer.body, {}
+        if answer.header_length is not None:
+            headers["Inference-Header-Content-Length"] = str(answer.header_length)
+        # If a client lists several encodings (the default of most HTTP libraries), its answer is not compressed,
+        # because compression takes longer than a run.
+        encoding = request.headers.get("accept-encoding", "").strip().lower()
+        if encoding in ENCODINGS:
+            headers |= {"Content-Encoding": encoding, "Vary": "Accept-Encoding"}
+            body = await aside(len(body), partial(compressed, body, encoding))
+        kind = "application/json" if answer.header_length is None else "application/octet-stream"
+        return Response(body, headers=headers, media_type=kind)
 
 
 def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest | TextRequest:
@@ -160,19 +171,6 @@ async def outputs_from_wanted(
     if model.texts.is_embedding:
         outputs[EMBEDDING] = np.array([answer["embedding"] for answer in answers], np.float32)
     return outputs
-
-
-async def encoded(answer: Answer, encoding: str | None) -> Response:
-    """The response with the body of an answer, compressed if `encoding` is not None."""
-    body, headers = answer.body, {}
-    if answer.header_length is not None:
-        headers["Inference-Header-Content-Length"] = str(answer.header_length)
-    if encoding is not None:
-        headers["Content-Encoding"] = encoding
-        headers["Vary"] = "Accept-Encoding"
-        body = await aside(len(body), partial(compress, body, encoding))
-    kind = "application/octet-stream" if answer.header_length is not None else "application/json"
-    return Response(body, headers=headers, media_type=kind)
 
 
 # Where numbers are filled in. In JSON, this byte stands nowhere else.
