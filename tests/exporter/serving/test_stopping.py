@@ -44,8 +44,8 @@ def check_stop(server: ServerProcess, number: int = signal.SIGTERM) -> None:
     assert server.log.read_text().splitlines()[-1] == "stopped: every accepted request was answered"
 
 
-def test_a_server_that_nobody_asked_anything_stops(writer: ServerProcess) -> None:
-    check_stop(writer)
+def test_a_server_that_nobody_asked_anything_stops_at_ctrl_c(writer: ServerProcess) -> None:
+    check_stop(writer, signal.SIGINT)
 
 
 def test_a_server_stops_although_clients_keep_their_connections_open(writer: ServerProcess) -> None:
