@@ -95,14 +95,10 @@ class ServedModel:
         return not self._closed and self.batcher.is_alive and runs
 
     def serve_generation(self, generator: TextGenerator | str) -> None:
-        """Generate texts too. generator: warmed up, and closed with the model; or why the model cannot.
-
-        Raises what its runtime raises.
-        """
-        if isinstance(generator, str):
-            self._generations = generator
-        else:
-            self._generations = Generations(generator, self.settings, self.metrics)
+        """Generate texts too. generator: closed with the model, or why there is none. Raises what its runtime raises."""
+        self._generations = (
+            generator if isinstance(generator, str) else Generations(generator, self.settings, self.metrics)
+        )
 
     @property
     def generations(self) -> Generations:

@@ -62,7 +62,7 @@ def create_app(models: ModelRepository) -> Starlette:
             Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method])
             for endpoint in (*v2.ENDPOINTS, *openai.ENDPOINTS)
         ],
-        middleware=[Middleware(Guard, service)],
+        middleware=[Middleware(guarded, service)],
         exception_handlers={EffexportError: refused, HTTPException: not_served, Exception: failed},
         lifespan=lifespan,
     )
@@ -71,22 +71,20 @@ def create_app(models: ModelRepository) -> Starlette:
     return app
 
 
-class Guard:
-    """A check that every request passes first, also those for which there is no endpoint."""
+def guarded(app: ASGIApp, service: Service) -> ASGIApp:
+    """The application behind a check that every request passes first, also those for which there is no endpoint."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        answering = app
         if scope["type"] == "http":
             request = Request(scope)
             try:
-                self._service.check_request(request)
+                service.check_request(request)
             except RequestError as error:
-                answer = refusal_from_error(error, self._service, request)
-        await answer(scope, receive, send)
+                answering = refusal_from_error(error, service, request)
+        await answering(scope, receive, send)
+
+    return answer
 
 
 def refusal_from_error(error: EffexportError, service: Service, request: Request) -> Response:

@@ -26,8 +26,6 @@ from effexport.serving.engine.texts import Stream, sampling_from_options
 from effexport.serving.http.request import (
     PIECE,
     InferRequest,
-    TextRequest,
-    Wanted,
     checked_texts,
     fields_from_body,
     flag,
@@ -149,7 +147,7 @@ async def infer(service: Service, request: Request) -> Response:
         return Response(body, headers=headers, media_type=kind)
 
 
-def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest | TextRequest:
+def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest:
     """Read a request with tensors or with texts. header: see `fields_from_body`. Raises RequestError."""
     parsed = fields_from_body(body, header)
     if has_texts(parsed, model.signature):
@@ -158,12 +156,12 @@ def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> Inf
 
 
 async def outputs_from_wanted(
-    wanted: InferRequest | TextRequest, model: ServedModel, gone: Gone, service: Service
+    wanted: InferRequest, model: ServedModel, gone: Gone, service: Service
 ) -> Mapping[str, Array | Sequence[bytes]]:
     """Run a request. Raises as `infer`."""
     longest_s = model.settings.timeout_s
     timeout_s = min(longest_s, wanted.timeout_s or longest_s)
-    if isinstance(wanted, InferRequest):
+    if not wanted.texts:
         return await model.batcher.outputs(wanted.feeds, timeout_s, gone)
     waiting = Waiting(timeout_s, gone, service.text_memory)
     answers = await model.texts.answers_of(wanted.texts, wanted.parameters, waiting)
@@ -186,7 +184,7 @@ class Answer:
 
 
 def answer_from_outputs(
-    wanted: Wanted, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
+    wanted: InferRequest, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
 ) -> Answer:
     """outputs: arrays, or strings in UTF-8. Raises RequestError for NaN and infinity that would be sent as JSON."""
     described: list[dict[str, Any]] = []
