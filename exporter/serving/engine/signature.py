@@ -40,18 +40,18 @@ class ServedSignature:
     max_sizes: Mapping[str, int]
 
     def checked_shape(self, tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
-        """The shape in a request. Raises RequestError if it does not fit the dims and limits of the input."""
+        """The shape in a request. Raises RequestError if it is not one, or is beyond a limit of this server.
+
+        `complete` compares it with the dims of the input.
+        """
         given = f"input {tensor.name!r} has shape {shown(shape)}"
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise RequestError(f"{given}; expected a list of integers: {tensor}")
-        if len(shape) != len(tensor.dims):
-            raise RequestError(f"{given}, of rank {len(shape)}; expected rank {len(tensor.dims)}: {tensor}")
-        for dim, size in zip(tensor.dims, shape, strict=True):
-            if size < 1 or (isinstance(dim, int) and size != dim):
-                raise RequestError(f"{given}; expected {tensor}, every size at least 1")
-            if isinstance(dim, int):
-                continue
-            self.check_size(dim, size, f"{given}: ")
+        if min(shape, default=1) < 1:
+            raise RequestError(f"{given}; expected {tensor}, every size at least 1")
+        for dim, size in zip(tensor.dims, shape, strict=False):
+            if isinstance(dim, str):
+                self.check_size(dim, size, f"{given}: ")
         return tuple(shape)
 
     def check_size(self, dim: str, size: int, given: str = "") -> None:

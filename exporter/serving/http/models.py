@@ -95,7 +95,7 @@ class ServedModel:
         return not self._closed and self.batcher.is_alive and runs
 
     def serve_generation(self, generator: TextGenerator | str) -> None:
-        """Generate texts too. generator: closed with the model, or why there is none. Raises what its runtime raises."""
+        """Generate texts too. generator: closed with the model, or why there is none. Raises what a runtime raises."""
         self._generations = (
             generator if isinstance(generator, str) else Generations(generator, self.settings, self.metrics)
         )

@@ -341,19 +341,6 @@ class ModelConfig:
     version: int
 
     @property
-    def batched(self) -> int:
-        """1 if Triton makes batches, whose dimension a configuration does not have; else 0."""
-        return int(self.batching.max_batch > 0)
-
-    @property
-    def profiles(self) -> int:
-        return len(self.backend.engine.profiles) if self.backend.engine else 0
-
-    @property
-    def dtypes(self) -> dict[str, str]:
-        return {tensor.name: tensor.dtype for tensor in self.signature.inputs}
-
-    @property
     def library(self) -> str:
         """The path of the kernel library on the server, "" if it is not named."""
         if self.backend.name == "python" or not self.backend.library:

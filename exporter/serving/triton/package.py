@@ -293,12 +293,8 @@ def check_repository(repository: Path, artifact: Artifact) -> None:
 
 def records_of(repository: Path) -> dict[str, ModelRecord]:
     """The models of a repository that effexport wrote, by name."""
-    found = {}
-    for folder in sorted(path for path in repository.iterdir() if path.is_dir()):
-        record = read_record(folder)
-        if record is not None:
-            found[folder.name] = record
-    return found
+    folders = sorted(path for path in repository.iterdir() if path.is_dir())
+    return {folder.name: record for folder in folders if (record := read_record(folder)) is not None}
 
 
 # First releases of the image, as (year, month), whose Python can run effexport, and whose ONNX Runtime loads kernels
