@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -121,10 +120,9 @@ THREAD_BYTES = 64 << 10
 
 
 class Job:
-    """A waiting request. length: in tokens; 0 if the inputs have no axis of tokens. Times are from time.perf_counter.
+    """A waiting request. length: in tokens; 0 if no input has an axis of tokens. Times are from time.perf_counter."""
 
-    outputs: for the thread that runs it. answer: the same, for the event loop that waits for it.
-    """
+    started = False
 
     def __init__(self, feeds: Mapping[str, Array], rows: int, timeout_s: float, padding: Padding) -> None:
         self.feeds = feeds
@@ -133,8 +131,7 @@ class Job:
         self.key = joining_key(feeds, padding)
         self.enqueued = time.perf_counter()
         self.deadline = self.enqueued + timeout_s
-        self.outputs: Future[Outputs] = Future()
-        self.answer = asyncio.wrap_future(self.outputs)
+        self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
 
     async def first_of(self, gone: Gone, timeout_s: float) -> Outputs:
         """The outputs. Raises ClientGoneError, or RequestError if the run does not start in time."""
@@ -146,7 +143,7 @@ class Job:
                 return self.answer.result()
             if gone in done:
                 raise ClientGoneError
-            if self.outputs.cancel():
+            if not self.started:
                 raise waited_too_long()
             timeout = None  # the run has started and cannot be stopped
 
@@ -191,7 +188,7 @@ class Batcher:
             raise RequestError(f"{self.settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
 
     def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
-        """Queue a request; called by the event loop. Raises RequestError if the queue is full or the server stops."""
+        """Queue a request; called by one event loop. Raises RequestError if the queue is full or the server stops."""
         job = Job(feeds, rows, timeout_s, self._padding)
         with self._changed:
             if self._closing:
@@ -219,7 +216,6 @@ class Batcher:
 
         It leaves the queue at once, not when a run ends: until then it would take the place and the memory of others.
         """
-        job.outputs.cancel()
         job.answer.cancel()
         with self._changed, contextlib.suppress(ValueError):
             self._waiting.remove(job)
@@ -235,7 +231,7 @@ class Batcher:
     def _work(self) -> None:
         while batch := self._take():
             started = time.perf_counter()
-            self._answer([job for job in batch if job.outputs.set_running_or_notify_cancel()])
+            deliver(batch, self._outcomes(batch))
             seconds = (time.perf_counter() - started) / len(batch)
             with self._changed:
                 self._busy_s += 0.2 * (seconds - self._busy_s)
@@ -289,22 +285,19 @@ class Batcher:
     def _drop_late(self) -> None:
         """Remove jobs that waited too long."""
         now = time.perf_counter()
-        for job in [job for job in self._waiting if job.deadline < now]:
+        late = [job for job in self._waiting if job.deadline < now]
+        for job in late:
             self._waiting.remove(job)
-            if job.outputs.set_running_or_notify_cancel():
-                job.outputs.set_exception(waited_too_long())
+        deliver(late, [waited_too_long() for _ in late])
 
-    def _answer(self, batch: Sequence[Job]) -> None:
+    def _outcomes(self, batch: Sequence[Job]) -> list[Outputs | Exception]:
         """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
         started = time.perf_counter()
         for job in batch:
+            job.started = True
             self._metrics.queue_s.observe(started - job.enqueued)
-        outcomes = run_together(self._timed, [job.feeds for job in batch], self._padding) if batch else []
-        for job, outcome in zip(batch, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                job.outputs.set_exception(expected_error(outcome))
-            else:
-                job.outputs.set_result(outcome)
+        outcomes = run_together(self._timed, [job.feeds for job in batch], self._padding)
+        return [expected_error(one) if isinstance(one, Exception) else one for one in outcomes]
 
     def _timed(self, feeds: Mapping[str, Array]) -> Outputs:
         started = time.perf_counter()
@@ -343,6 +336,24 @@ def expected_error(error: Exception) -> EffexportError:
         return error
     logger.error("a run failed unexpectedly", exc_info=error)
     return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
+
+
+def deliver(jobs: Sequence[Job], outcomes: Sequence[Outputs | Exception]) -> None:
+    """Hand outcomes to the event loop in one call: for each, the threads would take turns, which costs as much again
+    as all the rest of a small request. If the loop has ended, nobody waits for them."""
+
+    def settle() -> None:
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if job.answer.done():
+                continue
+            if isinstance(outcome, Exception):
+                job.answer.set_exception(outcome)
+            else:
+                job.answer.set_result(outcome)
+
+    if jobs:
+        with contextlib.suppress(RuntimeError):
+            jobs[0].answer.get_loop().call_soon_threadsafe(settle)
 
 
 async def aside(size: int, call: Callable[[], Result]) -> Result:
