@@ -115,8 +115,10 @@ class Texts:
         """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `answers_of`."""
         task = self._tasks.default
         assert isinstance(task, Embedding)
-        of_tokens = partial(prepared_tokens, task)
-        texts = [(len(one), partial(task.prepare if isinstance(one, str) else of_tokens, one)) for one in inputs]
+        texts: list[Unprepared] = [
+            (len(one), partial(task.prepare, one) if isinstance(one, str) else partial(prepared_tokens, task, one))
+            for one in inputs
+        ]
         return await self._answers(task, texts, waiting)
 
     async def _answers(self, task: Task, texts: Sequence[Unprepared], waiting: Waiting) -> list[Any]:
