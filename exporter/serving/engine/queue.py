@@ -319,7 +319,7 @@ def run_together(
 ) -> list[Outputs | Exception]:
     """The outputs of requests that run as one batch. If it fails, they run one by one, and some get their error."""
     try:
-        return split_outputs(run(joined_feeds(feeds, padding)), feeds, padding)
+        return list(split_outputs(run(joined_feeds(feeds, padding)), feeds, padding))
     except Exception as error:  # the thread must survive anything that a runtime raises
         if len(feeds) == 1:
             return [error]
