@@ -169,9 +169,10 @@ def test_a_request_that_waited_too_long_is_refused_and_not_run(
     async def scenario() -> None:
         queue = batcher()
         first, late = await held(queue, runner), job(queue, 1, timeout_s=0.001)
+        running = asyncio.create_task(first.first_of(asyncio.Future(), 0.001))
         await asyncio.sleep(0.05)
         runner.let.set()
-        await first.answer
+        assert (await running)["y"][0, 0] == 0, "what runs is waited for"
         with pytest.raises(RequestError, match="waited too long") as refused:
             await late.answer
         assert refused.value.kind.status == 503
