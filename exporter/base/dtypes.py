@@ -83,6 +83,21 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
+def joined_rows(arrays: Sequence[Array], value: int = 0) -> Array:
+    """One array with the rows of all. Where they differ in their other axes, shorter ones end in `value`."""
+    import numpy as np
+
+    if len({array.shape[1:] for array in arrays}) == 1:
+        return np.concatenate(arrays)
+    shape = np.max([array.shape[1:] for array in arrays], axis=0)
+    whole = np.full((sum(map(len, arrays)), *shape), value, arrays[0].dtype)
+    start = 0
+    for array in arrays:
+        whole[(slice(start, start + len(array)), *map(slice, array.shape[1:]))] = array
+        start += len(array)
+    return whole
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """An input or output of a graph. dtype: a name in DTYPES. dims: a size, or the name of a free dimension."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from effexport.base.dtypes import joined_rows
 from effexport.base.errors import UserError
 from effexport.base.spec import is_optional
 
@@ -210,19 +211,7 @@ class Task(Protocol):
 
 def joined_outputs(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """The outputs of several runs, one below the other; shorter rows end in zeros."""
-    joined = {}
-    for name in parts[0]:
-        arrays = [part[name] for part in parts]
-        shape = [
-            sum(len(array) for array in arrays),
-            *np.max([array.shape[1:] for array in arrays], axis=0).astype(int),
-        ]
-        joined[name] = np.zeros(shape, arrays[0].dtype)
-        row = 0
-        for array in arrays:
-            joined[name][(slice(row, row + len(array)), *map(slice, array.shape[1:]))] = array
-            row += len(array)
-    return joined
+    return {name: joined_rows([part[name] for part in parts]) for name in parts[0]}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.base.errors import UserError
 from effexport.models.contract import GLOBAL_MASK
-from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import signature_from_spec
 
@@ -442,7 +441,7 @@ def test_a_longer_question_is_refused_by_the_command_the_api_the_server_and_tran
     with effexport.load(folder) as runner, pytest.raises(UserError, match=words):
         runner.run({"input_ids": ids})
     signature = signature_from_spec(open_artifact(folder).spec, ServingSettings())
-    with pytest.raises(RequestError, match=words):
+    with pytest.raises(UserError, match=words):
         signature.complete({"input_ids": ids})
     model = effexport.hf.model(folder)
     with pytest.raises(UserError, match=words):

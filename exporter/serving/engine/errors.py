@@ -1,12 +1,13 @@
-"""Reasons to refuse a request. The answer has the status of the reason and a JSON message, `{"error": …}`."""
+"""Kinds of refused requests, and the errors that refuse them. An answer has the status of its kind, and the message."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from effexport.base.errors import RefusedNumbersError, UserError
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A kind of refused request: its status, and the label of the metric that counts it."""
 
     status: int
@@ -30,7 +31,7 @@ CROWDED = Refusal(503, "too_many_connections")
 STOPPING = Refusal(503, "stopping")
 
 
-class RequestError(Exception):
+class RequestError(UserError):
     """A refused request. The message says what was given, what was expected and what to do."""
 
     def __init__(self, message: str, kind: Refusal = INVALID) -> None:
@@ -40,3 +41,14 @@ class RequestError(Exception):
 
 class ClientGoneError(Exception):
     """The client closed its connection before it was answered."""
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """The kind of any error: users can mend what they sent, and nothing else."""
+    if isinstance(error, RequestError):
+        return error.kind
+    return INVALID if isinstance(error, UserError | RefusedNumbersError) else FAILED
+
+
+def stopping() -> RequestError:
+    return RequestError("the server is stopping; send the request to another one", STOPPING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Seconds: from a short sequence on a GPU to a long one on a busy CPU.
@@ -44,36 +44,21 @@ class RequestMetrics:
 
 
 class Metrics(RequestMetrics):
-    """The metrics of one model: its requests, its queue, its runs, and what it generates."""
+    """The metrics of one model, as Prometheus' objects: its requests, its queue, its runs, and what it generates."""
 
     def __init__(self, model: str) -> None:
         super().__init__(model)
-        self._queue_depth = self._new("Gauge", "queue_depth", "Requests that wait for the runner.")
-        self._batch_size = self._new("Histogram", "batch_size", "Rows of a run.", buckets=SIZE_BUCKETS)
-        self._queue_s = self._seconds("queue_seconds", "Wait of a request for the runner.")
-        self._compute_s = self._seconds("compute_seconds", "Duration of a run.")
+        self.queue_depth = self._new("Gauge", "queue_depth", "Requests that wait for the runner.")
+        self.batch_size = self._new("Histogram", "batch_size", "Rows of a run.", buckets=SIZE_BUCKETS)
+        self.queue_s = self._seconds("queue_seconds", "Wait of a request for the runner.")
+        self.compute_s = self._seconds("compute_seconds", "Duration of a run.")
 
-    def observe_queue(self, depth: Callable[[], int]) -> None:
-        self._queue_depth.set_function(depth)
-
-    def waited(self, seconds: float) -> None:
-        self._queue_s.observe(seconds)
-
-    def ran(self, rows: int, seconds: float) -> None:
-        self._batch_size.observe(rows)
-        self._compute_s.observe(seconds)
-
-    def observe_generation(self, sessions: Callable[[], int]) -> None:
+    def add_generation(self) -> None:
         """Add the metrics of a model that generates text."""
-        self._new("Gauge", "generation_sessions", "Texts that are being generated.").set_function(sessions)
-        self._tokens = self._new("Counter", "generated_tokens_total", "New tokens.")
-        self._step_s = self._seconds(
-            "generation_step_seconds", "Duration of a step, which gives each text a token and reads new prompts."
-        )
-
-    def stepped(self, tokens: int, seconds: float) -> None:
-        self._tokens.inc(tokens)
-        self._step_s.observe(seconds)
+        self.sessions = self._new("Gauge", "generation_sessions", "Texts that are being generated.")
+        self.tokens = self._new("Counter", "generated_tokens_total", "New tokens.")
+        text = "Duration of a step, which gives each text a token and reads new prompts."
+        self.step_s = self._seconds("generation_step_seconds", text)
 
 
 def exposition(parts: Sequence[RequestMetrics]) -> tuple[bytes, str]:

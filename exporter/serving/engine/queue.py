@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from effexport.base.errors import EffexportError, RefusedNumbersError, UserError
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
+from effexport.base.dtypes import joined_rows
+from effexport.base.errors import EffexportError
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError, stopping
 from effexport.serving.engine.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -80,52 +81,25 @@ def joined_feeds(feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PAD
     """The feeds of several requests as one batch, of the length of the longest. A padded attention mask is 0."""
     if len(feeds) == 1:
         return feeds[0]
-    return {
-        name: joined([one[name] for one in feeds], padding.inputs.get(name), padding.values.get(name, 0))
-        for name in feeds[0]
-    }
-
-
-def joined(arrays: Sequence[Array], axis: int | None, value: int) -> Array:
-    """One array of all rows. axis: along which shorter ones are padded with `value`."""
-    import numpy as np
-
-    if axis is None or len({array.shape[axis] for array in arrays}) == 1:
-        return np.concatenate(arrays)
-    shape = [sum(map(len, arrays)), *arrays[0].shape[1:]]
-    shape[axis] = max(array.shape[axis] for array in arrays)
-    whole = np.full(shape, value, dtype=arrays[0].dtype)
-    start = 0
-    for array in arrays:
-        cropped(whole[start : start + len(array)], axis, array.shape[axis])[...] = array
-        start += len(array)
-    return whole
+    return {name: joined_rows([one[name] for one in feeds], padding.values.get(name, 0)) for name in feeds[0]}
 
 
 def split_outputs(
-    outputs: Mapping[str, Array], rows: Sequence[int], lengths: Sequence[int] = (), padding: Padding = NO_PADDING
+    outputs: Mapping[str, Array], feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PADDING
 ) -> list[Mapping[str, Array]]:
-    """The outputs of each request, as views. rows, lengths: of each request; only padding needs lengths."""
-    if len(rows) == 1:
+    """The outputs of each request, as views. feeds: of the requests that were joined."""
+    if len(feeds) == 1:
         return [outputs]
     parts: list[Mapping[str, Array]] = []
     start = 0
-    for number, count in enumerate(rows):
-        parts.append(
-            {
-                name: cropped(array[start : start + count], padding.outputs[name], lengths[number])
-                if name in padding.outputs
-                else array[start : start + count]
-                for name, array in outputs.items()
-            }
-        )
-        start += count
+    for one in feeds:
+        rows, length = slice(start, start := start + rows_of(one)), slice(padding.length_of(one))
+        part = {}
+        for name, array in outputs.items():
+            axis = padding.outputs.get(name)
+            part[name] = array[rows] if axis is None else array[(rows, *[slice(None)] * (axis - 1), length)]
+        parts.append(part)
     return parts
-
-
-def cropped(array: Array, axis: int, length: int) -> Array:
-    """The first entries along an axis, as a view."""
-    return array[(slice(None),) * axis + (slice(length),)]
 
 
 def padding_share(rows: Sequence[int], lengths: Sequence[int]) -> float:
@@ -145,22 +119,33 @@ Gone = asyncio.Future[None]
 THREAD_BYTES = 64 << 10
 
 
-@dataclass(eq=False)
 class Job:
-    """A waiting request. Times are from time.perf_counter.
+    """A waiting request. length: in tokens; 0 if no input has an axis of tokens. Times are from time.perf_counter."""
 
-    length: in tokens; 0 if the inputs have no axis of tokens.
-    """
+    started = False
 
-    feeds: Mapping[str, Array]
-    rows: int
-    length: int
-    key: Key
-    loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[Outputs]
-    deadline: float
-    enqueued: float = field(default_factory=time.perf_counter)
-    started: bool = False
+    def __init__(self, feeds: Mapping[str, Array], rows: int, timeout_s: float, padding: Padding) -> None:
+        self.feeds = feeds
+        self.rows = rows
+        self.length = padding.length_of(feeds)
+        self.key = joining_key(feeds, padding)
+        self.enqueued = time.perf_counter()
+        self.deadline = self.enqueued + timeout_s
+        self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+
+    async def first_of(self, gone: Gone, timeout_s: float) -> Outputs:
+        """The outputs. Raises ClientGoneError, or RequestError if the run does not start in time."""
+        timeout: float | None = timeout_s
+        while True:
+            either: tuple[asyncio.Future[Any], ...] = (self.answer, gone)
+            done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if self.answer in done:
+                return self.answer.result()
+            if gone in done:
+                raise ClientGoneError
+            if not self.started:
+                raise waited_too_long()
+            timeout = None  # the run has started and cannot be stopped
 
 
 class Batcher:
@@ -181,7 +166,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._closing = False
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
-        metrics.observe_queue(lambda: len(self._waiting))
+        metrics.queue_depth.set_function(lambda: len(self._waiting))
         self._threads = [
             threading.Thread(target=self._work, name="effexport-runner", daemon=True)
             for _ in range(settings.concurrent_runs or 1)
@@ -203,14 +188,11 @@ class Batcher:
             raise RequestError(f"{self.settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
 
     def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
-        """Queue a request; called by the event loop. Raises RequestError if the queue is full or the server stops."""
-        loop = asyncio.get_running_loop()
-        key = joining_key(feeds, self._padding)
-        length = self._padding.length_of(feeds)
-        job = Job(feeds, rows, length, key, loop, loop.create_future(), time.perf_counter() + timeout_s)
+        """Queue a request; called by one event loop. Raises RequestError if the queue is full or the server stops."""
+        job = Job(feeds, rows, timeout_s, self._padding)
         with self._changed:
             if self._closing:
-                raise RequestError("the server is stopping; send the request to another one", STOPPING)
+                raise stopping()
             self.refuse_if_full()
             self._waiting.append(job)
             # all, because the one that wakes up may only wait for others to join the oldest job
@@ -224,7 +206,7 @@ class Batcher:
         """
         job = self.submit(feeds, rows_of(feeds), timeout_s)
         try:
-            return await first_of(job, gone, timeout_s)
+            return await job.first_of(gone, timeout_s)
         finally:
             if not job.answer.done():
                 self.withdraw(job)
@@ -313,14 +295,15 @@ class Batcher:
         started = time.perf_counter()
         for job in batch:
             job.started = True
-            self._metrics.waited(started - job.enqueued)
+            self._metrics.queue_s.observe(started - job.enqueued)
         outcomes = run_together(self._timed, [job.feeds for job in batch], self._padding)
-        return [refusal_from_error(one) if isinstance(one, Exception) else one for one in outcomes]
+        return [expected_error(one) if isinstance(one, Exception) else one for one in outcomes]
 
     def _timed(self, feeds: Mapping[str, Array]) -> Outputs:
         started = time.perf_counter()
         outputs = self._run(feeds)
-        self._metrics.ran(rows_of(feeds), time.perf_counter() - started)
+        self._metrics.compute_s.observe(time.perf_counter() - started)
+        self._metrics.batch_size.observe(rows_of(feeds))
         return outputs
 
 
@@ -336,8 +319,7 @@ def run_together(
 ) -> list[Outputs | Exception]:
     """The outputs of requests that run as one batch. If it fails, they run one by one, and some get their error."""
     try:
-        outputs = run(joined_feeds(feeds, padding))
-        return list(split_outputs(outputs, [*map(rows_of, feeds)], [*map(padding.length_of, feeds)], padding))
+        return list(split_outputs(run(joined_feeds(feeds, padding)), feeds, padding))
     except Exception as error:  # the thread must survive anything that a runtime raises
         if len(feeds) == 1:
             return [error]
@@ -348,47 +330,30 @@ def waited_too_long() -> RequestError:
     return RequestError("the request waited too long for the runner; try again later", WAITED_TOO_LONG)
 
 
-def refusal_from_error(error: Exception) -> RequestError:
-    if isinstance(error, UserError | RefusedNumbersError):
-        return RequestError(str(error))
+def expected_error(error: Exception) -> EffexportError:
+    """The error of a run for its client; an unexpected one is logged instead."""
     if isinstance(error, EffexportError):
-        return RequestError(str(error), FAILED)
+        return error
     logger.error("a run failed unexpectedly", exc_info=error)
     return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
 
 
 def deliver(jobs: Sequence[Job], outcomes: Sequence[Outputs | Exception]) -> None:
-    """Hand results to the event loops that wait for them, in one call for each loop."""
-    for loop in {job.loop for job in jobs}:
-        settled = [pair for pair in zip(jobs, outcomes, strict=True) if pair[0].loop is loop]
-        # if the loop has ended, nobody waits for the answer
+    """Hand outcomes to the event loop in one call: for each, the threads would take turns, which costs as much again
+    as all the rest of a small request. If the loop has ended, nobody waits for them."""
+
+    def settle() -> None:
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if job.answer.done():
+                continue
+            if isinstance(outcome, Exception):
+                job.answer.set_exception(outcome)
+            else:
+                job.answer.set_result(outcome)
+
+    if jobs:
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, settled)
-
-
-def settle(outcomes: Sequence[tuple[Job, Outputs | Exception]]) -> None:
-    for job, result in outcomes:
-        if job.answer.done():
-            continue
-        if isinstance(result, Exception):
-            job.answer.set_exception(result)
-        else:
-            job.answer.set_result(result)
-
-
-async def first_of(job: Job, gone: Gone, timeout_s: float) -> Outputs:
-    """The outputs of the job. Raises ClientGoneError, or RequestError if the job does not start in time."""
-    timeout: float | None = timeout_s
-    while True:
-        either: tuple[asyncio.Future[Any], ...] = (job.answer, gone)
-        done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if job.answer in done:
-            return job.answer.result()
-        if gone in done:
-            raise ClientGoneError
-        if not job.started:
-            raise waited_too_long()
-        timeout = None  # the run has started and cannot be stopped
+            jobs[0].answer.get_loop().call_soon_threadsafe(settle)
 
 
 async def aside(size: int, call: Callable[[], Result]) -> Result:

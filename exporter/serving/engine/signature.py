@@ -40,18 +40,18 @@ class ServedSignature:
     max_sizes: Mapping[str, int]
 
     def checked_shape(self, tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
-        """The shape in a request. Raises RequestError if it does not fit the dims and limits of the input."""
+        """The shape in a request. Raises RequestError if it is not one, or is beyond a limit of this server.
+
+        `complete` compares it with the dims of the input.
+        """
         given = f"input {tensor.name!r} has shape {shown(shape)}"
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise RequestError(f"{given}; expected a list of integers: {tensor}")
-        if len(shape) != len(tensor.dims):
-            raise RequestError(f"{given}, of rank {len(shape)}; expected rank {len(tensor.dims)}: {tensor}")
-        for dim, size in zip(tensor.dims, shape, strict=True):
-            if size < 1 or (isinstance(dim, int) and size != dim):
-                raise RequestError(f"{given}; expected {tensor}, every size at least 1")
-            if isinstance(dim, int):
-                continue
-            self.check_size(dim, size, f"{given}: ")
+        if min(shape, default=1) < 1:
+            raise RequestError(f"{given}; expected {tensor}, every size at least 1")
+        for dim, size in zip(tensor.dims, shape, strict=False):
+            if isinstance(dim, str):
+                self.check_size(dim, size, f"{given}: ")
         return tuple(shape)
 
     def check_size(self, dim: str, size: int, given: str = "") -> None:
@@ -61,11 +61,8 @@ class ServedSignature:
             raise RequestError(f"{given}{dim} is {size}; this server takes at most {largest}{_REMEDY[dim]}")
 
     def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The feeds, with defaults for optional inputs. Raises RequestError for feeds that do not fit."""
-        try:
-            return checked_feeds(feeds, self.inputs, self.limits)
-        except UserError as error:
-            raise RequestError(str(error)) from error
+        """The feeds, with defaults for optional inputs. Raises UserError for feeds that do not fit."""
+        return checked_feeds(feeds, self.inputs, self.limits)
 
     def metadata(self) -> dict[str, Any]:
         """`inputs` and `outputs` of the V2 model metadata; −1 stands for a dynamic dimension."""
@@ -99,7 +96,7 @@ def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
     raise unknown_name(name, [tensor.name for tensor in tensors], kind)
 
 
-def unknown_name(name: str, names: list[str], kind: str) -> RequestError:
+def unknown_name(name: str, names: Sequence[str], kind: str) -> RequestError:
     return RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
 
 

@@ -12,28 +12,28 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from effexport.base.errors import UserError
+from effexport.generation.sampling import ALIASES, Sampling
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import EMBEDDING
-from effexport.models.validation import did_you_mean, shown
+from effexport.models.validation import shown
 from effexport.runners.decode import Graph
 from effexport.runners.runner import Closeable
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, RequestError
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError, stopping
 from effexport.serving.engine.queue import Batcher, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import ANSWER, CONTEXT, TEXT, ServedSignature
+from effexport.serving.engine.signature import ANSWER, CONTEXT, OPTIONS, STREAM, TEXT, ServedSignature, unknown_name
 from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
 from effexport.text.task import TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
 from effexport.text.tasks import Embedding, task_from_spec
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.generation.sampling import Sampling
     from effexport.generation.text_generator import Piece, Session, TextGenerator
     from effexport.serving.engine.metrics import Metrics
     from effexport.serving.engine.settings import ServingSettings
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 THREAD_CHARACTERS = 2048
 # Tasks with different options that a model keeps.
 KEPT_TASKS = 16
-OPTIONS = tuple(field.name for field in fields(TextOptions))
+TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
 
 
 class Tasks:
@@ -63,19 +63,15 @@ class Tasks:
 def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:
     """Raises UserError for a parameter that is unknown or cannot work."""
     for name, value in parameters.items():
-        if name not in OPTIONS:
-            raise UserError(f"unknown parameter {name!r}{did_you_mean(name, OPTIONS)} Expected: {', '.join(OPTIONS)}")
+        if name not in TEXT_OPTIONS:
+            raise unknown_name(name, TEXT_OPTIONS, "parameter")
         if type(value) is not int:
             raise UserError(f"{name} is {shown(value)}; expected an integer")
     return TextOptions(**parameters)
 
 
-@dataclass(frozen=True)
-class Unprepared:
-    """A text that is not tokenised yet. prepare: raises UserError for a text that the task cannot take."""
-
-    characters: int
-    prepare: Callable[[], PreparedText]
+# A text that is not tokenised yet: its characters, and what makes inputs of it, which raises UserError.
+Unprepared = tuple[int, Callable[[], PreparedText]]
 
 
 class Texts:
@@ -101,7 +97,7 @@ class Texts:
                 {"name": name, "datatype": datatype, "shape": [-1, -1] if name == EMBEDDING else [-1]}
                 for name, datatype in self.outputs.items()
             ],
-            "text_parameters": list(OPTIONS),
+            "text_parameters": list(TEXT_OPTIONS),
         }
 
     async def answers_of(
@@ -109,24 +105,19 @@ class Texts:
     ) -> list[Any]:
         """The answers to texts, or to pairs of texts. parameters: of the request; some are options of the task.
 
-        Raises ClientGoneError, or RequestError with the index of a text that cannot be answered.
+        Raises ClientGoneError, or UserError with the index of a text that cannot be answered.
         """
-        given = {name: parameters[name] for name in OPTIONS if parameters.get(name) is not None}
-        try:
-            task = self._tasks.of_parameters(given)
-        except UserError as error:
-            raise RequestError(str(error)) from error
-        return await self._answers(task, [unprepared(task, *pair) for pair in texts], waiting)
+        task = self._tasks.of_parameters({n: parameters[n] for n in TEXT_OPTIONS if parameters.get(n) is not None})
+        prepared = [(len(text) + len(pair or ""), partial(task.prepare, text, pair)) for text, pair in texts]
+        return await self._answers(task, prepared, waiting)
 
     async def embeddings_of(self, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting) -> list[Any]:
         """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `answers_of`."""
         task = self._tasks.default
         assert isinstance(task, Embedding)
-        texts = [
-            unprepared(task, value, None)
-            if isinstance(value, str)
-            else Unprepared(len(value), partial(prepared_tokens, task, value))
-            for value in inputs
+        texts: list[Unprepared] = [
+            (len(one), partial(task.prepare, one) if isinstance(one, str) else partial(prepared_tokens, task, one))
+            for one in inputs
         ]
         return await self._answers(task, texts, waiting)
 
@@ -137,24 +128,25 @@ class Texts:
 
         async def one(index: int) -> Any:
             try:
-                async with places, waiting.memory.holding(texts[index].characters, waiting.timeout_s):
-                    return await self._answer(task, texts[index], waiting)
+                async with places, waiting.memory.holding(texts[index][0], waiting.timeout_s):
+                    return await self._answer(task, *texts[index], waiting)
             except UserError as error:
-                raise RequestError(f"text {index}: {error}" if len(texts) > 1 else str(error)) from error
+                if len(texts) == 1 or isinstance(error, RequestError):
+                    raise
+                raise UserError(f"text {index}: {error}") from error
 
         # texts of similar length follow each other, so that more of them share a run
-        order = sorted(range(len(texts)), key=lambda index: texts[index].characters)
-        tasks = [asyncio.create_task(one(index)) for index in order]
+        order = sorted(range(len(texts)), key=lambda index: texts[index][0])
+        answers = {index: asyncio.create_task(one(index)) for index in order}
         try:
-            answers = await asyncio.gather(*tasks)
+            await asyncio.gather(*answers.values())
         finally:
-            for task_of_text in tasks:
-                task_of_text.cancel()
-        return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
+            for answer in answers.values():
+                answer.cancel()
+        return [answers[index].result() for index in range(len(texts))]
 
-    async def _answer(self, task: Task, text: Unprepared, waiting: Waiting) -> Any:
-        is_long = text.characters > THREAD_CHARACTERS
-        prepared = await asyncio.to_thread(text.prepare) if is_long else text.prepare()
+    async def _answer(self, task: Task, characters: int, prepare: Callable[[], PreparedText], waiting: Waiting) -> Any:
+        prepared = await asyncio.to_thread(prepare) if characters > THREAD_CHARACTERS else prepare()
         windows = len(prepared.windows)
         if windows > MAX_TEXTS:
             raise UserError(f"the text is {windows} windows; expected at most {MAX_TEXTS}: send it in parts")
@@ -165,10 +157,6 @@ class Texts:
             parts.append(await self._batcher.outputs(feeds, waiting.timeout_s, waiting.gone))
         size = sum(array.nbytes for part in parts for array in part.values())
         return await aside(size, lambda: task.answer(prepared, joined_outputs(parts)))
-
-
-def unprepared(task: Task, text: str, pair: str | None) -> Unprepared:
-    return Unprepared(len(text) + len(pair or ""), partial(task.prepare, text, pair))
 
 
 def prepared_tokens(task: Embedding, ids: Sequence[int]) -> PreparedText:
@@ -183,6 +171,23 @@ def prepared_tokens(task: Embedding, ids: Sequence[int]) -> PreparedText:
 logger = logging.getLogger("effexport.serving")
 # Longer prompts are read by the tokenizer in another thread.
 THREAD_PROMPT_CHARACTERS = 2000
+
+
+def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, Any]:
+    """The sampling that the options of a request ask for, and the value of `stream`; None counts as not given.
+
+    Raises UserError for an option that is unknown, is given twice, or cannot work.
+    """
+    names, found = [tensor.name for tensor in OPTIONS], dict[str, Any]()
+    for name, value in given:
+        own = ALIASES.get(name, name)
+        if own not in names:
+            raise unknown_name(name, [*names, *ALIASES], "parameter")
+        if own in found:
+            raise RequestError(f"the parameter {own} is given twice")
+        found[own] = value
+    stream = found.pop(STREAM, None)
+    return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
 
 
 class HasSession(Protocol):
@@ -231,7 +236,7 @@ class GenerationLoop(Closeable, Generic[Waiter]):
         """Begin a text, from any thread. Raises RequestError if too many wait, or the server is stopping."""
         with self._changed:
             if self._closing:
-                raise RequestError("the server is stopping; send the request to another one", STOPPING)
+                raise stopping()
             if self._max_waiting and len(self._waiting) >= self._max_waiting:
                 raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later", QUEUE_FULL)
             self._waiting.append(text)
@@ -324,22 +329,26 @@ class Generations(GenerationLoop[Stream]):
     def __init__(self, generator: TextGenerator, settings: ServingSettings, metrics: Metrics) -> None:
         """generator: warmed up, and closed with this. Raises what its runtime raises."""
         self._timeout_s = settings.timeout_s
-        self.most = most_sessions(generator, settings.max_sessions)
+        # the largest batch that the decoder takes: engines have limits
+        accepts = generator.stepper.decoder.accepts
+        self.most = next((n for n in range(settings.max_sessions, 0, -1) if accepts(Graph.STEP, n, 1)), 1)
         # one for each text, from its request to its end
         self._places: set[object] = set()
         self._metrics = metrics
-        metrics.observe_generation(lambda: len(self._places))
+        metrics.add_generation()
+        metrics.sessions.set_function(lambda: len(self._places))
         super().__init__(generator, self.most, self._send)
 
     def _send(self, streams: list[Stream], seconds: float) -> None:
-        self._metrics.stepped(sum(stream.put_new() for stream in streams), seconds)
+        self._metrics.tokens.inc(sum(stream.put_new() for stream in streams))
+        self._metrics.step_s.observe(seconds)
 
     def refuse_if_full(self) -> None:
         if len(self._places) >= self.most:
             raise RequestError(f"{self.most} texts are being generated; try again later", QUEUE_FULL)
 
     async def submit(self, prompt: str, sampling: Sampling) -> Stream:
-        """Begin a text. Raises RequestError for a prompt that cannot be continued, or if there are too many texts."""
+        """Begin a text. Raises UserError for a prompt that cannot be continued, or if there are too many texts."""
         # before the prompt is read, so that of a crowd no more prompts are in memory than may be continued
         self.refuse_if_full()
         place = object()
@@ -354,18 +363,9 @@ class Generations(GenerationLoop[Stream]):
         return stream
 
     async def _session(self, prompt: str, sampling: Sampling) -> Session:
-        try:
-            if len(prompt) > THREAD_PROMPT_CHARACTERS:
-                return await asyncio.to_thread(self._generator.session, prompt, sampling)
-            return self._generator.session(prompt, sampling)
-        except UserError as error:
-            raise RequestError(str(error)) from error
-
-
-def most_sessions(generator: TextGenerator, wanted: int) -> int:
-    """The largest batch, up to `wanted`, that the decoder takes: engines have limits."""
-    accepts = generator.stepper.decoder.accepts
-    return next((count for count in range(wanted, 0, -1) if accepts(Graph.STEP, count, 1)), 1)
+        if len(prompt) > THREAD_PROMPT_CHARACTERS:
+            return await asyncio.to_thread(self._generator.session, prompt, sampling)
+        return self._generator.session(prompt, sampling)
 
 
 def warm_up(generator: TextGenerator) -> None:

@@ -95,14 +95,10 @@ class ServedModel:
         return not self._closed and self.batcher.is_alive and runs
 
     def serve_generation(self, generator: TextGenerator | str) -> None:
-        """Generate texts too. generator: warmed up, and closed with the model; or why the model cannot.
-
-        Raises what its runtime raises.
-        """
-        if isinstance(generator, str):
-            self._generations = generator
-        else:
-            self._generations = Generations(generator, self.settings, self.metrics)
+        """Generate texts too. generator: closed with the model, or why there is none. Raises what a runtime raises."""
+        self._generations = (
+            generator if isinstance(generator, str) else Generations(generator, self.settings, self.metrics)
+        )
 
     @property
     def generations(self) -> Generations:
@@ -256,14 +252,11 @@ class ModelRepository:
     async def load(self, name: str) -> None:
         """Load a model, or load it again. If that fails, everything stays as it was, and the index has the reason.
 
-        Raises RequestError if the model may not or cannot be loaded.
+        Raises UserError if the model may not or cannot be loaded.
         """
         loadable = self._checked_loadable()
         async with self._changing:
-            try:
-                target = await asyncio.to_thread(loadable.target, name)
-            except UserError as error:
-                raise RequestError(str(error)) from error
+            target = await asyncio.to_thread(loadable.target, name)
             self._changes[name] = LOADING, "being loaded"
             try:
                 model = await asyncio.to_thread(target.load)

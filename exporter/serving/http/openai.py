@@ -93,6 +93,12 @@ def checked_tokens(given: Any, what: str) -> tuple[int, ...]:
 
 def embedding_answer(request: EmbeddingRequest, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON of an answer. answers: of the task, {embedding, tokens} for each input."""
+    import numpy as np
+
+    def to_form(vector: Sequence[float]) -> Sequence[float] | str:
+        # as float32, little-endian
+        return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode() if request.is_base64 else vector
+
     tokens = sum(answer["tokens"] for answer in answers)
     return {
         "object": "list",
@@ -101,19 +107,12 @@ def embedding_answer(request: EmbeddingRequest, answers: Sequence[Mapping[str, A
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": base64_of(answer["embedding"]) if request.is_base64 else answer["embedding"],
+                "embedding": to_form(answer["embedding"]),
             }
             for index, answer in enumerate(answers)
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-
-
-def base64_of(vector: Sequence[float]) -> str:
-    """The numbers as float32, little-endian."""
-    import numpy as np
-
-    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
 
 
 def openai_error(message: str, kind: Refusal, param: str | None = None) -> dict[str, Any]:
@@ -128,7 +127,8 @@ async def list_models(service: Service, request: Request) -> Response:
 
 
 async def one_model(service: Service, request: Request) -> Response:
-    return json_response(model_card(service.model(request)))
+    with service.using(request) as model:
+        return json_response(model_card(model))
 
 
 async def embeddings(service: Service, request: Request) -> Response:

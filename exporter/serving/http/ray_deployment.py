@@ -90,9 +90,15 @@ def deploy_until_stopped(
     import ray
     from ray import serve
 
+    from effexport.serving.http.server import bound_socket
+
     # what cannot be served would otherwise fail in the log of a replica
     _, name = target.checked()
-    check_port(host, port, replicas)
+    # Ray reports a port that is taken only after minutes
+    if port == 0:
+        raise UserError("--port is 0; Ray Serve cannot pick a free port: choose one")
+    if replicas.address is None:
+        bound_socket(host, port).close()
     connect(replicas.address)
     try:
         start_proxies(host, port)
@@ -130,16 +136,6 @@ def wait_for_signal() -> None:
         pass
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def check_port(host: str, port: int, replicas: ReplicaSettings) -> None:
-    """Raises UserError for a port that is taken on this machine; Ray reports it only after minutes."""
-    from effexport.serving.http.server import bound_socket
-
-    if port == 0:
-        raise UserError("--port is 0; Ray Serve cannot pick a free port: choose one")
-    if replicas.address is None:
-        bound_socket(host, port).close()
 
 
 def connect(address: str | None) -> None:

@@ -6,7 +6,7 @@ import gc
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +15,7 @@ from effexport.base.dtypes import DTYPES, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
 from effexport.serving.engine.settings import MAX_TEXT_BYTES, MAX_TEXTS
-from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, ServedSignature, named, unknown_name
+from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, ServedSignature, decoded, named, unknown_name
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array, TensorInfo
@@ -48,16 +48,21 @@ def fields_from_body(body: bytes, header: str | None) -> Fields:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The answer that a client wants. id: to be returned.
+class InferRequest:
+    """A request that a model can run: with tensors, or with texts instead. id: to be returned.
 
     outputs: for each that the client wants, whether as bytes after the JSON instead of as numbers in it.
     timeout_s: how long the client wants to wait for the runner, or None.
+    feeds: all inputs; those sent as binary data are views of the body. texts: each with its second text or None.
+    parameters: of a request with texts, some of which are options of the task.
     """
 
     id: str | None
     outputs: Mapping[str, bool]
     timeout_s: float | None
+    feeds: Mapping[str, Array] = field(default_factory=dict)
+    texts: Sequence[tuple[str, str | None]] = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def json_length(body: bytes, header: str | None) -> int:
@@ -130,9 +135,13 @@ def objects_named(fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 def wanted_from_fields(
     parsed: Fields, datatypes: Mapping[str, str]
 ) -> tuple[str | None, Mapping[str, bool], float | None]:
-    """The fields of Wanted. datatypes: of the outputs that there are, by name."""
+    """id, outputs and timeout_s of a request. datatypes: of the outputs that there are, by name."""
+    # Triton's clients send the timeout in microseconds
+    timeout = parsed.parameters.get("timeout")
+    if timeout is not None and (type(timeout) is not int or timeout < 0):
+        raise RequestError(f"timeout is {shown(timeout)}; expected a number of microseconds")
     outputs = outputs_from_fields(parsed.fields, parsed.parameters, datatypes)
-    return id_of(parsed.fields), outputs, timeout_from_parameters(parsed.parameters)
+    return id_of(parsed.fields), outputs, timeout / 1e6 if timeout else None
 
 
 def id_of(fields: Mapping[str, Any]) -> str | None:
@@ -169,16 +178,6 @@ def flag(parameters: Mapping[str, Any], name: str, default: bool, owner: str) ->
     if not isinstance(value, bool):
         raise RequestError(f"{owner} has {name} {shown(value)}; expected true or false")
     return value
-
-
-def timeout_from_parameters(parameters: Mapping[str, Any]) -> float | None:
-    """The parameter `timeout`, which Triton's clients send in microseconds, in seconds."""
-    value = parameters.get("timeout")
-    if value is None or (type(value) is int and value == 0):
-        return None
-    if type(value) is not int or value < 0:
-        raise RequestError(f"timeout is {shown(value)}; expected a number of microseconds")
-    return value / 1e6
 
 
 # Elements of one call into C, which lets no other thread run: a few milliseconds.
@@ -247,13 +246,6 @@ def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
     return level
 
 
-@dataclass(frozen=True)
-class InferRequest(Wanted):
-    """A request that the model can run. feeds: all inputs; those sent as binary data are views of the body."""
-
-    feeds: Mapping[str, Array]
-
-
 def infer_request(parsed: Fields, signature: ServedSignature) -> InferRequest:
     """Check a request. Raises RequestError for anything that this model cannot run."""
     if "inputs" not in parsed.fields:
@@ -267,7 +259,7 @@ def infer_request(parsed: Fields, signature: ServedSignature) -> InferRequest:
 
     feeds = read_inputs(parsed, reader_of)
     datatypes = {tensor.name: DTYPES[tensor.dtype].protocol for tensor in signature.outputs}
-    return InferRequest(*wanted_from_fields(parsed, datatypes), signature.complete(feeds))
+    return InferRequest(*wanted_from_fields(parsed, datatypes), feeds=signature.complete(feeds))
 
 
 def read_inputs(parsed: Fields, reader_of: Callable[[Mapping[str, Any]], Reader[Value]]) -> dict[str, Value]:
@@ -322,17 +314,6 @@ def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryvi
     return array
 
 
-@dataclass(frozen=True)
-class TextRequest(Wanted):
-    """A request with texts instead of tensors. texts: each with its second text or None.
-
-    parameters: of the request, some of which are options of the task.
-    """
-
-    texts: tuple[tuple[str, str | None], ...]
-    parameters: Mapping[str, Any]
-
-
 def has_texts(parsed: Fields, signature: ServedSignature) -> bool:
     """True if a request has an input `text` or `context` that is not a tensor of the model."""
     inputs = parsed.fields.get("inputs")
@@ -341,7 +322,7 @@ def has_texts(parsed: Fields, signature: ServedSignature) -> bool:
     return any(name in names and name not in tensors for name in (TEXT, CONTEXT))
 
 
-def text_request(parsed: Fields, outputs: Mapping[str, str]) -> TextRequest:
+def text_request(parsed: Fields, outputs: Mapping[str, str]) -> InferRequest:
     """Check the texts of a request. outputs: their names and datatypes. Raises RequestError."""
 
     def reader_of(value: Mapping[str, Any]) -> Reader[tuple[str, ...]]:
@@ -362,7 +343,8 @@ def text_request(parsed: Fields, outputs: Mapping[str, str]) -> TextRequest:
     if pairs is not None and len(pairs) != len(texts):
         raise RequestError(f"{len(texts)} texts have {len(pairs)} contexts; expected one for each text")
     texts_of_pairs = tuple(zip(texts, pairs or (None,) * len(texts), strict=True))
-    return TextRequest(*wanted_from_fields(parsed, outputs), texts_of_pairs, parsed.parameters)
+    wanted = wanted_from_fields(parsed, outputs)
+    return InferRequest(*wanted, texts=texts_of_pairs, parameters=parsed.parameters)
 
 
 def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
@@ -390,13 +372,10 @@ def strings_from_binary(name: str, count: int, left: memoryview, size: Any) -> t
                 f"binary data of input {name!r} ends within element {index}; expected {count} strings, each after its "
                 "size in four bytes, little-endian"
             )
-        try:
-            texts.append(data[offset - length : offset].decode())
-        except UnicodeDecodeError as error:
-            raise RequestError(f"element {index} of input {name!r} is not UTF-8: {error.reason}") from None
+        texts.append(decoded(data[offset - length : offset], f"element {index} of {name!r}"))
     if offset != len(data):
         raise RequestError(f"binary data of input {name!r} has {len(data) - offset} bytes after its {count} strings")
-    return checked_texts(texts, name)
+    return tuple(texts)
 
 
 def checked_texts(values: Sequence[Any], name: str) -> tuple[str, ...]:

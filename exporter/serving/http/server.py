@@ -24,8 +24,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from effexport.base.errors import UserError
-from effexport.serving.engine.errors import BAD_HEAD, CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError
+from effexport.base.errors import EffexportError, UserError
+from effexport.serving.engine.errors import BAD_HEAD, CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError, refusal_of
 from effexport.serving.http import openai, v2
 from effexport.serving.http.openai import openai_error
 from effexport.serving.http.service import MAX_HEAD_BYTES, Service, json_response
@@ -46,7 +46,7 @@ def create_app(models: ModelRepository) -> Starlette:
         await models.close()
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
+        assert isinstance(error, EffexportError)
         return refusal_from_error(error, service, request)
 
     async def not_served(request: Request, error: Exception) -> Response:
@@ -62,8 +62,8 @@ def create_app(models: ModelRepository) -> Starlette:
             Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method])
             for endpoint in (*v2.ENDPOINTS, *openai.ENDPOINTS)
         ],
-        middleware=[Middleware(Guard, service)],
-        exception_handlers={RequestError: refused, HTTPException: not_served, Exception: failed},
+        middleware=[Middleware(guarded, service)],
+        exception_handlers={EffexportError: refused, HTTPException: not_served, Exception: failed},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -71,27 +71,26 @@ def create_app(models: ModelRepository) -> Starlette:
     return app
 
 
-class Guard:
-    """A check that every request passes first, also those for which there is no endpoint."""
+def guarded(app: ASGIApp, service: Service) -> ASGIApp:
+    """The application behind a check that every request passes first, also those for which there is no endpoint."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        answering = app
         if scope["type"] == "http":
             request = Request(scope)
             try:
-                self._service.check_request(request)
+                service.check_request(request)
             except RequestError as error:
-                answer = refusal_from_error(error, self._service, request)
-        await answer(scope, receive, send)
+                answering = refusal_from_error(error, service, request)
+        await answering(scope, receive, send)
+
+    return answer
 
 
-def refusal_from_error(error: RequestError, service: Service, request: Request) -> Response:
-    service.metrics_of(request).rejected(error.kind.reason)
-    return refusal(str(error), error.kind, service, request, getattr(error, "param", None))
+def refusal_from_error(error: EffexportError, service: Service, request: Request) -> Response:
+    kind = refusal_of(error)
+    service.metrics_of(request).rejected(kind.reason)
+    return refusal(str(error), kind, service, request, getattr(error, "param", None))
 
 
 def refusal(message: str, kind: Refusal, service: Service, request: Request, param: str | None = None) -> Response:

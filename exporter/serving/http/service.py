@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from effexport.base.errors import EffexportError
 from effexport.serving.engine.errors import (
     BAD_HEAD,
     CROWDED,
@@ -27,6 +28,7 @@ from effexport.serving.engine.errors import (
     UNSUPPORTED_ENCODING,
     ClientGoneError,
     RequestError,
+    refusal_of,
 )
 from effexport.serving.engine.metrics import RequestMetrics
 from effexport.serving.engine.queue import THREAD_BYTES, TextMemory
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # zlib's window bits for each encoding; HTTP's deflate is the zlib format.
-_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 # How much is decompressed before the limits are checked again.
 PIECE_BYTES = 4 << 20
 
@@ -72,30 +74,36 @@ class ByteBudget:
             self.used -= taken
 
 
-async def read_body(
-    receive: Receive, headers: Mapping[str, str], max_bytes: int, timeout_s: float, take: Callable[[int], None]
-) -> bytes:
+async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
     """The decompressed body. take: counts the bytes that are kept.
 
-    Raises RequestError for a body that is too large, too slow, damaged or of an unknown encoding.
+    Raises RequestError for a body that is too large, too slow, damaged or of an unknown encoding; ClientGoneError.
     """
-    encoding = headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", *_WINDOW_BITS):
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", *ENCODINGS):
         raise RequestError(
             f"Content-Encoding is {encoding[:80]!r}; expected gzip, deflate or none", UNSUPPORTED_ENCODING
         )
-    declared = headers.get("content-length")
+    declared = request.headers.get("content-length")
     # the server has checked that it is a number
     if declared is not None and int(declared) > max_bytes:
         raise too_large(f"{declared} bytes", max_bytes)
+    parts: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout(timeout_s):
-            body = await receive_all(receive, max_bytes, take)
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise too_large(f"more than {max_bytes} bytes", max_bytes)
+                take(len(part))
+                parts += [part] if part else []  # the last is empty
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout_s:g} s; send it faster", SLOW_BODY) from None
-    if encoding == "identity":
-        return body
-    return await decompressed(body, encoding, max_bytes, take)
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    body = b"".join(parts)  # itself, if there is one
+    return body if encoding == "identity" else await decompressed(body, encoding, max_bytes, take)
 
 
 @contextmanager
@@ -113,29 +121,12 @@ def watched(receive: Receive) -> Iterator[asyncio.Future[None]]:
         gone.cancel()
 
 
-async def receive_all(receive: Receive, max_bytes: int, take: Callable[[int], None]) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            raise too_large(f"more than {max_bytes} bytes", max_bytes)
-        take(len(part))
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
     """The decompressed body, in another thread and piece by piece: a small body may hold a thousand times its size.
 
     Raises RequestError for a damaged body, and before more memory is used than `max_bytes` and `take` allow.
     """
-    decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
+    decompressor = zlib.decompressobj(ENCODINGS[encoding])
     parts: list[bytes] = []
     size, left = 0, body
     while not decompressor.eof and (left or not parts):
@@ -154,17 +145,10 @@ async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callabl
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def compress(body: bytes, encoding: str) -> bytes:
+def compressed(body: bytes, encoding: str) -> bytes:
     """Compress fast rather than well: answers hardly get smaller."""
-    compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])
+    compressor = zlib.compressobj(1, zlib.DEFLATED, ENCODINGS[encoding])
     return compressor.compress(body) + compressor.flush()
-
-
-def wanted_encoding(accepted: str | None) -> str | None:
-    """gzip or deflate if the client names only that one. If it lists several encodings (the default of most HTTP
-    libraries), the answer is not compressed, because compression takes longer than a run."""
-    name = (accepted or "").strip().lower()
-    return name if name in _WINDOW_BITS else None
 
 
 def too_large(given: str, max_bytes: int) -> RequestError:
@@ -259,29 +243,23 @@ class Service:
     def is_ready(self) -> bool:
         return self.models.is_ready and not self.draining
 
-    def model(self, request: Request, name: str | None = None) -> ServedModel:
-        """The model that the path of a request names, or `name`; the request counts as one of this model from now on.
-
-        Raises RequestError if there is none.
-        """
-        version = request.path_params.get("version")
-        request.state.model = self.models.get(request.path_params["name"] if name is None else name, version)
-        model: ServedModel = request.state.model
-        return model
-
     @contextmanager
     def using(self, request: Request, name: str | None = None) -> Iterator[ServedModel]:
-        """As `model`; it stays loaded during the block, which should last until the answer is complete."""
-        model = self.model(request, name)
+        """The model that the path of a request names, or `name`; the request counts as one of this model from now on.
+
+        It stays loaded during the block, which should last until the answer is complete. Raises RequestError if there
+        is none.
+        """
+        wanted, version = name or request.path_params.get("name", ""), request.path_params.get("version")
+        model = request.state.model = self.models.get(wanted, version)
         with model.in_use():
             yield model
 
     @asynccontextmanager
     async def body_of(self, request: Request) -> AsyncIterator[bytes]:
         """The body of a request, which counts as memory in use during the block. Raises as `read_body`."""
-        limits = self.settings.max_request_bytes, self.settings.timeout_s
         with self.budget.account() as take:
-            yield await read_body(request.receive, request.headers, *limits, take)
+            yield await read_body(request, self.settings.max_request_bytes, self.settings.timeout_s, take)
 
     async def parsed(self, size: int, read: Callable[[], Result]) -> Result:
         """The result of `read`, which reads JSON of `size` bytes. Raises as `read`.
@@ -315,8 +293,8 @@ class Service:
             response = await endpoint.handler(self, request)
             status = response.status_code
             return response
-        except RequestError as error:
-            status = error.kind.status
+        except EffexportError as error:
+            status = refusal_of(error).status
             raise
         except ClientGoneError:
             status = CLIENT_GONE_STATUS
@@ -335,15 +313,9 @@ class Service:
             return
         if self.is_crowded():
             raise RequestError("too many connections are open; try again later", CROWDED)
-        self.check_token(request)
-
-    def check_token(self, request: Request) -> None:
-        token = self.settings.token
-        if token is None:
-            return
-        given = request.headers.get("authorization", "").encode("latin-1")
+        given, expected = request.headers.get("authorization", ""), f"Bearer {self.settings.token}"
         # compared in constant time, so that a token cannot be guessed letter by letter
-        if not hmac.compare_digest(given, f"Bearer {token}".encode("ascii")):
+        if self.settings.token is not None and not hmac.compare_digest(given.encode("latin-1"), expected.encode()):
             raise RequestError("expected the header Authorization: Bearer, with the token of this server", UNAUTHORIZED)
 
 

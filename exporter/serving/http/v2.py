@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from effexport.base.dtypes import DTYPES
-from effexport.base.errors import UserError
 from effexport.base.version import __version__
-from effexport.generation.sampling import ALIASES, Sampling
 from effexport.models.encoder.spec import EMBEDDING
-from effexport.models.validation import did_you_mean, shown
-from effexport.serving.engine.errors import STOPPING, ClientGoneError, RequestError
+from effexport.models.validation import shown
+from effexport.serving.engine.errors import ClientGoneError, RequestError, stopping
 from effexport.serving.engine.metrics import exposition
 from effexport.serving.engine.queue import Gone, Waiting, aside
-from effexport.serving.engine.signature import ANSWER, STREAM, TEXT_INPUT
+from effexport.serving.engine.signature import ANSWER, TEXT_INPUT
+from effexport.serving.engine.texts import Stream, sampling_from_options
 from effexport.serving.http.request import (
     PIECE,
     InferRequest,
-    TextRequest,
-    Wanted,
     checked_texts,
     fields_from_body,
     flag,
@@ -40,14 +37,14 @@ from effexport.serving.http.request import (
     parsed_object,
     text_request,
 )
-from effexport.serving.http.service import Endpoint, Service, compress, json_response, wanted_encoding, watched
+from effexport.serving.http.service import ENCODINGS, Endpoint, Service, compressed, json_response, watched
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from effexport.base.dtypes import Array
+    from effexport.generation.sampling import Sampling
     from effexport.generation.text_generator import Piece
-    from effexport.serving.engine.texts import Stream
     from effexport.serving.http.models import ServedModel
 
 
@@ -69,13 +66,14 @@ async def server_metadata(service: Service, request: Request) -> Response:
 
 
 async def model_metadata(service: Service, request: Request) -> Response:
-    return json_response(service.model(request).metadata())
+    with service.using(request) as model:
+        return json_response(model.metadata())
 
 
 async def model_ready(service: Service, request: Request) -> Response:
-    model = service.model(request)
-    is_ready = model.is_ready and not service.draining
-    return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
+    with service.using(request) as model:
+        is_ready = model.is_ready and not service.draining
+        return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
 async def metrics(service: Service, request: Request) -> Response:
@@ -106,7 +104,7 @@ async def unload(service: Service, request: Request) -> Response:
 async def check_parameters(service: Service, request: Request, accepted: tuple[str, ...]) -> None:
     """Raises RequestError for a parameter that this server would have to ignore."""
     if service.draining:
-        raise RequestError("the server is stopping; send the request to another one", STOPPING)
+        raise stopping()
     for name in parameters_of(await fields_of(service, request), "the request"):
         if name not in accepted:
             raise RequestError(
@@ -136,10 +134,20 @@ async def infer(service: Service, request: Request) -> Response:
                 outputs = await outputs_from_wanted(wanted, model, gone, service)
         size = sum(array.nbytes for array in outputs.values() if not isinstance(array, Sequence))
         answer = await aside(size, partial(answer_from_outputs, wanted, outputs, model.name, model.version))
-        return await encoded(answer, wanted_encoding(request.headers.get("accept-encoding")))
+        body, headers = answer.body, {}
+        if answer.header_length is not None:
+            headers["Inference-Header-Content-Length"] = str(answer.header_length)
+        # If a client lists several encodings (the default of most HTTP libraries), its answer is not compressed,
+        # because compression takes longer than a run.
+        encoding = request.headers.get("accept-encoding", "").strip().lower()
+        if encoding in ENCODINGS:
+            headers |= {"Content-Encoding": encoding, "Vary": "Accept-Encoding"}
+            body = await aside(len(body), partial(compressed, body, encoding))
+        kind = "application/json" if answer.header_length is None else "application/octet-stream"
+        return Response(body, headers=headers, media_type=kind)
 
 
-def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest | TextRequest:
+def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest:
     """Read a request with tensors or with texts. header: see `fields_from_body`. Raises RequestError."""
     parsed = fields_from_body(body, header)
     if has_texts(parsed, model.signature):
@@ -148,12 +156,12 @@ def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> Inf
 
 
 async def outputs_from_wanted(
-    wanted: InferRequest | TextRequest, model: ServedModel, gone: Gone, service: Service
+    wanted: InferRequest, model: ServedModel, gone: Gone, service: Service
 ) -> Mapping[str, Array | Sequence[bytes]]:
     """Run a request. Raises as `infer`."""
     longest_s = model.settings.timeout_s
     timeout_s = min(longest_s, wanted.timeout_s or longest_s)
-    if isinstance(wanted, InferRequest):
+    if not wanted.texts:
         return await model.batcher.outputs(wanted.feeds, timeout_s, gone)
     waiting = Waiting(timeout_s, gone, service.text_memory)
     answers = await model.texts.answers_of(wanted.texts, wanted.parameters, waiting)
@@ -161,19 +169,6 @@ async def outputs_from_wanted(
     if model.texts.is_embedding:
         outputs[EMBEDDING] = np.array([answer["embedding"] for answer in answers], np.float32)
     return outputs
-
-
-async def encoded(answer: Answer, encoding: str | None) -> Response:
-    """The response with the body of an answer, compressed if `encoding` is not None."""
-    body, headers = answer.body, {}
-    if answer.header_length is not None:
-        headers["Inference-Header-Content-Length"] = str(answer.header_length)
-    if encoding is not None:
-        headers["Content-Encoding"] = encoding
-        headers["Vary"] = "Accept-Encoding"
-        body = await aside(len(body), partial(compress, body, encoding))
-    kind = "application/octet-stream" if answer.header_length is not None else "application/json"
-    return Response(body, headers=headers, media_type=kind)
 
 
 # Where numbers are filled in. In JSON, this byte stands nowhere else.
@@ -189,7 +184,7 @@ class Answer:
 
 
 def answer_from_outputs(
-    wanted: Wanted, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
+    wanted: InferRequest, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
 ) -> Answer:
     """outputs: arrays, or strings in UTF-8. Raises RequestError for NaN and infinity that would be sent as JSON."""
     described: list[dict[str, Any]] = []
@@ -258,40 +253,21 @@ class GenerateRequest:
 
 
 def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
-    """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises RequestError."""
-    given = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
-    identifier, text, parameters = id_of(given), given.pop(TEXT_INPUT, None), given.pop("parameters", None)
-    given.pop("id", None)
+    """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises UserError."""
+    beside = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
+    identifier, text, inside = id_of(beside), beside.pop(TEXT_INPUT, None), beside.pop("parameters", None)
+    beside.pop("id", None)
     if not isinstance(text, str):
         given_text = "missing" if text is None else shown(text)
         raise RequestError(f"{TEXT_INPUT} is {given_text}; expected the text to continue")
     checked_texts([text], TEXT_INPUT)
-    if parameters is not None and not isinstance(parameters, dict):
-        raise RequestError(f"parameters are {shown(parameters)}; expected an object")
-    return GenerateRequest(identifier, text, sampling_from(given, parameters or {}, streaming=streaming))
-
-
-def sampling_from(beside: Mapping[str, Any], inside: Mapping[str, Any], *, streaming: bool) -> Sampling:
-    """The parameters of a request; None counts as not given. Raises RequestError."""
-    known = [field.name for field in fields(Sampling)]
-    found: dict[str, Any] = {}
-    for name, value in (*beside.items(), *inside.items()):
-        if name == STREAM:
-            if value not in (streaming, None):
-                other = "generate" if streaming else "generate_stream"
-                raise RequestError(f"stream is {shown(value)}; send the request to …/{other}, or leave stream out")
-            continue
-        own = ALIASES.get(name, name)
-        if own not in known:
-            names = (*known, *ALIASES)
-            raise RequestError(f"unknown parameter {shown(name)}{did_you_mean(name, names)} Known: {', '.join(names)}")
-        if own in found:
-            raise RequestError(f"the parameter {own} is given twice")
-        found[own] = value
-    try:
-        return Sampling(**{name: value for name, value in found.items() if value is not None})
-    except UserError as error:
-        raise RequestError(str(error)) from error
+    if inside is not None and not isinstance(inside, dict):
+        raise RequestError(f"parameters are {shown(inside)}; expected an object")
+    sampling, stream = sampling_from_options((*beside.items(), *(inside or {}).items()))
+    if stream not in (streaming, None):
+        other = "generate" if streaming else "generate_stream"
+        raise RequestError(f"stream is {shown(stream)}; send the request to …/{other}, or leave stream out")
+    return GenerateRequest(identifier, text, sampling)
 
 
 # Proxies that buffer would hold back the events; this header turns that off in the most common one.

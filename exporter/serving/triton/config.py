@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,7 +23,6 @@ from effexport.base.errors import UserError
 from effexport.base.formatting import listed
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.spec import BuildSpec
-from effexport.base.version import __version__
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import CUDA_NAME, LIBRARY_NAME
@@ -99,7 +99,9 @@ def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backen
         raise UserError(f"no backend of Triton can run {artifact.path}: {'; '.join(remarks)}")
     if any(backend.name == "python" for backend in chosen) and artifact.spec.has_decode_step:
         try:
-            chosen.append(generation_backend(artifact, spec))
+            check_generates(artifact)
+            tokenizer_from_artifact(artifact)
+            chosen.append(python_model(artifact, spec, generates=True))
         except UserError as error:
             remarks.append(f"no model that generates text: {error}")
     return tuple(chosen), tuple(remarks)
@@ -127,21 +129,14 @@ def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
             "Triton's Python backend uses NumPy arrays, which do not support bfloat16; build with fp32 or fp16"
         )
     try:
-        task = task_from_artifact(artifact)
+        example = example_request(task_from_artifact(artifact), tokenizer_from_artifact(artifact))
     except UserError:  # an artifact without a tokenizer, or whose outputs answer no text
-        return python_model(artifact, spec)
-    return python_model(artifact, spec, example=example_request(task, tokenizer_from_artifact(artifact)))
-
-
-def generation_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
-    """The backend python with a model that generates text. Raises UserError if the artifact cannot."""
-    check_generates(artifact)
-    tokenizer_from_artifact(artifact)
-    return python_model(artifact, spec, generates=True)
+        example = {}
+    return python_model(artifact, spec, example=example)
 
 
 def python_model(
-    artifact: Artifact, spec: PackageSpec, *, example: Mapping[str, str] | None = None, generates: bool = False
+    artifact: Artifact, spec: PackageSpec, *, example: Mapping[str, str] = MappingProxyType({}), generates: bool = False
 ) -> Backend:
     kind = spec.kind or "cpu"
     library = kernel_library(artifact, spec, kind)
@@ -153,7 +148,7 @@ def python_model(
     tokenizes = TOKENIZER_JSON in artifact.manifest.files and (example or generates)
     packages: tuple[PackageName, ...] = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
     return Backend(
-        "python", kind, files | library, bool(library), example=example or {}, generates=generates, packages=packages
+        "python", kind, files | library, bool(library), example=example, generates=generates, packages=packages
     )
 
 
@@ -200,6 +195,7 @@ def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str
     return {LIBRARY_NAME: library.path, **({CUDA_NAME: cuda} if is_there else {})}
 
 
+@functools.cache
 def zip_of_effexport() -> bytes:
     """A zip archive of the Python files of effexport; the same files give the same bytes."""
     stream = io.BytesIO()
@@ -345,19 +341,6 @@ class ModelConfig:
     version: int
 
     @property
-    def batched(self) -> int:
-        """1 if Triton makes batches, whose dimension a configuration does not have; else 0."""
-        return int(self.batching.max_batch > 0)
-
-    @property
-    def profiles(self) -> int:
-        return len(self.backend.engine.profiles) if self.backend.engine else 0
-
-    @property
-    def dtypes(self) -> dict[str, str]:
-        return {tensor.name: tensor.dtype for tensor in self.signature.inputs}
-
-    @property
     def library(self) -> str:
         """The path of the kernel library on the server, "" if it is not named."""
         if self.backend.name == "python" or not self.backend.library:
@@ -374,10 +357,6 @@ class ModelConfig:
             return {"threads": threads}
         sessions = self.spec.max_batch or DEFAULT_SESSIONS
         return {"threads": threads, "sessions": sessions, "max_queue": self.spec.max_queue}
-
-
-def text_from_config(config: ModelConfig) -> str:
-    return render("config.pbtxt.j2", {"config": config, "release": __version__})
 
 
 def quoted(text: str) -> str:

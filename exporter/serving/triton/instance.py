@@ -23,26 +23,24 @@ from effexport.base.version import __version__
 from effexport.generation.sampling import ALIASES, Sampling
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact
 from effexport.models.encoder.spec import EMBEDDING
-from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
-from effexport.serving.engine.errors import RequestError
-from effexport.serving.engine.queue import Key, joining_key, rows_of, run_together
+from effexport.serving.engine.errors import refusal_of
+from effexport.serving.engine.queue import Key, expected_error, joining_key, rows_of, run_together
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
     GENERATION,
-    OPTIONS,
     REQUEST_ID,
     STREAM,
     TEXT,
     TEXT_INPUT,
     decoded,
 )
-from effexport.serving.engine.texts import GenerationLoop, Tasks
+from effexport.serving.engine.texts import GenerationLoop, Tasks, sampling_from_options
 from effexport.text.task import PreparedText, Task, joined_outputs
 from effexport.text.tasks import Embedding
 
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from effexport.generation.text_generator import FinishReason, Session
 
 ARTIFACT = "artifact"
-OPTION_NAMES = tuple(tensor.name for tensor in OPTIONS)
 # Windows of the texts of one request: the outputs of all of them are in memory until they are answered.
 MOST_WINDOWS = 256
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
@@ -69,9 +66,11 @@ def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend:
     config = json.loads(arguments["model_config"])
     artifact = open_artifact(folder / ARTIFACT)
     settings = settings_of_instance(folder, arguments, config)
-    generates = any(tensor["name"] == TEXT_INPUT for tensor in config["input"])
-    kind = GenerationInstance if generates else ModelInstance
-    return kind(artifact, settings, config, backend)
+    if all(tensor["name"] != TEXT_INPUT for tensor in config["input"]):
+        return ModelInstance(artifact, settings, config, backend)
+    limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
+    generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))
+    return GenerationInstance(generator, parameter(config, "sessions"), parameter(config, "max_queue"), backend)
 
 
 def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Mapping[str, Any]) -> RunOptions:
@@ -102,9 +101,7 @@ def triton_error(backend: Any, error: Exception) -> Any:
 
 def triton_code(error: Exception) -> str:
     """The name of an error's code in Triton's Python backend."""
-    if isinstance(error, RequestError):
-        return "UNAVAILABLE" if error.kind.status == 503 else "INVALID_ARG"
-    return "INVALID_ARG" if isinstance(error, EffexportError) and error.exit_code == 2 else "INTERNAL"
+    return {500: "INTERNAL", 503: "UNAVAILABLE"}.get(refusal_of(error).status, "INVALID_ARG")
 
 
 class ModelInstance(Closeable):
@@ -158,14 +155,6 @@ class TritonRequest:
     outputs: Sequence[str] = (ANSWER, EMBEDDING)
 
 
-@dataclass(frozen=True)
-class TritonJob:
-    """The runs of a request, and what makes its answer from theirs."""
-
-    runs: Sequence[Mapping[str, Array]]
-    answer: Callable[[Sequence[Answer]], Answer]
-
-
 def run_requests(
     runner: OrtRunner, task_of: TaskOf | None, requests: Sequence[TritonRequest], max_batch: int
 ) -> list[Answer]:
@@ -177,41 +166,45 @@ def run_requests(
     in an answer as JSON. task_of: None for a model of tensors only. max_batch: see run_merged.
     """
     jobs = [job_from_request(task_of, request, max_batch) for request in requests]
-    answers = iter(run_merged(runner, [run for job in jobs for run in job.runs], max_batch))
-    return [job.answer([next(answers) for _ in job.runs]) for job in jobs]
+    answers = iter(run_merged(runner, [run for runs, _ in jobs for run in runs], max_batch))
+    return [answer([next(answers) for _ in runs]) for runs, answer in jobs]
 
 
-def job_from_request(task_of: TaskOf | None, request: TritonRequest, max_batch: int) -> TritonJob:
-    """The job of a request with tensors or texts, or of one that has an error."""
+def job_from_request(
+    task_of: TaskOf | None, request: TritonRequest, max_batch: int
+) -> tuple[Sequence[Mapping[str, Array]], Callable[[Sequence[Answer]], Answer]]:
+    """The runs of a request with tensors or texts, none for one with an error; and what makes its answer of theirs."""
     tensors = request.tensors
     if task_of is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
-        return TritonJob([tensors], lambda answers: answers[0])
+        return [tensors], lambda answers: answers[0]
     try:
-        check_inputs(tensors)
         task = task_of(request.parameters)
         prepared = prepared_texts(task, tensors)
     except EffexportError as error:
         refused = error
-        return TritonJob([], lambda _: refused)
+        return [], lambda _: refused
     # of each text, at most as many windows as the model takes together
     runs = [one.rows(max(max_batch, 1)) for one in prepared]
 
     def answer(answers: Sequence[Answer]) -> Answer:
-        outputs = [one for one in answers if not isinstance(one, EffexportError)]
-        if len(outputs) < len(answers):
-            return next(one for one in answers if isinstance(one, EffexportError))
-        left = iter(outputs)
+        left = iter(answers)
         try:
-            joined = [joined_outputs([next(left) for _ in of_text]) for of_text in runs]
+            joined = [joined_outputs([outputs_or_raise(next(left)) for _ in of_text]) for of_text in runs]
             return answers_of_texts(task, prepared, joined, request)
         except EffexportError as error:
             return error
 
-    return TritonJob([run for of_text in runs for run in of_text], answer)
+    return [run for of_text in runs for run in of_text], answer
 
 
-def check_inputs(tensors: Mapping[str, Array]) -> None:
-    """Raises UserError unless a request has texts, and a context for each of them or none."""
+def outputs_or_raise(answer: Answer) -> Mapping[str, Array]:
+    if isinstance(answer, EffexportError):
+        raise answer
+    return answer
+
+
+def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[PreparedText]:
+    """Raises UserError unless a request has texts that can be answered, and a context for each of them or none."""
     if TEXT not in tensors or tensors.keys() - {TEXT, CONTEXT}:
         given = ", ".join(sorted(tensors)) or "no inputs"
         raise UserError(f"the request has {given}; expected {TEXT}, with or without {CONTEXT}, or the model's tensors")
@@ -223,11 +216,6 @@ def check_inputs(tensors: Mapping[str, Array]) -> None:
         )
     if not texts.size:
         raise UserError(f"{TEXT} has the shape {list(texts.shape)}, which is empty; expected at least one text")
-
-
-def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[PreparedText]:
-    """Raises UserError for a request whose texts cannot be answered."""
-    texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
     prepared = []
     for i in range(texts.size):
         try:
@@ -266,7 +254,7 @@ def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_b
     max_batch: rows that run together, unless one request has more; 0 runs each request on its own, for models whose
     results depend on the rest of the batch.
     """
-    answers: dict[int, Any] = {}
+    answers: dict[int, Answer] = {}
     groups: dict[Key, list[dict[int, Mapping[str, Array]]]] = {}
     for i, request in enumerate(requests):
         try:
@@ -279,67 +267,25 @@ def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_b
             of_shape.append({})
         of_shape[-1][i] = feeds
     for group in (group for of_shape in groups.values() for group in of_shape):
-        answers |= zip(group, run_together(runner.run, list(group.values())), strict=True)
-    for answer in answers.values():
-        if isinstance(answer, Exception) and not isinstance(answer, EffexportError):
-            raise answer
+        for i, outcome in zip(group, run_together(runner.run, list(group.values())), strict=True):
+            answers[i] = expected_error(outcome) if isinstance(outcome, Exception) else outcome
     return [answers[i] for i in range(len(requests))]
 
 
-class GenerationInstance(Closeable):
-    """A model that generates text. `execute` begins texts, which are sent as they grow; an error is an answer, too."""
+def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> tuple[str, Sampling, bool]:
+    """A prompt, how to continue it, and whether the text is sent as it arrives, instead of all at the end.
 
-    def __init__(self, artifact: Artifact, settings: RunOptions, config: Mapping[str, Any], backend: Any) -> None:
-        self._backend = backend
-        limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
-        generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))
-        self.loop = ReplyLoop(generator, parameter(config, "sessions"), parameter(config, "max_queue"))
-
-    def execute(self, requests: Sequence[Any]) -> None:
-        for one in requests:
-            reply = Reply(self._backend, one.get_response_sender())
-            try:
-                request = generation_request(tensors_of_request(one), parameters_of_request(one))
-                self.loop.begin(request, reply)
-            except (EffexportError, RequestError) as error:
-                reply.fail(error)
-
-    def __str__(self) -> str:
-        return f"effexport {__version__}"
-
-    def close(self) -> None:
-        self.loop.close()
-
-
-Instance = ModelInstance | GenerationInstance
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt and how to continue it. in_pieces: whether the text is sent as it arrives."""
-
-    prompt: str
-    sampling: Sampling
-    in_pieces: bool
-
-
-def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> GenerationRequest:
-    """inputs: of the model, [1] each. parameters: of the request; they may have the options, too.
-
+    inputs: of the model, [1] each. parameters: of the request; they may have the options, too.
     Raises UserError for a missing prompt, and for an option that is unknown or cannot work.
     """
     if TEXT_INPUT not in inputs:
         raise UserError(f"input {TEXT_INPUT!r} is missing; expected the text to continue")
     options = {ALIASES.get(name, name): value for name, value in parameters.items()}
     options |= {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
-    for name in options:
-        if name not in OPTION_NAMES:
-            known = ", ".join(OPTION_NAMES)
-            raise UserError(f"unknown parameter {name!r}{did_you_mean(name, OPTION_NAMES)} Expected: {known}")
-    in_pieces = options.pop(STREAM, False)
-    if not isinstance(in_pieces, bool):
+    sampling, in_pieces = sampling_from_options(options.items())
+    if not isinstance(in_pieces, bool | None):
         raise UserError(f"{STREAM} is {in_pieces!r}; expected true or false")
-    return GenerationRequest(decoded(inputs[TEXT_INPUT][0], TEXT_INPUT), Sampling(**options), in_pieces)
+    return decoded(inputs[TEXT_INPUT][0], TEXT_INPUT), sampling, bool(in_pieces)
 
 
 def number(array: Array) -> Any:
@@ -387,7 +333,7 @@ class Reply:
 class TextReply:
     """A request that is being answered. in_pieces: send text as it arrives, instead of all at the end."""
 
-    def __init__(self, session: Session, reply: Reply, *, in_pieces: bool) -> None:
+    def __init__(self, session: Session, reply: Reply, in_pieces: bool) -> None:
         self.session = session
         self._reply = reply
         self._in_pieces = in_pieces
@@ -420,15 +366,17 @@ class TextReply:
             self._text = ""
 
 
-class ReplyLoop(GenerationLoop[TextReply]):
-    """A loop whose texts are sent by another thread, so that slow clients do not hold up the steps.
+class GenerationInstance(GenerationLoop[TextReply]):
+    """A model that generates text. `execute` begins texts, which are sent as they grow; an error is an answer, too.
 
-    When it closes, requests that are not answered yet get no more answer.
+    Another thread sends, so that slow clients do not hold up the steps. When the instance closes, requests that are not
+    answered yet get no more answer.
     """
 
     finishes = False
 
-    def __init__(self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0) -> None:
+    def __init__(self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0, backend: Any = None) -> None:
+        self._backend = backend
         # replies with something to send, each once, however many steps ago
         self._unsent: dict[TextReply, None] = {}
         self._arrived = threading.Condition()
@@ -436,13 +384,23 @@ class ReplyLoop(GenerationLoop[TextReply]):
         self._sender = threading.Thread(target=self._send, daemon=True)
         self._sender.start()
 
-    def begin(self, request: GenerationRequest, reply: Reply) -> None:
-        """Begin to answer a request. From any thread.
+    def __str__(self) -> str:
+        return f"effexport {__version__}"
 
-        Raises UserError for a prompt that cannot be continued, and RequestError if too many requests wait.
+    def execute(self, requests: Sequence[Any]) -> None:
+        for one in requests:
+            reply = Reply(self._backend, one.get_response_sender())
+            try:
+                self.begin(*generation_request(tensors_of_request(one), parameters_of_request(one)), reply)
+            except EffexportError as error:
+                reply.fail(error)
+
+    def begin(self, prompt: str, sampling: Sampling, in_pieces: bool, reply: Reply) -> None:
+        """Begin to answer a request, from any thread.
+
+        Raises UserError for a prompt that cannot be continued, and if too many requests wait.
         """
-        session = self._generator.session(request.prompt, request.sampling)
-        self.add(TextReply(session, reply, in_pieces=request.in_pieces))
+        self.add(TextReply(self._generator.session(prompt, sampling), reply, in_pieces))
 
     def _stepped(self, replies: list[TextReply], _: float) -> None:
         with self._arrived:
@@ -467,3 +425,6 @@ class ReplyLoop(GenerationLoop[TextReply]):
         with self._arrived:
             self._arrived.notify()
         self._sender.join()
+
+
+Instance = ModelInstance | GenerationInstance

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.records import record_from_values
 from effexport.base.spec import BuildSpec, is_optional
+from effexport.base.version import __version__
 from effexport.serving.engine.signature import GENERATION, PackagedSignature, protocol_type, tensors_of
 from effexport.serving.triton.config import (
     Backend,
@@ -25,7 +25,6 @@ from effexport.serving.triton.config import (
     batching_of,
     choose_backends,
     render,
-    text_from_config,
     warm_ups,
 )
 from effexport.serving.triton.repository import (
@@ -75,7 +74,7 @@ def model_change(
     build, title = artifact.spec, f"{artifact.spec.model.title}, {artifact.spec.precision}"
     signature = signature_of(build, backend, batching)
     config = ModelConfig(name, title, backend, signature, batching, warm, spec, version)
-    text = text_from_config(config).encode()
+    text = render("config.pbtxt.j2", {"config": config, "release": __version__}).encode()
     record = model_record(artifact, config, text, old)
     if old is not None:
         check_same_model(folder, old, record)
@@ -254,7 +253,12 @@ def package_artifact(
             name = f"{spec.name}-generate" if backend.generates else spec.model_name(backend.name, names)
             changes.append(model_change(artifact, repository, name, backend, spec, replace_config=replace_config))
         records = records_of(repository) | {change.name: change.record for change in changes}
-        check_server_path(records, spec)
+        for name, record in records.items():
+            if record.server_path != spec.server_path:  # configurations contain absolute paths
+                raise UserError(
+                    f"{name} was packaged with --server-path {record.server_path}, not {spec.server_path}; give the "
+                    "same path for all models, or use another repository"
+                )
         check_image(changes, spec.image_tag)
         pages, kept = pages_of_repository(repository, records, spec.image_tag)
         write_changes(repository, changes, pages)
@@ -289,12 +293,8 @@ def check_repository(repository: Path, artifact: Artifact) -> None:
 
 def records_of(repository: Path) -> dict[str, ModelRecord]:
     """The models of a repository that effexport wrote, by name."""
-    found = {}
-    for folder in sorted(path for path in repository.iterdir() if path.is_dir()):
-        record = read_record(folder)
-        if record is not None:
-            found[folder.name] = record
-    return found
+    folders = sorted(path for path in repository.iterdir() if path.is_dir())
+    return {folder.name: record for folder in folders if (record := read_record(folder)) is not None}
 
 
 # First releases of the image, as (year, month), whose Python can run effexport, and whose ONNX Runtime loads kernels
@@ -323,24 +323,12 @@ def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
             )
 
 
-def check_server_path(records: dict[str, ModelRecord], spec: PackageSpec) -> None:
-    """Raises UserError if models have different paths on the server; configurations contain absolute paths."""
-    for name, record in records.items():
-        if record.server_path != spec.server_path:
-            raise UserError(
-                f"{name} was packaged with --server-path {record.server_path}, not {spec.server_path}; give the same "
-                "path for all models, or use another repository"
-            )
-
-
 # Part of the first line of each page that effexport wrote; other pages are not changed.
 MARK = "written by effexport package"
 PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
 # Requests with more numbers are not shown as examples.
 LARGEST_EXAMPLE = 64
 NOT_IN_JSON = ("float16", "bfloat16")
-# Of the example in Python.
-EXAMPLE_NAMES = ("np", "client", "server", "inputs", "answer", "list", "print")
 
 
 def pages_of_repository(
@@ -389,7 +377,7 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "tensorrt": {record.name: record.tensorrt_version for record in models if record.tensorrt_version},
         "first": first,
         "request": json_request(first),
-        "client_inputs": [(tensor, variable(tensor), example_shape(first, tensor)) for tensor in needed_inputs(first)],
+        "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
         "protocol_type": protocol_type,
         "tensors": tensors_of,
         "reader": readers[0] if readers else None,
@@ -423,27 +411,21 @@ def serve_arguments(records: Mapping[str, ModelRecord]) -> tuple[str, ...]:
 def packages_of(models: list[ModelRecord]) -> list[str]:
     """Packages for the Python models, each at the newest version with which an artifact was built."""
     newest: dict[str, str] = {}
+
+    def order(version: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", version)]
+
     python = [record for record in models if record.backend == "python"]
     for record in python:
         for name, version in record.packages.items():
-            newest[name] = max(newest.get(name, ""), version, key=version_key)
+            newest[name] = max(newest.get(name, ""), version, key=order)
     suffix = "-gpu" if any(record.kind == "gpu" for record in python) else ""
     return [f"{name}{suffix if name == 'onnxruntime' else ''}=={version}" for name, version in sorted(newest.items())]
-
-
-def version_key(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
     """The inputs of an example request; Python models have defaults for masks and segments."""
     return [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
-
-
-def variable(tensor: TensorInfo) -> str:
-    """The name of a tensor's variable in the example in Python."""
-    name = tensor.name
-    return name if name.isidentifier() and not iskeyword(name) and name not in EXAMPLE_NAMES else "array"
 
 
 def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:

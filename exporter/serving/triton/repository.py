@@ -122,16 +122,12 @@ def digest_of_content(content: Content) -> str:
         name: file_digest(source) if isinstance(source, Path) else hashlib.sha256(source).hexdigest()
         for name, source in content.items()
     }
-    return combined(digests)
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 def digest_of_folder(folder: Path) -> str:
     files = (path for path in folder.rglob("*") if path.is_file() and IGNORED not in path.parts)
-    return combined({path.relative_to(folder).as_posix(): file_digest(path) for path in files})
-
-
-def combined(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    return digest_of_content({path.relative_to(folder).as_posix(): path for path in files})
 
 
 def write_content(content: Content, folder: Path) -> None:
@@ -182,7 +178,10 @@ def locked_repository(repository: Path) -> Iterator[None]:
             raise write_error(repository, error, ANOTHER_FOLDER) from error
         stack.callback(os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        clear_leftovers(repository)
+        # what killed processes left behind
+        for parent in (repository.resolve().parent, repository.resolve()):
+            for folder in abandoned(parent, f".{repository.resolve().name}.packaging-"):
+                shutil.rmtree(folder, ignore_errors=True)
         yield
 
 
@@ -195,36 +194,27 @@ def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mappi
     if not written and not pages:
         return
     staging = staging_folder(repository)
-    try:
-        _write_or_undo(repository, written, pages, staging)
-    except OSError as error:
-        raise write_error(repository, error, f"{ANOTHER_FOLDER}; nothing was changed") from error
-
-
-def _write_or_undo(repository: Path, written: Sequence[ModelChange], pages: Mapping[str, bytes], staging: Path) -> None:
     undo: list[Callable[[], object]] = []
     try:
         staging.mkdir()
         for change in written:
-            stage(change, staging / change.name)
+            folder = staging / change.name
+            folder.mkdir()
+            write_content(change.content or {}, folder / str(change.version))
+            write_content(change.files, folder)
         write_content(pages, staging / ".pages")
         for change in written:
             commit_model(repository, change, staging, undo)
         for name in pages:
             move(staging / ".pages" / name, repository / name, staging, undo)
-    except BaseException:
+    except BaseException as error:
         for step in reversed(undo):
             step()
+        if isinstance(error, OSError):
+            raise write_error(repository, error, f"{ANOTHER_FOLDER}; nothing was changed") from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def stage(change: ModelChange, folder: Path) -> None:
-    folder.mkdir()
-    if change.content is not None:
-        write_content(change.content, folder / str(change.version))
-    write_content(change.files, folder)
 
 
 def commit_model(repository: Path, change: ModelChange, staging: Path, undo: list[Callable[[], object]]) -> None:
@@ -261,10 +251,3 @@ def staging_folder(repository: Path) -> Path:
     parent = repository.resolve().parent
     beside = parent.stat().st_dev == repository.stat().st_dev and os.access(parent, os.W_OK)
     return (parent if beside else repository.resolve()) / name
-
-
-def clear_leftovers(repository: Path) -> None:
-    """Remove what killed processes left behind."""
-    for parent in (repository.resolve().parent, repository.resolve()):
-        for folder in abandoned(parent, f".{repository.resolve().name}.packaging-"):
-            shutil.rmtree(folder, ignore_errors=True)

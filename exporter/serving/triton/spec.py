@@ -76,15 +76,11 @@ class PackageSpec(Options):
                 "128, and a letter or digit first: choose one with --name"
             )
         require(len(set(self.backends)) == len(self.backends), f"a backend was given twice: {', '.join(self.backends)}")
-        for name in ("version", "max_batch", "instances", "threads", "live_versions"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} is {value}; expected at least 1")
-        for name in ("queue_delay_us", "max_queue"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected at least 0")
-        for name in ("max_batch", "instances", "threads", "live_versions", "queue_delay_us", "max_queue"):
-            value = getattr(self, name) or 0
-            require(value <= LARGEST_NUMBER, f"{name} is {value}; Triton takes at most {LARGEST_NUMBER}")
-        require((self.version or 1) <= LARGEST_VERSION, f"version is {self.version}; Triton counts to 2^63 - 1")
+        for name in ("version", "max_batch", "instances", "threads", "live_versions", "queue_delay_us", "max_queue"):
+            value, least = getattr(self, name), 0 if name in ("queue_delay_us", "max_queue") else 1
+            most = LARGEST_VERSION if name == "version" else LARGEST_NUMBER
+            require(value is None or value >= least, f"{name} is {value}; expected at least {least}")
+            require((value or 0) <= most, f"{name} is {value}; Triton takes at most {most}")
         require(
             SERVER_PATH.fullmatch(self.server_path) is not None,
             f"the path on the server is {self.server_path!r}; expected an absolute path of letters, digits, and '_', "
@@ -94,9 +90,6 @@ class PackageSpec(Options):
             self.image_tag is None or IMAGE_TAG.fullmatch(self.image_tag) is not None,
             f"image tag {self.image_tag!r}; expected a tag of the official image, such as {DEFAULT_IMAGE_TAG}",
         )
-        self._check_batch()
-
-    def _check_batch(self) -> None:
         sizes, largest = self.preferred_batch, self.max_batch or DEFAULT_MAX_BATCH
         require(
             list(sizes) == sorted(set(sizes)),

@@ -27,7 +27,6 @@ from effexport.export.specialised_length import Assumption, UserTrace, condition
 from effexport.export.user_program import Agreement, BranchSide, declared_shapes, has_shape, program_of_sides
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs import case_inputs
-from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import signature_from_spec
 from effexport.tensorrt.spec import Profile, Range, within
@@ -585,7 +584,7 @@ def test_a_spec_of_any_size_is_written_as_before() -> None:
 def test_a_server_refuses_fewer_tokens_than_the_file_takes() -> None:
     signature = signature_from_spec(BuildSpec(model=spec_of(shortest=257)), ServingSettings())
     feeds = {"x": np.zeros((1, 256, 4), np.float32), "mask": np.ones((1, 256), np.int64)}
-    with pytest.raises(RequestError, match="the sequence has 256 tokens; this model takes at least 257"):
+    with pytest.raises(UserError, match="the sequence has 256 tokens; this model takes at least 257"):
         signature.complete(feeds)
 
 

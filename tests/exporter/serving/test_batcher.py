@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from held_runner import HeldRunner
 
-from effexport.base.errors import RuntimeFailedError, UserError
+from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.base.spec import BuildSpec
-from effexport.serving.engine.errors import ClientGoneError, RequestError
+from effexport.serving.engine.errors import ClientGoneError, RequestError, refusal_of
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Job, TextMemory, joined_feeds, split_outputs, why_not_joined
 from effexport.serving.engine.settings import ServingSettings
@@ -169,9 +169,10 @@ def test_a_request_that_waited_too_long_is_refused_and_not_run(
     async def scenario() -> None:
         queue = batcher()
         first, late = await held(queue, runner), job(queue, 1, timeout_s=0.001)
+        running = asyncio.create_task(first.first_of(asyncio.Future(), 0.001))
         await asyncio.sleep(0.05)
         runner.let.set()
-        await first.answer
+        assert (await running)["y"][0, 0] == 0, "what runs is waited for"
         with pytest.raises(RequestError, match="waited too long") as refused:
             await late.answer
         assert refused.value.kind.status == 503
@@ -195,8 +196,8 @@ def test_a_run_that_fails_harms_only_the_request_that_makes_it_fail(
         runner.let.set()
         answers = await asyncio.gather(*(one.answer for one in jobs), return_exceptions=True)
         assert [int(answer["y"][0, 0]) for answer in answers if isinstance(answer, dict)] == [0, 2, 6]
-        (refused,) = (answer for answer in answers if isinstance(answer, RequestError))
-        assert refused.kind.status == status
+        (refused,) = (answer for answer in answers if isinstance(answer, EffexportError))
+        assert refusal_of(refused).status == status
         assert (await job(queue, 4).answer)["y"][0, 0] == 8
 
     run(scenario())
@@ -228,7 +229,7 @@ def test_closing_runs_what_was_accepted_and_accepts_nothing_more(
 
 def test_what_is_joined_comes_apart_again() -> None:
     feeds = [{"a": np.full((rows, 2), rows), "b": np.full((rows, 3), -rows)} for rows in (1, 3, 2)]
-    parts = split_outputs(joined_feeds(feeds), [1, 3, 2])
+    parts = split_outputs(joined_feeds(feeds), feeds)
     for given, part in zip(feeds, parts, strict=True):
         assert all(np.array_equal(given[name], part[name]) for name in given)
 

@@ -15,9 +15,17 @@ from typing import Any
 import pytest
 from alphabet import Alphabet
 
+from effexport.base.errors import UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
-from effexport.serving.engine.errors import QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
+from effexport.serving.engine.errors import (
+    QUEUE_FULL,
+    STOPPING,
+    WAITED_TOO_LONG,
+    ClientGoneError,
+    RequestError,
+    refusal_of,
+)
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.texts import Generations, Stream
@@ -296,7 +304,7 @@ def test_of_a_crowd_with_long_prompts_no_more_are_read_than_may_be_continued(
         streams = [await task for task in crowd if task not in done]
         for stream in streams:
             stream.close()
-        with pytest.raises(RequestError, match="the prompt is empty"):
+        with pytest.raises(UserError, match="the prompt is empty"):
             await generations.submit("", COUNTING)
         assert await text_of(generations, "a") == "bcdefg"
 
@@ -322,10 +330,10 @@ def test_of_a_crowd_with_long_prompts_no_more_are_read_than_may_be_continued(
     ],
 )
 def test_requests_that_cannot_work_are_refused(body: bytes, message: str) -> None:
-    with pytest.raises(RequestError) as error:
+    with pytest.raises(UserError) as error:
         generate_request(body, streaming=False)
     assert message in str(error.value)
-    assert error.value.kind.status == 400
+    assert refusal_of(error.value).status == 400
 
 
 def test_parameters_may_stand_in_parameters_or_beside_the_text_and_null_is_the_default() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
@@ -53,7 +54,7 @@ def binary(signature: ServedSignature, inputs: list[dict[str, Any]], data: bytes
 
 
 def refusal(signature: ServedSignature, *inputs: dict[str, Any], **fields: Any) -> str:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(UserError) as refused:
         parsed(signature, list(inputs), **fields)
     return str(refused.value)
 

@@ -21,7 +21,6 @@ from effexport.base.errors import RuntimeFailedError
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
 from effexport.proof.tolerances import arithmetic_limit
-from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Job, Padding, padding_share
 from effexport.serving.engine.settings import ServingSettings
@@ -146,7 +145,7 @@ def test_a_failing_or_cancelled_request_costs_its_mates_nothing() -> None:
     runner.error = lambda x: RuntimeFailedError("planted") if (x == 2).any() else None
     answers = answers_of([10, 10, 9, 9], runner, cancelled=3, max_padding=0.5)
     assert [answer["y"].shape for answer in answers if isinstance(answer, dict)] == [(1, 10), (1, 9)]
-    assert [type(answer) for answer in answers] == [dict, RequestError, dict]
+    assert [type(answer) for answer in answers] == [dict, RuntimeFailedError, dict]
     # the whole batch without the cancelled request, then one by one
     assert runner.shapes == [(1, 100), (3, 10), (1, 10), (1, 10), (1, 9)]
 

@@ -6,9 +6,7 @@ import asyncio
 import gzip
 import json
 import resource
-import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +21,6 @@ from serving_load import (
     Reply,
     Sample,
     ServerProcess,
-    binary_request,
     closed_loop,
     exchange_once,
     json_of,
@@ -186,49 +183,46 @@ def test_too_many_connections_are_told_when_to_come_back(artifact: Artifact, fol
         assert server.metric("effexport_rejected_total") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_under_load_answers_everything_that_was_accepted(
-    artifact: Artifact, folder: Path, samples: list[Sample], number: int
-) -> None:
-    with running_server(artifact.path, folder, "--name", "small") as server:
-        stopped = asyncio.run(stop_under_load(server, samples, 32, 1.0, number))
-        assert stopped.exit_status == 0
-        assert (stopped.outcome.lost, stopped.outcome.wrong) == (0, 0)
-        assert set(stopped.outcome.statuses) <= {200, 503}
-        assert stopped.outcome.statuses[200] > 32
-        assert "stopped: every accepted request was answered" in server.log.read_text()
+TOKEN = "Authorization: Bearer s3cret\r\n"
 
 
-def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(artifact: Artifact, folder: Path) -> None:
-    with running_server(artifact.path, folder, "--name", "small", "--max-request-bytes", "1000") as server:
-        assert exchange(server, right_request()).status == 200
-        # the body never comes: the length alone decides
-        reply = exchange(server, b"POST /v2/models/small/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
-        assert reply.status == 413
-        assert "takes at most 1000" in json_of(reply)["error"]
-        head = b"POST /v2/models/small/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-        assert exchange(server, head + b"7d0\r\n" + b" " * 2000 + b"\r\n0\r\n\r\n").status == 413
-        bomb = gzip.compress(b" " * 10 * MIB)[:900]
-        assert (
-            exchange(server, infer("small", gzip.compress(b" " * 100_000), "Content-Encoding: gzip\r\n")).status == 413
-        )
-        assert exchange(server, infer("small", bomb, "Content-Encoding: gzip\r\n")).status == 413
+@pytest.fixture(scope="module")
+def strict(artifact: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with a token, small bodies and little patience, whose model has the name of its folder."""
+    options = ("--max-request-bytes", "1000", "--timeout", "0.5")
+    with running_server(
+        artifact.path, tmp_path_factory.mktemp("strict"), *options, EFFEXPORT_SERVE_TOKEN="s3cret"
+    ) as server:
+        yield server
+        assert "s3cret" not in server.log.read_text()
 
 
-def test_a_body_that_dawdles_is_refused_and_others_are_not_held_up(artifact: Artifact, folder: Path) -> None:
-    async def scenario(port: int) -> tuple[Reply, Reply]:
+def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(strict: ServerProcess) -> None:
+    assert exchange(strict, right_request(strict.model, TOKEN)).status == 200
+    head = f"POST /v2/models/{strict.model}/infer HTTP/1.1\r\nHost: x\r\n{TOKEN}".encode()
+    # the body never comes: the length alone decides
+    reply = exchange(strict, head + b"Content-Length: 1001\r\n\r\n")
+    assert reply.status == 413
+    assert "takes at most 1000" in json_of(reply)["error"]
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n7d0\r\n" + b" " * 2000 + b"\r\n0\r\n\r\n"
+    assert exchange(strict, head + chunked).status == 413
+    for bomb in (gzip.compress(b" " * 100_000), gzip.compress(b" " * 10 * MIB)[:900]):
+        assert exchange(strict, infer(strict.model, bomb, f"{TOKEN}Content-Encoding: gzip\r\n")).status == 413
+
+
+def test_a_body_that_dawdles_is_refused_and_others_are_not_held_up(strict: ServerProcess) -> None:
+    async def scenario(port: int, request: bytes) -> tuple[Reply, Reply]:
         slow = await Connection.open(port)
-        slow.writer.write(right_request()[:-10])
-        quick = await exchange_once(port, right_request())
+        slow.writer.write(request[:-10])
+        quick = await exchange_once(port, request)
         refused = await asyncio.wait_for(slow.read_reply(), 20)
         await slow.close()
         return quick, refused
 
-    with running_server(artifact.path, folder, "--name", "small", "--timeout", "0.5") as server:
-        quick, slow = asyncio.run(scenario(server.port))
-        assert quick.status == 200
-        assert slow.status == 408
-        assert slow.headers["connection"] == "close"
+    quick, slow = asyncio.run(scenario(strict.port, right_request(strict.model, TOKEN)))
+    assert quick.status == 200
+    assert slow.status == 408
+    assert slow.headers["connection"] == "close"
 
 
 def test_a_client_that_goes_away_takes_nothing_with_it(server: ServerProcess, samples: list[Sample]) -> None:
@@ -246,18 +240,17 @@ def test_a_client_that_goes_away_takes_nothing_with_it(server: ServerProcess, sa
     assert server.metric("effexport_queue_depth") == 0
 
 
-def test_a_token_is_asked_for_everywhere_but_at_the_probes(artifact: Artifact, folder: Path) -> None:
-    with running_server(artifact.path, folder, "--name", "small", EFFEXPORT_SERVE_TOKEN="s3cret") as server:
-        for path in ("/v2/health/live", "/v2/health/ready"):
-            assert exchange(server, get(path)).status == 200
-        for request in (get("/v2"), get("/metrics"), get("/v2/models/small"), post("/v2/repository/index", b"")):
-            assert exchange(server, request).status == 401
-        for given in ("", "Bearer", "Bearer wrong", "Bearer s3cret2", "Basic s3cret", "Bearer sécret"):
-            header = f"Authorization: {given}\r\n" if given else ""
-            reply = exchange(server, right_request(headers=header))
-            assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
-        assert exchange(server, right_request(headers="Authorization: Bearer s3cret\r\n")).status == 200
-        assert "s3cret" not in server.log.read_text()
+def test_a_token_is_asked_for_everywhere_but_at_the_probes(artifact: Artifact, strict: ServerProcess) -> None:
+    for path in ("/v2/health/live", "/v2/health/ready"):
+        assert exchange(strict, get(path)).status == 200
+    for request in (get("/v2"), get("/metrics"), get("/v2/models/small"), post("/v2/repository/index", b"")):
+        assert exchange(strict, request).status == 401
+    for given in ("", "Bearer", "Bearer wrong", "Bearer s3cret2", "Basic s3cret", "Bearer sécret"):
+        header = f"Authorization: {given}\r\n" if given else ""
+        reply = exchange(strict, right_request(strict.model, header))
+        assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+    reply = exchange(strict, get(f"/v2/models/{artifact.path.name}", TOKEN))
+    assert (reply.status, json_of(reply)["name"]) == (200, artifact.path.name)
 
 
 def test_metrics_count_requests_runs_and_refusals(server: ServerProcess, samples: list[Sample]) -> None:
@@ -307,26 +300,18 @@ def test_what_is_no_artifact_is_refused(cli: Callable[..., Any], tmp_path: Path)
     assert "no artifact at" in cli("serve", tmp_path / "absent").error(2)
 
 
-def test_a_model_is_called_by_its_folder(artifact: Artifact, folder: Path) -> None:
-    with running_server(artifact.path, folder) as server:
-        assert server.model == artifact.path.name
-        assert binary_request(server.model, {})
-        assert json.loads(server.get(f"/v2/models/{artifact.path.name}"))["name"] == artifact.path.name
-
-
-def test_two_servers_of_one_artifact_do_not_disturb_each_other(
+def test_two_servers_of_one_artifact_do_not_disturb_each_other_and_a_stop_under_load_answers_what_was_accepted(
     artifact: Artifact, server: ServerProcess, folder: Path, samples: list[Sample]
 ) -> None:
-    results: list[Any] = []
-
-    def load(port: int) -> None:
-        results.append(asyncio.run(closed_loop(port, samples, 4, 100)))
+    async def load(*ports: int) -> list[Any]:
+        return await asyncio.gather(*(closed_loop(port, samples, 4, 100) for port in ports))
 
     with running_server(artifact.path, folder, "--name", "small", "--implementation", "body") as other:
-        threads = [threading.Thread(target=load, args=(one.port,)) for one in (server, other)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert other.stop() == 0
-    assert [(outcome.statuses, outcome.wrong) for outcome in results] == [({200: 100}, 0)] * 2
+        results = asyncio.run(load(server.port, other.port))
+        assert [(outcome.statuses, outcome.wrong) for outcome in results] == [({200: 100}, 0)] * 2
+        stopped = asyncio.run(stop_under_load(other, samples, 32, 1.0))
+        assert stopped.exit_status == 0
+        assert (stopped.outcome.lost, stopped.outcome.wrong) == (0, 0)
+        assert set(stopped.outcome.statuses) <= {200, 503}
+        assert stopped.outcome.statuses[200] > 32
+        assert "stopped: every accepted request was answered" in other.log.read_text()

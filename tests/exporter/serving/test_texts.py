@@ -243,7 +243,7 @@ def test_texts_that_cannot_be_answered_are_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (sized(b"good", b"\xff\xfe"), "element 1 of input 'text' is not UTF-8: invalid start byte"),
+        (sized(b"good", b"\xff\xfe"), "element 1 of 'text' is not UTF-8: byte 0 is 0xff"),
         (sized(b"good", b"bad")[:-1], "ends within element 1"),
         (sized(b"good") + b"\xff\xff\xff\xff", "ends within element 1"),
         (sized(b"good", b"bad", b"more"), "has 8 bytes after its 2 strings"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_load import ServerProcess
+from serving_load import ServerProcess, running_server
 
 import effexport
 from effexport.artifact import Artifact
@@ -169,57 +169,41 @@ def test_a_wrong_model_version_or_output_is_named(client: Any) -> None:
 
 
 @pytest.mark.requires("transformers")
-def test_a_checkpoint_with_several_outputs_answers_those_that_are_asked_for(
-    cli: Callable[..., Any], tmp_path: Path
+def test_several_outputs_and_half_precision_are_served_as_they_are_asked_for(
+    cli: Callable[..., Any], built: Callable[..., Artifact], tmp_path: Path
 ) -> None:
-    """And its requests never share a run: published Nyströmformer models mix the samples of a batch."""
-    import tritonclient.http
-    from serving_load import running_server
+    """And requests to a checkpoint never share a run: published Nyströmformer models mix the samples of a batch."""
     from transformers_models import saved
+    from tritonclient.http import InferenceServerClient, InferRequestedOutput
 
     from effexport.artifact import open_artifact
 
     saved(tmp_path / "checkpoint", "NystromformerForQuestionAnswering", CHECKPOINT)
     assert cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "two").code == 0
-    artifact = open_artifact(tmp_path / "two")
+    artifact, half = open_artifact(tmp_path / "two"), built("linear", "attention", precision="fp16")
     names = [tensor.name for tensor in artifact.spec.outputs]
     assert len(names) > 1
-    feeds = {"input_ids": np.random.default_rng(0).integers(3, 60, (2, 20))}
-    with effexport.load(artifact.path) as runner:
-        right = runner.run(feeds)
+    rng = np.random.default_rng(0)
+    feeds = {"input_ids": rng.integers(3, 60, (2, 20))}
+    halves = {"hidden_states": rng.standard_normal((2, 33, 32)).astype(np.float16)}
+    with effexport.load(artifact.path) as runner, effexport.load(half.path) as second:
+        right, right_half = runner.run(feeds), second.run(halves)["last_hidden_state"]
     with (
-        running_server(artifact.path, tmp_path) as server,
-        tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.port}", concurrency=8) as client,
+        running_server(artifact.path, tmp_path, str(half.path), "--name", "two", "--name", "half") as server,
+        InferenceServerClient(f"127.0.0.1:{server.port}", concurrency=8) as client,
     ):
         assert "padding and other samples may affect the result" in server.log.read_text()
         for wanted in (None, names[1:], names[::-1]):
-            outputs = wanted and [tritonclient.http.InferRequestedOutput(name, binary_data=i == 0)
-                                  for i, name in enumerate(wanted)]  # fmt: skip
-            result = client.infer(server.model, inputs_of(feeds), outputs=outputs)
+            outputs = wanted and [InferRequestedOutput(name, binary_data=i == 0) for i, name in enumerate(wanted)]
+            result = client.infer("two", inputs_of(feeds), outputs=outputs)
             assert [output["name"] for output in result.get_response()["outputs"]] == (wanted or names)
             for name in wanted or names:
                 assert np.array_equal(result.as_numpy(name), right[name])
-        pending = [client.async_infer(server.model, inputs_of(feeds)) for _ in range(8)]
+        pending = [client.async_infer("two", inputs_of(feeds)) for _ in range(8)]
         assert all(np.array_equal(one.get_result().as_numpy(names[0]), right[names[0]]) for one in pending)
         assert set(server.batch_sizes()) == {2}
-
-
-def test_half_precision_is_served_as_binary_data(
-    built: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    import tritonclient.http
-    from serving_load import running_server
-
-    artifact = built("linear", "attention", precision="fp16")
-    feeds = {"hidden_states": np.random.default_rng(0).standard_normal((2, 33, 32)).astype(np.float16)}
-    with effexport.load(artifact.path) as runner:
-        right = runner.run(feeds)["last_hidden_state"]
-    with (
-        running_server(artifact.path, tmp_path_factory.mktemp("half"), "--name", "half") as server,
-        tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.port}") as client,
-    ):
-        answer = client.infer("half", inputs_of(feeds)).as_numpy("last_hidden_state")
+        answer = client.infer("half", inputs_of(halves)).as_numpy("last_hidden_state")
         assert answer.dtype == np.float16
-        assert np.array_equal(answer, right)
-        output = tritonclient.http.InferRequestedOutput("last_hidden_state", binary_data=False)
-        assert "which JSON cannot represent" in refusal(client, "half", inputs_of(feeds), outputs=[output])[1]
+        assert np.array_equal(answer, right_half)
+        output = InferRequestedOutput("last_hidden_state", binary_data=False)
+        assert "which JSON cannot represent" in refusal(client, "half", inputs_of(halves), outputs=[output])[1]

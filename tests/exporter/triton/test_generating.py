@@ -19,7 +19,7 @@ from effexport.base.errors import EffexportError, UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
 from effexport.serving.engine.errors import RequestError
-from effexport.serving.triton.instance import GenerationRequest, ReplyLoop, generation_request, triton_code
+from effexport.serving.triton.instance import GenerationInstance, generation_request, triton_code
 from effexport.text.task import ByteTokenizer
 
 Built = Callable[..., Artifact]
@@ -71,8 +71,8 @@ def generator(built: Built) -> Iterator[TextGenerator]:
 
 
 @pytest.fixture
-def loop(generator: TextGenerator) -> Iterator[ReplyLoop]:
-    with ReplyLoop(generator, 8) as loop:
+def loop(generator: TextGenerator) -> Iterator[GenerationInstance]:
+    with GenerationInstance(generator, 8) as loop:
         yield loop
 
 
@@ -81,10 +81,10 @@ def sampling_of(i: int) -> Sampling:
 
 
 @needs_a_model
-def test_texts_that_grow_together_are_what_each_is_alone(loop: ReplyLoop, built: Built) -> None:
+def test_texts_that_grow_together_are_what_each_is_alone(loop: GenerationInstance, built: Built) -> None:
     replies = [KeptReply() for _ in range(16)]
     for i, reply in enumerate(replies):
-        loop.begin(GenerationRequest(f"prompt {i}", sampling_of(i), i % 2 == 0), reply)
+        loop.begin(f"prompt {i}", sampling_of(i), i % 2 == 0, reply)
     texts = [reply.text for reply in replies]
     with effexport.load_generator(built("linear", causal=True, lm_head=True).path) as alone:
         assert texts == [alone(f"prompt {i}", sampling_of(i)).text for i in range(16)]
@@ -95,17 +95,17 @@ def test_texts_that_grow_together_are_what_each_is_alone(loop: ReplyLoop, built:
 
 @needs_a_model
 def test_a_client_that_has_gone_costs_no_more_steps_and_the_others_go_on(
-    loop: ReplyLoop, generator: TextGenerator
+    loop: GenerationInstance, generator: TextGenerator
 ) -> None:
     gone, broken, there = KeptReply(gone=True), KeptReply(broken=True), KeptReply()
     sampling = Sampling(max_new_tokens=50, seed=1)
     for reply in (gone, broken, there):
-        loop.begin(GenerationRequest("a", sampling, True), reply)
+        loop.begin("a", sampling, True, reply)
     assert there.text
     assert gone.cancelled
     assert gone.parts == []
     last = KeptReply()
-    loop.begin(GenerationRequest("a", Sampling(max_new_tokens=1), False), last)
+    loop.begin("a", Sampling(max_new_tokens=1), False, last)
     assert last.text is not None
     assert generator.stepper.sessions == 0
 
@@ -120,12 +120,12 @@ def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused(generat
         return step()
 
     generator.stepper.step = held  # type: ignore[method-assign]
-    with ReplyLoop(generator, max_sessions=1, max_waiting=2) as loop:
+    with GenerationInstance(generator, 1, 2) as loop:
         replies = [KeptReply() for _ in range(6)]
         refused, codes = [], set()
         for reply in replies:
             try:
-                loop.begin(GenerationRequest("a", Sampling(max_new_tokens=3, seed=5), False), reply)
+                loop.begin("a", Sampling(max_new_tokens=3, seed=5), False, reply)
             except RequestError as error:
                 refused.append(reply)
                 codes.add(triton_code(error))
@@ -137,7 +137,9 @@ def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused(generat
 
 
 @needs_a_model
-def test_an_unexpected_failure_is_the_answer_of_its_requests_only(loop: ReplyLoop, generator: TextGenerator) -> None:
+def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
+    loop: GenerationInstance, generator: TextGenerator
+) -> None:
     drop = generator.stepper._drop_ended
 
     def failing() -> None:
@@ -146,11 +148,11 @@ def test_an_unexpected_failure_is_the_answer_of_its_requests_only(loop: ReplyLoo
 
     generator.stepper._drop_ended = failing  # type: ignore[method-assign]
     failed, good = KeptReply(), KeptReply()
-    loop.begin(GenerationRequest("a", Sampling(max_new_tokens=9), True), failed)
+    loop.begin("a", Sampling(max_new_tokens=9), True, failed)
     assert failed.done.wait(SECONDS)
     assert str(failed.error) == "the decode step failed: planted"
     assert triton_code(failed.error) == "INTERNAL"  # type: ignore[arg-type]
-    loop.begin(GenerationRequest("a", Sampling(max_new_tokens=4), True), good)
+    loop.begin("a", Sampling(max_new_tokens=4), True, good)
     assert good.text
 
 
@@ -180,13 +182,13 @@ def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.Monk
     generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
     replies = [LeavingReply(dice.randrange(4), broken=dice.random() < 0.5) for _ in range(2000)]
     try:
-        loop = ReplyLoop(generator, 40)
+        loop = GenerationInstance(generator, 40)
         for reply in replies:
             sampling = Sampling(max_new_tokens=dice.choice((3, 10**6)), temperature=0)
-            loop.begin(GenerationRequest("a" * dice.randrange(1, 20), sampling, True), reply)
+            loop.begin("a" * dice.randrange(1, 20), sampling, True, reply)
         assert all(reply.done.wait(SECONDS) for reply in replies)
         last = KeptReply()
-        loop.begin(GenerationRequest("x", Sampling(max_new_tokens=2, temperature=0), True), last)
+        loop.begin("x", Sampling(max_new_tokens=2, temperature=0), True, last)
         assert last.text == "yz"
         deadline = time.monotonic() + SECONDS
         while generator.stepper.is_busy:
@@ -209,20 +211,17 @@ def test_options_are_inputs_or_parameters() -> None:
         "max_new_tokens": np.array([5], np.int32),
         "stream": np.array([True]),
     }
-    request = generation_request(inputs, {"seed": 3, "top_k": 4})
-    assert request.prompt == "Größe"
-    assert request.in_pieces
     # the temperature that was written, not the nearest float32
-    assert request.sampling == Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
+    sampling = Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
+    assert generation_request(inputs, {"seed": 3, "top_k": 4}) == ("Größe", sampling, True)
     other = generation_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
-    assert other.sampling == Sampling(max_new_tokens=9, temperature=0)
-    assert not other.in_pieces
+    assert other == ("Größe", Sampling(max_new_tokens=9, temperature=0), False)
 
 
 @pytest.mark.parametrize(
     ("prompt", "parameters", "message"),
     [
-        (b"a", {"max_token": 3}, "unknown parameter 'max_token'; did you mean 'max_new_tokens'?"),
+        (b"a", {"max_token": 3}, "unknown parameter 'max_token'; did you mean 'max_tokens'?"),
         (b"a", {"stream": 1}, "stream is 1; expected true or false"),
         (b"a", {"temperature": "warm"}, "temperature is 'warm'"),
         (b"a", {"temperature": -1.0}, "temperature is -1"),

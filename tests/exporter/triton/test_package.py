@@ -371,7 +371,7 @@ def test_a_name_that_triton_or_a_url_cannot_have_is_refused(name: str) -> None:
         (("--backend", "tensorrt"), "--target trt"),
         (("--name", "two words"), "--name"),
         (("--version", "0"), "version is 0"),
-        (("--version", str(2**63)), "2^63"),
+        (("--version", str(2**63)), "Triton takes at most 9223372036854775807"),
         (("--max-batch", "0"), "max_batch is 0"),
         (("--max-batch", str(2**31)), "at most 2147483647"),
         (("--preferred-batch", "4,x"), "expected sizes with commas"),
@@ -470,7 +470,7 @@ def test_texts_of_a_record_are_data_in_the_commands_and_tables_of_the_readme(
     assert "| a \\| b &lt;script&gt; # c |" in row
     program = readme.split("```python\n")[1].split("```")[0]
     compile(program, "README.md", "exec")
-    assert "array = np.ones([1, 8], np.int64)" in program
+    assert "np.ones([1, 8], np.int64)" in program
     assert """as_numpy("a\\"b")""" in program
 
 
@@ -581,7 +581,7 @@ def test_a_version_that_a_killed_process_left_without_its_configuration_gets_one
 
 def test_effexport_travels_whole_and_always_as_the_same_bytes() -> None:
     data = zip_of_effexport()
-    assert data == zip_of_effexport()
+    assert data == zip_of_effexport.__wrapped__()
     import io
 
     names = zipfile.ZipFile(io.BytesIO(data)).namelist()

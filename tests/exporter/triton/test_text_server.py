@@ -42,7 +42,7 @@ import time
 class TritonPythonModel(TritonPythonModel):
     def initialize(self, args):
         super().initialize(args)
-        stepper = self.instance.loop._generator.stepper
+        stepper = self.instance._generator.stepper
         step = stepper.step
         stepper.step = lambda: time.sleep(0.05) or step()
 """
@@ -255,7 +255,7 @@ def test_one_answer_over_http_and_many_over_one_grpc_stream(running: Running) ->
         ({"text_input": "a" * 512}, "positions for 512"),
         ({"text_input": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"text_input": "a", "temperature": -1}, "temperature is -1"),
-        ({"text_input": "a", "max_token": 5}, "did you mean 'max_new_tokens'?"),
+        ({"text_input": "a", "max_token": 5}, "did you mean 'max_tokens'?"),
         ({"max_tokens": 5}, "'text_input'"),
     ],
 )
