@@ -223,14 +223,13 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
 
 def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:
     """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
-    from effexport.tensorrt.cuda import current_compute_capability
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
     from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
     sizes = {"batch": case.batch, "seq": case.seq_len}
     profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
     spec = EngineSpec(target=case.runtime, profiles=(profile,))
-    engine_from_onnx(model, spec, output, current_compute_capability, precision=spec_from_case(case).precision)
+    engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
 
 
 def is_beyond_runtime(error: BaseException) -> bool:

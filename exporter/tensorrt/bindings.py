@@ -24,7 +24,7 @@ from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.termination import SIGNALS, terminate
 
 if TYPE_CHECKING:
-    from tensorrt import Api
+    from tensorrt import Api, Runtime
 
 
 def import_api(target: str) -> Api:
@@ -89,6 +89,11 @@ class BuildLog:
         for messages in (self.errors, self.warnings, self.kernels):
             messages.clear()
 
+    @property
+    def said(self) -> str:
+        """The first error."""
+        return plain(self.errors[0]) if self.errors else "it gave no reason"
+
     def made(self, make: Callable[[Any], T]) -> T:
         """An object of TensorRT's, `make(logger)`.
 
@@ -97,6 +102,15 @@ class BuildLog:
         """
         with without_garbage_collection():
             return make(self.logger)
+
+
+def make_runtime(api: Api, log: BuildLog, trusted: bool) -> Runtime:
+    """A runtime, which loads engines. trusted: whether they may contain host code, as version-compatible engines do,
+    which have a lean runtime of their release."""
+    runtime = log.made(api.Runtime)
+    if trusted:
+        runtime.engine_host_code_allowed = True
+    return runtime
 
 
 class _Current(threading.local):

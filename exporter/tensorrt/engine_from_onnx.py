@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,7 +18,17 @@ from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.version import __version__
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
 from effexport.plugins.masked_attention.trt import OPERATOR
-from effexport.tensorrt.bindings import BuildLog, OnProgress, explain, import_api, interrupting, make_monitor, plain
+from effexport.tensorrt.bindings import (
+    BuildLog,
+    OnProgress,
+    explain,
+    import_api,
+    interrupting,
+    make_monitor,
+    make_runtime,
+    plain,
+)
+from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.preparation import ATTENTION, STAGE, attention_form, prepared_model
 from effexport.tensorrt.sidecar import (
     AttentionForm,
@@ -42,16 +52,10 @@ if TYPE_CHECKING:
     from tensorrt import Api, Builder, IAttentionInputLayer, IBuilderConfig, INetworkDefinition, OnnxParser
 
 
-# Takes the optional part of effexport that runs engines, and returns the compute capability of the GPU of this machine,
-# such as 90. Raises UserError without a GPU.
-FindGpu = Callable[[str], int]
-
-
 def engine_from_onnx(
     model: Path,
     spec: EngineSpec,
     output: Path,
-    find_gpu: FindGpu,
     *,
     precision: str = "fp32",
     remarks: tuple[str, ...] = (),
@@ -60,15 +64,14 @@ def engine_from_onnx(
     """Build an engine and write it to `output` with its sidecar beside it; on failure, write neither.
 
     model: a model.onnx with its external weights beside it. precision: that of its matrix products, which is checked,
-    because the graph decides it. find_gpu: `cuda.current_compute_capability`.
-    remarks: sentences for the sidecar.
+    because the graph decides it. remarks: sentences for the sidecar.
     Raises MissingExtraError without TensorRT, UserError for a model or a file that cannot be used, SpecError for a
     profile that does not fit, and StageError if the parser, the builder or the check of element types fails.
     """
     api = import_api(spec.target)
     graph = load_graph(model)
     form = attention_form(graph, spec, api.__version__)
-    build = partial(_engine_in_form, api, graph, model, spec, output, find_gpu, precision, remarks, on_progress)
+    build = partial(_engine_in_form, api, graph, model, spec, output, precision, remarks, on_progress)
     try:
         return build(form)
     except StageError as error:
@@ -83,18 +86,21 @@ def _engine_in_form(
     model: Path,
     spec: EngineSpec,
     output: Path,
-    find_gpu: FindGpu,
     precision: str,
     remarks: tuple[str, ...],
     on_progress: OnProgress,
     attention: AttentionForm | None,
 ) -> EngineInfo:
     """`engine_from_onnx` of a graph that has been read, with MaskedAttention in one form."""
-    built_for = compute_capabilities(spec, find_gpu)
+    built_for = compute_capabilities(spec)
     use_attention = attention is not None and attention.form == ATTENTION
     prepared = prepared_model(graph, spec, built_for, use_attention=use_attention)
     inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
-    shapes = distinct([profile.shapes(inputs) for profile in spec.profiles])
+    shapes: list[Mapping[str, ShapeRange]] = []
+    for profile in spec.profiles:
+        # those that only differ in the length are one for a graph of single tokens
+        if (wanted := profile.shapes(inputs)) not in shapes:
+            shapes.append(wanted)
 
     log, monitor = BuildLog(api), make_monitor(api, on_progress)
     with interrupting(monitor):
@@ -111,23 +117,16 @@ def _engine_in_form(
         started = time.perf_counter()
         config.progress_monitor = monitor
         engine = built(builder, network, config, log)
-        seconds = time.perf_counter() - started
+        facts = facts_of(engine, model, started)
     kernels = kernels_from_log(log.kernels)
     info = EngineInfo(
         target=spec.target,
         tensorrt_version=api.__version__,
-        effexport_version=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         precision=precision,
         inputs=inputs,
         outputs=outputs,
-        profiles=shapes,
+        profiles=tuple(shapes),
         options=spec.options(),
-        onnx_sha256=model_digest(model),
-        onnx_bytes=model.stat().st_size,
-        engine_sha256=hashlib.sha256(engine).hexdigest(),
-        engine_bytes=len(engine),
-        build_seconds=round(seconds, 3),
         compute_capabilities=built_for,
         hardware_compatibility=spec.hardware_compatibility,
         version_compatible=spec.version_compatible,
@@ -141,24 +140,32 @@ def _engine_in_form(
         tensors_compared=compared,
         remarks=(*remarks, *prepared.remarks),
         model=model.name,
+        **facts,
     )
-    info = inspected(api, info, engine, dtypes, find_gpu)
+    info = inspected(api, info, engine, dtypes)
     write_engine(output, engine, info)
     save_timing_cache(spec, config)
     return info
 
 
-def distinct(profiles: Sequence[Mapping[str, ShapeRange]]) -> tuple[Mapping[str, ShapeRange], ...]:
-    """The profiles without repetitions: those that only differ in the length are one for a graph of single tokens."""
-    return tuple(profile for index, profile in enumerate(profiles) if profile not in profiles[:index])
+def facts_of(engine: bytes, model: Path, started: float) -> dict[str, Any]:
+    """The fields of a sidecar that tell one file of an engine from another. started: by time.perf_counter."""
+    return {
+        "effexport_version": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "onnx_sha256": model_digest(model),
+        "onnx_bytes": model.stat().st_size,
+        "engine_sha256": hashlib.sha256(engine).hexdigest(),
+        "engine_bytes": len(engine),
+        "build_seconds": round(time.perf_counter() - started, 3),
+    }
 
 
 def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
-    product = spec.row.label
     try:
         return log.made(api.Builder)
     except (TypeError, RuntimeError) as error:  # the factory of the library returned nothing
-        raise StageError(STAGE, f"{product} {api.__version__} does not start: {explain(log.errors)}") from error
+        raise StageError(STAGE, f"{spec.row.label} {api.__version__} does not start: {explain(log.errors)}") from error
 
 
 def built(builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog) -> bytes:
@@ -169,23 +176,21 @@ def built(builder: Builder, network: Network, config: IBuilderConfig, log: Build
     return bytes(serialised)
 
 
-def compute_capabilities(spec: EngineSpec, find_gpu: FindGpu) -> tuple[int, ...]:
+def compute_capabilities(spec: EngineSpec) -> tuple[int, ...]:
     """The GPUs that the engine is for. Raises UserError for target trt on a machine without a GPU."""
     if not spec.row.built_where_it_runs:
         return spec.compute_capabilities
-    return (find_gpu(spec.row.package.extra),)
+    return (current_compute_capability(spec.row.package.extra),)
 
 
-def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str], find_gpu: FindGpu) -> EngineInfo:
+def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str]) -> EngineInfo:
     """Add the layers, tactics and memory that the engine itself reports, if the GPU of this machine can load it."""
     try:
-        find_gpu(ENGINE_RUNTIMES[info.target].package.extra)
+        current_compute_capability(ENGINE_RUNTIMES[info.target].package.extra)
     except UserError:
         return info  # without a GPU, the layers of the network remain
     log = BuildLog(api)
-    runtime = log.made(api.Runtime)
-    if info.version_compatible:
-        runtime.engine_host_code_allowed = True  # the engine was built a moment ago
+    runtime = make_runtime(api, log, info.version_compatible)  # the engine was built a moment ago
     loaded = runtime.deserialize_cuda_engine(engine)
     if loaded is None:
         # it is for other GPUs than this one, or refused; loading it later reports the reason
@@ -231,11 +236,11 @@ def network_from_model(
     Raises StageError with the node, the reason and the remedy.
     """
     known = api.NetworkDefinitionCreationFlag
-    # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
-    wanted = (
-        [known.STRONGLY_TYPED, known.PREFER_AOT_PYTHON_PLUGINS] if spec.row.engine_plugins else [known.STRONGLY_TYPED]
-    )
-    definition = builder.create_network(sum(1 << int(flag) for flag in wanted))
+    flags = 1 << int(known.STRONGLY_TYPED)
+    if spec.row.engine_plugins:
+        # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
+        flags |= 1 << int(known.PREFER_AOT_PYTHON_PLUGINS)
+    definition = builder.create_network(flags)
     parser = api.OnnxParser(definition, log.logger)
     if not parser.parse(model, str(path)):
         raise StageError(PARSER_STAGE, parse_failure(parser, log))
@@ -252,28 +257,27 @@ def keep_attention_whole(api: Api, definition: INetworkDefinition) -> None:
 
 
 def parse_failure(parser: OnnxParser, log: BuildLog) -> str:
-    for index in range(parser.num_errors):
-        error = parser.get_error(index)
-        where = (
-            f"node {error.node_name() or '(without a name)'} ({error.node_operator()})" if error.node_operator() else ""
+    if not parser.num_errors:
+        return explain(log.errors)
+    error = parser.get_error(0)
+    said = error.desc()
+    if not error.node_operator():
+        return f"the model cannot be read: {plain(said)}"
+    where = f"node {error.node_name() or '(without a name)'} ({error.node_operator()})"
+    if "Plugin not found" in said:
+        return (
+            f"{where} is an operator that TensorRT does not have, without a function body or a plugin; attach a body "
+            "to the model, or use another operator"
         )
-        if "Plugin not found" in error.desc():
-            return (
-                f"{where} is an operator that TensorRT does not have, without a function body or a plugin; attach a "
-                "body to the model, or use another operator"
-            )
-        if where and "was not found in plugin registry" in error.desc():
-            return f"{where} is an operator that this TensorRT does not have; use another one, or another --target"
-        if where and error.desc() in ("false", "unsupported"):
-            return f"{where} is an operator that TensorRT does not import; use another one"
-        if where:
-            return f"{where}: {plain(error.desc())}; build an artifact with effexport, or report this graph"
-        return f"the model cannot be read: {plain(error.desc())}"
-    return explain(log.errors)
+    if "was not found in plugin registry" in said:
+        return f"{where} is an operator that this TensorRT does not have; use another one, or another --target"
+    if said in ("false", "unsupported"):
+        return f"{where} is an operator that TensorRT does not import; use another one"
+    return f"{where}: {plain(said)}; build an artifact with effexport, or report this graph"
 
 
 def config_from_spec(
-    api: Api, builder: Builder, spec: EngineSpec, shapes: tuple[Mapping[str, ShapeRange], ...]
+    api: Api, builder: Builder, spec: EngineSpec, shapes: Sequence[Mapping[str, ShapeRange]]
 ) -> IBuilderConfig:
     """The configuration of a build. shapes: those of every input, one entry per profile."""
     config = builder.create_builder_config()
@@ -352,11 +356,10 @@ def engine_from_engine(
     model: Path,
     spec: EngineSpec,
     output: Path,
-    find_gpu: FindGpu,
     *,
-    precision: str = "fp32",
-    remarks: tuple[str, ...] = (),
-    on_progress: OnProgress = lambda phase, share: None,
+    precision: str,
+    remarks: tuple[str, ...],
+    on_progress: OnProgress,
 ) -> EngineInfo:
     """Write the engine of `spec` for a model, as `engine_from_onnx` does.
 
@@ -365,31 +368,26 @@ def engine_from_engine(
     """
     if previous is not None and previous.is_file() and spec.refittable:
         try:
-            return refitted_engine(previous, model, spec, output, find_gpu)
+            return refitted_engine(previous, model, spec, output)
         except (StageError, UserError) as error:
             remarks = (*remarks, f"built again, because the engine could not be refitted: {error}")
-    return engine_from_onnx(
-        model, spec, output, find_gpu, precision=precision, remarks=remarks, on_progress=on_progress
-    )
+    return engine_from_onnx(model, spec, output, precision=precision, remarks=remarks, on_progress=on_progress)
 
 
-def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path, find_gpu: FindGpu) -> EngineInfo:
+def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path) -> EngineInfo:
     """Write a copy of an engine with the weights of a model, and its sidecar.
 
     Raises UserError if the engine cannot be loaded here, and StageError if TensorRT refuses the weights.
     """
     api, info = import_api(spec.target), read_sidecar(previous)
     check_engine_file(previous, info)
-    check_runs_here(previous, info, api.__version__, find_gpu(ENGINE_RUNTIMES[spec.target].package.extra))
+    check_runs_here(previous, info, api.__version__, current_compute_capability(spec.row.package.extra))
     # registers the plugins, too
-    capabilities = compute_capabilities(spec, find_gpu)
     use_attention = ATTENTION in info.implementation.values()
-    prepared = prepared_model(load_graph(model), spec, capabilities, use_attention=use_attention)
+    prepared = prepared_model(load_graph(model), spec, compute_capabilities(spec), use_attention=use_attention)
     started = time.perf_counter()
     log = BuildLog(api)
-    runtime = log.made(api.Runtime)
-    if info.version_compatible:
-        runtime.engine_host_code_allowed = True  # the checksum says that it is the engine that was built
+    runtime = make_runtime(api, log, info.version_compatible)  # the checksum says that it is the engine that was built
     engine = runtime.deserialize_cuda_engine(previous.read_bytes())
     if engine is None:
         raise StageError(REFIT_STAGE, explain(log.errors))
@@ -402,17 +400,8 @@ def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path,
     if not refitter.refit_cuda_engine():
         raise StageError(REFIT_STAGE, explain(log.errors))
     content = bytes(engine.serialize())
-    refitted = replace(
-        info,
-        effexport_version=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        onnx_sha256=model_digest(model),
-        onnx_bytes=model.stat().st_size,
-        engine_sha256=hashlib.sha256(content).hexdigest(),
-        engine_bytes=len(content),
-        build_seconds=round(time.perf_counter() - started, 3),
-        remarks=(*(remark for remark in info.remarks if remark != REFITTED), REFITTED),
-    )
+    remarks = (*(remark for remark in info.remarks if remark != REFITTED), REFITTED)
+    refitted = replace(info, remarks=remarks, **facts_of(content, model, started))
     write_engine(output, content, refitted)
     return refitted
 
@@ -438,12 +427,12 @@ def spec_of_engine(info: EngineInfo) -> EngineSpec:
     )
 
 
-def why_not_renewed(spec: EngineSpec, find_gpu: FindGpu) -> str:
+def why_not_renewed(spec: EngineSpec) -> str:
     """The reason why this machine can neither refit nor build the engine of a spec; "" if it can."""
     try:
         import_api(spec.target)
         if spec.row.built_where_it_runs:
-            find_gpu(ENGINE_RUNTIMES[spec.target].package.extra)
+            current_compute_capability(spec.row.package.extra)
     except UserError as error:
         return str(error)
     return ""

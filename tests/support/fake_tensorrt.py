@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
-from effexport.tensorrt.cuda import CudaError, DeviceMemory, PinnedMemory
+from effexport.tensorrt.cuda import CudaError, Memory, PinnedMemory
 from effexport.tensorrt.sidecar import ShapeRange
 
 POISON = 0xA5
@@ -70,48 +70,40 @@ class FakeCuda:
         self._count("memory_info")
         return 1000, 2000
 
-    def allocate(self, nbytes: int) -> DeviceMemory:
+    def allocate(self, nbytes: int) -> Memory:
         self._count("allocate")
         assert nbytes > 0
         assert self.capturing is None, "allocated during a capture"
         self._next_address += -(-nbytes // 256) * 256 + 256
         self.device[self._next_address] = bytearray([POISON]) * nbytes
-        return DeviceMemory(self._next_address, nbytes)
+        return Memory(self._next_address, nbytes)
 
-    def free(self, memory: DeviceMemory) -> None:
+    def free(self, memory: Memory) -> None:
         self._count("free")
         assert not self._queue, "freed memory that queued work may use"
-        del self.device[memory.address]
+        if isinstance(memory, PinnedMemory):
+            self.pinned.pop(memory.address)[:] = POISON
+        else:
+            del self.device[memory.address]
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         self._count("allocate_pinned")
         self._next_address += 256
         array = np.full(nbytes, POISON, np.uint8)
         self.pinned[self._next_address] = array
-        return PinnedMemory(array, self._next_address)
+        return PinnedMemory(self._next_address, nbytes, array=array)
 
-    def free_pinned(self, memory: PinnedMemory) -> None:
-        self._count("free_pinned")
-        assert not self._queue, "freed memory that queued work may use"
-        self.pinned.pop(memory.address)[:] = POISON
+    def copy(self, destination: Memory, source: Memory, nbytes: int) -> None:
+        self._count("copy")
+        assert isinstance(source, PinnedMemory) != isinstance(destination, PinnedMemory)
+        assert nbytes <= min(destination.nbytes, source.nbytes)
 
-    def copy_to_device(self, destination: DeviceMemory, source: PinnedMemory, nbytes: int) -> None:
-        self._count("copy_to_device")
+        def work() -> None:
+            # addresses are looked up now, so that freed memory shows
+            there, back = ({**self.device, **self.pinned}[memory.address] for memory in (destination, source))
+            memoryview(there)[:nbytes] = memoryview(back)[:nbytes]
 
-        def copy() -> None:
-            self.device[destination.address][:nbytes] = self.pinned[source.address][:nbytes].tobytes()
-
-        assert nbytes <= destination.nbytes
-        self.queue(copy)
-
-    def copy_to_host(self, destination: PinnedMemory, source: DeviceMemory, nbytes: int) -> None:
-        self._count("copy_to_host")
-
-        def copy() -> None:
-            view = np.frombuffer(self.device[source.address], np.uint8)
-            self.pinned[destination.address][:nbytes] = view[:nbytes]
-
-        self.queue(copy)
+        self.queue(work)
 
     def queue(self, work: Callable[[], None]) -> None:
         (self._queue if self.capturing is None else self.capturing).append(work)

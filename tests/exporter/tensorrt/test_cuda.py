@@ -73,18 +73,19 @@ def test_cuda_python_takes_our_arguments() -> None:
     output = in_a_process_without_a_gpu("""
 import numpy as np
 from cuda.bindings import runtime
-from effexport.tensorrt.cuda import CudaError, DeviceMemory, PinnedMemory
+from effexport.tensorrt.cuda import CudaError, Memory, PinnedMemory
 from effexport.tensorrt.cuda import CudaPython
 
 cuda = object.__new__(CudaPython)
 cuda._runtime, cuda._device, cuda._stream = runtime, 0, runtime.cudaStream_t()
-device, pinned, graph = DeviceMemory(4096, 16), PinnedMemory(np.zeros(16, np.uint8), 4096), runtime.cudaGraphExec_t()
+device, graph = Memory(4096, 16), runtime.cudaGraphExec_t()
+pinned = PinnedMemory(4096, 16, array=np.zeros(16, np.uint8))
 calls = {
-    "memory_info": (), "allocate": (16,), "free": (device,), "allocate_pinned": (16,), "free_pinned": (pinned,),
-    "copy_to_device": (device, pinned, 16), "copy_to_host": (pinned, device, 16), "synchronize": (),
-    "capture": (lambda: None,), "launch": (graph,), "destroy": (graph,), "close": (), "__init__": (runtime,),
+    "memory_info": [()], "allocate": [(16,)], "allocate_pinned": [(16,)], "free": [(device,), (pinned,)],
+    "copy": [(device, pinned, 16), (pinned, device, 16)], "synchronize": [()], "capture": [(lambda: None,)],
+    "launch": [(graph,)], "destroy": [(graph,)], "close": [()], "__init__": [(runtime,)],
 }
-for name, arguments in calls.items():
+for name, arguments in ((name, arguments) for name, each in calls.items() for arguments in each):
     try:
         getattr(cuda, name)(*arguments)
     except CudaError as error:
@@ -265,8 +266,8 @@ def test_bytes_go_through_torch_and_back(torch_with_gpu: SimpleNamespace) -> Non
         device, there, back = cuda.allocate(16), cuda.allocate_pinned(16), cuda.allocate_pinned(16)
         there.array[:] = np.arange(16)
         back.array[:] = 0
-        cuda.copy_to_device(device, there, 16)
-        cuda.copy_to_host(back, device, 10)
+        cuda.copy(device, there, 16)
+        cuda.copy(back, device, 10)
         cuda.synchronize()
         assert back.array.tolist() == [*range(10)] + [0] * 6
         cuda.free(device)

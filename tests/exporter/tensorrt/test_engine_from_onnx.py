@@ -21,7 +21,6 @@ from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import module_from_spec
 from effexport.tensorrt.bindings import BuildLog, check_version, import_api
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.sidecar import EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
 from effexport.tensorrt.spec import EngineSpec, Profile, Range, profiles_from_texts
@@ -49,9 +48,7 @@ def build(tmp_path: Path) -> Callable[..., EngineInfo]:
             path = tmp_path / "model.onnx"
             onnx.save(model, path)
         spec = EngineSpec(**{"target": "trt-rtx", "profiles": (TINY,), **fields})
-        return engine_from_onnx(
-            path, spec, tmp_path / "out" / "x.engine", current_compute_capability, precision=precision
-        )
+        return engine_from_onnx(path, spec, tmp_path / "out" / "x.engine", precision=precision)
 
     return run
 
@@ -83,9 +80,7 @@ def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profil
     onnx_from_module(module_from_spec(spec.model, spec.seed), spec, model)
     engine = tmp_path / "trt-rtx.engine"
     profiles = profiles_from_texts(PROFILES, spec)
-    info = engine_from_onnx(
-        model, EngineSpec(target="trt-rtx", profiles=profiles), engine, current_compute_capability, precision=precision
-    )
+    info = engine_from_onnx(model, EngineSpec(target="trt-rtx", profiles=profiles), engine, precision=precision)
 
     assert read_sidecar(engine) == info
     check_engine_file(engine, info)
@@ -172,7 +167,6 @@ def test_progress_ends_near_one_and_names_phases(built: Built, tmp_path: Path) -
         artifact.model_path,
         spec,
         tmp_path / "x.engine",
-        current_compute_capability,
         on_progress=lambda phase, share: seen.append((phase, share)),
     )
     assert len({phase for phase, _ in seen}) > 1
@@ -187,9 +181,7 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(built: Built, tmp_path: 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine_from_onnx(
-            artifact.model_path, spec, tmp_path / "out" / "x.engine", current_compute_capability, on_progress=interrupt
-        )
+        engine_from_onnx(artifact.model_path, spec, tmp_path / "out" / "x.engine", on_progress=interrupt)
     assert nothing_was_written(tmp_path)
 
 
@@ -276,7 +268,7 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
     artifact = built("softmax", "encoder")
     output = tmp_path / "x.engine"
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec))
-    old = engine_from_onnx(artifact.model_path, spec, output, current_compute_capability)
+    old = engine_from_onnx(artifact.model_path, spec, output)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(self: Path, data: bytes) -> int:
@@ -284,7 +276,7 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DiskError, match=r"cannot write .*x\.engine: the disk is full"):
-        engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output, current_compute_capability)
+        engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert read_sidecar(output) == old
 
@@ -297,7 +289,6 @@ def engine(built: Built, tmp_path: Path) -> Path:
         artifact.model_path,
         EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec)),
         path,
-        current_compute_capability,
     )
     return path
 

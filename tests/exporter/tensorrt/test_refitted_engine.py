@@ -25,10 +25,6 @@ OLD = b"an engine"
 Built = Callable[..., Artifact]
 
 
-def gpu(extra: str) -> int:
-    return 90
-
-
 class Machine:
     """An engine of target trt for a model, and a machine with a TensorRT that can refit it."""
 
@@ -64,6 +60,7 @@ class Machine:
         self.builds: list[tuple[str, ...]] = []
         monkeypatch.setattr(refit, "import_api", lambda target: self.api)
         monkeypatch.setattr(refit, "engine_from_onnx", self.build)
+        monkeypatch.setattr(refit, "current_compute_capability", lambda extra: 90)
 
     def build(self, *arguments: object, remarks: tuple[str, ...], **options: object) -> EngineInfo:
         """In the place of a build, which needs TensorRT's own builder."""
@@ -71,7 +68,8 @@ class Machine:
         return self.info
 
     def renew(self, spec: EngineSpec | None = None) -> EngineInfo:
-        return refit.engine_from_engine(self.engine, self.model, spec or self.spec, self.output, gpu)
+        options: dict[str, Any] = {"precision": "fp32", "remarks": (), "on_progress": lambda *_: None}
+        return refit.engine_from_engine(self.engine, self.model, spec or self.spec, self.output, **options)
 
 
 @pytest.fixture
@@ -152,11 +150,14 @@ def test_an_option_of_a_newer_release_is_one_error(machine: Machine) -> None:
         refit.spec_of_engine(info)
 
 
-def test_a_machine_without_a_gpu_cannot_renew_an_engine_of_tensorrt(machine: Machine) -> None:
+def test_a_machine_without_a_gpu_cannot_renew_an_engine_of_tensorrt(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nothing(extra: str) -> int:
         raise UserError("there is no GPU")
 
-    assert refit.why_not_renewed(machine.spec, nothing) == "there is no GPU"
-    assert refit.why_not_renewed(machine.spec, gpu) == ""
+    assert refit.why_not_renewed(machine.spec) == ""
+    monkeypatch.setattr(refit, "current_compute_capability", nothing)
+    assert refit.why_not_renewed(machine.spec) == "there is no GPU"
     rtx = EngineSpec(target="trt-rtx", profiles=machine.spec.profiles)
-    assert refit.why_not_renewed(rtx, nothing) == ""
+    assert refit.why_not_renewed(rtx) == ""
