@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,16 +74,12 @@ class CudaPython:
     @contextmanager
     def selected(self) -> Iterator[None]:
         """Make the device the current one of the thread, and restore the previous one afterwards."""
-        runtime = self._runtime
-        before = self._checked(runtime.cudaGetDevice())
-        if before == self._device:
-            yield
-            return
-        self._checked(runtime.cudaSetDevice(self._device))
+        before = self._checked(self._runtime.cudaGetDevice())
+        self._checked(self._runtime.cudaSetDevice(self._device))
         try:
             yield
         finally:
-            self._checked(runtime.cudaSetDevice(before))
+            self._checked(self._runtime.cudaSetDevice(before))
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total memory of the device, in bytes."""
@@ -94,7 +91,7 @@ class CudaPython:
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         address = int(self._checked(self._runtime.cudaMallocHost(nbytes)))
-        return PinnedMemory(address, nbytes, array=np.asarray(_Span(address, nbytes)))
+        return PinnedMemory(address, nbytes, array=bytes_at(address, nbytes))
 
     def free(self, memory: Memory) -> None:
         runtime = self._runtime
@@ -153,11 +150,9 @@ class CudaPython:
         return values[0] if len(values) == 1 else tuple(values)
 
 
-class _Span:
-    """Bytes at an address, in numpy's interface for foreign memory."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of the host itself, as an array."""
+    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
 
 
 class CudaTorch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -105,10 +105,10 @@ def _engine_in_form(
     log, monitor = BuildLog(api), make_monitor(api, on_progress)
     with interrupting(monitor):
         builder = make_builder(api, log, spec)
-        network = network_from_model(api, builder, log, spec, prepared.model.SerializeToString(), model)
+        network, parser = network_from_model(api, builder, log, spec, prepared.model.SerializeToString(), model)
         if use_attention:
-            keep_attention_whole(api, network.definition)
-        layers = list(layers_of_network(network.definition))
+            keep_attention_whole(api, network)
+        layers = list(layers_of_network(network))
         dtypes = {name: dtype for name, (dtype, _) in value_types(prepared.model).items()}
         compared = check_dtypes(layers, dtypes)
         check_precision(layers, precision)
@@ -118,6 +118,7 @@ def _engine_in_form(
         config.progress_monitor = monitor
         engine = built(builder, network, config, log)
         facts = facts_of(engine, model, started)
+        del parser
     kernels = kernels_from_log(log.kernels)
     info = EngineInfo(
         target=spec.target,
@@ -168,9 +169,9 @@ def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
         raise StageError(STAGE, f"{spec.row.label} {api.__version__} does not start: {explain(log.errors)}") from error
 
 
-def built(builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog) -> bytes:
+def built(builder: Builder, network: INetworkDefinition, config: IBuilderConfig, log: BuildLog) -> bytes:
     """Run the builder. Raises StageError with the reason and the remedy."""
-    serialised = builder.build_serialized_network(network.definition, config)
+    serialised = builder.build_serialized_network(network, config)
     if serialised is None:
         raise StageError(STAGE, explain(log.errors))
     return bytes(serialised)
@@ -220,19 +221,12 @@ def write_engine(output: Path, engine: bytes, info: EngineInfo) -> None:
 PARSER_STAGE = "TensorRT's parser"
 
 
-@dataclass(frozen=True)
-class Network:
-    """A parsed model. The parser owns weights that the network refers to, so both must be kept."""
-
-    definition: INetworkDefinition
-    parser: OnnxParser
-
-
 def network_from_model(
     api: Api, builder: Builder, log: BuildLog, spec: EngineSpec, model: bytes, path: Path
-) -> Network:
+) -> tuple[INetworkDefinition, OnnxParser]:
     """Parse a serialised model. path: its file, beside which external weights are looked for.
 
+    Returns the parser, too, because it owns weights that the network refers to.
     Raises StageError with the node, the reason and the remedy.
     """
     known = api.NetworkDefinitionCreationFlag
@@ -240,11 +234,11 @@ def network_from_model(
     if spec.row.engine_plugins:
         # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
         flags |= 1 << int(known.PREFER_AOT_PYTHON_PLUGINS)
-    definition = builder.create_network(flags)
-    parser = api.OnnxParser(definition, log.logger)
+    network = builder.create_network(flags)
+    parser = api.OnnxParser(network, log.logger)
     if not parser.parse(model, str(path)):
         raise StageError(PARSER_STAGE, parse_failure(parser, log))
-    return Network(definition, parser)
+    return network, parser
 
 
 def keep_attention_whole(api: Api, definition: INetworkDefinition) -> None:
@@ -293,45 +287,31 @@ def config_from_spec(
         api.BuilderFlag.REFIT: spec.refittable,
     }
     for flag, wanted in flags.items():
-        if wanted:
-            config.set_flag(flag)
-        else:
-            config.clear_flag(flag)
+        (config.set_flag if wanted else config.clear_flag)(flag)
     config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
     if spec.optimization_level is not None:
         config.builder_optimization_level = spec.optimization_level
     if spec.workspace_bytes is not None:
         config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, spec.workspace_bytes)
     if spec.row.built_where_it_runs:
-        configure_trt(api, config, spec)
-    else:
-        configure_rtx(api, config, spec)
-    return config
-
-
-def configure_trt(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
-    levels = api.HardwareCompatibilityLevel
-    config.hardware_compatibility_level = {
-        "none": levels.NONE,
-        "ampere+": levels.AMPERE_PLUS,
-        "same-compute-capability": levels.SAME_COMPUTE_CAPABILITY,
-    }[spec.hardware_compatibility]
+        levels = api.HardwareCompatibilityLevel
+        config.hardware_compatibility_level = {
+            "none": levels.NONE,
+            "ampere+": levels.AMPERE_PLUS,
+            "same-compute-capability": levels.SAME_COMPUTE_CAPABILITY,
+        }[spec.hardware_compatibility]
     if spec.timing_cache is not None:
-        known = spec.timing_cache.read_bytes() if spec.timing_cache.is_file() else b""
-        cache = config.create_timing_cache(known)
-        # a cache of another GPU or release is replaced by a new one
-        if cache is None or not config.set_timing_cache(cache, False):
-            empty = config.create_timing_cache(b"")
-            if empty is not None:
-                config.set_timing_cache(empty, False)
-
-
-def configure_rtx(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
-    """Does not touch the timing cache, because reading it makes TensorRT-RTX look for a GPU."""
-    if spec.compute_capabilities:
+        known = [spec.timing_cache.read_bytes()] if spec.timing_cache.is_file() else []
+        # a cache of another GPU or release is replaced by a new one. Reading it makes TensorRT-RTX look for a GPU
+        for contents in (*known, b""):
+            cache = config.create_timing_cache(contents)
+            if cache is not None and config.set_timing_cache(cache, False):
+                break
+    if spec.compute_capabilities:  # of TensorRT-RTX
         config.num_compute_capabilities = len(spec.compute_capabilities)
         for index, number in enumerate(spec.compute_capabilities):
             config.set_compute_capability(getattr(api.ComputeCapability, f"SM{number}"), index)
+    return config
 
 
 def save_timing_cache(spec: EngineSpec, config: IBuilderConfig) -> None:

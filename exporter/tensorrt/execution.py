@@ -111,7 +111,7 @@ def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -
     # a release need not have every type
     named = {dtype.tensorrt: name for name, dtype in DTYPES.items() if dtype.tensorrt}
     dtypes = {getattr(api.DataType, member): name for member, name in named.items() if hasattr(api.DataType, member)}
-    found, expected = [], []
+    found = []
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
         kind = "input" if engine.get_tensor_mode(name) == api.TensorIOMode.INPUT else "output"
@@ -119,8 +119,8 @@ def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -
         found.append(f"{kind} {name} {dtypes.get(dtype, dtype)}")
         if engine.get_tensor_location(name) != api.TensorLocation.DEVICE:
             raise EffexportError(f"{path}: {kind} {name!r} lives in host memory, which effexport does not support")
-    for kind, tensors in (("input", info.inputs), ("output", info.outputs)):
-        expected += [f"{kind} {tensor.name} {tensor.dtype}" for tensor in tensors]
+    expected = [f"input {tensor.name} {tensor.dtype}" for tensor in info.inputs]
+    expected += [f"output {tensor.name} {tensor.dtype}" for tensor in info.outputs]
     if sorted(found) != sorted(expected):
         raise EffexportError(f"{path} has {', '.join(found)}; its sidecar says {', '.join(expected)}; {REBUILD}")
     if engine.num_optimization_profiles != len(info.profiles):
@@ -149,7 +149,7 @@ class Context:
     """An execution context with its present settings, so that a run of the same shapes sets nothing again."""
 
     def __init__(self, context: IExecutionContext, outputs: Sequence[str], stream_handle: int) -> None:
-        self._context: IExecutionContext | None = context
+        self._context = context
         self._outputs = tuple(outputs)
         self._stream_handle = stream_handle
         self._profile: int | None = None
@@ -164,7 +164,7 @@ class Context:
         return self._output_shapes
 
     def _set_shapes(self, profile: int, shapes: Shapes) -> None:
-        context = self._opened()
+        context = self._context
         self._shapes = None  # until everything is set
         if profile != self._profile:
             self._profile = None
@@ -192,22 +192,19 @@ class Context:
         if call.addresses != self._addresses:
             self._addresses = None
             for name, address in call.addresses:
-                if not self._opened().set_tensor_address(name, address):
+                if not self._context.set_tensor_address(name, address):
                     raise EngineRefusalError(f"it does not take the address of {name}")
             self._addresses = call.addresses
         self.enqueue()
 
     def enqueue(self) -> None:
         """Queue the same run again. Raises EngineRefusalError."""
-        if not self._opened().execute_async_v3(self._stream_handle):
+        if not self._context.execute_async_v3(self._stream_handle):
             raise EngineRefusalError("it does not start the run")
 
-    def _opened(self) -> IExecutionContext:
-        assert self._context is not None, "this context is closed"
-        return self._context
-
     def close(self) -> None:
-        self._context = None
+        """Free it, whoever still holds this object."""
+        del self._context
 
 
 @dataclass(frozen=True)
@@ -222,87 +219,24 @@ class Captured:
 Entry = Captured | Literal["seen", "refused"]
 
 
-class Graphs:
-    """Queues calls: the first of a kind without a graph, the second while capturing one, later ones by the graph.
+class Work:
+    """The memory of inputs and outputs of runs, and their graphs. Only for callers inside `Execution.turn`.
 
-    A captured graph belongs to its context: if another shape were set there, the graph would read data of that shape.
-    NVIDIA recommends a context per graph, all of which share their scratch memory; `new_context` makes one. Only the
-    `limit` calls used last are remembered; 0 disables graphs. The caller holds the lock of `cuda`.
+    The first run of a shape is queued without a graph, the second while one is captured, later ones by the graph. It
+    belongs to the context that it was captured in: if another shape were set there, the graph would read data of that
+    shape. NVIDIA recommends a context per graph, all of which share their scratch memory; `new_context` makes one. Only
+    the `most_graphs` calls used last are remembered; 0 disables graphs.
     """
 
-    def __init__(self, cuda: Cuda, main: Context, new_context: Callable[[], Context], limit: int) -> None:
+    def __init__(
+        self, cuda: Cuda, buffers: Buffers, main: Context, new_context: Callable[[], Context], most_graphs: int
+    ) -> None:
+        self.buffers = buffers
         self._cuda = cuda
-        self._main = main
-        self._new_context = new_context
-        self._limit = limit
+        self._main, self._new_context = main, new_context
+        self._most_graphs = most_graphs
         self._entries: OrderedDict[Call, Entry] = OrderedDict()
         self._warned = False
-
-    def run(self, call: Call) -> None:
-        """Queue a run. Raises EngineRefusalError and CudaError."""
-        entry = self._entries.get(call)
-        if isinstance(entry, Captured):
-            self._cuda.launch(entry.graph)
-        elif entry == "seen":
-            entry = self._captured(call)
-        else:
-            self._main.run(call)
-        if self._limit > 0:
-            self._remember(call, entry or "seen")
-
-    def _captured(self, call: Call) -> Entry:
-        """Run a call in a context of its own, then capture a second run, which is not executed."""
-        try:
-            context = self._new_context()
-        except (EngineRefusalError, CudaError) as error:
-            self._warn(error)
-            self._main.run(call)
-            return "refused"
-        try:
-            # the first run of a shape uploads data that TensorRT derives from it, which must not be in the graph
-            context.run(call)
-            self._cuda.synchronize()
-        except BaseException:
-            context.close()
-            raise
-        try:
-            return Captured(context, self._cuda.capture(context.enqueue))
-        except (EngineRefusalError, CudaError) as error:
-            context.close()
-            self._warn(error)
-            return "refused"
-
-    def _remember(self, call: Call, entry: Entry) -> None:
-        self._entries[call] = entry
-        self._entries.move_to_end(call)
-        while len(self._entries) > self._limit:
-            self._release(self._entries.popitem(last=False)[1])
-
-    def _release(self, entry: Entry) -> None:
-        if isinstance(entry, Captured):
-            self._cuda.destroy(entry.graph)
-            entry.context.close()
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"a CUDA graph could not be captured, so runs continue without one: {error}", GraphWarning, stacklevel=2
-            )
-
-    def close(self) -> None:
-        while self._entries:
-            self._release(self._entries.popitem()[1])
-
-
-class Work:
-    """The memory of inputs and outputs, and the graphs of their runs. Only for callers inside `Execution.turn`."""
-
-    def __init__(self, cuda: Cuda, main: Context, graphs: Graphs, buffers: Buffers) -> None:
-        self._cuda = cuda
-        self._main = main
-        self._graphs = graphs
-        self.buffers = buffers
         self._call: Call | None = None
         self._output_shapes: dict[str, Shape] = {}
 
@@ -329,8 +263,54 @@ class Work:
 
     def launch(self) -> None:
         """Queue a run. Raises EngineRefusalError and CudaError."""
-        assert self._call is not None, "prepare comes first"
-        self._graphs.run(self._call)
+        call = self._call
+        assert call is not None, "prepare comes first"
+        entry = self._entries.get(call)
+        if isinstance(entry, Captured):
+            self._cuda.launch(entry.graph)
+        elif entry == "seen":
+            entry = self._captured(call)
+        else:
+            self._main.run(call)
+        if self._most_graphs > 0:
+            self._entries[call] = entry or "seen"
+            self._entries.move_to_end(call)
+            while len(self._entries) > self._most_graphs:
+                self._release(self._entries.popitem(last=False)[1])
+
+    def _captured(self, call: Call) -> Entry:
+        """Run a call in a context of its own, then capture a second run, which is not executed."""
+        try:
+            context = self._new_context()
+        except (EngineRefusalError, CudaError) as error:
+            self._warn(error)
+            self._main.run(call)
+            return "refused"
+        try:
+            # the first run of a shape uploads data that TensorRT derives from it, which must not be in the graph
+            context.run(call)
+            self._cuda.synchronize()
+        except BaseException:
+            context.close()
+            raise
+        try:
+            return Captured(context, self._cuda.capture(context.enqueue))
+        except (EngineRefusalError, CudaError) as error:
+            context.close()
+            self._warn(error)
+            return "refused"
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a CUDA graph could not be captured, so runs continue without one: {error}", GraphWarning, stacklevel=2
+            )
+
+    def _release(self, entry: Entry) -> None:
+        if isinstance(entry, Captured):
+            self._cuda.destroy(entry.graph)
+            entry.context.close()
 
     def fetch(self, but: Collection[str] = ()) -> dict[str, Array]:
         """Wait for the queued work, and return copies of the outputs, except for those that are named."""
@@ -344,7 +324,8 @@ class Work:
         return {name: self.buffers.read(name, shape) for name, shape in shapes.items()}
 
     def close(self) -> None:
-        self._graphs.close()
+        while self._entries:
+            self._release(self._entries.popitem()[1])
         self.buffers.close()
 
 
@@ -445,8 +426,8 @@ class Execution:
         """Work, by default with new memory, that is freed once it is in `abandoned`, or when this is closed."""
         buffers = buffers or Buffers(self.cuda)
         buffers.add((*self._source.info.inputs, *self._source.info.outputs), largest or {})
-        graphs = Graphs(self.cuda, self._main, self._new_context, max_graphs if self.captures else 0)
-        self._works.append(Work(self.cuda, self._main, graphs, buffers))
+        most_graphs = max_graphs if self.captures else 0
+        self._works.append(Work(self.cuda, buffers, self._main, self._new_context, most_graphs))
         return self._works[-1]
 
     def _sweep(self) -> None:

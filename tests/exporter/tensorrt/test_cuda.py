@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from effexport.tensorrt.cuda import Cuda, CudaError, CudaPython, CudaTorch, _Span, open_cuda
+from effexport.tensorrt.cuda import Cuda, CudaError, CudaPython, CudaTorch, bytes_at, open_cuda
 
 
 def in_a_process_without_a_gpu(code: str) -> str:
@@ -100,7 +100,7 @@ for result in (runtime.cudaStreamEndCapture(cuda._stream), runtime.cudaGraphInst
 
 def test_pinned_memory_of_cuda_python_is_the_memory_itself() -> None:
     owner = np.arange(10, dtype=np.uint8)
-    view = np.asarray(_Span(owner.ctypes.data, 10))
+    view = bytes_at(owner.ctypes.data, 10)
     view[3] = 200
     assert owner[3] == 200
     assert view.view(np.dtype(ml_dtypes.bfloat16)).shape == (5,)
