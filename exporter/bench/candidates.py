@@ -192,7 +192,7 @@ def reason_not_here(runtime: str) -> str | None:
             return "PyTorch sees no NVIDIA GPU here"
         without_triton = row.compiled and importlib.util.find_spec("triton") is None
         return "torch.compile needs Triton on a GPU: pip install triton" if without_triton else None
-    from effexport.tensorrt.cuda import open_cuda
+    from effexport.runners.cuda import open_cuda
 
     try:
         open_cuda(row.package.extra).close()

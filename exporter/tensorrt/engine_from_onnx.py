@@ -18,6 +18,7 @@ from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.version import __version__
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
 from effexport.plugins.masked_attention.trt import OPERATOR
+from effexport.runners.cuda import current_compute_capability
 from effexport.tensorrt.bindings import (
     BuildLog,
     OnProgress,
@@ -28,7 +29,6 @@ from effexport.tensorrt.bindings import (
     make_runtime,
     plain,
 )
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.preparation import ATTENTION, STAGE, attention_form, prepared_model
 from effexport.tensorrt.sidecar import (
     AttentionForm,

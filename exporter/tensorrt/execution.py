@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.base.dtypes import DTYPES
 from effexport.base.errors import EffexportError, GraphWarning, RuntimeFailedError, UserError
 from effexport.base.runtimes import ENGINE_RUNTIMES
+from effexport.runners.cuda import EAGER_BYTES, Buffers, Cuda, CudaError, Memory, open_cuda
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.bindings import BuildLog, import_api, make_runtime
-from effexport.tensorrt.cuda import EAGER_BYTES, Buffers, Cuda, CudaError, Memory, open_cuda
 from effexport.tensorrt.sidecar import (
     REBUILD,
     EngineInfo,

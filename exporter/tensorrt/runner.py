@@ -13,10 +13,10 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.runtimes import engine_name
 from effexport.base.spec import NEXT_PREFIX
 from effexport.export.onnx_graph import model_digest
+from effexport.runners.cuda import Cuda
 from effexport.runners.decode import DecodeRunner, Graph, states_of, zero_state
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import CheckedRunner, Closeable, FeedLimits, check_bound_feeds, signature_of
-from effexport.tensorrt.cuda import Cuda
 from effexport.tensorrt.execution import Execution, Source, checked_sources, shapes_of
 from effexport.tensorrt.sidecar import EngineInfo, Shape
 from effexport.tensorrt.spec import Profiles

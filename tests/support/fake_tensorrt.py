@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
-from effexport.tensorrt.cuda import CudaError, Memory, PinnedMemory
+from effexport.runners.cuda import CudaError, Memory, PinnedMemory
 from effexport.tensorrt.sidecar import ShapeRange
 
 POISON = 0xA5

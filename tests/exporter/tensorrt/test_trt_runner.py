@@ -21,9 +21,9 @@ from tensorrt_stub import declared
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
 from effexport.base.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
+from effexport.runners.cuda import EAGER_BYTES, Buffers, CudaPython, CudaTorch
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import FeedLimits, Runner
-from effexport.tensorrt.cuda import EAGER_BYTES, Buffers, CudaPython, CudaTorch
 from effexport.tensorrt.runner import TrtRunner
 from effexport.tensorrt.sidecar import EngineInfo, sidecar_path, write_sidecar
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from effexport.base.dtypes import Array
-    from effexport.tensorrt.sidecar import Shape
+
+
+Shape = tuple[int, ...]
 
 
 class CudaError(EffexportError):

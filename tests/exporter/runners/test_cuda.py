@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from effexport.tensorrt.cuda import Cuda, CudaError, CudaPython, CudaTorch, bytes_at, open_cuda
+from effexport.runners.cuda import Cuda, CudaError, CudaPython, CudaTorch, bytes_at, open_cuda
 
 
 def in_a_process_without_a_gpu(code: str) -> str:
@@ -33,7 +33,7 @@ def in_a_process_without_a_gpu(code: str) -> str:
 @pytest.mark.parametrize("before", ["", "import torch"])
 def test_without_a_gpu_the_error_says_what_running_needs(before: str) -> None:
     output = in_a_process_without_a_gpu(
-        f"{before}\nfrom effexport.tensorrt.cuda import open_cuda\n"
+        f"{before}\nfrom effexport.runners.cuda import open_cuda\n"
         "try: open_cuda('rtx')\nexcept Exception as error: print(type(error).__name__, error)"
     )
     assert output.startswith("UserError CUDA finds no GPU that it can use (cudaError")
@@ -42,7 +42,7 @@ def test_without_a_gpu_the_error_says_what_running_needs(before: str) -> None:
 
 @pytest.mark.requires("rtx")
 def test_every_name_of_cuda_python_that_we_use_is_there() -> None:
-    source = importlib.import_module("effexport.tensorrt.cuda")
+    source = importlib.import_module("effexport.runners.cuda")
     names = dotted_names(ast.parse(inspect.getsource(source)), {"runtime", "_runtime"})
     names |= {("cudaGetDeviceCount",), ("cudaError_t", "cudaSuccess")}
     assert len(names) > 20
@@ -73,8 +73,8 @@ def test_cuda_python_takes_our_arguments() -> None:
     output = in_a_process_without_a_gpu("""
 import numpy as np
 from cuda.bindings import runtime
-from effexport.tensorrt.cuda import CudaError, Memory, PinnedMemory
-from effexport.tensorrt.cuda import CudaPython
+from effexport.runners.cuda import CudaError, Memory, PinnedMemory
+from effexport.runners.cuda import CudaPython
 
 cuda = object.__new__(CudaPython)
 cuda._runtime, cuda._device, cuda._stream = runtime, 0, runtime.cudaStream_t()
