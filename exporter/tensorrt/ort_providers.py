@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import KernelWarning, UserError
-from effexport.base.files import file_digest
 from effexport.base.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT
-from effexport.plugins.building.library import make_cache_folder
+from effexport.plugins.building.library import make_cache_folder, sha256_of
 from effexport.plugins.errors import LibraryError
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.bindings import version_tuple
@@ -110,7 +109,7 @@ def engine_folder(settings: RunOptions, model: Path | bytes, external: Collectio
     check_tf32(settings)
     digest = hashlib.sha256(repr(conditions).encode())
     for part in (model, *sorted(external)):
-        digest.update(hashlib.sha256(part).digest() if isinstance(part, bytes) else bytes.fromhex(file_digest(part)))
+        digest.update(hashlib.sha256(part).digest() if isinstance(part, bytes) else bytes.fromhex(sha256_of(part)))
     try:
         folder = make_cache_folder(settings.runtime) / digest.hexdigest()[:32]
         folder.mkdir(mode=0o755, exist_ok=True)
