@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,37 @@ import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
 from effexport.runners.cuda import CudaError, Memory, PinnedMemory
-from effexport.tensorrt.sidecar import ShapeRange
+from effexport.tensorrt.sidecar import EngineInfo, ShapeRange, write_sidecar
 
 POISON = 0xA5
 STREAM = 77
+VERSION = "11.4.0.106"
 
 Arrays = dict[str, np.ndarray]
+
+
+def written_engine(path: Path, **fields: Any) -> EngineInfo:
+    """Write an engine that only FakeTensorRT loads, with its sidecar. fields: inputs, outputs, profiles, and any of the
+    sidecar's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"an engine")
+    usual: dict[str, Any] = {
+        "target": "trt",
+        "tensorrt_version": VERSION,
+        "effexport_version": "0.1.0",
+        "created": "2026-01-01T00:00:00+00:00",
+        "precision": "fp32",
+        "options": {},
+        "onnx_sha256": "a" * 64,
+        "onnx_bytes": 1,
+        "engine_sha256": hashlib.sha256(b"an engine").hexdigest(),
+        "engine_bytes": len(b"an engine"),
+        "build_seconds": 1.0,
+        "compute_capabilities": (90,),
+    }
+    info = EngineInfo(**{**usual, **fields})
+    write_sidecar(path, info)
+    return info
 
 
 class FakeCuda:
@@ -186,7 +212,7 @@ class FakeTensorRT:
     alive: how many engines and contexts there are.
     """
 
-    def __init__(self, model: FakeModel, cuda: FakeCuda, version: str = "11.4.0.106") -> None:
+    def __init__(self, model: FakeModel, cuda: FakeCuda, version: str = VERSION) -> None:
         self.__version__ = version
         self.model, self.cuda = model, cuda
         self.models: dict[bytes, FakeModel] = {}
