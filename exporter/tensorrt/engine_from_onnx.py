@@ -105,7 +105,7 @@ def _engine_in_form(
     log, monitor = BuildLog(api), make_monitor(api, on_progress)
     with interrupting(monitor):
         builder = make_builder(api, log, spec)
-        network, parser = network_from_model(api, builder, log, spec, prepared.model.SerializeToString(), model)
+        network, _parser = network_from_model(api, builder, log, spec, prepared.model.SerializeToString(), model)
         if use_attention:
             keep_attention_whole(api, network)
         layers = list(layers_of_network(network))
@@ -117,8 +117,7 @@ def _engine_in_form(
         started = time.perf_counter()
         config.progress_monitor = monitor
         engine = built(builder, network, config, log)
-        facts = facts_of(engine, model, started)
-        del parser
+        seconds = time.perf_counter() - started
     kernels = kernels_from_log(log.kernels)
     info = EngineInfo(
         target=spec.target,
@@ -141,7 +140,7 @@ def _engine_in_form(
         tensors_compared=compared,
         remarks=(*remarks, *prepared.remarks),
         model=model.name,
-        **facts,
+        **facts_of(engine, model, seconds),
     )
     info = inspected(api, info, engine, dtypes)
     write_engine(output, engine, info)
@@ -149,8 +148,8 @@ def _engine_in_form(
     return info
 
 
-def facts_of(engine: bytes, model: Path, started: float) -> dict[str, Any]:
-    """The fields of a sidecar that tell one file of an engine from another. started: by time.perf_counter."""
+def facts_of(engine: bytes, model: Path, seconds: float) -> dict[str, Any]:
+    """The fields of a sidecar that tell one file of an engine from another. seconds: to build or to refit it."""
     return {
         "effexport_version": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,7 +157,7 @@ def facts_of(engine: bytes, model: Path, started: float) -> dict[str, Any]:
         "onnx_bytes": model.stat().st_size,
         "engine_sha256": hashlib.sha256(engine).hexdigest(),
         "engine_bytes": len(engine),
-        "build_seconds": round(time.perf_counter() - started, 3),
+        "build_seconds": round(seconds, 3),
     }
 
 
@@ -381,7 +380,7 @@ def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path)
         raise StageError(REFIT_STAGE, explain(log.errors))
     content = bytes(engine.serialize())
     remarks = (*(remark for remark in info.remarks if remark != REFITTED), REFITTED)
-    refitted = replace(info, remarks=remarks, **facts_of(content, model, started))
+    refitted = replace(info, remarks=remarks, **facts_of(content, model, time.perf_counter() - started))
     write_engine(output, content, refitted)
     return refitted
 

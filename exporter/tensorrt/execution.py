@@ -389,9 +389,10 @@ class Execution:
         del self._engine, self._runtime
 
     def _stream_weights(self) -> None:
-        budget, streamable = self._settings.weight_streaming_budget_bytes, self._engine.streamable_weights_size
+        budget = self._settings.weight_streaming_budget_bytes
         if budget is None:
             return
+        streamable = self._engine.streamable_weights_size
         if not streamable:
             raise UserError(
                 f"{self._source.path} was built without weight streaming, so a budget does not apply; leave it out, or "

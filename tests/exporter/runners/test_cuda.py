@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from effexport.runners.cuda import Cuda, CudaError, CudaPython, CudaTorch, bytes_at, open_cuda
+from effexport.runners.cuda import Cuda, CudaError, CudaPython, CudaTorch, Memory, PinnedMemory, bytes_at, open_cuda
 
 
 def in_a_process_without_a_gpu(code: str) -> str:
@@ -181,6 +181,18 @@ def test_an_error_of_cuda_has_its_name_and_its_text_and_is_not_left_for_others()
     with pytest.raises(CudaError, match=r"^CUDA reports cudaErrorMemoryAllocation: out of memory$"):
         cuda.allocate(16)
     assert runtime.calls[-1] == ("cudaGetLastError",)
+
+
+def test_memory_is_copied_and_freed_as_what_it_is() -> None:
+    runtime = FakeRuntime()
+    cuda = CudaPython(runtime)
+    runtime.calls.clear()
+    device, pinned = Memory(512, 16), PinnedMemory(1024, 16, array=np.zeros(16, np.uint8))
+    cuda.copy(device, pinned, 10)
+    cuda.free(device)
+    cuda.free(pinned)
+    copy = ("cudaMemcpyAsync", 512, 1024, 10, "cudaMemcpyDefault", 77)
+    assert runtime.calls == [copy, ("cudaFree", 512), ("cudaFreeHost", 1024)]
 
 
 def test_a_capture_of_cuda_python_leaves_an_executable_and_nothing_else() -> None:

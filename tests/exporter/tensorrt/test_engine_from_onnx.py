@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any
 import onnx
 import onnx.parser
 import pytest
+from fake_tensorrt import written_engine
 from slow_cases import some_variants
 
 from effexport.artifact import Artifact
-from effexport.base.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import DiskError, EffexportError, StageError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import module_from_spec
@@ -282,13 +283,17 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
 
 
 @pytest.fixture
-def engine(built: Built, tmp_path: Path) -> Path:
-    artifact = built("softmax", "encoder")
+def engine(tmp_path: Path) -> Path:
+    """A file that no TensorRT loads, with a sidecar: enough for all that is looked at before."""
     path = tmp_path / "x.engine"
-    engine_from_onnx(
-        artifact.model_path,
-        EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec)),
+    written_engine(
         path,
+        target="trt-rtx",
+        tensorrt_version="1.7.1.116",
+        compute_capabilities=(),
+        inputs=(TensorInfo("x", "float32", ("n",)),),
+        outputs=(TensorInfo("y", "float32", ("n",)),),
+        profiles=({"x": ((1,), (2,), (4,))},),
     )
     return path
 
@@ -347,15 +352,6 @@ def test_an_engine_of_another_model_release_or_gpu_is_refused(engine: Path) -> N
     check_runs_here(engine, portable, "11.4.0.106", 90)
     with pytest.raises(UserError, match="expected the same release or a later one"):
         check_runs_here(engine, replace(portable, tensorrt_version="11.4.0.106"), "10.16.1.11", 90)
-
-
-def test_a_missing_tensorrt_names_its_extra_and_the_way_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(MissingExtraError, match=r"effexport\[tensorrt\].*--target trt-rtx builds without one"):
-        import_api("trt")
-    with pytest.raises(MissingExtraError, match=r"effexport\[rtx\].*needs no GPU to build"):
-        import_api("trt-rtx")
 
 
 def test_a_tensorrt_that_is_too_old_is_refused() -> None:

@@ -565,33 +565,56 @@ def public(kind: type) -> set[str]:
 # Refusals, in the order in which they are looked for.
 
 
-def test_a_missing_sidecar_is_named(make: Make) -> None:
-    machine = make()
+def without_sidecar(machine: Machine) -> None:
     sidecar_path(machine.path).unlink()
-    with pytest.raises(UserError, match=r"has no trt\.json beside it, .*copy both files together"):
-        machine.open()
 
 
-@pytest.mark.parametrize("content", [b"an enginE", b"an engine, longer"])
-def test_a_damaged_engine_is_refused(make: Make, content: bytes) -> None:
+def of_another_length(machine: Machine) -> None:
+    machine.path.write_bytes(b"an engine, longer")
+
+
+def of_other_bytes(machine: Machine) -> None:
+    machine.path.write_bytes(b"an enginE")
+
+
+def of_another_model(machine: Machine) -> None:
+    write_sidecar(machine.path, replace(machine.info, onnx_sha256="b" * 64))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_sidecar, r"has no trt\.json beside it, .*copy both files together"),
+        (of_another_length, r"is damaged: it has .*; build the engine again, or copy it again from its source"),
+        (of_other_bytes, r"is damaged: it does not match .*; build the engine again, or copy it again from its source"),
+        (of_another_model, r"was built from another model\.onnx \(sha256 bbbbbbbbbbbb…; .*aaaa"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_refused(
+    make: Make, spoil: Callable[[Machine], None], message: str
+) -> None:
     machine = make()
-    machine.path.write_bytes(content)
-    with pytest.raises(UserError, match=r"is damaged: .*; build the engine again, or copy it again from its source"):
-        machine.open()
-
-
-def test_an_engine_of_another_model_is_refused(make: Make) -> None:
-    machine = make()
-    with pytest.raises(UserError, match=r"was built from another model\.onnx \(sha256 aaaaaaaaaaaa…; .*bbbb"):
-        machine.open(onnx_sha256="b" * 64)
     machine.open(onnx_sha256="a" * 64).close()
+    spoil(machine)
+    with pytest.raises(UserError, match=message):
+        machine.open(onnx_sha256="a" * 64)
 
 
 @pytest.mark.parametrize(
     ("target", "module", "version", "message"),
     [
-        ("trt", "tensorrt", None, r"TensorRT is not installed; add it with: pip install 'effexport\[tensorrt\]'"),
-        ("trt-rtx", "tensorrt_rtx", None, r"TensorRT-RTX is not installed; .*pip install 'effexport\[rtx\]'"),
+        (
+            "trt",
+            "tensorrt",
+            None,
+            r"TensorRT is not installed; .*effexport\[tensorrt\].*--target trt-rtx builds w",
+        ),
+        (
+            "trt-rtx",
+            "tensorrt_rtx",
+            None,
+            r"TensorRT-RTX is not installed; .*effexport\[rtx\].*needs no GPU to build",
+        ),
         ("trt", "tensorrt", "10.0.1", r"TensorRT 10\.0\.1 is installed; expected 10\.13 or later: pip install --up"),
     ],
 )
