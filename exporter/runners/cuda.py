@@ -77,6 +77,9 @@ class CudaPython:
     def selected(self) -> Iterator[None]:
         """Make the device the current one of the thread, and restore the previous one afterwards."""
         before = self._checked(self._runtime.cudaGetDevice())
+        if before == self._device:
+            yield
+            return
         self._checked(self._runtime.cudaSetDevice(self._device))
         try:
             yield

@@ -377,7 +377,8 @@ def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compu
             f"was built with {product} {info.tensorrt_version}, and {tensorrt_version} is installed",
             f"expected {expected}: install it, or {rebuild}",
         )
-    if compute_capability < 80 if info.from_ampere_on else compute_capability not in info.compute_capabilities:
+    covered = compute_capability >= 80 if info.from_ampere_on else compute_capability in info.compute_capabilities
+    if not covered:
         raise EngineMismatchError(
             engine,
             f"was built for {info.built_for}, and this GPU is SM {compute_capability}",
