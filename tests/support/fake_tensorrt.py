@@ -120,7 +120,7 @@ class FakeCuda:
         return PinnedMemory(self._next_address, nbytes, array=array)
 
     def copy(self, destination: Memory, source: Memory, nbytes: int) -> None:
-        self._count("copy")
+        self._count("copy_to_host" if isinstance(destination, PinnedMemory) else "copy_to_device")
         assert isinstance(source, PinnedMemory) != isinstance(destination, PinnedMemory)
         assert nbytes <= min(destination.nbytes, source.nbytes)
 

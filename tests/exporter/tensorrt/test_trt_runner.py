@@ -406,7 +406,7 @@ def test_bound_inputs_stay_on_the_device(make: Make, settings: RunOptions) -> No
         for seed in range(4):
             copies = dict(machine.cuda.counts)
             bound.run()
-            for name in ("copy", "allocate"):
+            for name in ("copy_to_device", "copy_to_host", "allocate"):
                 assert machine.cuda.counts[name] == copies[name] if name in copies else name not in machine.cuda.counts
             assert_right(machine, feeds, bound.outputs())
             other.run()
