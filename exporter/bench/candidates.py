@@ -192,7 +192,7 @@ def reason_not_here(runtime: str) -> str | None:
             return "PyTorch sees no NVIDIA GPU here"
         without_triton = row.compiled and importlib.util.find_spec("triton") is None
         return "torch.compile needs Triton on a GPU: pip install triton" if without_triton else None
-    from effexport.tensorrt.cuda import open_cuda
+    from effexport.runners.cuda import open_cuda
 
     try:
         open_cuda(row.package.extra).close()
@@ -223,14 +223,13 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
 
 def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:
     """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
-    from effexport.tensorrt.cuda import current_compute_capability
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
     from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
     sizes = {"batch": case.batch, "seq": case.seq_len}
     profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
     spec = EngineSpec(target=case.runtime, profiles=(profile,))
-    engine_from_onnx(model, spec, output, current_compute_capability, precision=spec_from_case(case).precision)
+    engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
 
 
 def is_beyond_runtime(error: BaseException) -> bool:

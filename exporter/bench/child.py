@@ -103,7 +103,7 @@ def check_gpu(cell: Cell) -> None:
     """Raises UserError if the GPU of this process does not have the architecture of the cell."""
     if not cell.needs_gpu or not cell.gpu:
         return
-    from effexport.tensorrt.cuda import current_compute_capability
+    from effexport.runners.cuda import current_compute_capability
 
     found = current_compute_capability("tensorrt")
     if f"sm_{found}" != cell.gpu:

@@ -86,7 +86,6 @@ from effexport.report.rendering.text import failure_lines
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.session import check_settings
 from effexport.tensorrt.bindings import import_api
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_engine
 from effexport.tensorrt.sidecar import summary_of_engine
 from effexport.tensorrt.spec import EngineSpec, profile_remarks, within
@@ -475,7 +474,6 @@ def build_engine(
             build.folder / model,
             engine,
             build.folder / name,
-            current_compute_capability,
             precision=build.spec.precision,
             remarks=remarks,
             on_progress=on_progress,

@@ -19,7 +19,6 @@ from effexport.export.module_source import weights_digest
 from effexport.export.onnx_graph import graph_inputs, operators_of_model, why_not_readable
 from effexport.models.contract import ModelContract
 from effexport.models.sources import ModelSource, source_of_new_weights
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import spec_of_engine, why_not_renewed
 from effexport.tensorrt.sidecar import read_sidecar
 from effexport.tensorrt.spec import EngineSpec
@@ -161,7 +160,7 @@ def engines_of_artifact(artifact: Artifact) -> tuple[list[EngineSpec], list[str]
     for target in dict.fromkeys(engine.target for engine in artifact.manifest.engines):
         # the engines of a decode step and a prefill have the spec of the model's
         spec = spec_of_engine(read_sidecar(artifact.engine_path(target)))
-        reason = why_not_renewed(spec, current_compute_capability)
+        reason = why_not_renewed(spec)
         if reason:
             name = engine_name(target)
             left_out.append(f"{LEFT_OUT} {name}: it has the old weights and cannot be made again here: {reason}")

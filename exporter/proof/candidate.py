@@ -35,7 +35,6 @@ from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import FeedLimits, Runner, limits_from_spec
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.sidecar import EngineInfo
 from effexport.tensorrt.spec import EngineSpec, Profile, Range, profile_from_shapes
@@ -272,7 +271,7 @@ def engine_with_given_buckets(
         (folder / location).symlink_to((model.parent / location).resolve())
     path = folder / f"given{ENGINE_SUFFIX}"
     changed_spec = spec_with_given_buckets(info, spec, values)
-    engine_from_onnx(changed, changed_spec, path, current_compute_capability, precision=info.precision)
+    engine_from_onnx(changed, changed_spec, path, precision=info.precision)
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ import msgspec
 from effexport.artifact import is_bare_checkpoint, open_artifact
 from effexport.base.errors import UserError
 from effexport.base.formatting import command_line
+from effexport.base.runtimes import ENGINE_SUFFIX
 from effexport.base.spec import build_spec_from_checkpoint
 from effexport.export.module_source import why_too_large
 from effexport.export.onnx_graph import external_sizes, graph_tensors, load_graph, opset_of
@@ -20,7 +22,7 @@ from effexport.models.shapes import count
 from effexport.models.validation import near_path
 from effexport.plugins.ops import DOMAIN
 from effexport.runners.ort.kernels import kernel_library
-from effexport.tensorrt.sidecar import check_engine_file, is_engine, read_sidecar
+from effexport.tensorrt.sidecar import check_engine_file, read_sidecar
 
 if TYPE_CHECKING:
     import onnx
@@ -33,10 +35,10 @@ EXPECTED = "expected an artifact folder, a checkpoint folder, an ONNX file or an
 
 def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
     """The kind of a path's content, and its description. Raises UserError for a path that holds something else."""
-    if is_engine(path):
+    if path.suffix == ENGINE_SUFFIX:
         info = read_sidecar(path)
         check_engine_file(path, info)
-        return "engine", {"path": str(path), "engine": info.to_dict()}
+        return "engine", {"path": str(path), "engine": asdict(info)}
     if is_bare_checkpoint(path):
         return "checkpoint", describe_checkpoint(path)
     if not path.exists():

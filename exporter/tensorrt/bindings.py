@@ -14,7 +14,6 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,7 +23,7 @@ from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.termination import SIGNALS, terminate
 
 if TYPE_CHECKING:
-    from tensorrt import Api
+    from tensorrt import Api, Runtime
 
 
 def import_api(target: str) -> Api:
@@ -32,24 +31,24 @@ def import_api(target: str) -> Api:
 
     Raises MissingExtraError if they are not installed, and UserError if they are too old or do not load.
     """
-    package, title = ENGINE_RUNTIMES[target].package, ENGINE_RUNTIMES[target].label
+    row = ENGINE_RUNTIMES[target]
     try:
-        module = cast("Api", importlib.import_module(package.module))
+        module = cast("Api", importlib.import_module(row.package.module))
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == package.module:
-            raise MissingExtraError(title, package.extra, remark=ENGINE_RUNTIMES[target].missing) from error
-        raise UserError(f"{title} is installed but does not load: {error}") from error
+        if isinstance(error, ModuleNotFoundError) and error.name == row.package.module:
+            raise MissingExtraError(row.label, row.package.extra, remark=row.missing) from error
+        raise UserError(f"{row.label} is installed but does not load: {error}") from error
     check_version(target, module.__version__)
     return module
 
 
 def check_version(target: str, version: str) -> None:
     """Raises UserError for a release older than the oldest that has this API."""
-    package = ENGINE_RUNTIMES[target].package
-    if version_tuple(version) < package.oldest:
+    row = ENGINE_RUNTIMES[target]
+    if version_tuple(version) < row.package.oldest:
         raise UserError(
-            f"{ENGINE_RUNTIMES[target].label} {version} is installed; expected "
-            f"{'.'.join(map(str, package.oldest))} or later: pip install --upgrade 'effexport[{package.extra}]'"
+            f"{row.label} {version} is installed; expected {'.'.join(map(str, row.package.oldest))} or later: "
+            f"pip install --upgrade 'effexport[{row.package.extra}]'"
         )
 
 
@@ -63,6 +62,7 @@ T = TypeVar("T")
 
 # How the builder's message with all kernels begins.
 LISTING = "Layers:\n"
+NO_REASON = "it gave no reason"
 # Logged for every graph with int64 inputs, which all of ours have.
 _NOISE = ("Make sure input", "Make sure output", "already exists, the output tensors")
 
@@ -78,9 +78,9 @@ class BuildLog:
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.kernels: list[str] = []
-        self.logger = logger_of_process(api.ILogger)
         self.restart()
         with _lock:
+            self.logger = logger_of_process(api.ILogger)
             _open_logs.add(self)
 
     def restart(self) -> None:
@@ -88,6 +88,11 @@ class BuildLog:
         self.thread = _current.thread
         for messages in (self.errors, self.warnings, self.kernels):
             messages.clear()
+
+    @property
+    def said(self) -> str:
+        """The first error."""
+        return plain(self.errors[0]) if self.errors else NO_REASON
 
     def made(self, make: Callable[[Any], T]) -> T:
         """An object of TensorRT's, `make(logger)`.
@@ -97,6 +102,15 @@ class BuildLog:
         """
         with without_garbage_collection():
             return make(self.logger)
+
+
+def make_runtime(api: Api, log: BuildLog, trusted: bool) -> Runtime:
+    """A runtime, which loads engines. trusted: whether they may contain host code, as version-compatible engines do,
+    which have a lean runtime of their release."""
+    runtime = log.made(api.Runtime)
+    if trusted:
+        runtime.engine_host_code_allowed = True
+    return runtime
 
 
 class _Current(threading.local):
@@ -119,14 +133,9 @@ def listeners() -> list[BuildLog]:
     return [log for log in logs if log.thread is _current.thread] or logs
 
 
-def logger_of_process(base: Any) -> Any:
-    """The one instance of an ILogger that collects messages: TensorRT wants one logger per process."""
-    with _lock:
-        return _new_logger(base)
-
-
 @functools.cache
-def _new_logger(base: Any) -> Any:
+def logger_of_process(base: Any) -> Any:
+    """The one instance of an ILogger that collects messages: TensorRT wants one per process. Called with the lock."""
     fatal = (base.INTERNAL_ERROR, base.ERROR)
 
     class Logger(base):  # type: ignore[misc]  # the bindings have no types
@@ -150,7 +159,7 @@ OnProgress = Callable[[str, float], None]
 
 
 def make_monitor(api: Api, on_progress: OnProgress) -> Any:
-    """An IProgressMonitor that reports the outermost phases, and lets Ctrl-C through.
+    """An IProgressMonitor that reports the outermost phases and their parts, and lets Ctrl-C through.
 
     An exception cannot cross the library. An interrupt is therefore stored in `interrupted`, and the next
     `step_complete` cancels the build.
@@ -164,29 +173,23 @@ def make_monitor(api: Api, on_progress: OnProgress) -> Any:
             self._steps: dict[str, int] = {}
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            if parent_phase is None or parent_phase in self._outermost():
+            if parent_phase in (None, next(iter(self._steps), None)):
                 self._steps[phase_name] = num_steps
-                self._report(phase_name, 0.0)
+                self._report(phase_name, 0)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             if phase_name in self._steps:
-                self._report(phase_name, (step + 1) / max(1, self._steps[phase_name]))
+                self._report(phase_name, step + 1)
             return not self.interrupted
-
-        def interrupt(self) -> None:
-            self.interrupted = True
 
         def phase_finish(self, phase_name: str) -> None:
             self._steps.pop(phase_name, None)
 
-        def _outermost(self) -> list[str]:
-            return list(self._steps)[:1]
-
-        def _report(self, phase: str, share: float) -> None:
+        def _report(self, phase: str, done: int) -> None:
             try:
-                on_progress(phase, min(1.0, share))
+                on_progress(phase, min(1.0, done / max(1, self._steps[phase])))
             except KeyboardInterrupt:
-                self.interrupt()
+                self.interrupted = True
 
     return Monitor()
 
@@ -202,7 +205,7 @@ def interrupting(monitor: Any) -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        monitor.interrupt()
+        monitor.interrupted = True
 
     usual: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if threading.current_thread() is threading.main_thread():
@@ -221,52 +224,44 @@ def interrupting(monitor: Any) -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """A message of TensorRT, its meaning and a remedy; both texts may use the groups of the expression."""
-
-    expression: str
-    reason: str
-    remedy: str
-
-
+# Messages of TensorRT, their meaning and a remedy; both texts may use the groups of the expression.
 _PATTERNS = (
-    _Pattern(
+    (
         r"no tactics to implement the operation within workspace limit|insufficient workspace|increas\w+ the workspace",
         "no implementation of some layer fits into the workspace",
         "raise the limit, workspace in [engine] of the spec file, lower the maxima of --profile, or leave it out",
     ),
-    _Pattern(
+    (
         r"Cannot compile operation '(?P<node>[^']+)' for Turing \(SM75\): (?P<why>[^.]+)",
         "node {node} cannot be built for SM 75: {why}",
         "leave 75 out of compute_capabilities; parts of every model stay in float32, whatever its precision",
     ),
-    _Pattern(
+    (
         r"Attention operation was not supported by a dedicated kernel",
         "it has no kernel for all of the operator Attention in these types and sizes",
         "use the function body or a plugin of ours, or build the model with an --opset before 23",
     ),
-    _Pattern(
+    (
         r"(?P<layer>\w+Layer) (?P<node>[^\s:]+): (?:[^\s:]+: )?(?P<why>[^\n]*?)\s*In \w+ at",
         "{layer} at node {node}: {why}",
         "build an artifact with effexport, or report this graph",
     ),
-    _Pattern(
+    (
         r"[Oo]ut of memory|OutOfMemory|cudaErrorMemoryAllocation",
         "the GPU ran out of memory while building",
         "lower the maxima of --profile, set workspace in [engine] of a spec file, or free the GPU",
     ),
-    _Pattern(
+    (
         r"Unable to load library: (?P<library>[^:\s]+)",
         "TensorRT does not find its library {library}",
         "install it beside the bindings, or leave version_compatible out",
     ),
-    _Pattern(
+    (
         r"CUDA driver version is insufficient|no CUDA-capable device|cudaError 35|cudaErrorNoDevice",
         "this step needs an NVIDIA GPU with a recent driver, and this machine has none",
         "build on a machine with a GPU, or use --target trt-rtx, which needs none",
     ),
-    _Pattern(
+    (
         r"Dimension mismatch for tensor (?P<node>\S+) and profile",
         "the profile does not fit the shape of {node}",
         "choose other sizes with --profile",
@@ -276,21 +271,15 @@ _PATTERNS = (
 
 def explain(errors: Sequence[str]) -> str:
     """The reason of a failed build and the remedy, found in the lines of its log."""
-    for pattern in _PATTERNS:
+    for expression, reason, remedy in _PATTERNS:
         for line in errors:
-            if match := re.search(pattern.expression, line):
-                groups = match.groupdict()
-                return f"{pattern.reason.format(**groups)}; {pattern.remedy.format(**groups)}"
-    if not errors:
-        return "it gave no reason"
-    return f"TensorRT reports: {plain(errors[0])}"
+            if match := re.search(expression, line):
+                return f"{reason}; {remedy}".format(**match.groupdict())
+    return f"TensorRT reports: {plain(errors[0])}" if errors else NO_REASON
 
 
 def plain(line: str) -> str:
     """A line of the log without the places in TensorRT's own sources."""
     text = re.sub(r"\s+", " ", line)
-    text = re.sub(r"\s*\(In (function )?\w+ at /[^\s)]+\)", "", text)
-    text = re.sub(r"\s*In (function )?\w+ at /[^\s)]+", "", text)
-    text = re.sub(r"^\w+::\w+: ", "", text)
-    text = re.sub(r"^Error Code \d+: ", "", text)
-    return text.strip()
+    text = re.sub(r"\s*\(In (function )?\w+ at /[^\s)]+\)|\s*In (function )?\w+ at /[^\s)]+", "", text)
+    return re.sub(r"^(\w+::\w+: )?(Error Code \d+: )?", "", text).strip()

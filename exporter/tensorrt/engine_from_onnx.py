@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,17 @@ from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.version import __version__
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
 from effexport.plugins.masked_attention.trt import OPERATOR
-from effexport.tensorrt.bindings import BuildLog, OnProgress, explain, import_api, interrupting, make_monitor, plain
+from effexport.runners.cuda import current_compute_capability
+from effexport.tensorrt.bindings import (
+    BuildLog,
+    OnProgress,
+    explain,
+    import_api,
+    interrupting,
+    make_monitor,
+    make_runtime,
+    plain,
+)
 from effexport.tensorrt.preparation import ATTENTION, STAGE, attention_form, prepared_model
 from effexport.tensorrt.sidecar import (
     AttentionForm,
@@ -42,16 +52,10 @@ if TYPE_CHECKING:
     from tensorrt import Api, Builder, IAttentionInputLayer, IBuilderConfig, INetworkDefinition, OnnxParser
 
 
-# Takes the optional part of effexport that runs engines, and returns the compute capability of the GPU of this machine,
-# such as 90. Raises UserError without a GPU.
-FindGpu = Callable[[str], int]
-
-
 def engine_from_onnx(
     model: Path,
     spec: EngineSpec,
     output: Path,
-    find_gpu: FindGpu,
     *,
     precision: str = "fp32",
     remarks: tuple[str, ...] = (),
@@ -60,15 +64,14 @@ def engine_from_onnx(
     """Build an engine and write it to `output` with its sidecar beside it; on failure, write neither.
 
     model: a model.onnx with its external weights beside it. precision: that of its matrix products, which is checked,
-    because the graph decides it. find_gpu: `cuda.current_compute_capability`.
-    remarks: sentences for the sidecar.
+    because the graph decides it. remarks: sentences for the sidecar.
     Raises MissingExtraError without TensorRT, UserError for a model or a file that cannot be used, SpecError for a
     profile that does not fit, and StageError if the parser, the builder or the check of element types fails.
     """
     api = import_api(spec.target)
     graph = load_graph(model)
     form = attention_form(graph, spec, api.__version__)
-    build = partial(_engine_in_form, api, graph, model, spec, output, find_gpu, precision, remarks, on_progress)
+    build = partial(_engine_in_form, api, graph, model, spec, output, precision, remarks, on_progress)
     try:
         return build(form)
     except StageError as error:
@@ -83,26 +86,29 @@ def _engine_in_form(
     model: Path,
     spec: EngineSpec,
     output: Path,
-    find_gpu: FindGpu,
     precision: str,
     remarks: tuple[str, ...],
     on_progress: OnProgress,
     attention: AttentionForm | None,
 ) -> EngineInfo:
     """`engine_from_onnx` of a graph that has been read, with MaskedAttention in one form."""
-    built_for = compute_capabilities(spec, find_gpu)
+    built_for = compute_capabilities(spec)
     use_attention = attention is not None and attention.form == ATTENTION
     prepared = prepared_model(graph, spec, built_for, use_attention=use_attention)
     inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
-    shapes = distinct([profile.shapes(inputs) for profile in spec.profiles])
+    shapes: list[Mapping[str, ShapeRange]] = []
+    for profile in spec.profiles:
+        # those that only differ in the length are one for a graph of single tokens
+        if (wanted := profile.shapes(inputs)) not in shapes:
+            shapes.append(wanted)
 
     log, monitor = BuildLog(api), make_monitor(api, on_progress)
     with interrupting(monitor):
         builder = make_builder(api, log, spec)
-        network = network_from_model(api, builder, log, spec, prepared.model.SerializeToString(), model)
+        network, _parser = network_from_model(api, builder, log, spec, prepared.model.SerializeToString(), model)
         if use_attention:
-            keep_attention_whole(api, network.definition)
-        layers = list(layers_of_network(network.definition))
+            keep_attention_whole(api, network)
+        layers = list(layers_of_network(network))
         dtypes = {name: dtype for name, (dtype, _) in value_types(prepared.model).items()}
         compared = check_dtypes(layers, dtypes)
         check_precision(layers, precision)
@@ -116,18 +122,11 @@ def _engine_in_form(
     info = EngineInfo(
         target=spec.target,
         tensorrt_version=api.__version__,
-        effexport_version=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         precision=precision,
         inputs=inputs,
         outputs=outputs,
-        profiles=shapes,
+        profiles=tuple(shapes),
         options=spec.options(),
-        onnx_sha256=model_digest(model),
-        onnx_bytes=model.stat().st_size,
-        engine_sha256=hashlib.sha256(engine).hexdigest(),
-        engine_bytes=len(engine),
-        build_seconds=round(seconds, 3),
         compute_capabilities=built_for,
         hardware_compatibility=spec.hardware_compatibility,
         version_compatible=spec.version_compatible,
@@ -141,51 +140,57 @@ def _engine_in_form(
         tensors_compared=compared,
         remarks=(*remarks, *prepared.remarks),
         model=model.name,
+        **facts_of(engine, model, seconds),
     )
-    info = inspected(api, info, engine, dtypes, find_gpu)
+    info = inspected(api, info, engine, dtypes)
     write_engine(output, engine, info)
     save_timing_cache(spec, config)
     return info
 
 
-def distinct(profiles: Sequence[Mapping[str, ShapeRange]]) -> tuple[Mapping[str, ShapeRange], ...]:
-    """The profiles without repetitions: those that only differ in the length are one for a graph of single tokens."""
-    return tuple(profile for index, profile in enumerate(profiles) if profile not in profiles[:index])
+def facts_of(engine: bytes, model: Path, seconds: float) -> dict[str, Any]:
+    """The fields of a sidecar that tell one file of an engine from another. seconds: to build or to refit it."""
+    return {
+        "effexport_version": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "onnx_sha256": model_digest(model),
+        "onnx_bytes": model.stat().st_size,
+        "engine_sha256": hashlib.sha256(engine).hexdigest(),
+        "engine_bytes": len(engine),
+        "build_seconds": round(seconds, 3),
+    }
 
 
 def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
-    product = spec.row.label
     try:
         return log.made(api.Builder)
     except (TypeError, RuntimeError) as error:  # the factory of the library returned nothing
-        raise StageError(STAGE, f"{product} {api.__version__} does not start: {explain(log.errors)}") from error
+        raise StageError(STAGE, f"{spec.row.label} {api.__version__} does not start: {explain(log.errors)}") from error
 
 
-def built(builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog) -> bytes:
+def built(builder: Builder, network: INetworkDefinition, config: IBuilderConfig, log: BuildLog) -> bytes:
     """Run the builder. Raises StageError with the reason and the remedy."""
-    serialised = builder.build_serialized_network(network.definition, config)
+    serialised = builder.build_serialized_network(network, config)
     if serialised is None:
         raise StageError(STAGE, explain(log.errors))
     return bytes(serialised)
 
 
-def compute_capabilities(spec: EngineSpec, find_gpu: FindGpu) -> tuple[int, ...]:
+def compute_capabilities(spec: EngineSpec) -> tuple[int, ...]:
     """The GPUs that the engine is for. Raises UserError for target trt on a machine without a GPU."""
     if not spec.row.built_where_it_runs:
         return spec.compute_capabilities
-    return (find_gpu(spec.row.package.extra),)
+    return (current_compute_capability(spec.row.package.extra),)
 
 
-def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str], find_gpu: FindGpu) -> EngineInfo:
+def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str]) -> EngineInfo:
     """Add the layers, tactics and memory that the engine itself reports, if the GPU of this machine can load it."""
     try:
-        find_gpu(ENGINE_RUNTIMES[info.target].package.extra)
+        current_compute_capability(ENGINE_RUNTIMES[info.target].package.extra)
     except UserError:
         return info  # without a GPU, the layers of the network remain
     log = BuildLog(api)
-    runtime = log.made(api.Runtime)
-    if info.version_compatible:
-        runtime.engine_host_code_allowed = True  # the engine was built a moment ago
+    runtime = make_runtime(api, log, info.version_compatible)  # the engine was built a moment ago
     loaded = runtime.deserialize_cuda_engine(engine)
     if loaded is None:
         # it is for other GPUs than this one, or refused; loading it later reports the reason
@@ -215,31 +220,24 @@ def write_engine(output: Path, engine: bytes, info: EngineInfo) -> None:
 PARSER_STAGE = "TensorRT's parser"
 
 
-@dataclass(frozen=True)
-class Network:
-    """A parsed model. The parser owns weights that the network refers to, so both must be kept."""
-
-    definition: INetworkDefinition
-    parser: OnnxParser
-
-
 def network_from_model(
     api: Api, builder: Builder, log: BuildLog, spec: EngineSpec, model: bytes, path: Path
-) -> Network:
+) -> tuple[INetworkDefinition, OnnxParser]:
     """Parse a serialised model. path: its file, beside which external weights are looked for.
 
+    Returns the parser, too, because it owns weights that the network refers to.
     Raises StageError with the node, the reason and the remedy.
     """
     known = api.NetworkDefinitionCreationFlag
-    # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
-    wanted = (
-        [known.STRONGLY_TYPED, known.PREFER_AOT_PYTHON_PLUGINS] if spec.row.engine_plugins else [known.STRONGLY_TYPED]
-    )
-    definition = builder.create_network(sum(1 << int(flag) for flag in wanted))
-    parser = api.OnnxParser(definition, log.logger)
+    flags = 1 << int(known.STRONGLY_TYPED)
+    if spec.row.engine_plugins:
+        # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
+        flags |= 1 << int(known.PREFER_AOT_PYTHON_PLUGINS)
+    network = builder.create_network(flags)
+    parser = api.OnnxParser(network, log.logger)
     if not parser.parse(model, str(path)):
         raise StageError(PARSER_STAGE, parse_failure(parser, log))
-    return Network(definition, parser)
+    return network, parser
 
 
 def keep_attention_whole(api: Api, definition: INetworkDefinition) -> None:
@@ -252,28 +250,27 @@ def keep_attention_whole(api: Api, definition: INetworkDefinition) -> None:
 
 
 def parse_failure(parser: OnnxParser, log: BuildLog) -> str:
-    for index in range(parser.num_errors):
-        error = parser.get_error(index)
-        where = (
-            f"node {error.node_name() or '(without a name)'} ({error.node_operator()})" if error.node_operator() else ""
+    if not parser.num_errors:
+        return explain(log.errors)
+    error = parser.get_error(0)
+    said = error.desc()
+    if not error.node_operator():
+        return f"the model cannot be read: {plain(said)}"
+    where = f"node {error.node_name() or '(without a name)'} ({error.node_operator()})"
+    if "Plugin not found" in said:
+        return (
+            f"{where} is an operator that TensorRT does not have, without a function body or a plugin; attach a body "
+            "to the model, or use another operator"
         )
-        if "Plugin not found" in error.desc():
-            return (
-                f"{where} is an operator that TensorRT does not have, without a function body or a plugin; attach a "
-                "body to the model, or use another operator"
-            )
-        if where and "was not found in plugin registry" in error.desc():
-            return f"{where} is an operator that this TensorRT does not have; use another one, or another --target"
-        if where and error.desc() in ("false", "unsupported"):
-            return f"{where} is an operator that TensorRT does not import; use another one"
-        if where:
-            return f"{where}: {plain(error.desc())}; build an artifact with effexport, or report this graph"
-        return f"the model cannot be read: {plain(error.desc())}"
-    return explain(log.errors)
+    if "was not found in plugin registry" in said:
+        return f"{where} is an operator that this TensorRT does not have; use another one, or another --target"
+    if said in ("false", "unsupported"):
+        return f"{where} is an operator that TensorRT does not import; use another one"
+    return f"{where}: {plain(said)}; build an artifact with effexport, or report this graph"
 
 
 def config_from_spec(
-    api: Api, builder: Builder, spec: EngineSpec, shapes: tuple[Mapping[str, ShapeRange], ...]
+    api: Api, builder: Builder, spec: EngineSpec, shapes: Sequence[Mapping[str, ShapeRange]]
 ) -> IBuilderConfig:
     """The configuration of a build. shapes: those of every input, one entry per profile."""
     config = builder.create_builder_config()
@@ -289,45 +286,31 @@ def config_from_spec(
         api.BuilderFlag.REFIT: spec.refittable,
     }
     for flag, wanted in flags.items():
-        if wanted:
-            config.set_flag(flag)
-        else:
-            config.clear_flag(flag)
+        (config.set_flag if wanted else config.clear_flag)(flag)
     config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
     if spec.optimization_level is not None:
         config.builder_optimization_level = spec.optimization_level
     if spec.workspace_bytes is not None:
         config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, spec.workspace_bytes)
     if spec.row.built_where_it_runs:
-        configure_trt(api, config, spec)
-    else:
-        configure_rtx(api, config, spec)
-    return config
-
-
-def configure_trt(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
-    levels = api.HardwareCompatibilityLevel
-    config.hardware_compatibility_level = {
-        "none": levels.NONE,
-        "ampere+": levels.AMPERE_PLUS,
-        "same-compute-capability": levels.SAME_COMPUTE_CAPABILITY,
-    }[spec.hardware_compatibility]
+        levels = api.HardwareCompatibilityLevel
+        config.hardware_compatibility_level = {
+            "none": levels.NONE,
+            "ampere+": levels.AMPERE_PLUS,
+            "same-compute-capability": levels.SAME_COMPUTE_CAPABILITY,
+        }[spec.hardware_compatibility]
     if spec.timing_cache is not None:
-        known = spec.timing_cache.read_bytes() if spec.timing_cache.is_file() else b""
-        cache = config.create_timing_cache(known)
-        # a cache of another GPU or release is replaced by a new one
-        if cache is None or not config.set_timing_cache(cache, False):
-            empty = config.create_timing_cache(b"")
-            if empty is not None:
-                config.set_timing_cache(empty, False)
-
-
-def configure_rtx(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
-    """Does not touch the timing cache, because reading it makes TensorRT-RTX look for a GPU."""
-    if spec.compute_capabilities:
+        known = [spec.timing_cache.read_bytes()] if spec.timing_cache.is_file() else []
+        # a cache of another GPU or release is replaced by a new one. Reading it makes TensorRT-RTX look for a GPU
+        for contents in (*known, b""):
+            cache = config.create_timing_cache(contents)
+            if cache is not None and config.set_timing_cache(cache, False):
+                break
+    if spec.compute_capabilities:  # of TensorRT-RTX
         config.num_compute_capabilities = len(spec.compute_capabilities)
         for index, number in enumerate(spec.compute_capabilities):
             config.set_compute_capability(getattr(api.ComputeCapability, f"SM{number}"), index)
+    return config
 
 
 def save_timing_cache(spec: EngineSpec, config: IBuilderConfig) -> None:
@@ -352,11 +335,10 @@ def engine_from_engine(
     model: Path,
     spec: EngineSpec,
     output: Path,
-    find_gpu: FindGpu,
     *,
-    precision: str = "fp32",
-    remarks: tuple[str, ...] = (),
-    on_progress: OnProgress = lambda phase, share: None,
+    precision: str,
+    remarks: tuple[str, ...],
+    on_progress: OnProgress,
 ) -> EngineInfo:
     """Write the engine of `spec` for a model, as `engine_from_onnx` does.
 
@@ -365,31 +347,26 @@ def engine_from_engine(
     """
     if previous is not None and previous.is_file() and spec.refittable:
         try:
-            return refitted_engine(previous, model, spec, output, find_gpu)
+            return refitted_engine(previous, model, spec, output)
         except (StageError, UserError) as error:
             remarks = (*remarks, f"built again, because the engine could not be refitted: {error}")
-    return engine_from_onnx(
-        model, spec, output, find_gpu, precision=precision, remarks=remarks, on_progress=on_progress
-    )
+    return engine_from_onnx(model, spec, output, precision=precision, remarks=remarks, on_progress=on_progress)
 
 
-def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path, find_gpu: FindGpu) -> EngineInfo:
+def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path) -> EngineInfo:
     """Write a copy of an engine with the weights of a model, and its sidecar.
 
     Raises UserError if the engine cannot be loaded here, and StageError if TensorRT refuses the weights.
     """
     api, info = import_api(spec.target), read_sidecar(previous)
     check_engine_file(previous, info)
-    check_runs_here(previous, info, api.__version__, find_gpu(ENGINE_RUNTIMES[spec.target].package.extra))
+    check_runs_here(previous, info, api.__version__, current_compute_capability(spec.row.package.extra))
     # registers the plugins, too
-    capabilities = compute_capabilities(spec, find_gpu)
     use_attention = ATTENTION in info.implementation.values()
-    prepared = prepared_model(load_graph(model), spec, capabilities, use_attention=use_attention)
+    prepared = prepared_model(load_graph(model), spec, compute_capabilities(spec), use_attention=use_attention)
     started = time.perf_counter()
     log = BuildLog(api)
-    runtime = log.made(api.Runtime)
-    if info.version_compatible:
-        runtime.engine_host_code_allowed = True  # the checksum says that it is the engine that was built
+    runtime = make_runtime(api, log, info.version_compatible)  # the checksum says that it is the engine that was built
     engine = runtime.deserialize_cuda_engine(previous.read_bytes())
     if engine is None:
         raise StageError(REFIT_STAGE, explain(log.errors))
@@ -402,17 +379,8 @@ def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path,
     if not refitter.refit_cuda_engine():
         raise StageError(REFIT_STAGE, explain(log.errors))
     content = bytes(engine.serialize())
-    refitted = replace(
-        info,
-        effexport_version=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        onnx_sha256=model_digest(model),
-        onnx_bytes=model.stat().st_size,
-        engine_sha256=hashlib.sha256(content).hexdigest(),
-        engine_bytes=len(content),
-        build_seconds=round(time.perf_counter() - started, 3),
-        remarks=(*(remark for remark in info.remarks if remark != REFITTED), REFITTED),
-    )
+    remarks = (*(remark for remark in info.remarks if remark != REFITTED), REFITTED)
+    refitted = replace(info, remarks=remarks, **facts_of(content, model, time.perf_counter() - started))
     write_engine(output, content, refitted)
     return refitted
 
@@ -438,12 +406,12 @@ def spec_of_engine(info: EngineInfo) -> EngineSpec:
     )
 
 
-def why_not_renewed(spec: EngineSpec, find_gpu: FindGpu) -> str:
+def why_not_renewed(spec: EngineSpec) -> str:
     """The reason why this machine can neither refit nor build the engine of a spec; "" if it can."""
     try:
         import_api(spec.target)
         if spec.row.built_where_it_runs:
-            find_gpu(ENGINE_RUNTIMES[spec.target].package.extra)
+            current_compute_capability(spec.row.package.extra)
     except UserError as error:
         return str(error)
     return ""

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import KernelWarning, UserError
-from effexport.base.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, RUNTIMES, TENSORRT
-from effexport.plugins.building.library import make_cache_folder
+from effexport.base.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT
+from effexport.plugins.building.library import make_cache_folder, sha256_of
 from effexport.plugins.errors import LibraryError
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.bindings import version_tuple
@@ -48,51 +48,41 @@ _SHAPE_OPTIONS = ("profile_min_shapes", "profile_opt_shapes", "profile_max_shape
 def provider_entry(
     ort: Any, model: Path | bytes, external: Collection[Path], settings: RunOptions, excluded: Sequence[str]
 ) -> tuple[str, dict[str, str]]:
-    """TensorRT's entry in the provider list of a session.
+    """TensorRT's entry in the provider list of a session. Its Python interface expects "True" and "False" for switches,
+    not numbers. Without a profile, the provider builds for the shapes that it is given, and again whenever one lies
+    outside all earlier ones.
 
-    external: files with weights of the model. excluded: operators that our kernels run.
+    external: files with weights of the model. excluded: operators that our kernels run, and TensorRT must not take.
 
-    Raises UserError if TensorRT's libraries are missing or its engines cannot be stored.
+    Raises UserError if TensorRT's libraries are missing, if its engines cannot be stored, or for a name of an input
+    that the provider cannot read.
     """
     load_libraries(ort)
-    check_tf32(settings)
     conditions = (ort.__version__, tf32_allowed(), sorted(excluded), settings.profile)
-    engines = engine_folder(settings.runtime, model, external, *conditions)
-    options = provider_options(settings.profile, excluded, engines)
-    return TENSORRT, {"device_id": str(settings.device), **options}
-
-
-def provider_options(
-    profile: Mapping[str, ShapeRange] | None, excluded: Collection[str], engines: Path
-) -> dict[str, str]:
-    """The options of the provider. Its Python interface expects "True" and "False" for switches, not numbers.
-
-    profile: the smallest, optimal and largest shape of every input. None lets the provider build for the shapes that
-    it is given, and build again whenever one lies outside all earlier ones.
-    excluded: operators that TensorRT must not take. engines: folder of cached engines and timings.
-    Raises UserError for a name of an input that the provider cannot read.
-    """
+    engines = str(engine_folder(settings, model, external, *conditions))
     options = {
+        "device_id": str(settings.device),
         # if on, networks are weakly typed, and TensorRT chooses the precision of every layer
         "trt_fp16_enable": "False",
         "trt_int8_enable": "False",
         "trt_engine_cache_enable": "True",
-        "trt_engine_cache_path": str(engines),
+        "trt_engine_cache_path": engines,
         "trt_timing_cache_enable": "True",
-        "trt_timing_cache_path": str(engines),
+        "trt_timing_cache_path": engines,
+        **profile_options(settings.profile, "trt"),
     }
-    if profile:
-        options |= profile_options(profile, "trt")
     if excluded:
         options["trt_op_types_to_exclude"] = ",".join(excluded)
-    return options
+    return TENSORRT, options
 
 
-def profile_options(profile: Mapping[str, ShapeRange], prefix: str) -> dict[str, str]:
+def profile_options(profile: Mapping[str, ShapeRange] | None, prefix: str) -> dict[str, str]:
     """`name:1x16,other:1x16` for the smallest, the optimal and the largest shapes. Inputs of rank 0 have none.
 
     prefix: that of the provider's options, "trt" or "nv".
     """
+    if not profile:
+        return {}
     for name in profile:
         if "," in name or ":" in name:
             raise UserError(
@@ -107,26 +97,24 @@ def profile_options(profile: Mapping[str, ShapeRange], prefix: str) -> dict[str,
     }
 
 
-def engine_folder(runtime: str, model: Path | bytes, external: Collection[Path], *conditions: object) -> Path:
+def engine_folder(settings: RunOptions, model: Path | bytes, external: Collection[Path], *conditions: object) -> Path:
     """The folder for engines that a runtime makes of this model under these conditions, created if it does not exist.
+    Warns if float32 products may be rounded although TF32 was not requested.
 
     ONNX Runtime names engines only by the names in the graph. It would load an engine with other weights or shapes for
     this model, so each model with its weights and each set of conditions has a folder of its own.
 
     external: files with weights of the model. Raises UserError if the folder cannot be created.
     """
+    check_tf32(settings)
     digest = hashlib.sha256(repr(conditions).encode())
     for part in (model, *sorted(external)):
-        if isinstance(part, bytes):
-            digest.update(hashlib.sha256(part).digest())
-        else:
-            with part.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(hashlib.sha256(part).digest() if isinstance(part, bytes) else bytes.fromhex(sha256_of(part)))
     try:
-        folder = make_cache_folder(runtime) / digest.hexdigest()[:32]
+        folder = make_cache_folder(settings.runtime) / digest.hexdigest()[:32]
         folder.mkdir(mode=0o755, exist_ok=True)
     except (LibraryError, OSError) as error:
-        raise UserError(f"engines of {RUNTIMES[runtime].label} cannot be stored: {error}") from error
+        raise UserError(f"engines of {settings.row.label} cannot be stored: {error}") from error
     return folder
 
 
@@ -136,16 +124,13 @@ def tf32_allowed() -> bool:
 
 
 def check_tf32(settings: RunOptions) -> None:
-    """Warn if float32 products may be rounded although TF32 was not requested.
-
-    TensorRT and TensorRT-RTX allow TF32 unless their builder forbids it, and the providers have no option for that
-    (microsoft/onnxruntime issue 26029). Only the user can set the variable: it applies to the whole process.
-    """
+    """TensorRT and TensorRT-RTX allow TF32 unless their builder forbids it, and the providers have no option for that
+    (microsoft/onnxruntime issue 26029). Only the user can set the variable: it applies to the whole process."""
     if settings.tf32 or not tf32_allowed():
         return
     warnings.warn(
-        f"{RUNTIMES[settings.runtime].label} lets the GPU round the inputs of float32 products to 11 bits (TF32) and "
-        f"has no option against it, so fp32 parity may fail; set {TF32_VARIABLE}=0 before starting Python, or set tf32",
+        f"{settings.row.label} lets the GPU round the inputs of float32 products to 11 bits (TF32) and has no option "
+        f"against it, so fp32 parity may fail; set {TF32_VARIABLE}=0 before starting Python, or set tf32",
         KernelWarning,
         stacklevel=2,
     )
@@ -177,30 +162,24 @@ def load_libraries(ort: Any) -> None:
     names = linked_libraries(Path(ort.__file__).parent)
     if not names:
         return
-    major = int(names[0].rsplit(".", 1)[1])
-    version = PACKAGE.version
-    if version is not None and version_tuple(version)[0] == major:
+    major, version = int(names[0].rsplit(".", 1)[1]), PACKAGE.version
+    fits = version is not None and version_tuple(version)[0] == major
+    if fits:
         # importing the package loads its libraries, which are then found by name; if that fails, loading them fails too
         with contextlib.suppress(ImportError, OSError):
             importlib.import_module(PACKAGE.module)
-    for name in names:
-        try:
+    try:
+        for name in names:
             ctypes.CDLL(name)
-        except OSError as error:
-            raise missing_libraries(ort, major, version, error) from error
-
-
-def missing_libraries(ort: Any, major: int, version: str | None, error: OSError) -> UserError:
-    oldest = PACKAGE.oldest
-    lower = ".".join(map(str, oldest)) if oldest[0] == major else str(major)
-    installed = "pip has not installed a TensorRT"
-    if version is not None:
-        other = version_tuple(version)[0] != major
-        installed = f"TensorRT {version} is installed" + (", which it cannot use" if other else "")
-    return UserError(
-        f"onnxruntime {ort.__version__} is linked with TensorRT {major}, whose libraries do not load ({error}); "
-        f"{installed}: pip install 'tensorrt>={lower},<{major + 1}', or put its libraries on LD_LIBRARY_PATH"
-    )
+    except OSError as error:
+        lower = ".".join(map(str, PACKAGE.oldest)) if PACKAGE.oldest[0] == major else str(major)
+        installed = "pip has not installed a TensorRT"
+        if version is not None:
+            installed = f"TensorRT {version} is installed" + ("" if fits else ", which it cannot use")
+        raise UserError(
+            f"onnxruntime {ort.__version__} is linked with TensorRT {major}, whose libraries do not load ({error}); "
+            f"{installed}: pip install 'tensorrt>={lower},<{major + 1}', or put its libraries on LD_LIBRARY_PATH"
+        ) from error
 
 
 def check_share(settings: RunOptions, assigned: Mapping[str, Collection[str]], excluded: Collection[str]) -> None:

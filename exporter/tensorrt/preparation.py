@@ -279,221 +279,170 @@ ELEMENT_TYPES = {dtype.onnx for dtype in DTYPES.values() if dtype.tensorrt} | {
     "FLOAT8E4M3FN",
     "FLOAT8E8M0",
 }
+# Attributes that choose the type of an output.
+_TYPES = {("Cast", "to"), ("Constant", "value"), ("ConstantOfShape", "value")}
 _LISTED_PROBLEMS = 5
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """Something in a graph that TensorRT cannot do, or would do wrong.
-
-    node: its name, or its outputs if it has no name; "" for the whole model. problem: what was given and what was
-    expected. remedy: what to do.
-    """
-
-    node: str
-    op_type: str
-    problem: str
-    remedy: str
-
-    def __str__(self) -> str:
-        subject = f"node {self.node!r} ({self.op_type})" if self.op_type else self.node or "the model"
-        return f"{subject} {self.problem}: {self.remedy}"
 
 
 def check_limits(model: onnx.ModelProto, plugins: Collection[str] = ()) -> None:
     """Raises UserError that lists the problems, unless there are none. The arguments are those of `limit_problems`."""
     problems = limit_problems(model, plugins)
-    if not problems:
-        return
-    shown = "; ".join(str(problem) for problem in problems[:_LISTED_PROBLEMS])
-    more = len(problems) - _LISTED_PROBLEMS
-    raise UserError(f"TensorRT cannot run this model: {shown}" + (f"; and {more} more" if more > 0 else ""))
+    if problems:
+        more = len(problems) - _LISTED_PROBLEMS
+        shown = "; ".join(problems[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        raise UserError(f"TensorRT cannot run this model: {shown}")
 
 
-def limit_problems(model: onnx.ModelProto, plugins: Collection[str] = ()) -> list[Unsupported]:
-    """Everything in the graph, its subgraphs and its functions that TensorRT cannot do, in the order of the file.
+def limit_problems(model: onnx.ModelProto, plugins: Collection[str] = ()) -> list[str]:
+    """Everything in the graph, its subgraphs and its functions that TensorRT cannot do, or would do wrong, in the order
+    of the file: where, what was given and what was expected, and what to do.
 
     plugins: operators without a function body that a plugin will run.
     """
-    problems = [*_opset_problems(model), *_tensor_problems(model), *_function_problems(model, plugins)]
     constants = small_constants(model)
-    for node in all_nodes(model):
-        problems += _node_problems(node, constants)
-    return problems
+    of_nodes = (problem for node in all_nodes(model) for problem in _node_problems(node, constants))
+    return [*_opset_problems(model), *_tensor_problems(model), *_function_problems(model, plugins), *of_nodes]
 
 
-def _opset_problems(model: onnx.ModelProto) -> Iterator[Unsupported]:
-    imports = [("", entry) for entry in model.opset_import]
+def _opset_problems(model: onnx.ModelProto) -> Iterator[str]:
+    imports = [("the model", entry) for entry in model.opset_import]
     imports += [(f"the function {f.name}", entry) for f in model.functions for entry in f.opset_import]
     for owner, entry in imports:
         if entry.domain in STANDARD_DOMAINS and entry.version not in PARSER_OPSETS:
-            yield Unsupported(
-                owner,
-                "",
-                f"is of opset {entry.version}; TensorRT reads {PARSER_OPSETS.start} to {PARSER_OPSETS.stop - 1}, and "
-                "reads others as if they were one of these",
-                "export with another --opset",
+            yield (
+                f"{owner} is of opset {entry.version}; TensorRT reads {PARSER_OPSETS.start} to "
+                f"{PARSER_OPSETS.stop - 1}, and reads others as if they were one of these: export with another --opset"
             )
 
 
-def _tensor_problems(model: onnx.ModelProto) -> Iterator[Unsupported]:
+def _tensor_problems(model: onnx.ModelProto) -> Iterator[str]:
     """Inputs, outputs and weights of a type that TensorRT does not support. Those of subgraphs follow from them."""
     for what, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             if not value.type.HasField("tensor_type"):
                 kind = value.type.WhichOneof("value") or "untyped"
-                yield Unsupported(
-                    f"the {what} {value.name!r}",
-                    "",
-                    f"is a {kind.removesuffix('_type')}; TensorRT supports tensors only",
-                    "export a model whose inputs and outputs are tensors",
+                yield (
+                    f"the {what} {value.name!r} is a {kind.removesuffix('_type')}; TensorRT supports tensors only: "
+                    "export a model whose inputs and outputs are tensors"
                 )
-            elif problem := _type_problem(value.type.tensor_type.elem_type):
-                yield Unsupported(f"the {what} {value.name!r}", "", *problem)
-    for tensor in model.graph.initializer:
-        if problem := _type_problem(tensor.data_type):
-            yield Unsupported(f"the weight {tensor.name!r}", "", *problem)
+            else:
+                yield from _type_problems(f"the {what} {value.name!r}", value.type.tensor_type.elem_type)
+    yield from _weight_problems(model.graph)
 
 
-def _type_problem(elem_type: int) -> tuple[str, str] | None:
-    """The problem with an element type, and the remedy; None if TensorRT supports it."""
+def _weight_problems(graph: onnx.GraphProto) -> Iterator[str]:
+    for tensor in graph.initializer:
+        yield from _type_problems(f"the weight {tensor.name!r}", tensor.data_type)
+
+
+def _type_problems(owner: str, elem_type: int) -> Iterator[str]:
+    """The problem of something with this element type; none if TensorRT supports it."""
     import onnx
 
     name = onnx.TensorProto.DataType.Name(elem_type) if elem_type in onnx.TensorProto.DataType.values() else "unknown"
-    if name in ELEMENT_TYPES:
-        return None
     if name == "DOUBLE":
         # measured, and operators.md: the network's tensors are FLOAT, and the caller is not told
-        return "is double, which TensorRT silently converts to float", "cast it to float in the model"
-    return (
-        f"is of type {name.lower()}, which TensorRT does not support",
-        "use float, float16, bfloat16, int32, int64 or bool",
-    )
+        yield f"{owner} is double, which TensorRT silently converts to float: cast it to float in the model"
+    elif name not in ELEMENT_TYPES:
+        yield (
+            f"{owner} is of type {name.lower()}, which TensorRT does not support: use float, float16, bfloat16, int32, "
+            "int64 or bool"
+        )
 
 
-def _function_problems(model: onnx.ModelProto, plugins: Collection[str]) -> Iterator[Unsupported]:
+def _function_problems(model: onnx.ModelProto, plugins: Collection[str]) -> Iterator[str]:
     import onnx
 
     bodies = {(function.domain, function.name): function for function in model.functions}
     domains: dict[str, str] = {}
-    for function in model.functions:
-        owner = f"the function {function.domain}::{function.name}"
+    for domain, name in bodies:
+        owner = f"the function {domain}::{name} has the name of"
         # measured: with F of two domains, the first F ran in place of the second
-        other = domains.setdefault(function.name, function.domain)
-        if other != function.domain:
-            yield Unsupported(
-                owner,
-                "",
-                f"has the name of a function of {other}; TensorRT finds functions by name alone",
-                "rename one of them",
-            )
+        other = domains.setdefault(name, domain)
+        if other != domain:
+            yield f"{owner} a function of {other}; TensorRT finds functions by name alone: rename one of them"
         # measured: effexport::Exp with a body of Neg ran as Exp
-        if function.domain not in STANDARD_DOMAINS and onnx.defs.has(function.name, ""):
-            yield Unsupported(
-                owner,
-                "",
-                f"has the name of the standard operator {function.name}, which TensorRT runs instead",
-                "rename it",
-            )
+        if domain not in STANDARD_DOMAINS and onnx.defs.has(name, ""):
+            yield f"{owner} the standard operator {name}, which TensorRT runs instead: rename it"
     for node in all_nodes(model):
+        body = bodies.get((node.domain, node.op_type))
         if node.domain in STANDARD_DOMAINS:
             continue
-        body = bodies.get((node.domain, node.op_type))
         if body is not None:
             yield from _call_problems(node, body)
-        elif node.op_type not in plugins:
-            yield _missing_body(node)
+        elif node.op_type in plugins:
+            continue
+        elif onnx.defs.has(node.op_type, ""):
+            # measured: com.microsoft::Softmax ran as Softmax
+            yield (
+                f"{_place(node)} is of the domain {node.domain}; TensorRT ignores domains and runs the standard "
+                f"{node.op_type} instead: export it as standard operators"
+            )
+        else:
+            remedy = "export it as standard operators"
+            if node.domain == DOMAIN:
+                remedy = "build the model again with effexport"
+            problem = f"is of the domain {node.domain} and has neither a function body nor a plugin"
+            yield f"{_place(node)} {problem}: {remedy}"
 
 
-def _call_problems(node: onnx.NodeProto, body: onnx.FunctionProto) -> Iterator[Unsupported]:
+def _call_problems(node: onnx.NodeProto, body: onnx.FunctionProto) -> Iterator[str]:
     """Problems of a call, which must give every input, take every output, and not confuse the parser with names."""
     given, wanted = [name for name in node.input if name], list(body.input)
     # parser 10.1 asserts both, and so does RTX (measured)
     if len(given) != len(wanted):
-        yield _problem(
-            node,
-            f"gives {len(given)} of the {len(wanted)} inputs of its function; TensorRT has no optional inputs",
-            "give every input",
+        yield (
+            f"{_place(node)} gives {len(given)} of the {len(wanted)} inputs of its function; TensorRT has no optional "
+            "inputs: give every input"
         )
         return
     if len([name for name in node.output if name]) != len(body.output):
-        yield _problem(
-            node,
-            f"takes {len(node.output)} of the {len(body.output)} outputs of its function; TensorRT expects all",
-            "take every output, or remove the others from the function",
+        yield (
+            f"{_place(node)} takes {len(node.output)} of the {len(body.output)} outputs of its function; TensorRT "
+            "expects all: take every output, or remove the others from the function"
         )
     # measured: the parser binds the inputs one by one in one table of names, so that F(p, q) called as F(q, p) got q
     # twice, without a warning
     for i, inner in enumerate(wanted):
         if inner in given[i + 1 :] and inner != given[i]:
-            yield _problem(
-                node,
-                f"passes {inner!r} as another input than the one its function calls {inner!r}; TensorRT confuses them",
-                "rename the inputs of the function",
+            yield (
+                f"{_place(node)} passes {inner!r} as another input than the one its function calls {inner!r}; TensorRT "
+                "confuses them: rename the inputs of the function"
             )
 
 
-def _missing_body(node: onnx.NodeProto) -> Unsupported:
-    import onnx
-
-    if onnx.defs.has(node.op_type, ""):
-        # measured: com.microsoft::Softmax ran as Softmax
-        return _problem(
-            node,
-            f"is of the domain {node.domain}; TensorRT ignores domains and runs the standard {node.op_type} instead",
-            "export it as standard operators",
-        )
-    remedy = "build the model again with effexport" if node.domain == DOMAIN else "export it as standard operators"
-    return _problem(node, f"is of the domain {node.domain} and has neither a function body nor a plugin", remedy)
-
-
-def _node_problems(node: onnx.NodeProto, constants: Mapping[str, int]) -> Iterator[Unsupported]:
+def _node_problems(node: onnx.NodeProto, constants: Mapping[str, int]) -> Iterator[str]:
     if node.domain not in STANDARD_DOMAINS:
         return
+    attributes = {attribute.name: attribute for attribute in node.attribute}
     if reason := why_forbidden(node, constants):
         # one reason, one remedy: exported graphs are held to the same list
-        yield _problem(node, f"is not allowed, because {reason}", "express it in other standard operators")
+        yield f"{_place(node)} is not allowed, because {reason}: express it in other standard operators"
     if node.op_type == "Unique":
         # operators.md: not supported; TensorRT has no layer that sorts
-        yield _problem(node, "sorts, which TensorRT has no layer for", "sort outside the model")
+        yield f"{_place(node)} sorts, which TensorRT has no layer for: sort outside the model"
     if node.op_type == "Einsum":
-        yield from _einsum_problems(node)
-    if node.op_type in ("Cast", "Constant", "ConstantOfShape"):
-        yield from _made_type_problems(node)
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            for tensor in graph.initializer:
-                if problem := _type_problem(tensor.data_type):
-                    yield Unsupported(f"the weight {tensor.name!r}", "", *problem)
-
-
-def _einsum_problems(node: onnx.NodeProto) -> Iterator[Unsupported]:
-    equation = _attributes(node)["equation"].s.decode()
-    if "..." in equation:
-        # TensorRT's Einsum layer has no ellipsis, says its reference; the parser rewrites it where it knows the ranks
-        yield _problem(
-            node, f"has an ellipsis in its equation {equation!r}, which TensorRT's Einsum lacks", "name every dimension"
-        )
-    elif re.search(r"[^a-z,>\s-]", equation):
-        # the reference of the Einsum layer: lower-case letters. Measured: "AB->BA" is refused
-        yield _problem(node, f"has other than lower-case letters in its equation {equation!r}", "use a to z")
-
-
-def _made_type_problems(node: onnx.NodeProto) -> Iterator[Unsupported]:
-    """Problems of nodes that choose the type of their output."""
-    for name, attribute in _attributes(node).items():
+        equation = attributes["equation"].s.decode()
+        if "..." in equation:
+            # TensorRT's Einsum layer has no ellipsis, says its reference; the parser rewrites it where it knows the
+            # ranks
+            yield (
+                f"{_place(node)} has an ellipsis in its equation {equation!r}, which TensorRT's Einsum lacks: name "
+                "every dimension"
+            )
+        elif re.search(r"[^a-z,>\s-]", equation):
+            # the reference of the Einsum layer: lower-case letters. Measured: "AB->BA" is refused
+            yield f"{_place(node)} has other than lower-case letters in its equation {equation!r}: use a to z"
+    for name, attribute in attributes.items():
         # operators.md
         if node.op_type == "Constant" and name in ("sparse_value", "value_string", "value_strings"):
-            yield _problem(node, f"has a {name}, which TensorRT does not read", "use a plain tensor of numbers")
-        elif name in ("value", "to") and not attribute.ref_attr_name:
-            elem_type = attribute.t.data_type if name == "value" else attribute.i
-            if problem := _type_problem(elem_type):
-                yield _problem(node, *problem)
+            yield f"{_place(node)} has a {name}, which TensorRT does not read: use a plain tensor of numbers"
+        elif (node.op_type, name) in _TYPES and not attribute.ref_attr_name:
+            yield from _type_problems(_place(node), attribute.t.data_type if name == "value" else attribute.i)
+        for graph in (attribute.g, *attribute.graphs):
+            yield from _weight_problems(graph)
 
 
-def _problem(node: onnx.NodeProto, problem: str, remedy: str) -> Unsupported:
-    return Unsupported(node.name or f"maker of {', '.join(node.output)}", node.op_type, problem, remedy)
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, onnx.AttributeProto]:
-    return {attribute.name: attribute for attribute in node.attribute}
+def _place(node: onnx.NodeProto) -> str:
+    name = node.name or f"maker of {', '.join(node.output)}"
+    return f"node {name!r} ({node.op_type})"

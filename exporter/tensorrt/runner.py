@@ -13,13 +13,13 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.runtimes import engine_name
 from effexport.base.spec import NEXT_PREFIX
 from effexport.export.onnx_graph import model_digest
+from effexport.runners.cuda import Cuda
 from effexport.runners.decode import DecodeRunner, Graph, states_of, zero_state
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import CheckedRunner, Closeable, FeedLimits, check_bound_feeds, signature_of
-from effexport.tensorrt.context import Profiles, shapes_of
-from effexport.tensorrt.cuda import Cuda
-from effexport.tensorrt.execution import Execution, Source, checked_sources
+from effexport.tensorrt.execution import Execution, Source, checked_sources, shapes_of
 from effexport.tensorrt.sidecar import EngineInfo, Shape
+from effexport.tensorrt.spec import Profiles
 
 if TYPE_CHECKING:
     from tensorrt import Api
@@ -59,7 +59,7 @@ class TrtRunner(CheckedRunner):
         self._finalizer = weakref.finalize(self, self._execution.close)
 
     def _run(self, opened: Execution, feeds: dict[str, Array]) -> dict[str, Array]:
-        profile = self._profiles.covering(shapes_of(feeds))
+        profile = self._profiles.covering(dict(shapes_of(feeds)))
         with opened.turn(feeds):
             work = opened.shared
             work.prepare(profile, shapes_of(feeds))
@@ -73,7 +73,7 @@ class TrtRunner(CheckedRunner):
         Raises as `run` does.
         """
         execution, complete = self.opened(), self.complete(feeds)
-        return BoundEngine(self, execution, self._profiles.covering(shapes_of(complete)), complete)
+        return BoundEngine(self, execution, self._profiles.covering(dict(shapes_of(complete))), complete)
 
     def opened(self) -> Execution:
         """Unlike those of other runtimes, it ends with `close`, which frees the memory of the GPU, between two runs."""
@@ -220,7 +220,7 @@ class TrtGraphs(Closeable):
     def run(self, graph: Graph, feeds: dict[str, Array]) -> dict[str, Array]:
         batch = len(next(iter(feeds.values())))
         shapes = (*shapes_of(feeds), *self._shapes_of_state(batch).items())
-        profile = self._profiles[graph].covering(shapes)
+        profile = self._profiles[graph].covering(dict(shapes))
         execution = self._execution(graph)
         nexts = [NEXT_PREFIX + tensor.name for tensor in self._states]
         with execution.turn(feeds):
@@ -228,7 +228,7 @@ class TrtGraphs(Closeable):
             work.prepare(profile, shapes)
             work.write(feeds if self._batch is not None else {**feeds, **zero_state(self._states, batch)})
             work.launch()
-            results = work.fetch([t.name for t in self.outputs(graph) if t.name not in nexts])
+            results = work.fetch(but=nexts)
             for tensor, following in zip(self._states, nexts, strict=True):
                 work.buffers.swap(tensor.name, following)
             self._batch = batch

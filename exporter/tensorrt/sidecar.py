@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 from effexport.base.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED, TensorInfo, check_tensors
 from effexport.base.errors import StageError, UserError
 from effexport.base.files import file_digest, json_text, write_file
-from effexport.base.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
+from effexport.base.runtimes import ENGINE_RUNTIMES, engine_name
 from effexport.plugins.building.ptx import PtxTarget
 from effexport.tensorrt.bindings import LISTING, version_tuple
 
@@ -78,48 +78,41 @@ def layers_of_network(definition: INetworkDefinition) -> Iterator[Layer]:
         )
 
 
-def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> int:
+def check_dtypes(layers: Sequence[Layer], expected: Mapping[str, str]) -> int:
     """Compare the element types of an engine's tensors with those of the ONNX graph, by name.
 
     Floating-point types and codes must be equal: a float16 tensor that became float32 is slow, and a float32 tensor
     that became float16 may overflow. Of other integers, TensorRT may choose the type. Returns the number of tensors
-    compared.
-    Raises StageError with the tensors that differ.
+    compared. Raises StageError with the tensors that differ.
     """
-    compared, different = 0, []
-    for layer in layers:
-        for tensor in layer["outputs"]:
-            wanted = expected.get(tensor["name"])
-            if wanted not in COMPARED or tensor["dtype"] == "unknown":
-                continue
-            compared += 1
-            if tensor["dtype"] != wanted:
-                different.append(
-                    f"{tensor['name']} of layer {layer['name']} is {tensor['dtype']}; the model says {wanted}"
-                )
+    tensors = [(layer["name"], tensor, expected.get(tensor["name"])) for layer in layers for tensor in layer["outputs"]]
+    compared = [one for one in tensors if one[2] in COMPARED and one[1]["dtype"] != "unknown"]
+    different = [
+        f"  {tensor['name']} of layer {layer} is {tensor['dtype']}; the model says {wanted}"
+        for layer, tensor, wanted in compared
+        if tensor["dtype"] != wanted
+    ]
     if different:
         raise StageError(
             STAGE,
-            f"TensorRT changed the precision of {len(different)} of {compared} tensors, so the engine "
+            f"TensorRT changed the precision of {len(different)} of {len(compared)} tensors, so the engine "
             "would not compute what the model says; nothing was written",
-            *(f"  {line}" for line in different[:10]),
+            *different[:10],
         )
-    return compared
+    return len(compared)
 
 
-def check_precision(layers: Sequence[Mapping[str, Any]], precision: str) -> None:
+def check_precision(layers: Sequence[Layer], precision: str) -> None:
     """Raises StageError unless the layers have the requested precision: an fp16 engine multiplies some matrices in
     float16, and an fp32 engine has no tensor of fewer bits. fp16 engines also keep some operations in float32. A
     quantised engine has codes of its precision, and float32 around them."""
     if precision in QUANTIZED:
-        codes = [tensor["dtype"] for layer in layers if layer["type"] == ROUNDING for tensor in layer["outputs"]]
-        if CODES[precision] not in codes:
-            raise StageError(STAGE, f"{precision} was asked for, and no tensor of the engine is {CODES[precision]}")
-        return
-    wanted = DTYPE_OF_PRECISION[precision]
-    products = [layer for layer in layers if layer["type"] == PRODUCT]
-    if products and not any(tensor["dtype"] == wanted for layer in products for tensor in layer["outputs"]):
-        raise StageError(STAGE, f"{precision} was asked for, and no matrix product of the engine is {wanted}")
+        what, kind, wanted = "tensor", ROUNDING, CODES[precision]
+    else:
+        what, kind, wanted = "matrix product", PRODUCT, DTYPE_OF_PRECISION[precision]
+    found = [layer for layer in layers if layer["type"] == kind]
+    if (found or precision in QUANTIZED) and wanted not in count_dtypes(found):
+        raise StageError(STAGE, f"{precision} was asked for, and no {what} of the engine is {wanted}")
     if precision == "fp32":
         for lower in ("float16", "bfloat16"):
             if count := count_dtypes(layers).get(lower, 0):
@@ -164,12 +157,12 @@ def described_dtype(tensor: Mapping[str, Any]) -> str:
     return "unknown"
 
 
-def count_dtypes(layers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def count_dtypes(layers: Sequence[Layer]) -> dict[str, int]:
     """Tensors that the layers write, counted by element type, most frequent first."""
     return dict(Counter(tensor["dtype"] for layer in layers for tensor in layer["outputs"]).most_common())
 
 
-def count_types(layers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def count_types(layers: Sequence[Layer | EngineKernel]) -> dict[str, int]:
     """Layers counted by type, most frequent first."""
     return dict(Counter(layer["type"] for layer in layers).most_common())
 
@@ -199,19 +192,19 @@ def kernels_from_log(messages: Sequence[str]) -> tuple[EngineKernel, ...]:
 
 
 def attention_kernels(
-    model: onnx.ModelProto, dtypes: Mapping[str, str], kernels: Sequence[Mapping[str, Any]]
+    model: onnx.ModelProto, dtypes: Mapping[str, str], kernels: Sequence[EngineKernel]
 ) -> dict[str, str]:
     """Per attention, by the name of its output: FUSED if one kernel computes all of it, else SEPARATE and the reason.
 
     model: as the parser was given it, without functions. dtypes: of its values. Empty if the builder wrote no list of
     kernels.
     """
-    nodes_of_kernel = [frozenset(kernel["nodes"]) for kernel in kernels]
     found: dict[str, str] = {}
     for softmax, product in attentions(model) if kernels else ():
-        wanted = {parser_name(softmax), parser_name(product)}
+        # TensorRT's names of nodes; those of function bodies have none of their own
+        wanted = {node.name or f"node_of_{node.output[0]}" for node in (softmax, product)}
         reason = REASON_FLOAT32 if dtypes.get(product.output[0]) == "float32" else REASON_DIMS
-        fused = any(wanted <= nodes for nodes in nodes_of_kernel)
+        fused = any(wanted.issubset(kernel["nodes"]) for kernel in kernels)
         found[product.output[0]] = FUSED if fused else f"{SEPARATE}: {reason}"
     return found
 
@@ -229,13 +222,7 @@ def attentions(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, onnx.No
             yield node, product
 
 
-def parser_name(node: onnx.NodeProto) -> str:
-    """TensorRT's name of a node; those of function bodies have none of their own."""
-    return node.name or f"node_of_{node.output[0]}"
-
-
 FORMAT_VERSION = 1
-SIDECAR_SUFFIX = ".json"
 REBUILD = "build the engine again, or copy it again from its source"
 
 Shape = tuple[int, ...]
@@ -300,32 +287,26 @@ class EngineInfo:
     format_version: int = FORMAT_VERSION
 
     @property
+    def from_ampere_on(self) -> bool:
+        """True if it runs on Ampere and later, as TensorRT-RTX builds by default: it finishes compiling on the GPU."""
+        return self.hardware_compatibility == "ampere+" or not self.compute_capabilities
+
+    @property
     def built_for(self) -> str:
         """The GPUs that it may run on, in words."""
-        if self.hardware_compatibility == "ampere+" or not self.compute_capabilities:
-            return "SM 80 and later"
-        return ", ".join(f"SM {number}" for number in self.compute_capabilities)
+        return "SM 80 and later" if self.from_ampere_on else ", ".join(f"SM {one}" for one in self.compute_capabilities)
 
     def __post_init__(self) -> None:
         if self.target not in ENGINE_RUNTIMES:
             raise ValueError(f"unknown target {self.target!r}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The contents of the sidecar, ready for JSON."""
-        return asdict(self)
-
 
 def sidecar_path(engine: Path) -> Path:
-    return engine.with_suffix(SIDECAR_SUFFIX)
-
-
-def is_engine(path: Path) -> bool:
-    """True for a path with the suffix of an engine."""
-    return path.suffix == ENGINE_SUFFIX
+    return engine.with_suffix(".json")
 
 
 def write_sidecar(engine: Path, info: EngineInfo) -> None:
-    write_file(sidecar_path(engine), json_text(info.to_dict()))
+    write_file(sidecar_path(engine), json_text(asdict(info)))
 
 
 def read_sidecar(engine: Path) -> EngineInfo:
@@ -396,21 +377,13 @@ def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compu
             f"was built with {product} {info.tensorrt_version}, and {tensorrt_version} is installed",
             f"expected {expected}: install it, or {rebuild}",
         )
-    if not covers(info, compute_capability):
+    covered = compute_capability >= 80 if info.from_ampere_on else compute_capability in info.compute_capabilities
+    if not covered:
         raise EngineMismatchError(
             engine,
             f"was built for {info.built_for}, and this GPU is SM {compute_capability}",
             f"expected one of those: {rebuild} on this machine",
         )
-
-
-def covers(info: EngineInfo, compute_capability: int) -> bool:
-    """True if an engine may run on a GPU. TensorRT-RTX finishes compiling on the GPU: Ampere and later by default."""
-    if not info.compute_capabilities:
-        return not ENGINE_RUNTIMES[info.target].built_where_it_runs and compute_capability >= 80
-    if info.hardware_compatibility == "ampere+":
-        return compute_capability >= 80
-    return compute_capability in info.compute_capabilities
 
 
 def summary_of_engine(info: EngineInfo) -> dict[str, Any]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from effexport.base.errors import UserError
 from effexport.base.runtimes import ENGINE_RUNTIMES, Runtime
 from effexport.models.encoder.spec import MASKS
-from effexport.models.validation import SpecError, did_you_mean, require
+from effexport.models.size_formula import shape_of
+from effexport.models.validation import LARGEST_SIZE, SpecError, check_type, did_you_mean, require
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import TensorInfo
     from effexport.base.spec import BuildSpec
-    from effexport.tensorrt.sidecar import ShapeRange
+    from effexport.tensorrt.sidecar import EngineInfo, Shape, ShapeRange
 
 
 # The dimensions that a profile sets; all others of a model are numbers.
@@ -25,10 +28,6 @@ DEFAULT_CHOICES = 4
 # Tokens to predict in a sequence, and their most.
 DEFAULT_MASKS, DEFAULT_MAX_MASKS = 4, 32
 EXAMPLE = "--profile batch=1:4:16,seq=128:1024:4096"
-
-
-# Of one dimension, in TensorRT.
-LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,81 @@ class Profile:
 
 
 def profile_from_shapes(inputs: Sequence[TensorInfo], shapes: Mapping[str, ShapeRange]) -> Profile:
-    """The inverse of `Profile.shapes`."""
-    ranges = {}
+    """The inverse of `Profile.shapes`. A dimension without a name is called "input[axis]"."""
+    ranges: dict[str, Range] = {}
     for tensor in inputs:
-        for dim, *sizes in zip(tensor.dims, *shapes[tensor.name], strict=True):
-            if isinstance(dim, str):
-                ranges[dim] = Range(*sizes)
+        sizes = zip(*shapes[tensor.name], strict=True)
+        for dim, (smallest, optimum, largest) in zip(dim_names(tensor), sizes, strict=True):
+            if dim is not None:
+                ranges.setdefault(dim, Range(smallest, optimum, largest))
     return Profile(ranges)
+
+
+def dim_names(tensor: TensorInfo) -> list[str | None]:
+    """The names of the dynamic dimensions of a tensor; None for the others."""
+    return [
+        None if isinstance(dim, int) else f"{tensor.name}[{axis}]" if dim == "?" else dim
+        for axis, dim in enumerate(tensor.dims)
+    ]
+
+
+class Profiles:
+    """The sizes that an engine accepts, by the names of its dynamic dimensions."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._profiles = [profile_from_shapes(info.inputs, shapes) for shapes in info.profiles]
+
+    def index(self, sizes: Mapping[str, int]) -> int | None:
+        """The first profile that covers these sizes; None if none does."""
+        for index, profile in enumerate(self._profiles):
+            if all(size.min <= sizes[dim] <= size.max for dim, size in profile.ranges.items()):
+                return index
+        return None
+
+    def covering(self, shapes: Mapping[str, Shape]) -> int:
+        """The first profile that covers the shapes of all inputs. Raises UserError if none does."""
+        given = {
+            dim: size
+            for tensor in self._info.inputs
+            for dim, size in zip(dim_names(tensor), shapes[tensor.name], strict=True)
+            if dim is not None
+        }
+        found = self.index(given)
+        if found is not None:
+            return found
+        sizes = ", ".join(f"{dim} {size}" for dim, size in given.items())
+        profiles = "; or ".join(
+            ", ".join(f"{dim} {size.min} to {size.max}" for dim, size in profile.ranges.items())
+            for profile in self._profiles
+        )
+        flag = ",".join(f"{dim}=1:{size}:{size}" for dim, size in given.items())
+        raise UserError(
+            f"the inputs have {sizes}; this engine was built for {profiles}: build it again with a profile that covers "
+            f"them, such as --profile {flag}"
+        )
+
+    def largest_shapes(self) -> dict[str, Shape]:
+        """Per tensor, the shape in any profile that takes the most memory.
+
+        Without outputs that have a dimension which no input has: only a run shows its size.
+        """
+        largest: dict[str, Shape] = {}
+        for profile, shapes in zip(self._profiles, self._info.profiles, strict=True):
+            sizes = {dim: size.max for dim, size in profile.ranges.items()}
+            for tensor in (*self._info.inputs, *self._info.outputs):
+                shape = shapes[tensor.name][2] if tensor.name in shapes else resolved(tensor, sizes)
+                if shape is not None and math.prod(shape) > math.prod(largest.get(tensor.name, (0,))):
+                    largest[tensor.name] = shape
+        return largest
+
+
+def resolved(tensor: TensorInfo, sizes: Mapping[str, int]) -> Shape | None:
+    """The shape of a tensor for these sizes; None with a dimension that no input has, or a name of other tools."""
+    try:
+        return shape_of(tensor.dims, sizes)
+    except (KeyError, SpecError):
+        return None
 
 
 def profiles_from_texts(texts: Sequence[str], spec: BuildSpec) -> tuple[Profile, ...]:
@@ -206,8 +273,6 @@ def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
 
 # The GPUs that TensorRT-RTX accepts as a target. It does not accept SM 90 and SM 100.
 RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
-HARDWARE_COMPATIBILITIES = ("none", "ampere+", "same-compute-capability")
-PLUGIN_CHOICES = ("auto", "require", "never")
 # Options of one target that are on the command line; spec files have the others.
 WITH_FLAG = ("timing_cache", "refittable", "plugins")
 
@@ -250,15 +315,9 @@ class EngineSpec:
         require(level is None or 0 <= level <= 5, f"the optimisation level is {level}; expected 0 to 5")
         workspace = self.workspace_bytes
         require(workspace is None or workspace >= 1, f"the workspace is {workspace} bytes; expected at least 1")
-        require(
-            self.hardware_compatibility in HARDWARE_COMPATIBILITIES,
-            f"unknown hardware compatibility {self.hardware_compatibility!r}; expected one of: "
-            f"{', '.join(HARDWARE_COMPATIBILITIES)}",
-        )
-        require(
-            self.plugins in PLUGIN_CHOICES,
-            f"plugins is {self.plugins!r}; expected one of: {', '.join(PLUGIN_CHOICES)}",
-        )
+        for field in fields(self):
+            if str(field.type).startswith("Literal"):
+                check_type(field.name, getattr(self, field.name), str(field.type))
         if self.row.built_where_it_runs:
             require(
                 not self.compute_capabilities,
@@ -266,11 +325,13 @@ class EngineSpec:
                 "or hardware_compatibility = 'ampere+' for Ampere and later",
             )
             return
-        for name, given in self._foreign().items():
+        others = options_of_others(self.target)
+        for name in (one.name for one in fields(self) if one.name in others and getattr(self, one.name) != one.default):
             reason = "whose engines run on several GPUs and are tuned where they run"
-            if name == "--plugins":
+            if name == "plugins":
                 reason = "because TensorRT-RTX has no plugins"
-            require(not given, f"{name} does not apply to target trt-rtx, {reason}; leave it out, or use --target trt")
+            given = f"--{name.replace('_', '-')}" if name in WITH_FLAG else name
+            raise SpecError(f"{given} does not apply to target trt-rtx, {reason}; leave it out, or use --target trt")
         for number in self.compute_capabilities:
             require(
                 number in RTX_COMPUTE_CAPABILITIES,
@@ -283,23 +344,11 @@ class EngineSpec:
         """The target's row of the table of runtimes."""
         return ENGINE_RUNTIMES[self.target]
 
-    def _foreign(self) -> dict[str, bool]:
-        """The options that only other targets have, as users name them, and whether each was given."""
-        defaults = {field.name: field.default for field in fields(self)}
-        foreign = options_of_others(self.target)
-        return {
-            f"--{name.replace('_', '-')}" if name in WITH_FLAG else name: getattr(self, name) != defaults[name]
-            for name in defaults
-            if name in foreign
-        }
-
     def options(self) -> dict[str, Any]:
         """All options except target and profiles, ready for JSON."""
-        values = {name: getattr(self, name) for name in (field.name for field in fields(self))}
-        del values["target"], values["profiles"]
-        values["compute_capabilities"] = list(self.compute_capabilities)
-        values["timing_cache"] = str(self.timing_cache) if self.timing_cache else None
-        return values
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("target", "profiles")}
+        cache = str(self.timing_cache) if self.timing_cache else None
+        return values | {"compute_capabilities": list(self.compute_capabilities), "timing_cache": cache}
 
 
 def options_of_others(target: str) -> frozenset[str]:

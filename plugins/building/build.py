@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -41,10 +40,12 @@ from effexport.plugins.building.library import (
     Library,
     find_build,
     kernels_folder,
+    key_of,
     make_cache_folder,
     read_build,
     select_build,
     sha256_of,
+    unusable_cache,
 )
 from effexport.plugins.building.toolchain import (
     Compiler,
@@ -56,7 +57,6 @@ from effexport.plugins.building.toolchain import (
     last_line,
     require_cmake,
     require_generator,
-    run_logged,
     run_program,
 )
 from effexport.plugins.errors import LibraryError
@@ -95,15 +95,9 @@ class Plan:
     @property
     def key(self) -> str:
         nvcc = self.nvcc and [str(self.nvcc.path), self.nvcc.version, self.nvcc.code_options]
-        parts = [
-            self.source_hash,
-            [self.headers.api_version, self.headers.sha256],
-            [self.compiler.command, self.compiler.version],
-            nvcc,
-            sorted(self.flags.items()),
-            platform.machine(),
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        headers = [self.headers.api_version, self.headers.sha256]
+        compiler = [self.compiler.command, self.compiler.version]
+        return key_of([self.source_hash, headers, compiler, nvcc, sorted(self.flags.items()), platform.machine()])
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -164,10 +158,7 @@ def _library_of_plan(plan: Plan, force: bool, folders: tuple[str, ...], on_stage
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BuildFailedError(_full_message(kernels_folder())) from error
-        raise LibraryError(
-            f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
-            f"Set {CACHE_VARIABLE} to one"
-        ) from error
+        raise unusable_cache(error) from error
     return Library(folder / plan.key / LIBRARY_NAME, outdated=False, info=info, built_now=built_now, folders=folders)
 
 
@@ -248,7 +239,7 @@ def compile_with_cmake(plan: Plan, temporary: Path, options: Sequence[str] = (),
         ]
     compile_ = [cmake, "--build", build, "--parallel", str(os.cpu_count() or 1), "--target", target]
     for command in (configure, compile_):
-        if problem := run_logged(command, log, TIMEOUT_S):
+        if problem := run_program(*command, timeout_s=TIMEOUT_S, log=log).problem:
             text = log.read_text(encoding="utf-8", errors="replace")
             # cmake does not say why it could not write a file
             if "No space left on device" in text or shutil.disk_usage(temporary).free < FULL_BYTES:
@@ -360,7 +351,7 @@ def publish(result: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(folder: Path, on_stage: Callable[[str], None]) -> Iterator[None]:
+def lock(folder: Path, on_stage: OnStage) -> Iterator[None]:
     """Allow one build at a time if the file system supports locks; otherwise the last build published wins."""
     with (folder / ".lock").open("w") as stream:
         try:
@@ -385,10 +376,8 @@ def clear_leftovers(folder: Path) -> None:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 
@@ -427,17 +416,20 @@ class Headers(NamedTuple):
     sha256: str
 
 
-def find_headers(on_stage: Callable[[str], None] = lambda stage: None) -> Headers:
+def find_headers(on_stage: OnStage = lambda stage: None) -> Headers:
     """Those of EFFEXPORT_ORT_INCLUDE_DIR if it is set, else the system's, or Debian's. Raises LibraryError."""
     if given := os.environ.get(HEADERS_VARIABLE):
         return headers_below([given], f"{HEADERS_VARIABLE} is {given!r}, which has no readable {' and '.join(HEADERS)}")
+    on_path = filter(None, os.environ.get("CPATH", "").split(os.pathsep))
     try:
-        return headers_below(
-            (*PREFIXES, *filter(None, os.environ.get("CPATH", "").split(os.pathsep))), "none installed"
-        )
+        return headers_below((*PREFIXES, *on_path), "none installed")
     except LibraryError as none_here:
         try:
-            return headers_below([folder_from_debian(on_stage)], "Debian's package does not contain them")
+            target = make_cache_folder("headers") / f"debian-{SUITE}-{output('dpkg', '--print-architecture').strip()}"
+            if not target.is_dir():  # fetched once
+                on_stage(f"fetching ONNX Runtime's headers ({PACKAGE}) from the Debian archive")
+                unpack_from_debian((PACKAGE,), target)
+            return headers_below([target / "usr" / "include"], "Debian's package does not contain them")
         except (OSError, LibraryError) as error:
             raise LibraryError(f"no headers of ONNX Runtime ({HEADERS[0]}): {none_here}; {error}. {REMEDY}") from error
 
@@ -453,15 +445,6 @@ def headers_below(prefixes: Iterable[str | Path], problem: str) -> Headers:
     raise LibraryError(problem)
 
 
-def folder_from_debian(on_stage: Callable[[str], None]) -> Path:
-    """An include folder in the cache, fetched once."""
-    target = make_cache_folder("headers") / f"debian-{SUITE}-{output('dpkg', '--print-architecture').strip()}"
-    if not target.is_dir():
-        on_stage(f"fetching ONNX Runtime's headers ({PACKAGE}) from the Debian archive")
-        unpack_from_debian((PACKAGE,), target)
-    return target / "usr" / "include"
-
-
 def unpack_from_debian(packages: Sequence[str], target: Path, *architectures: str) -> None:
     """Unpack packages of SUITE into a new folder, from any mirror of this machine's apt; installs nothing.
 
@@ -471,15 +454,15 @@ def unpack_from_debian(packages: Sequence[str], target: Path, *architectures: st
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as temporary:
         source = f"Types: deb\nURIs: {' '.join(sites)}\nSuites: {SUITE}\nComponents: main\nSigned-By: {KEYRING}\n"
         Path(temporary, f"{SUITE}.sources").write_text(source, encoding="utf-8")
-        folders = dict.fromkeys(("Dir::Etc::SourceParts", "Dir::State::Lists", "Dir::Cache"), temporary)
+        options = dict.fromkeys(("Dir::Etc::SourceParts", "Dir::State::Lists", "Dir::Cache"), temporary)
         # root's apt would change to the user _apt, who cannot write here
-        options = {**folders, "Dir::Etc::SourceList": "/dev/null", "APT::Sandbox::User": "root"}
-        apt = ["apt-get", *(f"-o{name}={value}" for name, value in options.items()), "-qq"]
-        apt += [f"-oAPT::Architectures::={name}" for name in architectures]
+        options |= {"Dir::Etc::SourceList": "/dev/null", "APT::Sandbox::User": "root"}
+        given = [*options.items(), *(("APT::Architectures::", name) for name in architectures)]
+        apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in given)]
         run_program(*apt, "update", timeout_s=120)  # leaves out sites that lack the suite, or its signature
         output(*apt, "download", *packages, cwd=Path(temporary))
         for file in Path(temporary).glob("*.deb"):
-            digest, architecture = hashlib.sha256(file.read_bytes()).hexdigest(), file.stem.rsplit("_", 1)[-1]
+            digest, architecture = sha256_of(file), file.stem.rsplit("_", 1)[-1]
             if file.name.startswith(PACKAGE) and digest != SHA256.get(architecture, digest):
                 raise LibraryError(f"apt got {file.name} with sha256 {digest}; expected {SHA256[architecture]}")
             output("dpkg", "-x", str(file), f"{temporary}/unpacked")
@@ -490,5 +473,5 @@ def unpack_from_debian(packages: Sequence[str], target: Path, *architectures: st
 def output(*command: str, cwd: Path | None = None) -> str:
     run = run_program(*command, timeout_s=120, cwd=cwd)
     if run.problem:
-        raise LibraryError(f"{command[0]} failed: {last_line(run.errors, last_line(run.output, run.problem))}")
+        raise LibraryError(f"{command[0]} failed: {last_line(run.output + run.errors, run.problem)}")
     return run.output

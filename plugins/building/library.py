@@ -366,6 +366,18 @@ def make_cache_folder(name: str) -> Path:
     return folder
 
 
+def unusable_cache(error: OSError) -> LibraryError:
+    return LibraryError(
+        f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
+        f"Set {CACHE_VARIABLE} to one"
+    )
+
+
+def key_of(parts: object) -> str:
+    """The name in the cache of what is made from these parts, which are JSON."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
 def require_own(*paths: Path) -> None:
     """Raise LibraryError, with the command that mends it, if others than this user and root may write to the cache
     folder or to these paths in it: what lies there is compiled and executed."""

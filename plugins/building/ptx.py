@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.plugins.building import sources
-from effexport.plugins.building.library import CACHE_VARIABLE, make_cache_folder, write_whole
+from effexport.plugins.building.library import key_of, make_cache_folder, unusable_cache, write_whole
 from effexport.plugins.building.toolchain import Run, choose_nvcc, run_program
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.ops import Op
@@ -197,20 +197,17 @@ def ptx_from_source(op: Op, architecture: int) -> str:
     fails, or if the cache cannot be written.
     """
     compiler = find_ptx_compiler()
-    key = _key(op, compiler, architecture)
+    contents = [[name, hashlib.sha256(content).hexdigest()] for name, content in kernel_sources(op).items()]
+    key = key_of([contents, compiler.identity, architecture, DEFINITIONS, MAX_ISA])
     try:
-        folder = make_cache_folder("ptx")
-        cached = folder / f"{key}.ptx"
+        cached = make_cache_folder("ptx") / f"{key}.ptx"
         if (ptx := _read(cached)) is None:
             compiled = compiler.compile(sources.include_folder(op) / op.cuda_source, architecture)
             ptx = with_isa_at_most(MAX_ISA, compiled.rstrip() + "\n", compiler, architecture)
             digest = hashlib.sha256(ptx.encode()).hexdigest()
             write_whole(cached, f"{ptx}{CHECK_LINE}{digest}\n")
     except OSError as error:
-        raise LibraryError(
-            f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
-            f"Set {CACHE_VARIABLE} to one"
-        ) from error
+        raise unusable_cache(error) from error
     return ptx
 
 
@@ -354,12 +351,6 @@ def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path, architecture: i
 def _include_options(source: Path) -> list[str]:
     """Sources name ours below our folder, and those of their own operator beside it."""
     return [f"-I{folder}" for folder in dict.fromkeys((sources.FOLDER, source.parents[1]))]
-
-
-def _key(op: Op, compiler: PtxCompiler, architecture: int) -> str:
-    contents = [[name, hashlib.sha256(content).hexdigest()] for name, content in kernel_sources(op).items()]
-    parts = [contents, compiler.identity, architecture, DEFINITIONS, MAX_ISA]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from effexport.plugins.errors import LibraryError
 
@@ -25,23 +27,34 @@ class Run:
     problem: str | None
 
 
-def run_program(*command: str, timeout_s: float, cwd: Path | None = None) -> Run:
-    """Run without input, with messages in English; a program that does not start or end in time is a problem too."""
-    try:
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Run("", "", str(error))
-    return Run(done.stdout, done.stderr, ending(done.returncode) if done.returncode else None)
+def run_program(*command: str, timeout_s: float, cwd: Path | None = None, log: Path | None = None) -> Run:
+    """Run without input, with messages in English; a program that does not start or end in time is a problem too.
+
+    log: a file that all output is appended to, in place of the result: through a pipe, we would wait for background
+    processes that inherit it.
+    """
+    with contextlib.ExitStack() as stack:
+        output: IO[bytes] | int = subprocess.PIPE
+        if log is not None:
+            output = stack.enter_context(log.open("ab"))
+            output.write(f"$ {shlex.join(command)}\n".encode())
+            output.flush()
+        try:
+            done = subprocess.run(
+                command,
+                cwd=cwd,
+                env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.PIPE if log is None else subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Run("", "", str(error))
+    return Run(done.stdout or "", done.stderr or "", ending(done.returncode) if done.returncode else None)
 
 
 def ending(code: int) -> str:
@@ -52,29 +65,6 @@ def ending(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-
-
-def run_logged(command: list[str], log: Path, timeout_s: float) -> str | None:
-    """Run with all output appended to the log file; why it failed, or None.
-
-    The output goes to a file because a pipe would keep us waiting for background processes that inherit it.
-    """
-    with log.open("ab") as stream:
-        stream.write(f"$ {shlex.join(command)}\n".encode())
-        stream.flush()
-        try:
-            done = subprocess.run(
-                command,
-                env={**os.environ, "LC_ALL": "C"},
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-    return ending(done.returncode) if done.returncode else None
 
 
 def first_line(text: str, otherwise: str) -> str:
@@ -236,27 +226,29 @@ def examine_compiler() -> Compiler:
     return Compiler(command, first_line(_ask(*command, "--version"), UNKNOWN_VERSION))
 
 
-def find_nvcc() -> Path | None:
-    """EFFEXPORT_NVCC or CUDACXX, else nvcc on PATH or in /usr/local/cuda. None if a variable names a missing one."""
+def choose_nvcc() -> Path | None:
+    """EFFEXPORT_NVCC or CUDACXX, else nvcc on PATH or in /usr/local/cuda; None without one.
+
+    Raises LibraryError if a variable names a missing program: an explicit choice is never replaced.
+    """
     for variable in NVCC_VARIABLES:
         if given := os.environ.get(variable):
-            found = shutil.which(given)
-            return Path(found) if found else None
-    found = shutil.which("nvcc") or shutil.which(DEFAULT_NVCC)
-    return Path(found) if found else None
+            if found := shutil.which(given):
+                return Path(found)
+            raise LibraryError(
+                f"{variable} is {given!r}, which is not a program on this machine; expected an nvcc. "
+                f"Correct it, or unset it"
+            )
+    usual = shutil.which("nvcc") or shutil.which(DEFAULT_NVCC)
+    return Path(usual) if usual else None
 
 
-def choose_nvcc() -> Path | None:
-    """The same, but raises LibraryError if a variable names a missing program: an explicit choice is never replaced."""
-    path = find_nvcc()
-    if path is None:
-        for variable in NVCC_VARIABLES:
-            if given := os.environ.get(variable):
-                raise LibraryError(
-                    f"{variable} is {given!r}, which is not a program on this machine; expected an nvcc. "
-                    f"Correct it, or unset it"
-                )
-    return path
+def find_nvcc() -> Path | None:
+    """The same, or None if a variable names a missing program."""
+    try:
+        return choose_nvcc()
+    except LibraryError:
+        return None
 
 
 def examine_nvcc(gpus: Sequence[int] = ()) -> Nvcc | None:

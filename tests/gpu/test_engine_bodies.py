@@ -13,7 +13,6 @@ from gpu.engines import bodies, page, records
 
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.runner import TrtRunner
-from effexport.tensorrt.sidecar import write_sidecar
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_both_engines_are_compared_and_timed_plain_and_as_graphs(two_engines: Ma
 
 def test_the_page_has_one_row_for_each_length_with_layers_and_plugins(two_engines: Machine) -> None:
     layer = {"name": "sort", "type": "Plugin", "outputs": [], "tactic": "0x1"}
-    write_sidecar(two_engines.model.engine, dataclasses.replace(two_engines.info(), layers=(layer,) * 3))
+    two_engines.write_engine(two_engines.model.engine, layers=(layer,) * 3)
     results = records.Results({})
     results.run("trt", "lsh fp16", "c", lambda: bodies.compare_with_bodies(two_engines.model, timed=True))
     text = page.markdown_from_results(results)

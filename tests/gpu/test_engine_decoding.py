@@ -19,7 +19,6 @@ from effexport.artifact import DECODE_STEP, PREFILL, open_artifact
 from effexport.base.runtimes import engine_name
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import limits_from_spec
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.runner import decoder_in_trt
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
@@ -36,7 +35,7 @@ def model(tmp_path: Path) -> Model:
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts((), artifact.spec))
     for name in (DECODE_STEP, PREFILL):
         path = made.artifact / engine_name("trt-rtx", name)
-        engine_from_onnx(made.artifact / name, spec, path, current_compute_capability, precision="fp32")
+        engine_from_onnx(made.artifact / name, spec, path, precision="fp32")
     return made
 
 

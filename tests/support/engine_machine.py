@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
+from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT, written_engine
 from gpu.engines import model
 
 from effexport.base.spec import BuildSpec, build_spec_from_options
@@ -17,7 +15,6 @@ from effexport.export.module_source import module_from_seed
 from effexport.proof.module_runs import run_module
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.runner import TrtRunner
-from effexport.tensorrt.sidecar import EngineInfo, write_sidecar
 
 SEQ_LEN = 64
 Spoil = Callable[[np.ndarray], None]
@@ -41,30 +38,18 @@ class Machine:
 
     def write_engine(self, engine: Path, **changed: Any) -> None:
         """An engine and its sidecar. changed: fields of the sidecar."""
-        engine.parent.mkdir(parents=True, exist_ok=True)
-        engine.write_bytes(b"an engine")
-        write_sidecar(engine, replace(self.info(), **changed))
+        written_engine(engine, **{**self.fields, **changed})
 
-    def info(self) -> EngineInfo:
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the sidecar."""
         shapes = ((1, 1), (1, SEQ_LEN), (4, SEQ_LEN))
-        return EngineInfo(
-            target="trt",
-            tensorrt_version="11.4.0.106",
-            effexport_version="0.1.0",
-            created="2026-01-01T00:00:00+00:00",
-            precision="fp32",
-            inputs=self.spec.inputs,
-            outputs=self.spec.outputs,
-            profiles=({"input_ids": shapes, "attention_mask": shapes},),
-            options={},
-            onnx_sha256="a" * 64,
-            onnx_bytes=1,
-            engine_sha256=hashlib.sha256(b"an engine").hexdigest(),
-            engine_bytes=9,
-            build_seconds=1.0,
-            compute_capabilities=(90,),
-            implementation={"LSHSort": "plugin"},
-        )
+        return {
+            "inputs": self.spec.inputs,
+            "outputs": self.spec.outputs,
+            "profiles": ({"input_ids": shapes, "attention_mask": shapes},),
+            "implementation": {"LSHSort": "plugin"},
+        }
 
     def compute(self, feeds: dict[str, np.ndarray], spoil: Spoil | None = None) -> dict[str, np.ndarray]:
         (output,) = run_module(self.module, self.spec, feeds).values()
@@ -78,10 +63,8 @@ class Machine:
         def output_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
             return {"last_hidden_state": (*shapes["input_ids"], 4)}
 
-        info = self.info()
-        fake = FakeModel(
-            info.inputs, info.outputs, info.profiles, lambda feeds: self.compute(feeds, spoil), output_shapes
-        )
+        inputs, outputs, profiles, _ = self.fields.values()
+        fake = FakeModel(inputs, outputs, profiles, lambda feeds: self.compute(feeds, spoil), output_shapes)
         self.cudas.append(FakeCuda())
         api = FakeTensorRT(fake, self.cudas[-1])
         api.capture_fails = self.capture_fails

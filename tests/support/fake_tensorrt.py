@@ -15,19 +15,45 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
-from effexport.tensorrt.cuda import CudaError, DeviceMemory, PinnedMemory
-from effexport.tensorrt.sidecar import ShapeRange
+from effexport.runners.cuda import CudaError, Memory, PinnedMemory
+from effexport.tensorrt.sidecar import EngineInfo, ShapeRange, write_sidecar
 
 POISON = 0xA5
 STREAM = 77
+VERSION = "11.4.0.106"
 
 Arrays = dict[str, np.ndarray]
+
+
+def written_engine(path: Path, **fields: Any) -> EngineInfo:
+    """Write an engine that only FakeTensorRT loads, with its sidecar. fields: inputs, outputs, profiles, and any of the
+    sidecar's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"an engine")
+    usual: dict[str, Any] = {
+        "target": "trt",
+        "tensorrt_version": VERSION,
+        "effexport_version": "0.1.0",
+        "created": "2026-01-01T00:00:00+00:00",
+        "precision": "fp32",
+        "options": {},
+        "onnx_sha256": "a" * 64,
+        "onnx_bytes": 1,
+        "engine_sha256": hashlib.sha256(b"an engine").hexdigest(),
+        "engine_bytes": len(b"an engine"),
+        "build_seconds": 1.0,
+        "compute_capabilities": (90,),
+    }
+    info = EngineInfo(**{**usual, **fields})
+    write_sidecar(path, info)
+    return info
 
 
 class FakeCuda:
@@ -70,48 +96,40 @@ class FakeCuda:
         self._count("memory_info")
         return 1000, 2000
 
-    def allocate(self, nbytes: int) -> DeviceMemory:
+    def allocate(self, nbytes: int) -> Memory:
         self._count("allocate")
         assert nbytes > 0
         assert self.capturing is None, "allocated during a capture"
         self._next_address += -(-nbytes // 256) * 256 + 256
         self.device[self._next_address] = bytearray([POISON]) * nbytes
-        return DeviceMemory(self._next_address, nbytes)
+        return Memory(self._next_address, nbytes)
 
-    def free(self, memory: DeviceMemory) -> None:
+    def free(self, memory: Memory) -> None:
         self._count("free")
         assert not self._queue, "freed memory that queued work may use"
-        del self.device[memory.address]
+        if isinstance(memory, PinnedMemory):
+            self.pinned.pop(memory.address)[:] = POISON
+        else:
+            del self.device[memory.address]
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         self._count("allocate_pinned")
         self._next_address += 256
         array = np.full(nbytes, POISON, np.uint8)
         self.pinned[self._next_address] = array
-        return PinnedMemory(array, self._next_address)
+        return PinnedMemory(self._next_address, nbytes, array=array)
 
-    def free_pinned(self, memory: PinnedMemory) -> None:
-        self._count("free_pinned")
-        assert not self._queue, "freed memory that queued work may use"
-        self.pinned.pop(memory.address)[:] = POISON
+    def copy(self, destination: Memory, source: Memory, nbytes: int) -> None:
+        self._count("copy_to_host" if isinstance(destination, PinnedMemory) else "copy_to_device")
+        assert isinstance(source, PinnedMemory) != isinstance(destination, PinnedMemory)
+        assert nbytes <= min(destination.nbytes, source.nbytes)
 
-    def copy_to_device(self, destination: DeviceMemory, source: PinnedMemory, nbytes: int) -> None:
-        self._count("copy_to_device")
+        def work() -> None:
+            # addresses are looked up now, so that freed memory shows
+            there, back = ({**self.device, **self.pinned}[memory.address] for memory in (destination, source))
+            memoryview(there)[:nbytes] = memoryview(back)[:nbytes]
 
-        def copy() -> None:
-            self.device[destination.address][:nbytes] = self.pinned[source.address][:nbytes].tobytes()
-
-        assert nbytes <= destination.nbytes
-        self.queue(copy)
-
-    def copy_to_host(self, destination: PinnedMemory, source: DeviceMemory, nbytes: int) -> None:
-        self._count("copy_to_host")
-
-        def copy() -> None:
-            view = np.frombuffer(self.device[source.address], np.uint8)
-            self.pinned[destination.address][:nbytes] = view[:nbytes]
-
-        self.queue(copy)
+        self.queue(work)
 
     def queue(self, work: Callable[[], None]) -> None:
         (self._queue if self.capturing is None else self.capturing).append(work)
@@ -194,7 +212,7 @@ class FakeTensorRT:
     alive: how many engines and contexts there are.
     """
 
-    def __init__(self, model: FakeModel, cuda: FakeCuda, version: str = "11.4.0.106") -> None:
+    def __init__(self, model: FakeModel, cuda: FakeCuda, version: str = VERSION) -> None:
         self.__version__ = version
         self.model, self.cuda = model, cuda
         self.models: dict[bytes, FakeModel] = {}

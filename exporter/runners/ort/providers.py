@@ -29,12 +29,10 @@ from effexport.base.errors import MissingExtraError, UserError
 from effexport.base.runtimes import CPU, CUDA, OPENVINO, RUNTIME_OF_PROVIDER, TENSORRT, TENSORRT_RTX, Package
 from effexport.plugins.building.toolchain import gpus_here
 from effexport.runners.options import RunOptions
-from effexport.tensorrt.ort_providers import check_tf32, engine_folder, profile_options, tf32_allowed
+from effexport.tensorrt.ort_providers import engine_folder, profile_options, tf32_allowed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from effexport.tensorrt.sidecar import ShapeRange
+    from collections.abc import Collection
 
 
 @dataclass(frozen=True)
@@ -166,14 +164,16 @@ def add_cuda(ort: Any, options: Any, settings: RunOptions) -> None:
 
 
 def add_rtx(ort: Any, options: Any, model: Path | bytes, external: Collection[Path], settings: RunOptions) -> None:
-    """Add TensorRT-RTX on its first GPU to the options of a session.
+    """Add TensorRT-RTX on its first GPU to the options of a session. Without a profile, a single engine accepts all
+    shapes.
 
-    external: files with weights of the model. Raises UserError if engines cannot be stored.
+    external: files with weights of the model. Raises UserError if engines cannot be stored, and for a name of an input
+    that the provider cannot read in a profile.
     """
-    check_tf32(settings)
     conditions = (RTX_PLUGIN.packages[0].version, tf32_allowed(), settings.profile)
-    engines = engine_folder(settings.runtime, model, external, *conditions)
-    options.add_provider_for_devices(usable_devices(ort, RTX_PLUGIN)[:1], rtx_options(settings.profile, engines))
+    engines = engine_folder(settings, model, external, *conditions)
+    provider_options = {"nv_runtime_cache_path": str(engines), **profile_options(settings.profile, "nv")}
+    options.add_provider_for_devices(usable_devices(ort, RTX_PLUGIN)[:1], provider_options)
 
 
 def listed_devices(ort: Any) -> list[Any]:
@@ -268,12 +268,3 @@ def linked_release() -> str | None:
     folder = package_folder(RTX_PLUGIN)
     names = [] if folder is None else [path.name for path in folder.glob("libtensorrt_rtx.so.*.*")]
     return max((name.partition(".so.")[2] for name in names), default=None)
-
-
-def rtx_options(profile: Mapping[str, ShapeRange] | None, engines: Path) -> dict[str, str]:
-    """The options of TensorRT-RTX's provider.
-
-    profile: the smallest, optimal and largest shape of every input; without one, a single engine accepts all shapes.
-    engines: folder of cached engines. Raises UserError for a name of an input that the provider cannot read.
-    """
-    return {"nv_runtime_cache_path": str(engines), **(profile_options(profile, "nv") if profile else {})}

@@ -30,12 +30,11 @@ def why_not_compared(model: Model) -> str:
 
 def build_with_bodies(model: Model) -> Outcome:
     from effexport.artifact import MODEL
-    from effexport.tensorrt.cuda import current_compute_capability
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 
     spec = dataclasses.replace(engine_spec(model), plugins="never")
     source, precision = model.artifact / MODEL, model.spec.precision
-    engine_from_onnx(source, spec, model.body_engine, current_compute_capability, precision=precision)
+    engine_from_onnx(source, spec, model.body_engine, precision=precision)
     return Outcome(engine_data(model.body_engine))
 
 

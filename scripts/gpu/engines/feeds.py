@@ -22,13 +22,13 @@ def open_runner(engine: Path, settings: RunOptions | None = None) -> TrtRunner:
 
 def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> list[dict[str, int]]:
     """Distinct sizes of the dynamic dimensions within the first profile, including its two ends."""
-    from effexport.tensorrt.context import dim_ranges
+    from effexport.tensorrt.spec import profile_from_shapes
 
-    ranges = dim_ranges(runner.inputs, runner.info.profiles[0])
-    possible = math.prod(high - low + 1 for low, high in ranges.values())
-    chosen = {tuple(low for low, _ in ranges.values()), tuple(high for _, high in ranges.values())}
+    ranges = profile_from_shapes(runner.inputs, runner.info.profiles[0]).ranges
+    possible = math.prod(size.max - size.min + 1 for size in ranges.values())
+    chosen = {tuple(size.min for size in ranges.values()), tuple(size.max for size in ranges.values())}
     while len(chosen) < min(count, possible):
-        chosen.add(tuple(int(rng.integers(low, high, endpoint=True)) for low, high in ranges.values()))
+        chosen.add(tuple(int(rng.integers(size.min, size.max, endpoint=True)) for size in ranges.values()))
     return [dict(zip(ranges, sizes, strict=True)) for sizes in sorted(chosen)]
 
 
@@ -40,7 +40,7 @@ def random_feeds(
 
     from effexport.base.dtypes import numpy_dtype
     from effexport.base.spec import MASK_NAME
-    from effexport.tensorrt.context import resolved
+    from effexport.tensorrt.spec import resolved
 
     feeds = {}
     for tensor in runner.inputs:

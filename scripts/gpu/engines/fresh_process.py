@@ -24,7 +24,7 @@ from gpu.engines.second_runner import compare_runners
 if TYPE_CHECKING:
     import numpy as np
 
-    from effexport.tensorrt.cuda import Cuda
+    from effexport.runners.cuda import Cuda
     from effexport.tensorrt.runner import TrtRunner
 
     Arrays = dict[str, np.ndarray[Any, Any]]
@@ -121,8 +121,8 @@ def run_second(options: argparse.Namespace) -> dict[str, Any]:
 def run_soak(options: argparse.Namespace) -> dict[str, Any]:
     from effexport.base.errors import GraphWarning
     from effexport.base.runtimes import RUNTIMES
+    from effexport.runners.cuda import open_cuda
     from effexport.runners.options import RunOptions
-    from effexport.tensorrt.cuda import open_cuda
     from effexport.tensorrt.sidecar import read_sidecar
 
     # without graphs, the soak would test something else

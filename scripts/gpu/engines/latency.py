@@ -37,7 +37,6 @@ def time_long_sequences(model: Model) -> Outcome:
     from effexport.artifact import MODEL
     from effexport.export.module_source import module_from_seed
     from effexport.export.onnx_from_module import onnx_from_module
-    from effexport.tensorrt.cuda import current_compute_capability
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
     from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
@@ -48,7 +47,7 @@ def time_long_sequences(model: Model) -> Outcome:
     onnx_from_module(module_from_seed(spec), spec, path)
     profile = Profile({"batch": Range(1, 1, 1), "seq": Range(lengths[0], lengths[len(lengths) // 2], lengths[-1])})
     wanted = EngineSpec(target=model.target, profiles=(profile,))  # type: ignore[arg-type]
-    engine_from_onnx(path, wanted, model.long_engine, current_compute_capability, precision=spec.precision)
+    engine_from_onnx(path, wanted, model.long_engine, precision=spec.precision)
     timed = time_engine(model.long_engine, model, spec, lengths)
     return dataclasses.replace(timed, data={"engine": engine_data(model.long_engine), **timed.data})
 

@@ -83,13 +83,12 @@ def build_separately(model: Model) -> Outcome:
     from effexport.artifact import DECODE_STEP, MODEL, PREFILL
     from effexport.base.runtimes import engine_name
     from effexport.pipeline.build import artifact_from_spec
-    from effexport.tensorrt.cuda import current_compute_capability
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 
     artifact_from_spec(model.spec, model.artifact)
     for name in (MODEL, DECODE_STEP, PREFILL) if model.spec.has_decode_step else (MODEL,):
         source, output = model.artifact / name, model.artifact / engine_name(model.target, name)
-        engine_from_onnx(source, engine_spec(model), output, current_compute_capability, precision=model.spec.precision)
+        engine_from_onnx(source, engine_spec(model), output, precision=model.spec.precision)
     return Outcome(engine_data(model.engine))
 
 

@@ -31,8 +31,7 @@ from effexport.runners.runner import limits_of_runner
 from effexport.serving.engine.queue import why_not_joined
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel
-from effexport.tensorrt.context import resolved
-from effexport.tensorrt.spec import default_profile, within
+from effexport.tensorrt.spec import default_profile, resolved, within
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -24,7 +24,6 @@ from effexport.proof.verify import verify_engine, verify_engine_if_possible
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import FeedLimits
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.runner import decoder_in_trt
 from effexport.tensorrt.sidecar import check_model, check_runs_here, read_sidecar
@@ -95,7 +94,7 @@ def engine_of(artifact: Artifact, folder: Path, *texts: str) -> Path:
     path = folder / "trt-rtx.engine"
     StandIn.model_of_artifact = artifact.model_path
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts(texts, artifact.spec))
-    engine_from_onnx(artifact.model_path, spec, path, current_compute_capability, precision=artifact.spec.precision)
+    engine_from_onnx(artifact.model_path, spec, path, precision=artifact.spec.precision)
     return path
 
 

@@ -146,11 +146,12 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[onnx.Mo
     api = StandIn(real=tensorrt_rtx, __version__=NEW, Builder=make_builder, NetworkDefinitionCreationFlag=flags)
     monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.import_api", lambda target: api)
     monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.inspected", lambda api, info, *others: info)
+    monkeypatch.setattr("effexport.tensorrt.engine_from_onnx.current_compute_capability", lambda extra: 90)
 
     def build(model: onnx.ModelProto, dtype: str) -> EngineInfo:
         path = tmp_path / "model.onnx"
         onnx.save(model, path)
-        return engine_from_onnx(path, TRT, tmp_path / "trt.engine", lambda extra: 90, precision=PRECISIONS[dtype])
+        return engine_from_onnx(path, TRT, tmp_path / "trt.engine", precision=PRECISIONS[dtype])
 
     return build
 

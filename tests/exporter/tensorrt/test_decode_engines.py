@@ -24,7 +24,6 @@ from effexport.proof.checks.invariance import check_decoder
 from effexport.runners.decode import DecodeRunner
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import limits_from_spec
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.runner import decoder_in_trt
 from effexport.tensorrt.sidecar import read_sidecar, write_sidecar
@@ -63,7 +62,7 @@ def with_engines(built: Callable[..., Artifact], tmp_path_factory: pytest.TempPa
         spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts(texts, artifact.spec))
         for model in (DECODE_STEP, PREFILL):
             path = folder / engine_name("trt-rtx", model)
-            engine_from_onnx(folder / model, spec, path, current_compute_capability, precision=precision)
+            engine_from_onnx(folder / model, spec, path, precision=precision)
         return folder
 
     return make

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,16 @@ from typing import Any
 import onnx
 import onnx.parser
 import pytest
+from fake_tensorrt import written_engine
 from slow_cases import some_variants
 
 from effexport.artifact import Artifact
-from effexport.base.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
+from effexport.base.dtypes import TensorInfo
+from effexport.base.errors import DiskError, EffexportError, StageError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder.module import module_from_spec
 from effexport.tensorrt.bindings import BuildLog, check_version, import_api
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.sidecar import EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
 from effexport.tensorrt.spec import EngineSpec, Profile, Range, profiles_from_texts
@@ -49,9 +49,7 @@ def build(tmp_path: Path) -> Callable[..., EngineInfo]:
             path = tmp_path / "model.onnx"
             onnx.save(model, path)
         spec = EngineSpec(**{"target": "trt-rtx", "profiles": (TINY,), **fields})
-        return engine_from_onnx(
-            path, spec, tmp_path / "out" / "x.engine", current_compute_capability, precision=precision
-        )
+        return engine_from_onnx(path, spec, tmp_path / "out" / "x.engine", precision=precision)
 
     return run
 
@@ -83,9 +81,7 @@ def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profil
     onnx_from_module(module_from_spec(spec.model, spec.seed), spec, model)
     engine = tmp_path / "trt-rtx.engine"
     profiles = profiles_from_texts(PROFILES, spec)
-    info = engine_from_onnx(
-        model, EngineSpec(target="trt-rtx", profiles=profiles), engine, current_compute_capability, precision=precision
-    )
+    info = engine_from_onnx(model, EngineSpec(target="trt-rtx", profiles=profiles), engine, precision=precision)
 
     assert read_sidecar(engine) == info
     check_engine_file(engine, info)
@@ -172,7 +168,6 @@ def test_progress_ends_near_one_and_names_phases(built: Built, tmp_path: Path) -
         artifact.model_path,
         spec,
         tmp_path / "x.engine",
-        current_compute_capability,
         on_progress=lambda phase, share: seen.append((phase, share)),
     )
     assert len({phase for phase, _ in seen}) > 1
@@ -187,9 +182,7 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(built: Built, tmp_path: 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine_from_onnx(
-            artifact.model_path, spec, tmp_path / "out" / "x.engine", current_compute_capability, on_progress=interrupt
-        )
+        engine_from_onnx(artifact.model_path, spec, tmp_path / "out" / "x.engine", on_progress=interrupt)
     assert nothing_was_written(tmp_path)
 
 
@@ -276,7 +269,7 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
     artifact = built("softmax", "encoder")
     output = tmp_path / "x.engine"
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec))
-    old = engine_from_onnx(artifact.model_path, spec, output, current_compute_capability)
+    old = engine_from_onnx(artifact.model_path, spec, output)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(self: Path, data: bytes) -> int:
@@ -284,20 +277,23 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DiskError, match=r"cannot write .*x\.engine: the disk is full"):
-        engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output, current_compute_capability)
+        engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert read_sidecar(output) == old
 
 
 @pytest.fixture
-def engine(built: Built, tmp_path: Path) -> Path:
-    artifact = built("softmax", "encoder")
+def engine(tmp_path: Path) -> Path:
+    """A file that no TensorRT loads, with a sidecar: enough for all that is looked at before."""
     path = tmp_path / "x.engine"
-    engine_from_onnx(
-        artifact.model_path,
-        EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec)),
+    written_engine(
         path,
-        current_compute_capability,
+        target="trt-rtx",
+        tensorrt_version="1.7.1.116",
+        compute_capabilities=(),
+        inputs=(TensorInfo("x", "float32", ("n",)),),
+        outputs=(TensorInfo("y", "float32", ("n",)),),
+        profiles=({"x": ((1,), (2,), (4,))},),
     )
     return path
 
@@ -356,15 +352,6 @@ def test_an_engine_of_another_model_release_or_gpu_is_refused(engine: Path) -> N
     check_runs_here(engine, portable, "11.4.0.106", 90)
     with pytest.raises(UserError, match="expected the same release or a later one"):
         check_runs_here(engine, replace(portable, tensorrt_version="11.4.0.106"), "10.16.1.11", 90)
-
-
-def test_a_missing_tensorrt_names_its_extra_and_the_way_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(MissingExtraError, match=r"effexport\[tensorrt\].*--target trt-rtx builds without one"):
-        import_api("trt")
-    with pytest.raises(MissingExtraError, match=r"effexport\[rtx\].*needs no GPU to build"):
-        import_api("trt-rtx")
 
 
 def test_a_tensorrt_that_is_too_old_is_refused() -> None:

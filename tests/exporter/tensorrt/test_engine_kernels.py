@@ -15,7 +15,6 @@ from slow_cases import slow_after
 
 from effexport.artifact import Artifact
 from effexport.base.errors import StageError
-from effexport.tensorrt.cuda import current_compute_capability
 from effexport.tensorrt.engine_from_onnx import engine_from_onnx
 from effexport.tensorrt.sidecar import FUSED, REASON_DIMS, REASON_FLOAT32, SEPARATE, EngineInfo, kernels_from_log
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
@@ -32,9 +31,7 @@ def engine(tmp_path: Path) -> Engine:
         path = tmp_path / "model.onnx"
         onnx.save(model, path)
         spec = EngineSpec(target="trt-rtx", profiles=(SIZES,))
-        return engine_from_onnx(
-            path, spec, tmp_path / "x.engine", current_compute_capability, precision=PRECISIONS[dtype]
-        )
+        return engine_from_onnx(path, spec, tmp_path / "x.engine", precision=PRECISIONS[dtype])
 
     return build
 
@@ -100,7 +97,7 @@ def test_the_attention_of_an_exported_model_in_half_precision_is_fused(
     artifact = built(name, "encoder", precision="fp16", **({"causal": True} if causal else {}))
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts((), artifact.spec))
     path = tmp_path / "trt-rtx.engine"
-    info = engine_from_onnx(artifact.model_path, spec, path, current_compute_capability, precision="fp16")
+    info = engine_from_onnx(artifact.model_path, spec, path, precision="fp16")
     assert list(info.attention.values()).count(FUSED) == count
     shown = cli("inspect", path).out
     assert f"{len(info.kernels)} as the builder lists them" in shown

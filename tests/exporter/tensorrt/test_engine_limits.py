@@ -81,6 +81,10 @@ FAULTS: dict[str, tuple[str, str]] = {
         "d = Constant <value = double[1] {0.1}> () f = Cast <to = 1> (d) y = Mul (x, f)",
         r"\(Constant\) is double",
     ),
+    "constant of a shape": (
+        "s = Shape (x) d = ConstantOfShape <value = double[1] {0.1}> (s) f = Cast <to = 1> (d) y = Mul (x, f)",
+        r"\(ConstantOfShape\) is double",
+    ),
     "strings": ('s = Constant <value_string = "a"> () y = Identity (x)', r"\(Constant\) has a value_string"),
     "Unique": ("y = Unique (x)", r"\(Unique\) sorts, which TensorRT has no layer for"),
     "foreign": (

@@ -122,7 +122,7 @@ def test_shapes_follow_the_names_of_the_dimensions() -> None:
             {"plugins": "never"},
             "--plugins does not apply to target trt-rtx, because TensorRT-RTX has no plugins; leave",
         ),
-        ({"plugins": "sometimes"}, "plugins is 'sometimes'; expected one of: auto, require, never"),
+        ({"plugins": "sometimes"}, "plugins is 'sometimes'; expected one of auto, require, never"),
         ({"target": "trt", "compute_capabilities": (89,)}, "built for the GPU of this machine"),
     ],
 )

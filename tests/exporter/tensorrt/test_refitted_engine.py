@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
+from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT, written_engine
 
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
@@ -21,12 +21,7 @@ from effexport.tensorrt.sidecar import EngineInfo, read_sidecar, write_sidecar
 from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
-OLD = b"an engine"
 Built = Callable[..., Artifact]
-
-
-def gpu(extra: str) -> int:
-    return 90
 
 
 class Machine:
@@ -37,33 +32,22 @@ class Machine:
         profiles = profiles_from_texts(("batch=1:2:3",), spec)
         self.spec = EngineSpec(target="trt", profiles=profiles, refittable=True, version_compatible=True)
         self.model, self.engine, self.output = artifact.model_path, folder / "trt.engine", folder / "new" / "trt.engine"
-        self.engine.write_bytes(OLD)
         shapes = tuple(profile.shapes(spec.inputs) for profile in profiles)
-        self.info = EngineInfo(
-            target="trt",
-            tensorrt_version="11.4.0.106",
-            effexport_version="0.1.0",
-            created="2026-01-01T00:00:00+00:00",
-            precision="fp32",
+        self.info = written_engine(
+            self.engine,
             inputs=spec.inputs,
             outputs=spec.outputs,
             profiles=shapes,
             options=self.spec.options(),
-            onnx_sha256="a" * 64,
-            onnx_bytes=1,
-            engine_sha256=hashlib.sha256(OLD).hexdigest(),
-            engine_bytes=len(OLD),
-            build_seconds=1.0,
-            compute_capabilities=(90,),
             version_compatible=True,
             layers=({"name": "a layer", "type": "SHUFFLE", "outputs": []},),
         )
-        write_sidecar(self.engine, self.info)
         fake = FakeModel(spec.inputs, spec.outputs, shapes, lambda feeds: feeds, lambda shapes: {})
         self.api = FakeTensorRT(fake, FakeCuda())
         self.builds: list[tuple[str, ...]] = []
         monkeypatch.setattr(refit, "import_api", lambda target: self.api)
         monkeypatch.setattr(refit, "engine_from_onnx", self.build)
+        monkeypatch.setattr(refit, "current_compute_capability", lambda extra: 90)
 
     def build(self, *arguments: object, remarks: tuple[str, ...], **options: object) -> EngineInfo:
         """In the place of a build, which needs TensorRT's own builder."""
@@ -71,7 +55,8 @@ class Machine:
         return self.info
 
     def renew(self, spec: EngineSpec | None = None) -> EngineInfo:
-        return refit.engine_from_engine(self.engine, self.model, spec or self.spec, self.output, gpu)
+        options: dict[str, Any] = {"precision": "fp32", "remarks": (), "on_progress": lambda *_: None}
+        return refit.engine_from_engine(self.engine, self.model, spec or self.spec, self.output, **options)
 
 
 @pytest.fixture
@@ -94,7 +79,7 @@ def test_a_refittable_engine_gets_the_weights_of_the_model_and_a_true_sidecar(ma
         machine.info.options,
     )
     assert info.remarks == (refit.REFITTED,)
-    assert machine.engine.read_bytes() == OLD
+    assert machine.engine.read_bytes() == b"an engine"
 
 
 def test_an_engine_with_attention_is_refitted_from_a_graph_with_attention(machine: Machine) -> None:
@@ -152,11 +137,14 @@ def test_an_option_of_a_newer_release_is_one_error(machine: Machine) -> None:
         refit.spec_of_engine(info)
 
 
-def test_a_machine_without_a_gpu_cannot_renew_an_engine_of_tensorrt(machine: Machine) -> None:
+def test_a_machine_without_a_gpu_cannot_renew_an_engine_of_tensorrt(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nothing(extra: str) -> int:
         raise UserError("there is no GPU")
 
-    assert refit.why_not_renewed(machine.spec, nothing) == "there is no GPU"
-    assert refit.why_not_renewed(machine.spec, gpu) == ""
+    assert refit.why_not_renewed(machine.spec) == ""
+    monkeypatch.setattr(refit, "current_compute_capability", nothing)
+    assert refit.why_not_renewed(machine.spec) == "there is no GPU"
     rtx = EngineSpec(target="trt-rtx", profiles=machine.spec.profiles)
-    assert refit.why_not_renewed(rtx, nothing) == ""
+    assert refit.why_not_renewed(rtx) == ""

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_tensorrt import written_engine
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.runtimes import engine_name
 from effexport.serving.triton.package import PackageResult, package_artifact
 from effexport.serving.triton.spec import PackageSpec
-from effexport.tensorrt.sidecar import EngineInfo, summary_of_engine, write_sidecar
+from effexport.tensorrt.sidecar import summary_of_engine
 
 
 def package(
@@ -53,29 +54,15 @@ def with_engine(copied: Callable[..., Path], rewrite_manifest: Callable[..., Non
     def make(target: str = "trt", batches: tuple[tuple[int, int, int], ...] = ((1, 4, 6),)) -> Path:
         folder = copied("softmax", "encoder")
         artifact = open_artifact(folder)
-        data = b"not an engine"
-        path = folder / engine_name(target)
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
         shapes = [tuple((size, length) for size, length in zip(batch, (1, 64, 64), strict=True)) for batch in batches]
-        info = EngineInfo(
-            target=target,  # type: ignore[arg-type]
+        info = written_engine(
+            folder / engine_name(target),
+            target=target,
             tensorrt_version="10.13.3.9",
-            effexport_version="0.1.0",
-            created="2026-01-01T00:00:00+00:00",
-            precision="fp32",
             inputs=artifact.spec.inputs,
             outputs=artifact.spec.outputs,
-            profiles=tuple({"input_ids": shape, "attention_mask": shape} for shape in shapes),  # type: ignore[misc]
-            options={},
-            onnx_sha256="0" * 64,
-            onnx_bytes=1,
-            engine_sha256=hashlib.sha256(data).hexdigest(),
-            engine_bytes=len(data),
-            build_seconds=1.0,
-            compute_capabilities=(90,),
+            profiles=tuple({"input_ids": shape, "attention_mask": shape} for shape in shapes),
         )
-        write_sidecar(path, info)
         rewrite_manifest(folder, engines=[summary_of_engine(info)])
         return folder
 

@@ -183,7 +183,7 @@ def test_an_engine_becomes_a_plan_within_the_batches_that_it_was_built_for(
     assert config["dynamic_batching"]["preferred_batch_size"] == [3, 6]
     assert config["instance_group"] == [{"count": 1, "kind": "KIND_GPU", "profile": ["0", "1"]}]
     assert [warm["batch_size"] for warm in config["model_warmup"]] == [1, 3, 6]
-    assert (repository / "m-tensorrt" / "1" / "model.plan").read_bytes() == b"not an engine"
+    assert (repository / "m-tensorrt" / "1" / "model.plan").read_bytes() == b"an engine"
     for page in ("README.md", "Dockerfile"):
         assert "10.13.3.9" in (repository / page).read_text()
     with pytest.raises(UserError, match="at most 6"):

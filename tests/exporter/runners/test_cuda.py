@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from effexport.tensorrt.cuda import Cuda, CudaError, CudaPython, CudaTorch, _Span, open_cuda
+from effexport.runners.cuda import Cuda, CudaError, CudaPython, CudaTorch, Memory, PinnedMemory, bytes_at, open_cuda
 
 
 def in_a_process_without_a_gpu(code: str) -> str:
@@ -33,7 +33,7 @@ def in_a_process_without_a_gpu(code: str) -> str:
 @pytest.mark.parametrize("before", ["", "import torch"])
 def test_without_a_gpu_the_error_says_what_running_needs(before: str) -> None:
     output = in_a_process_without_a_gpu(
-        f"{before}\nfrom effexport.tensorrt.cuda import open_cuda\n"
+        f"{before}\nfrom effexport.runners.cuda import open_cuda\n"
         "try: open_cuda('rtx')\nexcept Exception as error: print(type(error).__name__, error)"
     )
     assert output.startswith("UserError CUDA finds no GPU that it can use (cudaError")
@@ -42,7 +42,7 @@ def test_without_a_gpu_the_error_says_what_running_needs(before: str) -> None:
 
 @pytest.mark.requires("rtx")
 def test_every_name_of_cuda_python_that_we_use_is_there() -> None:
-    source = importlib.import_module("effexport.tensorrt.cuda")
+    source = importlib.import_module("effexport.runners.cuda")
     names = dotted_names(ast.parse(inspect.getsource(source)), {"runtime", "_runtime"})
     names |= {("cudaGetDeviceCount",), ("cudaError_t", "cudaSuccess")}
     assert len(names) > 20
@@ -73,18 +73,19 @@ def test_cuda_python_takes_our_arguments() -> None:
     output = in_a_process_without_a_gpu("""
 import numpy as np
 from cuda.bindings import runtime
-from effexport.tensorrt.cuda import CudaError, DeviceMemory, PinnedMemory
-from effexport.tensorrt.cuda import CudaPython
+from effexport.runners.cuda import CudaError, Memory, PinnedMemory
+from effexport.runners.cuda import CudaPython
 
 cuda = object.__new__(CudaPython)
 cuda._runtime, cuda._device, cuda._stream = runtime, 0, runtime.cudaStream_t()
-device, pinned, graph = DeviceMemory(4096, 16), PinnedMemory(np.zeros(16, np.uint8), 4096), runtime.cudaGraphExec_t()
+device, graph = Memory(4096, 16), runtime.cudaGraphExec_t()
+pinned = PinnedMemory(4096, 16, array=np.zeros(16, np.uint8))
 calls = {
-    "memory_info": (), "allocate": (16,), "free": (device,), "allocate_pinned": (16,), "free_pinned": (pinned,),
-    "copy_to_device": (device, pinned, 16), "copy_to_host": (pinned, device, 16), "synchronize": (),
-    "capture": (lambda: None,), "launch": (graph,), "destroy": (graph,), "close": (), "__init__": (runtime,),
+    "memory_info": [()], "allocate": [(16,)], "allocate_pinned": [(16,)], "free": [(device,), (pinned,)],
+    "copy": [(device, pinned, 16), (pinned, device, 16)], "synchronize": [()], "capture": [(lambda: None,)],
+    "launch": [(graph,)], "destroy": [(graph,)], "close": [()], "__init__": [(runtime,)],
 }
-for name, arguments in calls.items():
+for name, arguments in ((name, arguments) for name, each in calls.items() for arguments in each):
     try:
         getattr(cuda, name)(*arguments)
     except CudaError as error:
@@ -99,7 +100,7 @@ for result in (runtime.cudaStreamEndCapture(cuda._stream), runtime.cudaGraphInst
 
 def test_pinned_memory_of_cuda_python_is_the_memory_itself() -> None:
     owner = np.arange(10, dtype=np.uint8)
-    view = np.asarray(_Span(owner.ctypes.data, 10))
+    view = bytes_at(owner.ctypes.data, 10)
     view[3] = 200
     assert owner[3] == 200
     assert view.view(np.dtype(ml_dtypes.bfloat16)).shape == (5,)
@@ -180,6 +181,18 @@ def test_an_error_of_cuda_has_its_name_and_its_text_and_is_not_left_for_others()
     with pytest.raises(CudaError, match=r"^CUDA reports cudaErrorMemoryAllocation: out of memory$"):
         cuda.allocate(16)
     assert runtime.calls[-1] == ("cudaGetLastError",)
+
+
+def test_memory_is_copied_and_freed_as_what_it_is() -> None:
+    runtime = FakeRuntime()
+    cuda = CudaPython(runtime)
+    runtime.calls.clear()
+    device, pinned = Memory(512, 16), PinnedMemory(1024, 16, array=np.zeros(16, np.uint8))
+    cuda.copy(device, pinned, 10)
+    cuda.free(device)
+    cuda.free(pinned)
+    copy = ("cudaMemcpyAsync", 512, 1024, 10, "cudaMemcpyDefault", 77)
+    assert runtime.calls == [copy, ("cudaFree", 512), ("cudaFreeHost", 1024)]
 
 
 def test_a_capture_of_cuda_python_leaves_an_executable_and_nothing_else() -> None:
@@ -265,8 +278,8 @@ def test_bytes_go_through_torch_and_back(torch_with_gpu: SimpleNamespace) -> Non
         device, there, back = cuda.allocate(16), cuda.allocate_pinned(16), cuda.allocate_pinned(16)
         there.array[:] = np.arange(16)
         back.array[:] = 0
-        cuda.copy_to_device(device, there, 16)
-        cuda.copy_to_host(back, device, 10)
+        cuda.copy(device, there, 16)
+        cuda.copy(back, device, 10)
         cuda.synchronize()
         assert back.array.tolist() == [*range(10)] + [0] * 6
         cuda.free(device)
