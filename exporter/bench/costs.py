@@ -12,8 +12,8 @@ from effexport.base.dtypes import DTYPES
 from effexport.base.environment import free_memory_bytes, usable_cores
 from effexport.base.formatting import memory
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
+from effexport.bench.candidates import signature_of_case, synchronize
 from effexport.bench.grid import BenchCase, logits_bytes, products_of_case
-from effexport.bench.models import signature_of_case, synchronize
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of

@@ -23,12 +23,15 @@ from effexport.bench.candidates import (
     agreement,
     candidate_from_case,
     engine_from_case,
+    inputs_of_case,
     is_beyond_runtime,
+    naive_onnx_from_case,
+    onnx_from_case,
     reason_not_here,
     reference_of_case,
     short,
 )
-from effexport.bench.children import MemoryUnknownError, peak_memory
+from effexport.bench.child import MemoryUnknownError, peak_memory
 from effexport.bench.costs import (
     EXPORT_SECONDS,
     START_SECONDS,
@@ -44,7 +47,6 @@ from effexport.bench.costs import (
     traffic_bytes,
 )
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Floor, Grid, model_of_case, products_of_case
-from effexport.bench.models import inputs_of_case, naive_onnx_from_case, onnx_from_case
 from effexport.bench.timing import (
     Machine,
     Rotation,
