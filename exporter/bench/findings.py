@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,21 +74,15 @@ BASELINE = "softmax"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The conditions that two compared models must share. batch is 0 if it depends on the length."""
-
-    runtime: str
-    scope: str
-    precision: str
-    batch: int
-
-
-@dataclass(frozen=True)
 class Curve:
-    """The rows of one model in one setting, in order of length. place: what tells it from the model's others."""
+    """The rows of one model in one setting, in order of length.
+
+    setting: runtime, scope, precision and batch, which compared models must share; "" for a batch that depends on the
+    length. place: the runtime, and what else tells it from the model's other curves.
+    """
 
     label: str
-    setting: Setting
+    setting: tuple[str, ...]
     place: str
     rows: tuple[BenchRow, ...]
 
@@ -119,19 +113,24 @@ def median_ms(row: BenchRow) -> float | None:
 
 def curves(results: BenchResults) -> list[Curve]:
     """All curves, softmax first, the others in the order of the rows."""
-    groups: dict[tuple[str, Setting], list[BenchRow]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[BenchRow]] = {}
     batch_varies = has_several_batches(results.rows)
     for row in results.rows:
         case = row.case
-        setting = Setting(case.runtime, case.scope, case.precision, case.batch if batch_varies else 0)
+        setting = (case.runtime, case.scope, case.precision, f"batch {case.batch}" if batch_varies else "")
         groups.setdefault((case.label, setting), []).append(row)
-    settings = list(dict.fromkeys(setting for _, setting in groups))
-    places = {setting: _place(setting, settings) for setting in settings}
+    places = places_of([setting for _, setting in groups], always=1)
     found = [
         Curve(label, setting, places[setting], tuple(sorted(rows, key=lambda row: row.case.seq_len)))
         for (label, setting), rows in groups.items()
     ]
     return sorted(found, key=lambda curve: not curve.is_baseline)
+
+
+def places_of(settings: Collection[tuple[str, ...]], always: int = 0) -> dict[tuple[str, ...], str]:
+    """The name of each setting: its first parts, as many as `always`, and those that differ between settings."""
+    shown = [n for n, parts in enumerate(zip(*settings, strict=True)) if n < always or len(set(parts)) > 1]
+    return {setting: ", ".join(setting[n] for n in shown if setting[n]) for setting in settings}
 
 
 def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
@@ -160,18 +159,6 @@ def has_several_batches(rows: Iterable[BenchRow]) -> bool:
     for row in rows:
         batches.setdefault(row.case.seq_len, set()).add(row.case.batch)
     return any(len(sizes) > 1 for sizes in batches.values())
-
-
-def _place(setting: Setting, settings: Sequence[Setting]) -> str:
-    """The runtime, and those parts of the setting that differ within this benchmark."""
-    parts = [setting.runtime]
-    if len({one.scope for one in settings}) > 1:
-        parts.append(setting.scope)
-    if len({one.precision for one in settings}) > 1:
-        parts.append(setting.precision)
-    if len({one.batch for one in settings}) > 1:
-        parts.append(f"batch {setting.batch}")
-    return ", ".join(parts)
 
 
 Verdict = Literal["passed", "failed", "not run"]
@@ -312,25 +299,22 @@ def _labels(rows: Sequence[BenchRow]) -> str:
 
 def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, float, str]:
     """For one place, a sort key (minus the length, the time per token of the fastest) and the sentence."""
-    rows = [row for curve in group for row in curve.rows]
-    longest = max(row.case.seq_len for row in rows if row.is_quotable or row.status == "disturbed")
-    if any(row.status == "disturbed" and row.case.seq_len == longest for row in rows):
-        where = f"At {longest:,} tokens on {group[0].place}"
+    rows = [row for curve in group for row in curve.rows if row.is_quotable or row.status == "disturbed"]
+    longest = max(row.case.seq_len for row in rows)
+    at_end = sorted((row for row in rows if row.case.seq_len == longest), key=lambda row: median_ms(row) or 0.0)
+    where = f"At {longest:,} tokens on {group[0].place}"
+    if any(row.status == "disturbed" for row in at_end):
         return -longest, math.inf, f"{where}, other programs disturbed the timings, so no model is named the fastest."
-    at_end = sorted((c for c in group if longest in c.medians()), key=lambda curve: curve.medians()[longest])
-    best = at_end[0]
-    row = next(row for row in best.rows if row.case.seq_len == longest and row.is_quotable)
-    sentence = f"At {longest:,} tokens on {best.place}, {best.label} is the fastest"
-    if len(at_end) == 1:
-        sentence = f"At {longest:,} tokens on {best.place}, only {best.label} was timed,"
-    sentence += f" with {duration(best.medians()[longest])}"
-    if best.is_baseline:
-        if len(at_end) > 1:
-            slower = at_end[1].medians()[longest] / best.medians()[longest]
-            sentence += f"; {at_end[1].label} is next and takes {three_digits(slower)} times as long"
-    else:
-        sentence += _beside_baseline(row, best, found)
-    return -longest, 1 / (row.tokens_per_second or 1), f"{sentence}."
+    best, *others = at_end
+    label, median = best.case.label, median_ms(best) or math.inf
+    what = f"{label} is the fastest" if others else f"only {label} was timed,"
+    more = ""
+    if best.case.variant != BASELINE:
+        more = _beside_baseline(best, next(curve for curve in group if best in curve.rows), found)
+    elif others:
+        slower = three_digits((median_ms(others[0]) or 0.0) / median)
+        more = f"; {others[0].case.label} is next and takes {slower} times as long"
+    return -longest, 1 / (best.tokens_per_second or 1), f"{where}, {what} with {duration(median)}{more}."
 
 
 def _beside_baseline(row: BenchRow, curve: Curve, found: Sequence[Curve]) -> str:
@@ -339,7 +323,7 @@ def _beside_baseline(row: BenchRow, curve: Curve, found: Sequence[Curve]) -> str
     if row.times_softmax is not None:
         parts.append(f"{three_digits(row.times_softmax)} times as fast as {BASELINE}")
     baseline = baseline_of(curve, found)
-    other = _row_at(baseline, row.case.seq_len) if baseline else None
+    other = next((one for one in baseline.rows if one.case.seq_len == row.case.seq_len), None) if baseline else None
     if other and other.peak_bytes and row.peak_bytes:
         share = other.peak_bytes / row.peak_bytes
         sizes = f"{memory(row.peak_bytes)} against {memory(other.peak_bytes)}"
@@ -348,7 +332,3 @@ def _beside_baseline(row: BenchRow, curve: Curve, found: Sequence[Curve]) -> str
     if not parts:
         return f"; {BASELINE} was not timed there" if other is None or other.timing is None else ""
     return f": {', '.join(parts)}"
-
-
-def _row_at(curve: Curve, length: int) -> BenchRow | None:
-    return next((row for row in curve.rows if row.case.seq_len == length), None)

@@ -29,6 +29,7 @@ from effexport.base.formatting import (
 )
 from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, CellRecord, Outcome, Store
 from effexport.bench.executors import Event, Executor
+from effexport.bench.findings import places_of
 from effexport.proof.check import METRIC
 from effexport.render.document import (
     Chart,
@@ -139,7 +140,7 @@ class SweepResults:
 def fields_of_record(record: CellRecord) -> dict[str, Any]:
     """The fields of a row that come from the record of its cell."""
     known: dict[str, Any] = {name: getattr(record, name) for name in ("reason", "seconds", "peak_bytes", "where")}
-    known |= {"attempts": record.attempt, "log_tail": record.log or ""}
+    known |= {"attempts": record.attempt, "log_tail": record.log}
     if not record.results:
         return known
     parity, engine = record.results.parity, record.results.engine
@@ -408,12 +409,10 @@ def cells_table(rows: Sequence[SweepRow]) -> Table:
 def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
     """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
     finished = [row for row in rows if row.status == "finished"]
-    parts = [(row.precision, row.target, row.gpu) for row in finished]
-    varying = [n for n in range(3) if len({part[n] for part in parts}) > 1]
+    places = places_of([(row.precision, row.target, row.gpu) for row in finished])
     groups: dict[tuple[str, str], list[SweepRow]] = {}
-    for row, part in zip(finished, parts, strict=True):
-        place = ", ".join(part[n] for n in varying if part[n])
-        groups.setdefault((row.label, place), []).append(row)
+    for row in finished:
+        groups.setdefault((row.label, places[row.precision, row.target, row.gpu]), []).append(row)
     if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
         return None
 
