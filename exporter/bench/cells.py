@@ -17,7 +17,6 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +31,7 @@ from effexport.base.files import json_text, write_file
 from effexport.base.records import values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
+from effexport.bench.grid import now
 from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
 # To be increased when the contents of a cell's folder change; cells of earlier formats are then rebuilt.
@@ -340,10 +340,6 @@ def write_record(folder: Path, cell: Cell, attempt: int, outcome: Outcome, resul
     known = {"id": cell.id, "digest": cell.digest, "cell": cell.to_dict(), "attempt": attempt, "ended": now()}
     known |= vars(outcome) | {"files": {}, "log": outcome.log if outcome.status == "failed" else ""}
     write_file(folder / RECORD, json_text(msgspec.to_builtins(CellRecord(**known, results=results))))
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read_record(folder: Path, cell: Cell) -> CellRecord | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from effexport.base.dtypes import FLOAT_PRECISIONS
+from effexport.base.environment import versions
 from effexport.base.errors import UserError
 from effexport.base.files import json_text
 from effexport.base.formatting import tokens_from_text
@@ -348,6 +350,15 @@ class BenchResults:
 
     def to_json(self) -> str:
         return json_text(asdict(self))
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def made_now() -> dict[str, Any]:
+    """The fields of results that say when they were made, and with which versions."""
+    return {"created": now(), "environment": {name: found for name, found in versions().items() if found is not None}}
 
 
 def results_from_json(path: Path) -> BenchResults:

@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.base.disk import ANOTHER_TEMPORARY, disk_problem, write_error
-from effexport.base.environment import describe_machine, usable_cores, versions
+from effexport.base.environment import describe_machine, usable_cores
 from effexport.base.errors import EffexportError, is_out_of_memory
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
 from effexport.bench.candidates import (
@@ -46,7 +45,16 @@ from effexport.bench.costs import (
     timing_cost,
     traffic_bytes,
 )
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Floor, Grid, model_of_case, products_of_case
+from effexport.bench.grid import (
+    BenchCase,
+    BenchResults,
+    BenchRow,
+    Floor,
+    Grid,
+    made_now,
+    model_of_case,
+    products_of_case,
+)
 from effexport.bench.timing import (
     Machine,
     Rotation,
@@ -339,7 +347,7 @@ def bench(
     """
     settings = settings or Settings()
     threads = settings.threads or usable_cores()
-    created = datetime.now(UTC).isoformat(timespec="seconds")
+    made = made_now()
     here = Machine()
     load = here.load()
     complete = True
@@ -359,12 +367,11 @@ def bench(
         rows = tuple(running.rows)
     return BenchResults(
         rows=rows,
-        created=created,
+        **made,
         command=settings.command,
         rounds=settings.rounds,
         threads=threads,
         machine=describe_machine() | load,
-        environment={name: version for name, version in versions().items() if version is not None},
         preset=settings.preset,
         complete=complete,
     )
