@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from effexport.base.disk import ANOTHER_TEMPORARY, disk_problem, write_error
 from effexport.base.environment import describe_machine, usable_cores
 from effexport.base.errors import EffexportError, is_out_of_memory
+from effexport.base.machine import Machine
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
 from effexport.bench.candidates import (
     Candidate,
@@ -56,7 +57,6 @@ from effexport.bench.grid import (
     products_of_case,
 )
 from effexport.bench.timing import (
-    Machine,
     Rotation,
     TimedCall,
     disturbance_of,

@@ -145,7 +145,7 @@ class BenchRequest(Options):
         most = max(MOST_THREADS, os.cpu_count() or 1)
         require((self.threads or 1) <= most, f"--threads is {self.threads}; expected at most {most}")
         if self.wait_idle is not None:
-            from effexport.bench.timing import STAT, Machine
+            from effexport.base.machine import STAT, Machine
 
             known = Machine().core_times() is not None
             require(known, f"--wait-idle needs {STAT}, which this system does not have; leave it out")

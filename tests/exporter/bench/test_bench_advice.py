@@ -279,7 +279,7 @@ def test_disturbed_times_leave_a_model_out_only_if_a_quarter_of_them_does(monkey
 
 
 def test_the_speed_of_products_is_measured_or_a_bound_of_it() -> None:
-    from effexport.bench.timing import Machine
+    from effexport.base.machine import Machine
 
     class Bench:
         threads, machine = 1, Machine()

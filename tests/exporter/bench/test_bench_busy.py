@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from effexport.base.machine import Machine
 from effexport.bench.findings import crossovers, curves, disturbance, headlines
 from effexport.bench.grid import BenchResults, results_from_json
-from effexport.bench.timing import Machine
 
 # measures three times, and wants a machine for itself
 pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]

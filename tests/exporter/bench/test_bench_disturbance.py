@@ -12,12 +12,13 @@ import pytest
 from bench_results import LENGTHS, PASSED, results, row
 from planted_machine import PlantedMachine
 
+from effexport.base.machine import CoreUse
 from effexport.bench import run as bench_run
 from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
 from effexport.bench.grid import BenchResults, BenchRow, Disturbance, Floor, Grid, Model, results_from_json
 from effexport.bench.page import bench_chart, csv_from_results, document_from_results, html_from_results
 from effexport.bench.run import Settings, bench
-from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN, CoreUse
+from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN
 from effexport.render.formats import print_document
 
 Cli = Callable[..., Any]
@@ -210,7 +211,7 @@ def test_waiting_for_an_idle_machine_is_bounded_and_said(cli: Cli, tmp_path: Pat
 
 
 def test_waiting_needs_a_system_that_tells_what_others_do(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench import timing as readings
+    from effexport.base import machine as readings
 
     monkeypatch.setattr(readings, "STAT", Path("/nowhere/stat"))
     message = cli("bench", "--variants", "softmax", "--wait-idle").error()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from planted_machine import FakeClock, PlantedMachine
 
-from effexport.bench import timing as machine
-from effexport.bench.timing import CoreTimes, Machine, wait_until_idle, waited_between
+from effexport.base import machine
+from effexport.base.machine import CoreTimes, Machine, waited_between
+from effexport.bench.timing import wait_until_idle
 
 # user nice system idle iowait irq softirq steal guest guest_nice, in hundredths of a second
 STAT = """cpu  900 0 900 9000 0 0 0 900 0 0
