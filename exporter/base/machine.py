@@ -8,9 +8,10 @@ import ctypes
 import gc
 import os
 import platform
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,31 @@ def give_back_freed() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def process_peak_bytes() -> int:
+    import resource  # which Windows does not have
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+
+
+def peak_bytes_of(work: Callable[[], object]) -> int:
+    """Peak resident memory while `work` runs, beyond what was resident before."""
+    give_back_freed()
+    before = status_bytes("VmRSS")
+    try:
+        CLEAR_REFS.write_text(RESET_PEAK)
+        was_reset = True
+    except OSError:  # some sandboxes have no such file; the peak is then that of the whole process
+        was_reset = False
+    work()
+    peak = status_bytes("VmHWM") if was_reset else process_peak_bytes()
+    return max(0, peak - before)
 
 
 @contextlib.contextmanager

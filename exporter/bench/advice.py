@@ -22,18 +22,8 @@ from effexport.base.formatting import duration, listed, memory
 from effexport.base.records import read_record
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import SCOPES, BuildSpec
-from effexport.bench.costs import (
-    EXPORT_SECONDS,
-    FLOPS_PER_CORE,
-    START_SECONDS,
-    OnStep,
-    call_seconds,
-    memory_cost,
-    prepare_cost,
-    reason_too_large,
-    run_products,
-    timing_cost,
-)
+from effexport.bench import costs
+from effexport.bench.costs import OnStep
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, model_of_case, products_of_case
 from effexport.bench.run import Bench, Settings, bench, describe
 from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
@@ -93,7 +83,7 @@ class AdvicePlan:
         models: dict[str, list[BenchCase]] = {}
         for case in self.grid.cases():
             models.setdefault(case.label, []).append(case)
-        return tuple(sorted(map(tuple, models.values()), key=lambda cases: min(map(call_seconds, cases))))
+        return tuple(sorted(map(tuple, models.values()), key=lambda cases: min(map(costs.call_seconds, cases))))
 
     @property
     def cases(self) -> tuple[BenchCase, ...]:
@@ -113,23 +103,23 @@ class AdvicePlan:
 
     def seconds(self, rounds: int, max_seconds: float) -> float:
         """Roughly how long all of it takes."""
-        longest = self.longest_ms(1e3 * min(map(call_seconds, self.cases)))
-        return START_SECONDS + sum(self.case_seconds(case, rounds, max_seconds, longest) for case in self.cases)
+        longest = self.longest_ms(1e3 * min(map(costs.call_seconds, self.cases)))
+        return costs.START_SECONDS + sum(self.case_seconds(case, rounds, max_seconds, longest) for case in self.cases)
 
     def case_seconds(self, case: BenchCase, rounds: int, max_seconds: float, longest_ms: float | None) -> float:
         """The same for one case. One that misses the limit or needs too much memory costs a probe only, or nothing."""
-        by_products = least_ms_by_products(case, FLOPS_PER_CORE * usable_cores())
+        by_products = least_ms_by_products(case, costs.FLOPS_PER_CORE * usable_cores())
         if misses(by_products, longest_ms):
             return 0.0
-        cost = EXPORT_SECONDS if RUNTIMES[case.runtime].graph else 0.0
-        probe, is_refused = probe_of(case, self.probed_length), reason_too_large(case) is not None
-        if is_refused and (probe is None or reason_too_large(probe) is not None):
+        cost = costs.EXPORT_SECONDS if RUNTIMES[case.runtime].graph else 0.0
+        probe, is_refused = probe_of(case, self.probed_length), costs.reason_too_large(case) is not None
+        if is_refused and (probe is None or costs.reason_too_large(probe) is not None):
             return 0.0
         if probe is not None:
-            cost += prepare_cost(probe, parity=False) + timing_cost(probe, PROBE_ROUNDS, max_seconds)
-        if is_refused or (probe is not None and misses(1e3 * call_seconds(case), longest_ms)):
+            cost += costs.prepare_cost(probe, parity=False) + costs.timing_cost(probe, PROBE_ROUNDS, max_seconds)
+        if is_refused or (probe is not None and misses(1e3 * costs.call_seconds(case), longest_ms)):
             return cost
-        return cost + prepare_cost(case) + timing_cost(case, rounds, max_seconds) + memory_cost(case)
+        return cost + costs.prepare_cost(case) + costs.timing_cost(case, rounds, max_seconds) + costs.memory_cost(case)
 
 
 def probe_of(case: BenchCase, length: int | None) -> BenchCase | None:
@@ -241,7 +231,7 @@ class Speed:
 
 
 def speed_of_products(bench: Bench) -> Speed:
-    call = TimedCall("products", run_products([LARGE_PRODUCT]), "torch")
+    call = TimedCall("products", costs.run_products([LARGE_PRODUCT]), "torch")
     judges_waits = bench.threads <= bench.machine.cores
     rotation = Rotation([call], SPEED_ROUNDS, SPEED_SECONDS, bench.machine, judges_waits)
     rotation.run()

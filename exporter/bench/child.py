@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import msgspec
 
 from effexport.base.errors import EffexportError, StageError, UserError
 from effexport.base.files import json_text, write_file
-from effexport.base.machine import give_back_freed, status_bytes
+from effexport.base.machine import peak_bytes_of, process_peak_bytes
 from effexport.base.runtimes import RUNTIMES
 from effexport.bench.cells import ARTIFACT, LOG, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
 from effexport.bench.grid import BenchCase
@@ -268,28 +267,7 @@ def check_gpu(cell: Cell) -> None:
         )
 
 
-def process_peak_bytes() -> int:
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else size * 1024
-
-
-CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
 RUNS = 2
-
-
-def peak_bytes_of(work: Callable[[], object]) -> int:
-    """Peak resident memory while `work` runs, beyond what was resident before."""
-    give_back_freed()
-    before = status_bytes("VmRSS")
-    try:
-        CLEAR_REFS.write_text(RESET_PEAK)
-        was_reset = True
-    except OSError:  # some sandboxes have no such file; the peak is then that of the whole process
-        was_reset = False
-    work()
-    peak = status_bytes("VmHWM") if was_reset else process_peak_bytes()
-    return max(0, peak - before)
 
 
 def peak_of_candidate(candidate: Candidate, feeds: dict[str, Array], device: str) -> int:

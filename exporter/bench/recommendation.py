@@ -225,33 +225,26 @@ def command_from_case(case: BenchCase, spec_file: str = "") -> BuildCommand | No
         return None
     given = options_from_toml(Path(spec_file)) if spec_file else {}
     attention = model_of_case(case).attention
-    flags: dict[str, Any] = {
-        "variant": case.variant,
-        "scope": case.scope,
-        "dim": attention.dim,
-        "heads": attention.heads,
-    }
-    flags["seq_len"] = case.seq_len
+    flags: dict[str, Any] = {"variant": case.variant, "scope": case.scope, "dim": attention.dim}
+    flags |= {"heads": attention.heads, "seq_len": case.seq_len}
     flags |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
     flags |= {"precision": case.precision} if case.precision != given.get("precision", "fp32") else {}
     flags |= {"target": case.runtime} if runtime.engine else {}
-    switches, lines = [], []
-    for name, value in (case.options | case.encoder).items():
-        if name in flags or (name in given and given[name] == value):
-            continue
-        if name == "causal":
-            switches.append("--causal" if value else "--no-causal")
-        elif name in _WITH_OPTION:
-            flags[name] = value
-        else:
-            lines.append(f"{name} = {json.dumps(value)}")
+    others = {
+        name: value
+        for name, value in (case.options | case.encoder).items()
+        if name not in flags and (name not in given or given[name] != value)
+    }
+    flags |= {name: value for name, value in others.items() if name in _WITH_OPTION}
+    switches = [f"--{'' if value else 'no-'}causal" for name, value in others.items() if name == "causal"]
+    in_file = (name for name in others if name not in (*_WITH_OPTION, "causal"))
+    lines = tuple(f"{name} = {json.dumps(others[name])}" for name in in_file)
     file = spec_file or (WRITTEN_FILE if lines else "")
-    words: list[Word] = ["effexport", "build"]
-    words += ["--spec", Path(file)] if file else []
+    words: list[Word] = ["effexport", "build", *(("--spec", Path(file)) if file else ())]
     words += [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
     known = {"variant", *BUILD_FIELDS, "scope", *ENCODER_FIELDS, *field_names(type(attention))}
     remove = tuple(name for name in given if name not in known)
-    return BuildCommand(command_line(*words, *switches), file, tuple(lines), remove)
+    return BuildCommand(command_line(*words, *switches), file, lines, remove)
 
 
 OTHER_MODELS = (

@@ -17,6 +17,7 @@ from effexport.base.environment import describe_machine, usable_cores
 from effexport.base.errors import EffexportError, is_out_of_memory
 from effexport.base.machine import Machine
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
+from effexport.bench import costs
 from effexport.bench.candidates import (
     Candidate,
     NotRunnableError,
@@ -32,20 +33,7 @@ from effexport.bench.candidates import (
     short,
 )
 from effexport.bench.child import MemoryUnknownError, peak_memory
-from effexport.bench.costs import (
-    EXPORT_SECONDS,
-    START_SECONDS,
-    OnStep,
-    Pace,
-    arena_fits,
-    memory_cost,
-    prepare_cost,
-    reason_too_large,
-    run_pass,
-    run_products,
-    timing_cost,
-    traffic_bytes,
-)
+from effexport.bench.costs import OnStep, Pace
 from effexport.bench.grid import (
     BenchCase,
     BenchResults,
@@ -195,13 +183,15 @@ class Bench:
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, question)
-                self.pace.pay(prepare_cost(case, self.settings.parity) + EXPORT_SECONDS * (len(self._models) - files))
+                self.pace.pay(
+                    costs.prepare_cost(case, self.settings.parity) + costs.EXPORT_SECONDS * (len(self._models) - files)
+                )
             yield item
 
     def prepare(self, item: PreparedCase, question: Question) -> None:
         """Load the candidate, run it once and compare."""
         case = item.row.case
-        item.memory_arena = not RUNTIMES[case.runtime].graph or arena_fits(case)
+        item.memory_arena = not RUNTIMES[case.runtime].graph or costs.arena_fits(case)
         try:
             item.model = self.model_of_case(case)
             item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
@@ -259,8 +249,10 @@ class Bench:
             # every session has its own threads
             yield TimedCall(item.name, item.candidate.run, item.name if runtime.graph else "torch")
         for (label, device), case in devices.items():
-            yield TimedCall(f"products of {label} on {device}", run_products(products_of_case(case), device), "torch")
-            yield TimedCall(f"pass of {label} on {device}", run_pass(traffic_bytes(case), device), "torch")
+            yield TimedCall(
+                f"products of {label} on {device}", costs.run_products(products_of_case(case), device), "torch"
+            )
+            yield TimedCall(f"pass of {label} on {device}", costs.run_pass(costs.traffic_bytes(case), device), "torch")
 
     def time(self, rotation: Rotation, ready: Sequence[PreparedCase]) -> None:
         if not ready:
@@ -269,7 +261,7 @@ class Bench:
         labels = {item.row.case.label for item in ready}
         first = replace(ready[0].row.case, runtime="")
         title = describe(first if len(labels) == 1 else replace(first, label="all models"))
-        cost = sum(timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
+        cost = sum(costs.timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
 
         def on_round(number: int) -> None:
             self.pace.pay(cost / settings.rounds if number <= settings.rounds else 0.0)
@@ -330,7 +322,7 @@ class Bench:
             except MemoryUnknownError as error:
                 note = f"peak memory is unknown: {short(error)}"
                 item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
-            self.pace.pay(memory_cost(case))
+            self.pace.pay(costs.memory_cost(case))
 
 
 def bench(
@@ -383,7 +375,7 @@ reason_of_runtime = cache(reason_not_here)
 
 def reason_not_run(case: BenchCase) -> str | None:
     """The reason this machine cannot run a case; None if it can."""
-    return reason_of_runtime(case.runtime) or reason_too_large(case)
+    return reason_of_runtime(case.runtime) or costs.reason_too_large(case)
 
 
 def total_cost(grid: Grid, settings: Settings) -> float:
@@ -391,12 +383,12 @@ def total_cost(grid: Grid, settings: Settings) -> float:
     cases = [case for case in grid.cases() if reason_not_run(case) is None]
     files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
     return (
-        START_SECONDS
-        + EXPORT_SECONDS * len(files)
+        costs.START_SECONDS
+        + costs.EXPORT_SECONDS * len(files)
         + sum(
-            prepare_cost(case)
-            + timing_cost(case, settings.rounds, settings.max_seconds)
-            + (memory_cost(case) if settings.memory else 0.0)
+            costs.prepare_cost(case)
+            + costs.timing_cost(case, settings.rounds, settings.max_seconds)
+            + (costs.memory_cost(case) if settings.memory else 0.0)
             for case in cases
         )
     )

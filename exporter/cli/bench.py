@@ -18,11 +18,14 @@ from effexport.base.errors import InterruptError, UserError
 from effexport.base.formatting import (
     bytes_from_text,
     counted,
+    lengths,
     listed,
     milliseconds_from_text,
+    numbers,
     rough_duration,
     say,
     tokens_from_text,
+    words,
 )
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, command_of, option
 from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES
@@ -37,7 +40,7 @@ from effexport.bench.advice import (
     models_of_results,
     quality_of_cases,
 )
-from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, lengths, models_from_text, numbers, words
+from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, models_from_text
 from effexport.bench.presets import PRESETS, Preset
 from effexport.cli._console import (
     bar_column,

@@ -11,7 +11,7 @@ from planted_machine import FakeClock, PlantedMachine
 
 from effexport.base import machine
 from effexport.base.machine import CoreTimes, Machine, waited_between
-from effexport.bench.timing import wait_until_idle
+from effexport.bench.timing import LOOK_SECONDS, wait_until_idle
 
 # user nice system idle iowait irq softirq steal guest guest_nice, in hundredths of a second
 STAT = """cpu  900 0 900 9000 0 0 0 900 0 0
@@ -155,4 +155,4 @@ def test_a_machine_that_tells_nothing_is_not_waited_for() -> None:
     planted = PlantedMachine(clock)
     planted.others = None
     assert wait(planted, clock, 60)[1] == []
-    assert clock.now == machine.LOOK_SECONDS
+    assert clock.now == LOOK_SECONDS
