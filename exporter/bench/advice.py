@@ -10,6 +10,7 @@ The quality of candidates comes from results of `effexport evaluate`, matched wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -80,10 +81,8 @@ class AdvicePlan:
     @property
     def models(self) -> tuple[tuple[BenchCase, ...], ...]:
         """The cases of each model on all runtimes; the model that should be fastest comes first."""
-        models: dict[str, list[BenchCase]] = {}
-        for case in self.grid.cases():
-            models.setdefault(case.label, []).append(case)
-        return tuple(sorted(map(tuple, models.values()), key=lambda cases: min(map(costs.call_seconds, cases))))
+        models = [tuple(cases) for _, cases in itertools.groupby(self.grid.cases(), key=lambda case: case.label)]
+        return tuple(sorted(models, key=lambda cases: min(map(costs.call_seconds, cases))))
 
     @property
     def cases(self) -> tuple[BenchCase, ...]:
@@ -212,9 +211,9 @@ class Adviser:
     def fastest_ms(self) -> float | None:
         """Of the full length, within the memory limit."""
         limit = self.plan.limits.memory_bytes
-        full = [row for row in self.bench.rows if row.case.model_seq_len is None and row.timing is not None]
+        full = (row for row in self.bench.rows if row.case.model_seq_len is None)
         fits = [row for row in full if limit is None or row.peak_bytes is None or row.peak_bytes <= limit]
-        return min((row.timing.median_ms for row in fits if row.timing is not None), default=None)
+        return min((row.timing.median_ms for row in fits if row.timing), default=None)
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,12 @@ class CandidateQuality:
 
 def judged_from_files(paths: Iterable[Path]) -> tuple[Judged, ...]:
     """The results in files and folders. Raises UserError for other files, and unless all are of the same answers."""
-    files = [file for path in paths for file in (files_of_folder(path) if path.is_dir() else [path])]
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not found:
+            raise UserError(f"--quality {path}: there is no .json in this folder; {EXPECTED}")
+        files += found
     results = tuple(judged_from_json(file) for file in files)
     first = results[0]
     for one in results[1:]:
@@ -283,13 +287,6 @@ def judged_from_files(paths: Iterable[Path]) -> tuple[Judged, ...]:
                 "same data: evaluate both with the same --data, --window, --stride, --rows and --seed"
             )
     return results
-
-
-def files_of_folder(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        raise UserError(f"--quality {folder}: there is no .json in this folder; {EXPECTED}")
-    return files
 
 
 def judged_from_json(path: Path) -> Judged:

@@ -17,33 +17,17 @@ Outcome = Literal["always", "never", "from", "up to", "several", "not compared",
 
 @dataclass(frozen=True)
 class Crossover:
-    """outcome: where the candidate is faster. crossings: in tokens, in order of length.
+    """Where a candidate is faster: the end of a sentence that begins with "linear on ort is …".
 
-    shortest and longest: between which measured lengths this holds; 0 when there are none that both have.
+    crossings: of the two curves, in tokens, in order of length.
     """
 
     outcome: Outcome
-    crossings: tuple[float, ...]
-    shortest: int
-    longest: int
-
-    def __str__(self) -> str:
-        """The end of a sentence that begins with "linear on ort is …"."""
-        about = ", ".join(f"{_rounded(length):,}" for length in self.crossings)
-        measured = f"{self.shortest:,} to {self.longest:,}" if self.shortest < self.longest else f"{self.shortest:,}"
-        texts: dict[Outcome, str] = {
-            "always": f"faster at every measured length ({measured})",
-            "never": f"faster at none of the measured lengths ({measured})",
-            "from": f"faster from about {about} tokens on",
-            "up to": f"faster up to about {about} tokens",
-            "several": f"faster on some stretches: the curves cross at about {about} tokens",
-            "disturbed": "not compared: other programs disturbed the timings",
-            "not compared": "not compared: no length was measured of both",
-        }
-        return texts[self.outcome]
+    text: str
+    crossings: tuple[float, ...] = ()
 
 
-DISTURBED = Crossover("disturbed", (), 0, 0)
+DISTURBED = Crossover("disturbed", "not compared: other programs disturbed the timings")
 
 
 def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover:
@@ -51,17 +35,24 @@ def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> 
     lengths = sorted(candidate.keys() & baseline)
     ratios = [(length, math.log(candidate[length] / baseline[length])) for length in lengths]
     if not ratios:
-        return Crossover("not compared", (), 0, 0)
-    crossings = []
-    for (start, before), (end, after) in itertools.pairwise(ratios):
-        if (before < 0) != (after < 0):
-            share = before / (before - after)
-            crossings.append(start * (end / start) ** share)
-    outcome: Outcome = "several"
-    if len(crossings) < 2:
-        begins_faster = ratios[0][1] < 0
-        outcome = ("up to" if begins_faster else "from") if crossings else ("always" if begins_faster else "never")
-    return Crossover(outcome, tuple(crossings), ratios[0][0], ratios[-1][0])
+        return Crossover("not compared", "not compared: no length was measured of both")
+    crossings = tuple(
+        start * (end / start) ** (before / (before - after))
+        for (start, before), (end, after) in itertools.pairwise(ratios)
+        if (before < 0) != (after < 0)
+    )
+    begins_faster = ratios[0][1] < 0
+    about = ", ".join(f"{_rounded(length):,}" for length in crossings)
+    measured = " to ".join(dict.fromkeys(f"{length:,}" for length in (lengths[0], lengths[-1])))
+    if len(crossings) > 1:
+        return Crossover("several", f"faster on some stretches: the curves cross at about {about} tokens", crossings)
+    if crossings and begins_faster:
+        return Crossover("up to", f"faster up to about {about} tokens", crossings)
+    if crossings:
+        return Crossover("from", f"faster from about {about} tokens on", crossings)
+    if begins_faster:
+        return Crossover("always", f"faster at every measured length ({measured})")
+    return Crossover("never", f"faster at none of the measured lengths ({measured})")
 
 
 def _rounded(length: float) -> int:
@@ -100,15 +91,11 @@ class Curve:
         return {length: value for length, value in known if value is not None}
 
     def medians(self) -> dict[int, float]:
-        return self.values(median_ms)
+        return self.values(lambda row: row.median_ms)
 
     @property
     def is_disturbed(self) -> bool:
         return any(row.status == "disturbed" for row in self.rows)
-
-
-def median_ms(row: BenchRow) -> float | None:
-    return None if row.timing is None else row.timing.median_ms
 
 
 def curves(results: BenchResults) -> list[Curve]:
@@ -301,18 +288,18 @@ def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, floa
     """For one place, a sort key (minus the length, the time per token of the fastest) and the sentence."""
     rows = [row for curve in group for row in curve.rows if row.is_quotable or row.status == "disturbed"]
     longest = max(row.case.seq_len for row in rows)
-    at_end = sorted((row for row in rows if row.case.seq_len == longest), key=lambda row: median_ms(row) or 0.0)
+    at_end = sorted((row for row in rows if row.case.seq_len == longest), key=lambda row: row.median_ms or 0.0)
     where = f"At {longest:,} tokens on {group[0].place}"
     if any(row.status == "disturbed" for row in at_end):
         return -longest, math.inf, f"{where}, other programs disturbed the timings, so no model is named the fastest."
     best, *others = at_end
-    label, median = best.case.label, median_ms(best) or math.inf
+    label, median = best.case.label, best.median_ms or math.inf
     what = f"{label} is the fastest" if others else f"only {label} was timed,"
     more = ""
     if best.case.variant != BASELINE:
         more = _beside_baseline(best, next(curve for curve in group if best in curve.rows), found)
     elif others:
-        slower = three_digits((median_ms(others[0]) or 0.0) / median)
+        slower = three_digits((others[0].median_ms or 0.0) / median)
         more = f"; {others[0].case.label} is next and takes {slower} times as long"
     return -longest, 1 / (best.tokens_per_second or 1), f"{where}, {what} with {duration(median)}{more}."
 

@@ -287,16 +287,18 @@ class BenchRow:
         return self.status == "measured" and self.timing is not None and (self.parity is None or self.parity.passed)
 
     @property
+    def median_ms(self) -> float | None:
+        return self.timing and self.timing.median_ms
+
+    @property
     def tokens_per_second(self) -> float | None:
-        if self.timing is None or self.status == "disturbed":
-            return None
-        return self.case.tokens / (self.timing.median_ms / 1e3)
+        known = self.timing if self.status != "disturbed" else None
+        return known and self.case.tokens / (known.median_ms / 1e3)
 
     @property
     def times_floor(self) -> float | None:
-        if self.timing is None or self.floor is None or self.status == "disturbed":
-            return None
-        return self.timing.median_ms / self.floor.total_ms
+        known = self.timing if self.status != "disturbed" else None
+        return known and self.floor and known.median_ms / self.floor.total_ms
 
 
 @dataclass(frozen=True, kw_only=True)

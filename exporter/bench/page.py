@@ -79,7 +79,7 @@ What = Literal["latency", "memory", "ratio", "floor"]
 RATIO = Quantity("Times as fast as softmax", "times as fast", times)
 # each with its value in a row, in the unit of the axis
 QUANTITIES: dict[What, tuple[Quantity, Callable[[BenchRow], float | None]]] = {
-    "latency": (Quantity("Latency against length", "milliseconds", duration), findings.median_ms),
+    "latency": (Quantity("Latency against length", "milliseconds", duration), lambda row: row.median_ms),
     "memory": (
         Quantity("Peak memory against length", "megabytes", lambda value: memory(value * 1e6)),
         lambda row: None if row.peak_bytes is None else row.peak_bytes / 1e6,
@@ -279,7 +279,7 @@ def problem_of(row: BenchRow) -> Line | None:
 def crossings_table(results: BenchResults) -> Table:
     columns = (Column("Model"), Column("Where"), Column("Against softmax there, it is"))
     found = findings.crossovers(findings.curves(results))
-    lines = tuple(Line((curve.label, curve.place, str(crossover))) for curve, crossover in found)
+    lines = tuple(Line((curve.label, curve.place, crossover.text)) for curve, crossover in found)
     note = "Medians, interpolated between measured lengths on logarithmic axes; other lengths are not predicted."
     return Table("Where softmax is overtaken", columns, lines, note)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -107,15 +107,14 @@ def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
     every = curves(results)
     ratios = []
     for curve in every:
-        baseline = baseline_of(curve, every)
-        if baseline:
+        if baseline := baseline_of(curve, every):
             own, other = curve.values(mean_ms), baseline.values(mean_ms)
             ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
     return [(curve, values) for curve, values in ratios if values]
 
 
 def mean_ms(row: BenchRow) -> float | None:
-    return None if row.timing is None else row.timing.mean_ms
+    return row.timing and row.timing.mean_ms
 
 
 def as_published(published: Published) -> Table:
@@ -147,10 +146,9 @@ def sheet(title: str, places: Sequence[tuple[int, int]], lines: Sequence[Line], 
     """A table with two columns for each length. source: the title of the second column, "" to leave it out."""
     ratios = [Column("× softmax", True, below="{}") for _ in places]
     pairs = zip((Column(head, True) for head in heads_of(places)), ratios, strict=True)
-    columns = (Column("Model"), Column(source), *(column for pair in pairs for column in pair))
+    columns = (Column("Model"), *[Column(source)] * bool(source), *(column for pair in pairs for column in pair))
     if not source:
-        columns = columns[:1] + columns[2:]
-        lines = [Line(line.cells[:1] + line.cells[2:], begins=line.begins) for line in lines]
+        lines = [replace(line, cells=line.cells[:1] + line.cells[2:]) for line in lines]
     return Table(title, columns, tuple(lines), note)
 
 

@@ -68,7 +68,7 @@ class AdviceEntry:
 
     @property
     def latency_ms(self) -> float | None:
-        return None if self.row is None or self.row.timing is None else self.row.timing.median_ms
+        return self.row and self.row.median_ms
 
     @property
     def latency(self) -> str:
@@ -79,7 +79,7 @@ class AdviceEntry:
 
     @property
     def peak_bytes(self) -> int | None:
-        return None if self.row is None else self.row.peak_bytes
+        return self.row and self.row.peak_bytes
 
     @property
     def loss(self) -> str:

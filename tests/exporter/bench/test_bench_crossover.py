@@ -49,10 +49,10 @@ def test_power_laws_cross_where_they_are_equal(length: float) -> None:
 def test_a_crossover_in_words(candidate: dict[int, float], baseline: dict[int, float], outcome: str, text: str) -> None:
     found = crossover(candidate, baseline)
     assert found.outcome == outcome
-    assert str(found).startswith(text)
+    assert found.text.startswith(text)
 
 
 def test_curves_may_cross_more_than_once() -> None:
     found = crossover({100: 2.0, 200: 0.5, 400: 2.0}, dict.fromkeys((100, 200, 400), 1.0))
     assert found.crossings == pytest.approx((100 * 2**0.5, 200 * 2**0.5))
-    assert str(found) == "faster on some stretches: the curves cross at about 141, 283 tokens"
+    assert found.text == "faster on some stretches: the curves cross at about 141, 283 tokens"
