@@ -5,7 +5,6 @@ Before it is timed, a candidate must compute the result of PyTorch on these inpu
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
-from effexport.base.errors import EffexportError, RuntimeUnsupportedError, StageError
-from effexport.base.runtimes import CUDA, DEFAULT_RUNTIME, RUNTIMES, Runtime
+from effexport.base.errors import RuntimeUnsupportedError, StageError
+from effexport.base.runtimes import DEFAULT_RUNTIME, RUNTIMES
 from effexport.bench.grid import Agreement, BenchCase, spec_from_case
 from effexport.export.onnx_graph import GraphSignature
 from effexport.models.size_formula import shape_of
@@ -354,47 +353,6 @@ def model_opener(case: BenchCase, threads: int, memory_arena: bool) -> OpenModel
     module = runner_module(runtime if runtime.folder else RUNTIMES[DEFAULT_RUNTIME])
     opener: OpenModel = partial(module.open_model, options)
     return opener
-
-
-def reason_not_here(runtime: str) -> str | None:
-    """The reason this machine cannot run a runtime; None if it can."""
-    row = RUNTIMES[runtime]
-    if row.device == "cpu":
-        return None if row.package.version else f"{row.package.module} is not installed: {row.package.remedy}"
-    if not row.graph:
-        import torch
-
-        if not torch.cuda.is_available():
-            return "PyTorch sees no NVIDIA GPU here"
-        without_triton = row.compiled and importlib.util.find_spec("triton") is None
-        return "torch.compile needs Triton on a GPU: pip install triton" if without_triton else None
-    from effexport.tensorrt.cuda import open_cuda
-
-    try:
-        open_cuda(row.package.extra).close()
-    except EffexportError as error:
-        return f"needs an NVIDIA GPU: {short(error).partition(';')[0]}"
-    return reason_without_runtime(row)
-
-
-def reason_without_runtime(runtime: Runtime) -> str | None:
-    """The reason a runtime that needs a GPU is not usable; None if it is installed."""
-    try:
-        if runtime.engine:
-            from effexport.tensorrt.bindings import import_api
-
-            import_api(runtime.name)
-        else:
-            from effexport.runners.ort import import_onnxruntime
-            from effexport.runners.ort.providers import is_cuda_plugin
-
-            ort = import_onnxruntime()
-            plugged = runtime.provider == CUDA and is_cuda_plugin(ort)
-            if runtime.provider not in ort.get_available_providers() and not plugged:
-                return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"
-    except EffexportError as error:
-        return short(error)
-    return None
 
 
 def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,6 @@ from effexport.bench.candidates import (
     is_beyond_runtime,
     naive_onnx_from_case,
     onnx_from_case,
-    reason_not_here,
     reference_of_case,
     short,
 )
@@ -178,7 +177,7 @@ class Bench:
             files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
-            reason = reason_not_run(case)
+            reason = costs.reason_not_run(case)
             if reason is not None:
                 item.stop(reason, failed=False)
             else:
@@ -369,18 +368,9 @@ def bench(
     )
 
 
-# Asking a GPU takes time.
-reason_of_runtime = cache(reason_not_here)
-
-
-def reason_not_run(case: BenchCase) -> str | None:
-    """The reason this machine cannot run a case; None if it can."""
-    return reason_of_runtime(case.runtime) or costs.reason_too_large(case)
-
-
 def total_cost(grid: Grid, settings: Settings) -> float:
     """Roughly how many seconds a benchmark takes, without the rows that this machine cannot run."""
-    cases = [case for case in grid.cases() if reason_not_run(case) is None]
+    cases = [case for case in grid.cases() if costs.reason_not_run(case) is None]
     files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
     return (
         costs.START_SECONDS

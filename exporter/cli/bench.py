@@ -256,7 +256,7 @@ class BenchRequest(Options):
 
 def check_any_runs_here(runtimes: Sequence[str]) -> None:
     """Raise UserError if this machine can run none of the runtimes; rows of some that it cannot run are shown so."""
-    from effexport.bench.candidates import reason_not_here
+    from effexport.bench.costs import reason_not_here
 
     require_torch("effexport bench")
     reasons = {}

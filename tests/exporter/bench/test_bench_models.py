@@ -16,7 +16,7 @@ from slow_cases import slow_after, some_variants
 from small_builds import what_decides_a_build
 
 from effexport.base.errors import StageError
-from effexport.bench import candidates
+from effexport.bench import candidates, costs
 from effexport.bench import run as bench_run
 from effexport.bench.candidates import (
     agreement,
@@ -145,8 +145,8 @@ def test_compile_cuda_is_torch_compile_on_the_gpu_and_needs_triton(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for installed, reason in ((None, "torch.compile needs Triton on a GPU: pip install triton"), (object(), None)):
         monkeypatch.setattr(candidates.importlib.util, "find_spec", lambda name, spec=installed: spec)
-        assert candidates.reason_not_here("compile-cuda") == reason
-        assert candidates.reason_not_here("torch-cuda") is None
+        assert costs.reason_not_here("compile-cuda") == reason
+        assert costs.reason_not_here("torch-cuda") is None
 
 
 def test_half_precision_is_judged_by_its_own_limit() -> None:
