@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,11 @@ class AdviceEntry:
         return self.row and self.row.peak_bytes
 
     @property
+    def lost(self) -> float:
+        """The loss; infinite if it was not judged."""
+        return math.inf if self.quality is None else self.quality.loss.value
+
+    @property
     def loss(self) -> str:
         """`2.1034 (2.0812 to 2.1256)`: with its 95 % confidence interval."""
         return NOTHING if self.quality is None else interval_text(self.quality.loss)
@@ -108,11 +114,11 @@ def with_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     """The entries with the frontier marked. The one with the lowest loss is to be used, unless one with a lower loss
     may fit that other programs disturbed."""
     fitting = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
-    best = min(fitting, key=lambda entry: (loss_of(entry), entry.latency_ms or 0.0), default=None)
+    best = min(fitting, key=lambda entry: (entry.lost, entry.latency_ms or 0.0), default=None)
     if best is None:
         return list(entries)
     unsure = [entry for entry in entries if entry.quality is not None and entry.standing == "disturbed"]
-    is_sure = all(loss_of(entry) > loss_of(best) for entry in unsure)
+    is_sure = all(entry.lost > best.lost for entry in unsure)
     timed = sorted((entry for entry in fitting if not entry.is_disturbed), key=lambda entry: entry.latency_ms or 0.0)
 
     def placed(entry: AdviceEntry) -> AdviceEntry:
@@ -126,21 +132,16 @@ def with_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     return [placed(entry) for entry in entries]
 
 
-def loss_of(entry: AdviceEntry) -> float:
-    assert entry.quality is not None
-    return entry.quality.loss.value
-
-
 def beats(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
-    first, second = (((entry.latency_ms or 0.0), loss_of(entry)) for entry in (one, other))
+    first, second = (((entry.latency_ms or 0.0), entry.lost) for entry in (one, other))
     return first[0] <= second[0] and first[1] <= second[1] and first != second
 
 
 def on_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     """The frontier, the lowest loss first."""
     found = [entry for entry in entries if entry.quality is not None and entry.standing in ("use this", "frontier")]
-    return sorted(found, key=loss_of)
+    return sorted(found, key=lambda entry: entry.lost)
 
 
 def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: str) -> Iterator[str]:
@@ -178,17 +179,16 @@ def loss_beside(entry: AdviceEntry, best: AdviceEntry) -> str:
     assert entry.quality is not None
     if are_alike(entry, best):
         return "shows no difference in loss"
-    return f"loses {loss_of(entry) - loss_of(best):.2g} {entry.quality.unit}"
+    return f"loses {entry.lost - best.lost:.2g} {entry.quality.unit}"
 
 
 def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if the confidence intervals of the losses overlap, or one of them is unknown."""
-    assert one.quality is not None
-    assert other.quality is not None
-    first, second = one.quality.loss, other.quality.loss
-    if first.low is None or first.high is None or second.low is None or second.high is None:
+    ends = [end for entry in (one, other) if entry.quality for end in (entry.quality.loss.low, entry.quality.loss.high)]
+    if None in ends:
         return True
-    return first.low <= second.high and second.low <= first.high
+    low, high, other_low, other_high = (end for end in ends if end is not None)
+    return low <= other_high and other_low <= high
 
 
 # The file for fields that have no option of their own, if the user gave none.

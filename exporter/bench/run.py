@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,21 +108,6 @@ class PreparedCase:
 
 
 @dataclass
-class Question:
-    """The inputs of all runtimes of one model, and PyTorch's answer; both made when first needed."""
-
-    case: BenchCase
-
-    @cached_property
-    def feeds(self) -> dict[str, Array]:
-        return inputs_of_case(self.case)
-
-    @cached_property
-    def reference(self) -> Case:
-        return reference_of_case(self.case, self.feeds)
-
-
-@dataclass
 class Bench:
     """A run in progress. rows: those of finished sizes, and after an interrupt what the last size had measured."""
 
@@ -172,7 +157,9 @@ class Bench:
 
     def prepared(self, cases: Sequence[BenchCase]) -> Iterator[PreparedCase]:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
-        question = Question(cases[0])
+        # the inputs of all runtimes, and PyTorch's answer, made when first needed
+        feeds = cache(lambda: inputs_of_case(cases[0]))
+        reference = cache(lambda: reference_of_case(cases[0], feeds()))
         for case in cases:
             files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
@@ -181,22 +168,22 @@ class Bench:
             if reason is not None:
                 item.stop(reason, failed=False)
             else:
-                self.prepare(item, question)
+                self.prepare(item, feeds, reference)
                 self.pace.pay(
                     costs.prepare_cost(case, self.settings.parity) + costs.EXPORT_SECONDS * (len(self._models) - files)
                 )
             yield item
 
-    def prepare(self, item: PreparedCase, question: Question) -> None:
+    def prepare(self, item: PreparedCase, feeds: Callable[[], dict[str, Array]], reference: Callable[[], Case]) -> None:
         """Load the candidate, run it once and compare."""
         case = item.row.case
         item.memory_arena = not RUNTIMES[case.runtime].graph or costs.arena_fits(case)
         try:
             item.model = self.model_of_case(case)
             item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
-            item.candidate.bind(question.feeds)
+            item.candidate.bind(feeds())
             item.candidate.run()
-            parity = agreement(item.candidate, case, question.reference) if self.settings.parity else None
+            parity = agreement(item.candidate, case, reference()) if self.settings.parity else None
         except NotRunnableError as reason:
             item.stop(str(reason), failed=False)
             return

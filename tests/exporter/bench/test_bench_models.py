@@ -144,7 +144,7 @@ def test_compile_cuda_is_torch_compile_on_the_gpu_and_needs_triton(monkeypatch: 
     assert given == {"compiled": True, "device": "cuda"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for installed, reason in ((None, "torch.compile needs Triton on a GPU: pip install triton"), (object(), None)):
-        monkeypatch.setattr(candidates.importlib.util, "find_spec", lambda name, spec=installed: spec)
+        monkeypatch.setattr(costs.importlib.util, "find_spec", lambda name, spec=installed: spec)
         assert costs.reason_not_here("compile-cuda") == reason
         assert costs.reason_not_here("torch-cuda") is None
 
