@@ -131,6 +131,7 @@ OF_CASE: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
 
 
 def median_text(row: BenchRow) -> str:
+    """`12.3 ± 0.42 ms`: the median and its spread."""
     return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
 
 
@@ -291,7 +292,10 @@ def beside_published(results: BenchResults) -> tuple[Part, ...]:
     measured = measured_table(results)
     parts += [Sentence("Measured here") if measured else None, measured]
     if results.preset == "linear-blog":
-        parts += [mean_ratio_chart(results), "Means, as in the blog; the other ratios on this page are medians."]
+        # the chart of the blog
+        quantity = Quantity("Mean time of softmax over that of the model", RATIO.axis, RATIO.text)
+        parts.append(chart_of("mean-ratio", {quantity: with_even_line(mean_ratios(results))}))
+        parts.append("Means, as in the blog; the other ratios on this page are medians.")
     return present(*parts)
 
 
@@ -307,12 +311,6 @@ def bench_chart(results: BenchResults, wanted: Sequence[What] = tuple(QUANTITIES
         values = [(curve, {n: value for n, value in curve.values(read).items() if value > 0}) for curve in every]
         lines[quantity] = with_even_line(values) if what == "ratio" else [plot_line(*entry) for entry in values]
     return chart_of("-".join(wanted), lines)
-
-
-def mean_ratio_chart(results: BenchResults) -> Chart | None:
-    """The chart of the blog: mean time of softmax divided by that of each model."""
-    quantity = Quantity("Mean time of softmax over that of the model", RATIO.axis, RATIO.text)
-    return chart_of("mean-ratio", {quantity: with_even_line(mean_ratios(results))})
 
 
 def plot_line(curve: Curve, values: dict[int, float]) -> PlotLine:

@@ -119,8 +119,7 @@ def mean_ms(row: BenchRow) -> float | None:
 
 def as_published(published: Published) -> Table:
     columns = (Column("Model"), *(Column(title, True) for title in published.columns[1:]))
-    lines = (Line((str(row[0]), *map(cell_text, row[1:]))) for row in published.rows)
-    return Table("Published", columns, tuple(lines))
+    return Table("Published", columns, tuple(Line(tuple(map(cell_text, row))) for row in published.rows))
 
 
 def alternating(published: Published, results: BenchResults) -> Table:

@@ -23,7 +23,7 @@ from effexport.base.formatting import (
 from effexport.base.machine import Processor
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, VARIANT_OPTIONS, options_from_toml
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, model_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Timing, model_of_case
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
 from effexport.report.rendering.text import interval_text
@@ -156,7 +156,7 @@ def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: 
     if best.standing != "use this":
         yield "A model with a lower loss may fit, too: other programs disturbed its timing."
     for entry in faster:
-        yield f"{entry.name} {speed_beside(entry, best)} and {loss_beside(entry, best)}."
+        yield f"{entry.name} {beside(entry, best)}."
     rivals = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
     if not faster and len(rivals) > 1 and not any(entry.is_disturbed for entry in rivals):
         yield "No other model that fits and was judged is faster."
@@ -167,19 +167,14 @@ def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: 
         yield f"{counted(unknown, 'model')} without a result cannot be placed."
 
 
-def speed_beside(entry: AdviceEntry, best: AdviceEntry) -> str:
-    """`is 2.10 times as fast`; its time alone if that of the other is not known."""
-    if best.is_disturbed or best.latency_ms is None or entry.latency_ms is None:
-        return f"takes {duration(entry.latency_ms)}"
-    return f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
-
-
-def loss_beside(entry: AdviceEntry, best: AdviceEntry) -> str:
-    """`loses 0.12 bits per byte`."""
-    assert entry.quality is not None
-    if are_alike(entry, best):
-        return "shows no difference in loss"
-    return f"loses {entry.lost - best.lost:.2g} {entry.quality.unit}"
+def beside(entry: AdviceEntry, best: AdviceEntry) -> str:
+    """`is 2.10 times as fast and loses 0.12 bits per byte`; its time alone if that of the other is not known."""
+    speed = f"takes {duration(entry.latency_ms)}"
+    if not best.is_disturbed and best.latency_ms is not None and entry.latency_ms is not None:
+        speed = f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
+    if are_alike(entry, best) or entry.quality is None:
+        return f"{speed} and shows no difference in loss"
+    return f"{speed} and loses {entry.lost - best.lost:.2g} {entry.quality.unit}"
 
 
 def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
@@ -307,15 +302,11 @@ def ranked(results: BenchResults, plan: AdvicePlan) -> tuple[AdviceEntry, ...]:
     """All candidates, the best first. The one with the lowest loss that fits is to be used; if none of those that fit
     was judged, the fastest, if no disturbed one could be faster."""
     rows = {(row.case.label, row.case.runtime): row for row in results.rows if row.case.model_seq_len is None}
-    entries = with_frontier(
-        [
-            replace(
-                entry_of(case, rows.get((case.label, case.runtime)), plan.limits),
-                quality=plan.quality.get((case.label, case.runtime)),
-            )
-            for case in plan.cases
-        ]
-    )
+    found = []
+    for case in plan.cases:
+        row, quality = rows.get((case.label, case.runtime)), plan.quality.get((case.label, case.runtime))
+        found.append(AdviceEntry(case.label, case.runtime, *judged(row, plan.limits), row, quality))
+    entries = with_frontier(found)
     entries += [AdviceEntry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
     entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
     if entries[0].standing in ("fits", "–") and is_fastest(entries[0], entries):
@@ -329,21 +320,19 @@ def is_fastest(best: AdviceEntry, entries: Sequence[AdviceEntry]) -> bool:
     return all(best.latency_ms is not None and ms / MOST_DISTURBED > best.latency_ms for ms in disturbed)
 
 
-def entry_of(case: BenchCase, row: BenchRow | None, limits: Limits) -> AdviceEntry:
+def judged(row: BenchRow | None, limits: Limits) -> tuple[Standing, str]:
+    """The standing of a row, with a reason. A disturbed time is too long: it proves a fit, never a miss."""
     if row is None:
-        return AdviceEntry(case.label, case.runtime, "not reached", "interrupted before it was measured")
+        return "not reached", "interrupted before it was measured"
     if row.timing is None:
-        standing: Standing = "failed" if row.status == "failed" else "not measured"
-        return AdviceEntry(case.label, case.runtime, standing, row.reason, row)
-    standing, why = judged(row, limits)
+        return "failed" if row.status == "failed" else "not measured", row.reason
+    standing, why = judged_timing(row, row.timing, limits)
     disturbed = "" if row.is_quotable else f"disturbed: {row.reason}"
-    return AdviceEntry(case.label, case.runtime, standing, "; ".join(filter(None, (why, disturbed))), row)
+    return standing, "; ".join(filter(None, (why, disturbed)))
 
 
-def judged(row: BenchRow, limits: Limits) -> tuple[Standing, str]:
-    """The standing of a timed row, with a reason. A disturbed time is too long: it proves a fit, never a miss."""
-    assert row.timing is not None
-    late = over_limit("latency", row.timing.median_ms, limits.latency_ms)
+def judged_timing(row: BenchRow, timing: Timing, limits: Limits) -> tuple[Standing, str]:
+    late = over_limit("latency", timing.median_ms, limits.latency_ms)
     large = over_limit("memory", row.peak_bytes, limits.memory_bytes)
     if late or large:
         is_known = row.is_quotable or large

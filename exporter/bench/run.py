@@ -380,8 +380,7 @@ def file_name(case: BenchCase) -> str:
 
 def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
     """Medians over the same rounds as those of the candidates, so that slow phases of the machine affect both."""
-    products = rotation.median_ms(f"products of {label} on {device}")
-    one_pass = rotation.median_ms(f"pass of {label} on {device}")
+    products, one_pass = (rotation.median_ms(f"{what} of {label} on {device}") for what in ("products", "pass"))
     return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
 
 
