@@ -1,190 +1,34 @@
-"""Requests that run in a process of their own: to build a cell of a sweep, or to measure the peak memory of a case of a
-benchmark. A crash or a lack of memory then affects only one of them.
+"""The process of one request, `python -m effexport.bench.child FOLDER`: it builds a cell of a sweep, or measures the
+peak memory of a case of a benchmark. A crash or a lack of memory then affects only one of them.
 
-`python -m effexport.bench.child FOLDER` reads request.json of the folder and writes outcome.json, and an artifact if it
-builds one.
+It reads request.json of the folder and writes outcome.json, and an artifact if it builds one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import platform
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from effexport.base.errors import EffexportError, StageError, UserError
 from effexport.base.files import json_text, write_file
 from effexport.base.machine import peak_bytes_of, process_peak_bytes
 from effexport.base.runtimes import RUNTIMES
-from effexport.bench.cells import ARTIFACT, LOG, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
+from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
 from effexport.bench.grid import BenchCase
 from effexport.models.validation import SpecError
-from effexport.plugins.building.toolchain import ending
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
     from effexport.bench.candidates import Candidate
-
-# Made before any thread reads, as base/records.py says.
-OUTCOMES = msgspec.json.Decoder(Outcome)
-# Part of a log that is kept: enough for a traceback, small enough for a table of a thousand failures.
-LOG_LINES, LOG_BYTES = 40, 8000
-POLL_SECONDS = 0.1
-# Time that a process gets to end after SIGTERM, before SIGKILL.
-GRACE_SECONDS = 5.0
-# A case that takes this long while its memory is measured is stuck.
-STUCK_SECONDS = 900.0
-
-
-class MemoryUnknownError(Exception):
-    """The process that measures memory failed; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellLimits:
-    """CellLimits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
-
-    seconds: float = 4 * 3600.0
-    artifact_bytes: int = 16 * 10**9
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A cell to build within `limits`. environment: variables that are added to the environment of its process.
-
-    is_cancelled: called regularly; once it returns True, the process is ended and its outcome is not used.
-    """
-
-    cell: Cell
-    limits: CellLimits
-    environment: Mapping[str, str] = field(default_factory=dict)
-    is_cancelled: Callable[[], bool] = lambda: False
-
-
-# The command of an attempt, without its last argument, the folder. -P: nothing is imported from the current folder.
-COMMAND = (sys.executable, "-P", "-m", "effexport.bench.child")
-
-Work = Callable[[Attempt, Path], Outcome]
-
-
-def run_attempt(attempt: Attempt, folder: Path) -> Outcome:
-    """Build the cell in a separate process; afterwards `folder` has its artifact and its log."""
-    request = {"cell": attempt.cell.to_dict()}
-    outcome = run_request(request, folder, attempt.limits, attempt.environment, attempt.is_cancelled)
-    size, limit = sum(outcome.files.values()), attempt.limits.artifact_bytes
-    if outcome.status == "finished" and size > limit:
-        reason = f"the artifact has {size:,} bytes; expected at most {limit:,}: raise --max-artifact"
-        return replace(outcome, status="failed", reason=reason)
-    return outcome
-
-
-def run_request(
-    request: Mapping[str, Any],
-    folder: Path,
-    limits: CellLimits,
-    environment: Mapping[str, str],
-    is_cancelled: Callable[[], bool],
-) -> Outcome:
-    """Do what a request asks for in a separate process; its log is in `folder`.
-
-    Whatever happens to that process becomes an Outcome. It ends, too, if this process is interrupted or killed.
-    """
-    write_file(folder / REQUEST, json_text({**request, "parent": os.getpid()}))
-    started = time.monotonic()
-    log = folder / LOG
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*COMMAND, str(folder.resolve())],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **environment},
-            start_new_session=True,  # so that its child processes can be ended with it
-        )
-        try:
-            code = waited(process, started + limits.seconds, is_cancelled)
-        finally:
-            end(process)
-    outcome = outcome_of_process(folder, code, limits)
-    return replace(outcome, log=tail(log), seconds=round(time.monotonic() - started, 3))
-
-
-def peak_memory(case: BenchCase, model: Path | None, *, threads: int, memory_arena: bool) -> int:
-    """Peak bytes of a case of a benchmark. Raises MemoryUnknownError when its process fails."""
-    request = {
-        "case": asdict(case),
-        "model": str(model) if model else None,
-        "threads": threads,
-        "memory_arena": memory_arena,
-    }
-    with tempfile.TemporaryDirectory(prefix="effexport-bench-") as folder:
-        outcome = run_request(request, Path(folder), CellLimits(seconds=STUCK_SECONDS), {}, lambda: False)
-    if outcome.peak_bytes is None or outcome.status == "failed":
-        raise MemoryUnknownError(outcome.reason.partition(";")[0])
-    return outcome.peak_bytes
-
-
-def waited(process: subprocess.Popen[bytes], deadline: float, is_cancelled: Callable[[], bool]) -> int | None:
-    """The exit status; None after the deadline or a cancellation."""
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(POLL_SECONDS)
-        if time.monotonic() > deadline or is_cancelled():
-            return None
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it still runs, and its children."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
-            if number == signal.SIGKILL or process.returncode is not None:
-                return
-
-
-def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Outcome:
-    here = platform.node()
-    if code is None:
-        return Outcome(status="failed", reason=f"took longer than {limits.seconds:g} s; raise --timeout", where=here)
-    try:
-        return OUTCOMES.decode((folder / OUTCOME).read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return Outcome(status="failed", reason=reason_of_exit(code), where=here)
-
-
-def reason_of_exit(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit status {code} without an outcome; see the log"
-    name = ending(code)
-    hint = "; most likely the system ran out of memory" if name == "SIGKILL" else "; see the log"
-    return f"its process was ended by {name}{hint}"
-
-
-def tail(log: Path) -> str:
-    """The end of a log."""
-    try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, log.stat().st_size - LOG_BYTES))
-            text = stream.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-LOG_LINES:])
-
 
 _PR_SET_PDEATHSIG = 1
 

@@ -29,7 +29,7 @@ from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
 from effexport.base.formatting import counted, listed
 from effexport.bench.cells import ARTIFACT, Cell, Outcome
-from effexport.bench.child import Attempt, CellLimits, Work, run_attempt
+from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
 from effexport.plugins.building.toolchain import Gpu, gpus_here
 
 

@@ -17,7 +17,7 @@ Outcome = Literal["always", "never", "from", "up to", "several", "not compared",
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where a candidate is faster: the end of a sentence that begins with "linear on ort is …".
+    """The lengths at which a candidate is faster: the end of a sentence that begins with "linear on ort is …".
 
     crossings: of the two curves, in tokens, in order of length.
     """

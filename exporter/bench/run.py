@@ -31,7 +31,7 @@ from effexport.bench.candidates import (
     reference_of_case,
     short,
 )
-from effexport.bench.child import MemoryUnknownError, peak_memory
+from effexport.bench.children import MemoryUnknownError, peak_memory
 from effexport.bench.costs import OnStep, Pace
 from effexport.bench.grid import (
     BenchCase,

@@ -85,7 +85,7 @@ MAX_CELLS = 10_000
 
 
 @dataclass(frozen=True)
-class Point:
+class Combination:
     """A combination of values of KEYS; None and "": not given, or not applicable.
 
     own: fields of the spec that an [[include]] sets, which become part of the label of its cell.
@@ -248,14 +248,14 @@ def check_engine_options(where: str, given: Mapping[str, Any], known: Collection
         require(is_texts, f"profiles of {where} is {value!r}; expected a list of texts, such as {example}")
 
 
-def include_of(given: Mapping[str, Any]) -> Point:
+def include_of(given: Mapping[str, Any]) -> Combination:
     require("variant" in given, f"an [[include]] has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
     values = {name: read(f"{name} of [[include]]", given[name]) for name, read in KEYS.items() if name in given}
     require(
         "gpu" not in given or values.get("target", ONNX_ONLY) != ONNX_ONLY,
         'an [[include]] has a gpu and no target; add target = "trt" or "trt-rtx", or leave the gpu out',
     )
-    return Point(**values, own={name: value for name, value in given.items() if name not in KEYS})
+    return Combination(**values, own={name: value for name, value in given.items() if name not in KEYS})
 
 
 def exclude_of(given: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -297,7 +297,7 @@ def check_engine_is_used(document: Mapping[str, Any], used: Collection[str]) -> 
         )
 
 
-def product_of(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
+def product_of(axes: Mapping[str, Sequence[Any]]) -> list[Combination]:
     gpus = axes.get("gpu", ("",))
     places = [
         (target, gpu) for target in axes.get("target", (ONNX_ONLY,)) for gpu in (gpus if target != ONNX_ONLY else ("",))
@@ -308,10 +308,10 @@ def product_of(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
         count <= MAX_CELLS,
         f"the sweep has {count:,} cells; expected at most {MAX_CELLS:,}: split it into several files",
     )
-    return [Point(model, seq, precision, *place) for model, seq, precision, place in itertools.product(*choices)]
+    return [Combination(model, seq, precision, *place) for model, seq, precision, place in itertools.product(*choices)]
 
 
-def cell_of(point: Point, build: Mapping[str, Any], engine: Mapping[str, Any]) -> Cell:
+def cell_of(point: Combination, build: Mapping[str, Any], engine: Mapping[str, Any]) -> Cell:
     """build, engine: the fields that its variant and its target have in the file."""
     model = point.variant
     flags = {**build, **point.own, **model.options}
@@ -326,7 +326,7 @@ def cell_of(point: Point, build: Mapping[str, Any], engine: Mapping[str, Any]) -
     return Cell(label=label, spec=spec, engine=of_target, gpu=point.gpu, versions=deciding_versions(point.target))
 
 
-def engine_of(point: Point, spec: BuildSpec, options: dict[str, Any]) -> EngineSpec | None:
+def engine_of(point: Combination, spec: BuildSpec, options: dict[str, Any]) -> EngineSpec | None:
     if point.target == ONNX_ONLY:
         return None
     profiles = profiles_from_texts(options.pop("profiles", ()), spec)

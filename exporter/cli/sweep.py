@@ -19,7 +19,7 @@ from effexport.base.errors import InterruptError, UserError
 from effexport.base.formatting import Word, bytes_from_text, command_line, counted, say
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
 from effexport.bench.cells import Cell, Store
-from effexport.bench.child import CellLimits
+from effexport.bench.children import CellLimits
 from effexport.bench.executors import Executor, ProcessExecutor, cluster_executor, jobs_of_machine, local_executor
 from effexport.bench.sweep import (
     CSV,

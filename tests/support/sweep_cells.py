@@ -12,7 +12,7 @@ import msgspec
 
 from effexport.artifact import Manifest, write_manifest
 from effexport.bench.cells import ARTIFACT, Cell, Outcome, Store
-from effexport.bench.child import Attempt, CellLimits
+from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import ProcessExecutor
 from effexport.bench.sweep import Sweep, SweepResults, plan_of, results_of_sweep, write_results
 from effexport.bench.sweep_file import cells_from_document

@@ -21,7 +21,7 @@ from sweep_cells import notes, pretend, tiny_cells
 from effexport.artifact import open_artifact
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, CELLS, STAGING, Cell, Outcome, Store
-from effexport.bench.child import Attempt, CellLimits
+from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import PIECE_BYTES, RayExecutor, cluster_executor, import_ray, local_executor
 from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.plugins.building.toolchain import gpus_here

@@ -13,7 +13,7 @@ from sweep_cells import PretendedSweep, notes, pretend, tiny_cells, write_artifa
 
 from effexport.base.errors import EffexportError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
-from effexport.bench.child import Attempt, CellLimits
+from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import Event, FilePiece, ProcessExecutor, Unpacking, pieces_of_folder
 from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
