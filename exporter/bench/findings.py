@@ -12,8 +12,6 @@ from effexport.base.formatting import counted, duration, listed, memory, number,
 from effexport.bench.grid import BenchResults, BenchRow, Status
 from effexport.render.document import Item
 
-Outcome = Literal["always", "never", "from", "up to", "several", "not compared", "disturbed"]
-
 
 @dataclass(frozen=True)
 class Crossover:
@@ -22,12 +20,11 @@ class Crossover:
     crossings: of the two curves, in tokens, in order of length.
     """
 
-    outcome: Outcome
     text: str
     crossings: tuple[float, ...] = ()
 
 
-DISTURBED = Crossover("disturbed", "not compared: other programs disturbed the timings")
+DISTURBED = Crossover("not compared: other programs disturbed the timings")
 
 
 def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover:
@@ -35,7 +32,7 @@ def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> 
     lengths = sorted(candidate.keys() & baseline)
     ratios = [(length, math.log(candidate[length] / baseline[length])) for length in lengths]
     if not ratios:
-        return Crossover("not compared", "not compared: no length was measured of both")
+        return Crossover("not compared: no length was measured of both")
     crossings = tuple(
         start * (end / start) ** (before / (before - after))
         for (start, before), (end, after) in itertools.pairwise(ratios)
@@ -45,14 +42,14 @@ def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> 
     about = ", ".join(f"{_rounded(length):,}" for length in crossings)
     measured = " to ".join(dict.fromkeys(f"{length:,}" for length in (lengths[0], lengths[-1])))
     if len(crossings) > 1:
-        return Crossover("several", f"faster on some stretches: the curves cross at about {about} tokens", crossings)
+        return Crossover(f"faster on some stretches: the curves cross at about {about} tokens", crossings)
     if crossings and begins_faster:
-        return Crossover("up to", f"faster up to about {about} tokens", crossings)
+        return Crossover(f"faster up to about {about} tokens", crossings)
     if crossings:
-        return Crossover("from", f"faster from about {about} tokens on", crossings)
+        return Crossover(f"faster from about {about} tokens on", crossings)
     if begins_faster:
-        return Crossover("always", f"faster at every measured length ({measured})")
-    return Crossover("never", f"faster at none of the measured lengths ({measured})")
+        return Crossover(f"faster at every measured length ({measured})")
+    return Crossover(f"faster at none of the measured lengths ({measured})")
 
 
 def _rounded(length: float) -> int:

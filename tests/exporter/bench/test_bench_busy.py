@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,8 +60,8 @@ def conclusions(results: BenchResults) -> dict[str, str]:
         if " is the fastest" in rest:
             found[where] = rest.partition(" is the fastest")[0]
     for curve, crossover in crossovers(curves(results)):
-        if crossover.outcome not in ("disturbed", "not compared"):
-            found[curve.name] = crossover.outcome
+        if not crossover.text.startswith("not compared"):
+            found[curve.name] = re.sub("[0-9, ]+", "", crossover.text)
     return found
 
 
