@@ -337,8 +337,9 @@ class Store:
 
 
 def write_record(folder: Path, cell: Cell, attempt: int, outcome: Outcome, results: CellResults | None = None) -> None:
-    known = {"id": cell.id, "digest": cell.digest, "cell": cell.to_dict(), "attempt": attempt, "ended": now()}
-    known |= vars(outcome) | {"files": {}, "log": outcome.log if outcome.status == "failed" else ""}
+    known: dict[str, Any] = {"id": cell.id, "digest": cell.digest, "cell": cell.to_dict()}
+    known |= vars(outcome) | {"attempt": attempt, "ended": now()}
+    known |= {"files": {}, "log": outcome.log if outcome.status == "failed" else ""}
     write_file(folder / RECORD, json_text(msgspec.to_builtins(CellRecord(**known, results=results))))
 
 

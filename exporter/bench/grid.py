@@ -84,7 +84,7 @@ class Grid:
         sizes = itertools.product(sorted(self.seq_lens), sorted(self.batches), self.precisions)
         shared = {name: getattr(self, name) for name in ("scope", "heads", "head_dim", "encoder")}
         for (seq_len, batch, precision), model, runtime in itertools.product(sizes, self.models, self.runtimes):
-            own = {"seq_len": seq_len, "batch": batch, "precision": precision, "runtime": runtime}
+            own: dict[str, Any] = {"seq_len": seq_len, "batch": batch, "precision": precision, "runtime": runtime}
             yield BenchCase(label=model.label, variant=model.variant, options=model.options, **own, **shared)
 
 
@@ -288,17 +288,19 @@ class BenchRow:
 
     @property
     def median_ms(self) -> float | None:
-        return self.timing and self.timing.median_ms
+        return None if self.timing is None else self.timing.median_ms
 
     @property
     def tokens_per_second(self) -> float | None:
-        known = self.timing if self.status != "disturbed" else None
-        return known and self.case.tokens / (known.median_ms / 1e3)
+        if self.timing is None or self.status == "disturbed":
+            return None
+        return self.case.tokens / (self.timing.median_ms / 1e3)
 
     @property
     def times_floor(self) -> float | None:
-        known = self.timing if self.status != "disturbed" else None
-        return known and self.floor and known.median_ms / self.floor.total_ms
+        if self.timing is None or self.floor is None or self.status == "disturbed":
+            return None
+        return self.timing.median_ms / self.floor.total_ms
 
 
 @dataclass(frozen=True, kw_only=True)

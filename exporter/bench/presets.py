@@ -114,7 +114,7 @@ def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
 
 
 def mean_ms(row: BenchRow) -> float | None:
-    return row.timing and row.timing.mean_ms
+    return None if row.timing is None else row.timing.mean_ms
 
 
 def as_published(published: Published) -> Table:

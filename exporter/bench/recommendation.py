@@ -69,7 +69,7 @@ class AdviceEntry:
 
     @property
     def latency_ms(self) -> float | None:
-        return self.row and self.row.median_ms
+        return None if self.row is None else self.row.median_ms
 
     @property
     def latency(self) -> str:
@@ -80,7 +80,7 @@ class AdviceEntry:
 
     @property
     def peak_bytes(self) -> int | None:
-        return self.row and self.row.peak_bytes
+        return None if self.row is None else self.row.peak_bytes
 
     @property
     def lost(self) -> float:

@@ -433,19 +433,19 @@ def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep | None, comma
     known |= {"variant": spec.attention.variant, "scope": spec.model.scope, "seq_len": spec.model.seq_len}
     known |= {"batch": spec.batch, "precision": spec.precision, "command": command}
     if record := store.finished(cell):
-        folder, new = f"{CELLS}/{cell.id}", sweep.new if sweep else ()
+        folder, is_new = f"{CELLS}/{cell.id}", sweep is not None and cell.id in sweep.new
         known |= {"status": "finished", "artifact": f"{folder}/{ARTIFACT}"}
     elif sweep and cell.id in sweep.not_run:
         return SweepRow(**known, status="not run", reason=sweep.not_run[cell.id])
     elif record := store.failed(cell):
-        folder, new = f"{FAILED}/{cell.id}", sweep.attempts if sweep else ()
+        folder, is_new = f"{FAILED}/{cell.id}", sweep is not None and cell.id in sweep.attempts
         known |= {"status": "failed"}
     else:
         is_asked = any(cell.id == other.id for other in plan.to_run)
         reason = "the sweep was interrupted before it finished" if is_asked else "left out by --only"
         return SweepRow(**known, status="not run", reason=reason)
     known |= {name: getattr(record, name) for name in ("reason", "seconds", "peak_bytes", "where")}
-    known |= {"is_new": cell.id in new, "attempts": record.attempt, "log": f"{folder}/{LOG}", "log_tail": record.log}
+    known |= {"is_new": is_new, "attempts": record.attempt, "log": f"{folder}/{LOG}", "log_tail": record.log}
     if record.results:
         parity, engine = record.results.parity, record.results.engine
         known |= {name: getattr(record.results, name) for name in ("artifact_bytes", "model_bytes")}

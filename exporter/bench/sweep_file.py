@@ -100,7 +100,7 @@ class Combination:
 
     def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
         """True if a pattern of [[exclude]] applies; a variant may be given with or without its options."""
-        values = {name: (getattr(self, name),) for name in KEYS}
+        values: dict[str, tuple[Any, ...]] = {name: (getattr(self, name),) for name in KEYS}
         values["variant"] = (self.variant.variant, self.variant.label)
         return all(set(values[name]) & set(wanted) for name, wanted in pattern.items())
 

@@ -395,6 +395,7 @@ def test_a_model_that_cannot_be_is_refused(tmp_path: Path, toml: str, flags: dic
         ),
         ("dim = 96\nheads = 3\nhead_dim = 16\n[encoder]\nlm_head = true", {"seq_len": 64, "layers": 3}),
         ('variant = "lsh"\nscope = "attention"\nseq_len = 128\nprecision = "fp16"', {"seq_len": 64}),
+        ('variant = "lsh"\nnum_hashes = 8', {"seq_len": 64, "variants": "lsh:num_hashes=4"}),
     ],
 )
 def test_the_command_builds_the_model_that_was_measured(tmp_path: Path, toml: str, flags: dict[str, Any]) -> None:
