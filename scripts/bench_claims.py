@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from effexport import load_decoder
 from effexport.base.environment import describe_machine, usable_cores
 from effexport.base.spec import build_spec_from_options
+from effexport.bench.candidates import inputs_of_case, onnx_from_case
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
-from effexport.bench.models import inputs_of_case, onnx_from_case
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall
 from effexport.export.decode_step import onnx_with_state

@@ -31,7 +31,7 @@ from onnx import TensorProto, helper
 from torch.nn.functional import scaled_dot_product_attention
 
 from effexport.base.environment import versions
-from effexport.bench.child import peak_bytes_of
+from effexport.base.machine import peak_bytes_of
 from effexport.export.onnx_from_module import attach_function_bodies, mark_custom_nodes, register_schemas
 from effexport.models.checkpoints.longformer import BandedAttentionLayer
 from effexport.models.checkpoints.longformer_spec import BandedSpec

@@ -51,6 +51,26 @@ def tokens_from_text(text: str, option: str) -> int:
     return int(length)
 
 
+def words(text: str, option: str) -> tuple[str, ...]:
+    """The parts of a list with commas. Raises UserError for an empty one."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise UserError(f"{option} is {text!r}; expected a list with commas, without empty parts")
+    return parts
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    parts = words(text, option)
+    for part in parts:
+        if not part.lstrip("-").isdecimal():
+            raise UserError(f"{option} has {part!r}; expected integers with commas between them, such as 512,2048")
+    return tuple(int(part) for part in parts)
+
+
+def lengths(text: str, option: str) -> tuple[int, ...]:
+    return tuple(tokens_from_text(part, option) for part in words(text, option))
+
+
 def milliseconds_from_text(text: str, option: str) -> float:
     """Read a time: `200ms`, `1.5s` or `50us`.
 

@@ -10,6 +10,7 @@ The quality of candidates comes from results of `effexport evaluate`, matched wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -22,18 +23,8 @@ from effexport.base.formatting import duration, listed, memory
 from effexport.base.records import read_record
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import SCOPES, BuildSpec
-from effexport.bench.costs import (
-    EXPORT_SECONDS,
-    FLOPS_PER_CORE,
-    START_SECONDS,
-    OnStep,
-    call_seconds,
-    memory_cost,
-    prepare_cost,
-    reason_too_large,
-    run_products,
-    timing_cost,
-)
+from effexport.bench import costs
+from effexport.bench.costs import OnStep
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, model_of_case, products_of_case
 from effexport.bench.run import Bench, Settings, bench, describe
 from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
@@ -90,10 +81,8 @@ class AdvicePlan:
     @property
     def models(self) -> tuple[tuple[BenchCase, ...], ...]:
         """The cases of each model on all runtimes; the model that should be fastest comes first."""
-        models: dict[str, list[BenchCase]] = {}
-        for case in self.grid.cases():
-            models.setdefault(case.label, []).append(case)
-        return tuple(sorted(map(tuple, models.values()), key=lambda cases: min(map(call_seconds, cases))))
+        models = [tuple(cases) for _, cases in itertools.groupby(self.grid.cases(), key=lambda case: case.label)]
+        return tuple(sorted(models, key=lambda cases: min(map(costs.call_seconds, cases))))
 
     @property
     def cases(self) -> tuple[BenchCase, ...]:
@@ -113,23 +102,23 @@ class AdvicePlan:
 
     def seconds(self, rounds: int, max_seconds: float) -> float:
         """Roughly how long all of it takes."""
-        longest = self.longest_ms(1e3 * min(map(call_seconds, self.cases)))
-        return START_SECONDS + sum(self.case_seconds(case, rounds, max_seconds, longest) for case in self.cases)
+        longest = self.longest_ms(1e3 * min(map(costs.call_seconds, self.cases)))
+        return costs.START_SECONDS + sum(self.case_seconds(case, rounds, max_seconds, longest) for case in self.cases)
 
     def case_seconds(self, case: BenchCase, rounds: int, max_seconds: float, longest_ms: float | None) -> float:
         """The same for one case. One that misses the limit or needs too much memory costs a probe only, or nothing."""
-        by_products = least_ms_by_products(case, FLOPS_PER_CORE * usable_cores())
+        by_products = least_ms_by_products(case, costs.FLOPS_PER_CORE * usable_cores())
         if misses(by_products, longest_ms):
             return 0.0
-        cost = EXPORT_SECONDS if RUNTIMES[case.runtime].graph else 0.0
-        probe, is_refused = probe_of(case, self.probed_length), reason_too_large(case) is not None
-        if is_refused and (probe is None or reason_too_large(probe) is not None):
+        cost = costs.EXPORT_SECONDS if RUNTIMES[case.runtime].graph else 0.0
+        probe, is_refused = probe_of(case, self.probed_length), costs.reason_too_large(case) is not None
+        if is_refused and (probe is None or costs.reason_too_large(probe) is not None):
             return 0.0
         if probe is not None:
-            cost += prepare_cost(probe, parity=False) + timing_cost(probe, PROBE_ROUNDS, max_seconds)
-        if is_refused or (probe is not None and misses(1e3 * call_seconds(case), longest_ms)):
+            cost += costs.prepare_cost(probe, parity=False) + costs.timing_cost(probe, PROBE_ROUNDS, max_seconds)
+        if is_refused or (probe is not None and misses(1e3 * costs.call_seconds(case), longest_ms)):
             return cost
-        return cost + prepare_cost(case) + timing_cost(case, rounds, max_seconds) + memory_cost(case)
+        return cost + costs.prepare_cost(case) + costs.timing_cost(case, rounds, max_seconds) + costs.memory_cost(case)
 
 
 def probe_of(case: BenchCase, length: int | None) -> BenchCase | None:
@@ -222,9 +211,9 @@ class Adviser:
     def fastest_ms(self) -> float | None:
         """Of the full length, within the memory limit."""
         limit = self.plan.limits.memory_bytes
-        full = [row for row in self.bench.rows if row.case.model_seq_len is None and row.timing is not None]
+        full = (row for row in self.bench.rows if row.case.model_seq_len is None)
         fits = [row for row in full if limit is None or row.peak_bytes is None or row.peak_bytes <= limit]
-        return min((row.timing.median_ms for row in fits if row.timing is not None), default=None)
+        return min((row.timing.median_ms for row in fits if row.timing), default=None)
 
 
 @dataclass(frozen=True)
@@ -241,7 +230,7 @@ class Speed:
 
 
 def speed_of_products(bench: Bench) -> Speed:
-    call = TimedCall("products", run_products([LARGE_PRODUCT]), "torch")
+    call = TimedCall("products", costs.run_products([LARGE_PRODUCT]), "torch")
     judges_waits = bench.threads <= bench.machine.cores
     rotation = Rotation([call], SPEED_ROUNDS, SPEED_SECONDS, bench.machine, judges_waits)
     rotation.run()
@@ -283,7 +272,12 @@ class CandidateQuality:
 
 def judged_from_files(paths: Iterable[Path]) -> tuple[Judged, ...]:
     """The results in files and folders. Raises UserError for other files, and unless all are of the same answers."""
-    files = [file for path in paths for file in (files_of_folder(path) if path.is_dir() else [path])]
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not found:
+            raise UserError(f"--quality {path}: there is no .json in this folder; {EXPECTED}")
+        files += found
     results = tuple(judged_from_json(file) for file in files)
     first = results[0]
     for one in results[1:]:
@@ -293,13 +287,6 @@ def judged_from_files(paths: Iterable[Path]) -> tuple[Judged, ...]:
                 "same data: evaluate both with the same --data, --window, --stride, --rows and --seed"
             )
     return results
-
-
-def files_of_folder(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        raise UserError(f"--quality {folder}: there is no .json in this folder; {EXPECTED}")
-    return files
 
 
 def judged_from_json(path: Path) -> Judged:

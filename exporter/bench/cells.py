@@ -17,7 +17,6 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +31,7 @@ from effexport.base.files import json_text, write_file
 from effexport.base.records import values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
+from effexport.bench.grid import now
 from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
 # To be increased when the contents of a cell's folder change; cells of earlier formats are then rebuilt.
@@ -88,30 +88,20 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """The cell as JSON values, for `from_dict`."""
-        engine = None
-        if self.engine is not None:
-            profiles = [str(profile) for profile in self.engine.profiles]
-            engine = {"target": self.engine.target, "profiles": profiles, **self.engine.options()}
-        return {
-            "cell_format": CELL_FORMAT,
-            "label": self.label,
-            "spec": self.spec.to_dict(),
-            "engine": engine,
-            "gpu": self.gpu,
-            "versions": dict(self.versions),
+        engine = self.engine and {
+            "target": self.engine.target,
+            "profiles": [str(profile) for profile in self.engine.profiles],
+            **self.engine.options(),
         }
+        known = {"cell_format": CELL_FORMAT, "label": self.label, "spec": self.spec.to_dict(), "engine": engine}
+        return {**known, "gpu": self.gpu, "versions": dict(self.versions)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cell:
         """The inverse of `to_dict`. Raises SpecError, KeyError or TypeError for anything else."""
-        engine = values["engine"]
-        return cls(
-            label=values["label"],
-            spec=BuildSpec.from_dict(values["spec"]),
-            engine=None if engine is None else engine_from_dict(engine),
-            gpu=values["gpu"],
-            versions=values["versions"],
-        )
+        spec, engine = BuildSpec.from_dict(values["spec"]), values["engine"]
+        known = {name: values[name] for name in ("label", "gpu", "versions")}
+        return cls(spec=spec, engine=None if engine is None else engine_from_dict(engine), **known)
 
 
 def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
@@ -175,8 +165,9 @@ class CellResults(msgspec.Struct, frozen=True):
     model_bytes: int | None = None
 
 
-class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """record.json of a cell: its last attempt, with the fields of the attempt's `Outcome`.
+@dataclass(frozen=True, kw_only=True)
+class CellRecord(Outcome):
+    """record.json of a cell: the outcome of its last attempt, without the files of its artifact.
 
     log: of a failed attempt; a finished cell has log.txt. results: of a finished cell.
     """
@@ -187,15 +178,7 @@ class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
     cell: dict[str, Any]
     attempt: int
     ended: str
-    status: Literal["finished", "failed"]
-    reason: str
-    stage: str
-    log: str | msgspec.UnsetType = msgspec.UNSET
-    seconds: float
-    peak_bytes: int | None
-    where: str
-    versions: Mapping[str, str | None]
-    results: CellResults | msgspec.UnsetType = msgspec.UNSET
+    results: CellResults | None = None
 
 
 # Made before any thread reads, as base/records.py says.
@@ -312,13 +295,19 @@ class Store:
         engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
         all_bytes = sum(entry.bytes for entry in manifest.files.values())
         results = CellResults(manifest.parity, all_bytes, engine, manifest.model_bytes)
-        write_record(staged, record_of(cell, attempt, outcome, results))
+        write_record(staged, cell, attempt, outcome, results)
         if not (staged / LOG).exists():
             write_file(staged / LOG, outcome.log + "\n")
         for path in list(staged.iterdir()):
             if path.name not in (ARTIFACT, LOG, RECORD):
                 path.unlink()
-        won = renamed(staged, self.cell_folder(cell))
+        won = True
+        try:
+            staged.rename(self.cell_folder(cell))
+        except OSError:  # the system does not replace a folder that is not empty
+            won = False
+            if not self.cell_folder(cell).is_dir():
+                raise
         shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
         self.log_attempt(cell, attempt, "finished" if won else "discarded", outcome)
         return won
@@ -326,7 +315,7 @@ class Store:
     def fail(self, cell: Cell, attempt: int, outcome: Outcome) -> None:
         """Record a failure, replacing an earlier one of the same cell."""
         staged = self.staging(cell)
-        write_record(staged, record_of(cell, attempt, outcome))
+        write_record(staged, cell, attempt, outcome)
         write_file(staged / LOG, outcome.log + "\n")
         shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
         staged.rename(self.failed_folder(cell))
@@ -338,7 +327,7 @@ class Store:
             "cell": cell.id,
             "attempt": attempt,
             "status": status,
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "at": now(),
             "where": outcome.where,
             "seconds": outcome.seconds,
             "reason": outcome.reason,
@@ -347,22 +336,11 @@ class Store:
             stream.write(json.dumps(line) + "\n")
 
 
-def record_of(cell: Cell, attempt: int, outcome: Outcome, results: CellResults | None = None) -> CellRecord:
-    kept = ("status", "reason", "stage", "seconds", "peak_bytes", "where", "versions")
-    return CellRecord(
-        id=cell.id,
-        digest=cell.digest,
-        cell=cell.to_dict(),
-        attempt=attempt,
-        ended=datetime.now(UTC).isoformat(timespec="seconds"),
-        log=outcome.log if outcome.status == "failed" else msgspec.UNSET,
-        results=results or msgspec.UNSET,
-        **{name: getattr(outcome, name) for name in kept},
-    )
-
-
-def write_record(folder: Path, record: CellRecord) -> None:
-    write_file(folder / RECORD, json_text(msgspec.to_builtins(record)))
+def write_record(folder: Path, cell: Cell, attempt: int, outcome: Outcome, results: CellResults | None = None) -> None:
+    known: dict[str, Any] = {"id": cell.id, "digest": cell.digest, "cell": cell.to_dict()}
+    known |= vars(outcome) | {"attempt": attempt, "ended": now()}
+    known |= {"files": {}, "log": outcome.log if outcome.status == "failed" else ""}
+    write_file(folder / RECORD, json_text(msgspec.to_builtins(CellRecord(**known, results=results))))
 
 
 def read_record(folder: Path, cell: Cell) -> CellRecord | None:
@@ -372,14 +350,3 @@ def read_record(folder: Path, cell: Cell) -> CellRecord | None:
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
     return record if record.digest == cell.digest else None
-
-
-def renamed(source: Path, target: Path) -> bool:
-    """Rename a folder; False if the target exists and is not empty, which the system refuses to replace."""
-    try:
-        source.rename(target)
-    except OSError:
-        if target.is_dir():
-            return False
-        raise
-    return True

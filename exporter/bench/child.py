@@ -1,8 +1,7 @@
 """The process of one request, `python -m effexport.bench.child FOLDER`: it builds a cell of a sweep, or measures the
-peak memory of a case of a benchmark.
+peak memory of a case of a benchmark. A crash or a lack of memory then affects only one of them.
 
-It reads FOLDER/request.json and writes FOLDER/outcome.json, and FOLDER/artifact if it builds one. It is a separate
-process, so that a crash or a lack of memory affects only one cell.
+It reads request.json of the folder and writes outcome.json, and an artifact if it builds one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import ctypes
 import json
 import os
 import platform
-import resource
 import signal
 import sys
 import traceback
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import EffexportError, StageError, UserError
 from effexport.base.files import json_text, write_file
-from effexport.base.machine import give_back_freed, status_bytes
+from effexport.base.machine import peak_bytes_of, process_peak_bytes
 from effexport.base.runtimes import RUNTIMES
 from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
 from effexport.bench.grid import BenchCase
@@ -113,28 +111,7 @@ def check_gpu(cell: Cell) -> None:
         )
 
 
-def process_peak_bytes() -> int:
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else size * 1024
-
-
-CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
 RUNS = 2
-
-
-def peak_bytes_of(work: Callable[[], object]) -> int:
-    """Peak resident memory while `work` runs, beyond what was resident before."""
-    give_back_freed()
-    before = status_bytes("VmRSS")
-    try:
-        CLEAR_REFS.write_text(RESET_PEAK)
-        was_reset = True
-    except OSError:  # some sandboxes have no such file; the peak is then that of the whole process
-        was_reset = False
-    work()
-    peak = status_bytes("VmHWM") if was_reset else process_peak_bytes()
-    return max(0, peak - before)
 
 
 def peak_of_candidate(candidate: Candidate, feeds: dict[str, Array], device: str) -> int:
@@ -172,8 +149,7 @@ def peak_bytes_of_case(request: dict[str, Any]) -> int:
         import torch
 
         torch.set_num_threads(request["threads"])
-    from effexport.bench.candidates import candidate_from_case
-    from effexport.bench.models import inputs_of_case
+    from effexport.bench.candidates import candidate_from_case, inputs_of_case
 
     feeds = inputs_of_case(case)
     candidate = candidate_from_case(

@@ -1,4 +1,5 @@
-"""Child processes that build a cell of a sweep, or measure the peak memory of a case of a benchmark; see `child.py`."""
+"""Child processes that build a cell of a sweep, or measure the peak memory of a case of a benchmark; see `child.py`,
+which imports what builds and so is not imported here."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +23,9 @@ from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome
 from effexport.bench.grid import BenchCase
 from effexport.plugins.building.toolchain import ending
 
+if TYPE_CHECKING:
+    pass
+
 # Made before any thread reads, as base/records.py says.
 OUTCOMES = msgspec.json.Decoder(Outcome)
 # Part of a log that is kept: enough for a traceback, small enough for a table of a thousand failures.
@@ -29,8 +33,6 @@ LOG_LINES, LOG_BYTES = 40, 8000
 POLL_SECONDS = 0.1
 # Time that a process gets to end after SIGTERM, before SIGKILL.
 GRACE_SECONDS = 5.0
-
-
 # A case that takes this long while its memory is measured is stuck.
 STUCK_SECONDS = 900.0
 

@@ -1,19 +1,23 @@
-"""The cost of a case: its floor, its memory, and a rough estimate of the seconds that its measurement takes."""
+"""The cost of a case: its floor, its memory, whether this machine can run it, and a rough estimate of the seconds that
+its measurement takes."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from effexport.base.dtypes import DTYPES
 from effexport.base.environment import free_memory_bytes, usable_cores
+from effexport.base.errors import EffexportError
 from effexport.base.formatting import memory
-from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
+from effexport.base.runtimes import CUDA, RUNTIMES, TORCH_OF_DEVICE, Runtime
+from effexport.bench.candidates import short, signature_of_case, synchronize
 from effexport.bench.grid import BenchCase, logits_bytes, products_of_case
-from effexport.bench.models import signature_of_case, synchronize
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
@@ -120,6 +124,56 @@ def reason_too_large(case: BenchCase) -> str | None:
     if free is None or needed <= USABLE_SHARE * free:
         return None
     return f"would need about {memory(needed)} of memory, and this machine has {memory(free)} free"
+
+
+def reason_not_run(case: BenchCase) -> str | None:
+    """The reason this machine cannot run a case; None if it can."""
+    return reason_of_runtime(case.runtime) or reason_too_large(case)
+
+
+def reason_not_here(runtime: str) -> str | None:
+    """The reason this machine cannot run a runtime; None if it can."""
+    row = RUNTIMES[runtime]
+    if row.device == "cpu":
+        return None if row.package.version else f"{row.package.module} is not installed: {row.package.remedy}"
+    if not row.graph:
+        import torch
+
+        if not torch.cuda.is_available():
+            return "PyTorch sees no NVIDIA GPU here"
+        without_triton = row.compiled and importlib.util.find_spec("triton") is None
+        return "torch.compile needs Triton on a GPU: pip install triton" if without_triton else None
+    from effexport.runners.cuda import open_cuda
+
+    try:
+        open_cuda(row.package.extra).close()
+    except EffexportError as error:
+        return f"needs an NVIDIA GPU: {short(error).partition(';')[0]}"
+    return reason_without_runtime(row)
+
+
+def reason_without_runtime(runtime: Runtime) -> str | None:
+    """The reason a runtime that needs a GPU is not usable; None if it is installed."""
+    try:
+        if runtime.engine:
+            from effexport.tensorrt.bindings import import_api
+
+            import_api(runtime.name)
+        else:
+            from effexport.runners.ort import import_onnxruntime
+            from effexport.runners.ort.providers import is_cuda_plugin
+
+            ort = import_onnxruntime()
+            plugged = runtime.provider == CUDA and is_cuda_plugin(ort)
+            if runtime.provider not in ort.get_available_providers() and not plugged:
+                return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"
+    except EffexportError as error:
+        return short(error)
+    return None
+
+
+# Asking a GPU takes time.
+reason_of_runtime = cache(reason_not_here)
 
 
 def arena_fits(case: BenchCase) -> bool:

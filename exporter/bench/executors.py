@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol
@@ -26,7 +27,7 @@ import msgspec
 from effexport.base.environment import memory_info, usable_cores
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
-from effexport.base.formatting import listed
+from effexport.base.formatting import counted, listed
 from effexport.bench.cells import ARTIFACT, Cell, Outcome
 from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
 from effexport.plugins.building.toolchain import Gpu, gpus_here
@@ -71,10 +72,6 @@ class Executor(Protocol):
 CELL_BYTES = 2 * 2**30
 
 
-class ClosedError(Exception):
-    """The sweep has ended, so the cell is not started."""
-
-
 @dataclass
 class ProcessExecutor:
     """An executor on this machine. jobs: cells at a time. work: runs an attempt. A GPU runs one cell."""
@@ -93,7 +90,7 @@ class ProcessExecutor:
 
     @property
     def title(self) -> str:
-        return f"this machine, {self.jobs} {'cell' if self.jobs == 1 else 'cells'} at a time"
+        return f"this machine, {counted(self.jobs, 'cell')} at a time"
 
     def submit(self, cell: Cell, folder: Path) -> None:
         if cell.needs_gpu and not any(fits(gpu, cell) for gpu in self.gpus):
@@ -105,41 +102,37 @@ class ProcessExecutor:
         self._pool.submit(self._run, cell, folder)
 
     def _run(self, cell: Cell, folder: Path) -> None:
-        gpu = None
-        try:
-            gpu = self._take_gpu(cell) if cell.needs_gpu else None
+        with self._gpu(cell) as gpu:
             if self._closed.is_set():
                 return
+            # cells at the same time share the cores
+            environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.jobs))} if self.jobs > 1 else {}
+            environment |= {"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {}
             self._events.put(Event(kind="started", cell=cell, where=platform.node()))
-            outcome = self.work(Attempt(cell, self.limits, self._environment(gpu), self._closed.is_set), folder)
+            try:
+                outcome = self.work(Attempt(cell, self.limits, environment, self._closed.is_set), folder)
+            except Exception as error:  # an error of one cell must not stop the others
+                outcome = failed(f"{type(error).__name__}: {error}", where=platform.node())
             self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
-        except ClosedError:
-            return
-        except Exception as error:  # an error of one cell must not stop the others
-            reason = f"{type(error).__name__}: {error}"
-            outcome = Outcome(status="failed", reason=reason, where=platform.node())
-            self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
+
+    @contextmanager
+    def _gpu(self, cell: Cell) -> Iterator[Gpu | None]:
+        """A GPU for a cell that needs one, as soon as one is free; None after the end of the sweep."""
+        with self._gpu_returned:
+            gpu = None
+            while cell.needs_gpu and gpu is None and not self._closed.is_set():
+                gpu = next((one for one in self._free if fits(one, cell)), None)
+                if gpu is None:
+                    self._gpu_returned.wait(1.0)
+                else:
+                    self._free.remove(gpu)
+        try:
+            yield gpu
         finally:
             if gpu is not None:
                 with self._gpu_returned:
                     self._free.append(gpu)
                     self._gpu_returned.notify_all()
-
-    def _environment(self, gpu: Gpu | None) -> dict[str, str]:
-        """Environment variables of an attempt: parallel cells share the cores."""
-        threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.jobs))} if self.jobs > 1 else {}
-        return threads | ({"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {})
-
-    def _take_gpu(self, cell: Cell) -> Gpu:
-        with self._gpu_returned:
-            while True:
-                found = next((gpu for gpu in self._free if fits(gpu, cell)), None)
-                if found is not None:
-                    self._free.remove(found)
-                    return found
-                if self._closed.is_set():
-                    raise ClosedError
-                self._gpu_returned.wait(1.0)
 
     def wait(self, seconds: float) -> Sequence[Event]:
         try:
@@ -150,6 +143,10 @@ class ProcessExecutor:
     def close(self) -> None:
         self._closed.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def failed(reason: str, where: str = "") -> Outcome:
+    return Outcome(status="failed", reason=reason, where=where)
 
 
 def fits(gpu: Gpu, cell: Cell) -> bool:
@@ -206,28 +203,23 @@ class RayExecutor:
     ) -> None:
         self._ray, self._limits, self._cpus, self._wait_seconds = ray, limits, cpus, wait_seconds
         self._work = ray.put(work)
-        self._task = ray.remote(attempt_of_task)
+        # a lost cell is started again by the sweep, which counts its attempts
+        options = {"max_retries": 0, "num_returns": "streaming", "_generator_backpressure_num_objects": PIECES_AHEAD}
+        self._task = ray.remote(**options)(attempt_of_task)
         self._running: dict[Any, Running] = {}
         self._looked = 0.0
         self.title = title
 
     def demands(self, cell: Cell) -> dict[str, float]:
         """The resources that a node must have, by Ray's names."""
-        gpu = {"GPU": 1.0} if cell.needs_gpu else {}
-        return {"CPU": self._cpus, **gpu, **({cell.gpu: ARCHITECTURE_SHARE} if gpu and cell.gpu else {})}
+        demands = {"CPU": self._cpus, "GPU": float(cell.needs_gpu), cell.gpu: ARCHITECTURE_SHARE * cell.needs_gpu}
+        return {name: amount for name, amount in demands.items() if name and amount}
 
     def submit(self, cell: Cell, folder: Path) -> None:
         demands = self.demands(cell)
-        options = {
-            "name": cell.id,
-            "num_cpus": demands.pop("CPU"),
-            "num_gpus": demands.pop("GPU", 0),
-            "resources": demands,
-            "max_retries": 0,
-            "num_returns": "streaming",
-            "_generator_backpressure_num_objects": PIECES_AHEAD,
-        }
-        stream = self._task.options(**options).remote(cell.to_dict(), self._limits, self._work)
+        amounts = {"num_cpus": demands.pop("CPU"), "num_gpus": demands.pop("GPU", 0), "resources": demands}
+        task = self._task.options(name=cell.id, **amounts)
+        stream = task.remote(cell.to_dict(), self._limits, self._work)
         self._running[stream] = Running(cell, stream, folder)
 
     def wait(self, seconds: float) -> Sequence[Event]:
@@ -242,23 +234,9 @@ class RayExecutor:
 
     def _next(self, task: Running) -> Iterator[Event]:
         """Take the next message of a task."""
+        errors = self._ray.exceptions
         try:
             message = self._ray.get(next(task.stream))
-        except StopIteration:
-            yield self._ended(task)
-            return
-        except self._ray.exceptions.RayTaskError as error:
-            # raised by our code on the node, or before the node reached it
-            yield self._failed(task, f"on its node: {short(error)}")
-            return
-        except self._ray.exceptions.OutOfMemoryError as error:
-            yield self._failed(task, f"its node ran out of memory: {short(error)}")
-            return
-        except self._ray.exceptions.RayError as error:
-            del self._running[task.stream]
-            yield Event(kind="lost", cell=task.cell, reason=short(error), folder=task.folder)
-            return
-        try:
             if isinstance(message, str):
                 task.is_started = True
                 yield Event(kind="started", cell=task.cell, where=message)
@@ -267,24 +245,30 @@ class RayExecutor:
             else:
                 task.outcome = msgspec.convert(message, Outcome)
                 task.unpacking = Unpacking(task.folder / ARTIFACT, task.outcome.files)
+        except StopIteration:
+            yield self._ended(task)
+        except errors.RayTaskError as error:
+            # raised by our code on the node, or before the node reached it
+            yield self._ended(task, f"on its node: {short(error)}")
+        except errors.OutOfMemoryError as error:
+            yield self._ended(task, f"its node ran out of memory: {short(error)}")
+        except errors.RayError as error:
+            del self._running[task.stream]
+            yield Event(kind="lost", cell=task.cell, reason=short(error), folder=task.folder)
         except (EffexportError, OSError, msgspec.ValidationError) as error:
             self._ray.cancel(task.stream)
-            yield self._failed(task, str(error))
+            yield self._ended(task, str(error))
 
-    def _ended(self, task: Running) -> Event:
-        outcome = task.outcome or Outcome(status="failed", reason="its task ended without an outcome")
-        if outcome.status == "finished" and task.unpacking is not None:
+    def _ended(self, task: Running, reason: str = "") -> Event:
+        """The end of a task, with what it said, or as a failure for a reason."""
+        outcome = task.outcome or failed("its task ended without an outcome")
+        if not reason and outcome.status == "finished" and task.unpacking is not None:
             try:
                 task.unpacking.finish()
             except EffexportError as error:
-                return self._failed(task, str(error))
+                reason = str(error)
         del self._running[task.stream]
-        return Event(kind="ended", cell=task.cell, outcome=outcome, folder=task.folder)
-
-    def _failed(self, task: Running, reason: str) -> Event:
-        del self._running[task.stream]
-        outcome = Outcome(status="failed", reason=reason)
-        return Event(kind="ended", cell=task.cell, outcome=outcome, folder=task.folder)
+        return Event(kind="ended", cell=task.cell, outcome=failed(reason) if reason else outcome, folder=task.folder)
 
     def _unplaceable(self) -> Iterator[Event]:
         """Events for cells that have waited too long for a node. They were submitted anyway, so that an autoscaling
@@ -407,28 +391,35 @@ def import_ray() -> Any:
     return ray
 
 
+def started_ray(problem: str, remedy: str, **options: Any) -> Any:
+    """Raises MissingExtraError without Ray, and UserError, with the problem and its remedy, if it does not start."""
+    ray = import_ray()
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except Exception as error:  # Ray raises anything, also Exception itself
+        raise UserError(f"{problem}: {short(error)}; {remedy}") from error
+    return ray
+
+
 def local_executor(limits: CellLimits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
     """Start Ray on this machine; it ends with this process. Raises MissingExtraError and UserError."""
-    ray = import_ray()
     gpus = gpus_here()
     architectures = [gpu.architecture for gpu in gpus]
-    try:
-        ray.init(
-            address="local",
-            num_cpus=jobs,
-            num_gpus=len(gpus),
-            resources={name: float(architectures.count(name)) for name in architectures},
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=True,
-            logging_level="ERROR",
-            object_store_memory=LOCAL_STORE_BYTES,
-        )
-    except Exception as error:  # Ray raises anything, also Exception itself
-        raise UserError(
-            f"Ray does not start on this machine: {short(error)}; add --processes to run without Ray"
-        ) from error
+    ray = started_ray(
+        "Ray does not start on this machine",
+        "add --processes to run without Ray",
+        address="local",
+        num_cpus=jobs,
+        num_gpus=len(gpus),
+        resources={name: float(architectures.count(name)) for name in architectures},
+        include_dashboard=False,
+        configure_logging=True,
+        object_store_memory=LOCAL_STORE_BYTES,
+    )
     return RayExecutor(ray, f"this machine with Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
+
+
+EXPECTED_ADDRESS = "expected host:port of its head, as ray start printed it, or auto on one of its nodes"
 
 
 def check_reachable(address: str) -> None:
@@ -439,30 +430,21 @@ def check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise UserError(
-            f"no Ray cluster at --address {address}: {error}; expected host:port of its head, as ray start printed it, "
-            "or auto on one of its nodes"
-        ) from error
+        raise UserError(f"no Ray cluster at --address {address}: {error}; {EXPECTED_ADDRESS}") from error
 
 
 def cluster_executor(
     address: str, limits: CellLimits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
 ) -> RayExecutor:
     """Connect to the cluster at `address`. Raises MissingExtraError, and UserError if it cannot be used."""
-    ray = import_ray()
+    import_ray()
     if address.startswith("ray://"):
         raise UserError(
             f"--address is {address}; Ray's client cannot send artifacts back. Run effexport on a node of the cluster, "
             "with --address auto"
         )
     check_reachable(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:
-        raise UserError(
-            f"no Ray cluster at --address {address}: {short(error)}; expected host:port of its head, as ray start "
-            "printed it, or auto on one of its nodes"
-        ) from error
+    ray = started_ray(f"no Ray cluster at --address {address}", EXPECTED_ADDRESS, address=address)
     nodes = sum(node["Alive"] for node in ray.nodes())
-    title = f"the cluster at {address}, {nodes} {'node' if nodes == 1 else 'nodes'}"
+    title = f"the cluster at {address}, {counted(nodes, 'node')}"
     return RayExecutor(ray, title, limits, cpus=cpus, wait_seconds=wait_seconds, work=work)

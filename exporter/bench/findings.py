@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,38 +12,19 @@ from effexport.base.formatting import counted, duration, listed, memory, number,
 from effexport.bench.grid import BenchResults, BenchRow, Status
 from effexport.render.document import Item
 
-Outcome = Literal["always", "never", "from", "up to", "several", "not compared", "disturbed"]
-
 
 @dataclass(frozen=True)
 class Crossover:
-    """outcome: where the candidate is faster. crossings: in tokens, in order of length.
+    """The lengths at which a candidate is faster: the end of a sentence that begins with "linear on ort is …".
 
-    shortest and longest: between which measured lengths this holds; 0 when there are none that both have.
+    crossings: of the two curves, in tokens, in order of length.
     """
 
-    outcome: Outcome
-    crossings: tuple[float, ...]
-    shortest: int
-    longest: int
-
-    def __str__(self) -> str:
-        """The end of a sentence that begins with "linear on ort is …"."""
-        about = ", ".join(f"{_rounded(length):,}" for length in self.crossings)
-        measured = f"{self.shortest:,} to {self.longest:,}" if self.shortest < self.longest else f"{self.shortest:,}"
-        texts: dict[Outcome, str] = {
-            "always": f"faster at every measured length ({measured})",
-            "never": f"faster at none of the measured lengths ({measured})",
-            "from": f"faster from about {about} tokens on",
-            "up to": f"faster up to about {about} tokens",
-            "several": f"faster on some stretches: the curves cross at about {about} tokens",
-            "disturbed": "not compared: other programs disturbed the timings",
-            "not compared": "not compared: no length was measured of both",
-        }
-        return texts[self.outcome]
+    text: str
+    crossings: tuple[float, ...] = ()
 
 
-DISTURBED = Crossover("disturbed", (), 0, 0)
+DISTURBED = Crossover("not compared: other programs disturbed the timings")
 
 
 def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover:
@@ -51,17 +32,24 @@ def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> 
     lengths = sorted(candidate.keys() & baseline)
     ratios = [(length, math.log(candidate[length] / baseline[length])) for length in lengths]
     if not ratios:
-        return Crossover("not compared", (), 0, 0)
-    crossings = []
-    for (start, before), (end, after) in itertools.pairwise(ratios):
-        if (before < 0) != (after < 0):
-            share = before / (before - after)
-            crossings.append(start * (end / start) ** share)
-    outcome: Outcome = "several"
-    if len(crossings) < 2:
-        begins_faster = ratios[0][1] < 0
-        outcome = ("up to" if begins_faster else "from") if crossings else ("always" if begins_faster else "never")
-    return Crossover(outcome, tuple(crossings), ratios[0][0], ratios[-1][0])
+        return Crossover("not compared: no length was measured of both")
+    crossings = tuple(
+        start * (end / start) ** (before / (before - after))
+        for (start, before), (end, after) in itertools.pairwise(ratios)
+        if (before < 0) != (after < 0)
+    )
+    begins_faster = ratios[0][1] < 0
+    about = ", ".join(f"{_rounded(length):,}" for length in crossings)
+    measured = " to ".join(dict.fromkeys(f"{length:,}" for length in (lengths[0], lengths[-1])))
+    if len(crossings) > 1:
+        return Crossover(f"faster on some stretches: the curves cross at about {about} tokens", crossings)
+    if crossings and begins_faster:
+        return Crossover(f"faster up to about {about} tokens", crossings)
+    if crossings:
+        return Crossover(f"faster from about {about} tokens on", crossings)
+    if begins_faster:
+        return Crossover(f"faster at every measured length ({measured})")
+    return Crossover(f"faster at none of the measured lengths ({measured})")
 
 
 def _rounded(length: float) -> int:
@@ -74,21 +62,15 @@ BASELINE = "softmax"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The conditions that two compared models must share. batch is 0 if it depends on the length."""
-
-    runtime: str
-    scope: str
-    precision: str
-    batch: int
-
-
-@dataclass(frozen=True)
 class Curve:
-    """The rows of one model in one setting, in order of length. place: what tells it from the model's others."""
+    """The rows of one model in one setting, in order of length.
+
+    setting: runtime, scope, precision and batch, which compared models must share; "" for a batch that depends on the
+    length. place: the runtime, and what else tells it from the model's other curves.
+    """
 
     label: str
-    setting: Setting
+    setting: tuple[str, ...]
     place: str
     rows: tuple[BenchRow, ...]
 
@@ -106,32 +88,33 @@ class Curve:
         return {length: value for length, value in known if value is not None}
 
     def medians(self) -> dict[int, float]:
-        return self.values(median_ms)
+        return self.values(lambda row: row.median_ms)
 
     @property
     def is_disturbed(self) -> bool:
         return any(row.status == "disturbed" for row in self.rows)
 
 
-def median_ms(row: BenchRow) -> float | None:
-    return None if row.timing is None else row.timing.median_ms
-
-
 def curves(results: BenchResults) -> list[Curve]:
     """All curves, softmax first, the others in the order of the rows."""
-    groups: dict[tuple[str, Setting], list[BenchRow]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[BenchRow]] = {}
     batch_varies = has_several_batches(results.rows)
     for row in results.rows:
         case = row.case
-        setting = Setting(case.runtime, case.scope, case.precision, case.batch if batch_varies else 0)
+        setting = (case.runtime, case.scope, case.precision, f"batch {case.batch}" if batch_varies else "")
         groups.setdefault((case.label, setting), []).append(row)
-    settings = list(dict.fromkeys(setting for _, setting in groups))
-    places = {setting: _place(setting, settings) for setting in settings}
+    places = places_of([setting for _, setting in groups], always=1)
     found = [
         Curve(label, setting, places[setting], tuple(sorted(rows, key=lambda row: row.case.seq_len)))
         for (label, setting), rows in groups.items()
     ]
     return sorted(found, key=lambda curve: not curve.is_baseline)
+
+
+def places_of(settings: Collection[tuple[str, ...]], always: int = 0) -> dict[tuple[str, ...], str]:
+    """The name of each setting: its first parts, as many as `always`, and those that differ between settings."""
+    shown = [n for n, parts in enumerate(zip(*settings, strict=True)) if n < always or len(set(parts)) > 1]
+    return {setting: ", ".join(setting[n] for n in shown if setting[n]) for setting in settings}
 
 
 def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
@@ -160,18 +143,6 @@ def has_several_batches(rows: Iterable[BenchRow]) -> bool:
     for row in rows:
         batches.setdefault(row.case.seq_len, set()).add(row.case.batch)
     return any(len(sizes) > 1 for sizes in batches.values())
-
-
-def _place(setting: Setting, settings: Sequence[Setting]) -> str:
-    """The runtime, and those parts of the setting that differ within this benchmark."""
-    parts = [setting.runtime]
-    if len({one.scope for one in settings}) > 1:
-        parts.append(setting.scope)
-    if len({one.precision for one in settings}) > 1:
-        parts.append(setting.precision)
-    if len({one.batch for one in settings}) > 1:
-        parts.append(f"batch {setting.batch}")
-    return ", ".join(parts)
 
 
 Verdict = Literal["passed", "failed", "not run"]
@@ -312,25 +283,22 @@ def _labels(rows: Sequence[BenchRow]) -> str:
 
 def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, float, str]:
     """For one place, a sort key (minus the length, the time per token of the fastest) and the sentence."""
-    rows = [row for curve in group for row in curve.rows]
-    longest = max(row.case.seq_len for row in rows if row.is_quotable or row.status == "disturbed")
-    if any(row.status == "disturbed" and row.case.seq_len == longest for row in rows):
-        where = f"At {longest:,} tokens on {group[0].place}"
+    rows = [row for curve in group for row in curve.rows if row.is_quotable or row.status == "disturbed"]
+    longest = max(row.case.seq_len for row in rows)
+    at_end = sorted((row for row in rows if row.case.seq_len == longest), key=lambda row: row.median_ms or 0.0)
+    where = f"At {longest:,} tokens on {group[0].place}"
+    if any(row.status == "disturbed" for row in at_end):
         return -longest, math.inf, f"{where}, other programs disturbed the timings, so no model is named the fastest."
-    at_end = sorted((c for c in group if longest in c.medians()), key=lambda curve: curve.medians()[longest])
-    best = at_end[0]
-    row = next(row for row in best.rows if row.case.seq_len == longest and row.is_quotable)
-    sentence = f"At {longest:,} tokens on {best.place}, {best.label} is the fastest"
-    if len(at_end) == 1:
-        sentence = f"At {longest:,} tokens on {best.place}, only {best.label} was timed,"
-    sentence += f" with {duration(best.medians()[longest])}"
-    if best.is_baseline:
-        if len(at_end) > 1:
-            slower = at_end[1].medians()[longest] / best.medians()[longest]
-            sentence += f"; {at_end[1].label} is next and takes {three_digits(slower)} times as long"
-    else:
-        sentence += _beside_baseline(row, best, found)
-    return -longest, 1 / (row.tokens_per_second or 1), f"{sentence}."
+    best, *others = at_end
+    label, median = best.case.label, best.median_ms or math.inf
+    what = f"{label} is the fastest" if others else f"only {label} was timed,"
+    more = ""
+    if best.case.variant != BASELINE:
+        more = _beside_baseline(best, next(curve for curve in group if best in curve.rows), found)
+    elif others:
+        slower = three_digits((others[0].median_ms or 0.0) / median)
+        more = f"; {others[0].case.label} is next and takes {slower} times as long"
+    return -longest, 1 / (best.tokens_per_second or 1), f"{where}, {what} with {duration(median)}{more}."
 
 
 def _beside_baseline(row: BenchRow, curve: Curve, found: Sequence[Curve]) -> str:
@@ -339,7 +307,7 @@ def _beside_baseline(row: BenchRow, curve: Curve, found: Sequence[Curve]) -> str
     if row.times_softmax is not None:
         parts.append(f"{three_digits(row.times_softmax)} times as fast as {BASELINE}")
     baseline = baseline_of(curve, found)
-    other = _row_at(baseline, row.case.seq_len) if baseline else None
+    other = next((one for one in baseline.rows if one.case.seq_len == row.case.seq_len), None) if baseline else None
     if other and other.peak_bytes and row.peak_bytes:
         share = other.peak_bytes / row.peak_bytes
         sizes = f"{memory(row.peak_bytes)} against {memory(other.peak_bytes)}"
@@ -348,7 +316,3 @@ def _beside_baseline(row: BenchRow, curve: Curve, found: Sequence[Curve]) -> str
     if not parts:
         return f"; {BASELINE} was not timed there" if other is None or other.timing is None else ""
     return f": {', '.join(parts)}"
-
-
-def _row_at(curve: Curve, length: int) -> BenchRow | None:
-    return next((row for row in curve.rows if row.case.seq_len == length), None)

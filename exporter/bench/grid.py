@@ -8,13 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from effexport.base.dtypes import FLOAT_PRECISIONS
+from effexport.base.environment import versions
 from effexport.base.errors import UserError
 from effexport.base.files import json_text
-from effexport.base.formatting import tokens_from_text
+from effexport.base.formatting import words
 from effexport.base.records import read_record
 from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME
 from effexport.base.spec import BuildSpec
@@ -80,20 +82,10 @@ class Grid:
     def cases(self) -> Iterator[BenchCase]:
         """Shorter sequences first; of one size, model by model."""
         sizes = itertools.product(sorted(self.seq_lens), sorted(self.batches), self.precisions)
+        shared = {name: getattr(self, name) for name in ("scope", "heads", "head_dim", "encoder")}
         for (seq_len, batch, precision), model, runtime in itertools.product(sizes, self.models, self.runtimes):
-            yield BenchCase(
-                label=model.label,
-                variant=model.variant,
-                runtime=runtime,
-                scope=self.scope,
-                seq_len=seq_len,
-                batch=batch,
-                precision=precision,
-                heads=self.heads,
-                head_dim=self.head_dim,
-                options=model.options,
-                encoder=self.encoder,
-            )
+            own: dict[str, Any] = {"seq_len": seq_len, "batch": batch, "precision": precision, "runtime": runtime}
+            yield BenchCase(label=model.label, variant=model.variant, options=model.options, **own, **shared)
 
 
 def models_from_text(text: str, option: str = "--variants") -> tuple[Model, ...]:
@@ -128,26 +120,6 @@ def value_from_text(text: str) -> Any:
         except ValueError:
             continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
-def words(text: str, option: str) -> tuple[str, ...]:
-    """The parts of a list with commas. Raises UserError for an empty one."""
-    parts = tuple(part.strip() for part in text.split(","))
-    if not all(parts):
-        raise UserError(f"{option} is {text!r}; expected a list with commas, without empty parts")
-    return parts
-
-
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    parts = words(text, option)
-    for part in parts:
-        if not part.lstrip("-").isdecimal():
-            raise UserError(f"{option} has {part!r}; expected integers with commas between them, such as 512,2048")
-    return tuple(int(part) for part in parts)
-
-
-def lengths(text: str, option: str) -> tuple[int, ...]:
-    return tuple(tokens_from_text(part, option) for part in words(text, option))
 
 
 def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:
@@ -315,6 +287,10 @@ class BenchRow:
         return self.status == "measured" and self.timing is not None and (self.parity is None or self.parity.passed)
 
     @property
+    def median_ms(self) -> float | None:
+        return None if self.timing is None else self.timing.median_ms
+
+    @property
     def tokens_per_second(self) -> float | None:
         if self.timing is None or self.status == "disturbed":
             return None
@@ -348,6 +324,15 @@ class BenchResults:
 
     def to_json(self) -> str:
         return json_text(asdict(self))
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def made_now() -> dict[str, Any]:
+    """The fields of results that say when they were made, and with which versions."""
+    return {"created": now(), "environment": {name: found for name, found in versions().items() if found is not None}}
 
 
 def results_from_json(path: Path) -> BenchResults:

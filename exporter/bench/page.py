@@ -20,23 +20,8 @@ from effexport.base.formatting import (
     three_digits,
     times,
 )
-from effexport.bench.findings import (
-    BASELINE,
-    Curve,
-    crossovers,
-    curves,
-    disturbance,
-    headlines,
-    interruption,
-    median_ms,
-    notes,
-    parity_sentence,
-    problems,
-    reason_of,
-    remarks,
-    status_of,
-    verdict,
-)
+from effexport.bench import findings
+from effexport.bench.findings import Curve
 from effexport.bench.grid import BenchResults, BenchRow
 from effexport.bench.presets import PRESETS, mean_ratios, measured_table, published_tables
 from effexport.bench.recommendation import Advice, on_frontier
@@ -94,7 +79,7 @@ What = Literal["latency", "memory", "ratio", "floor"]
 RATIO = Quantity("Times as fast as softmax", "times as fast", times)
 # each with its value in a row, in the unit of the axis
 QUANTITIES: dict[What, tuple[Quantity, Callable[[BenchRow], float | None]]] = {
-    "latency": (Quantity("Latency against length", "milliseconds", duration), median_ms),
+    "latency": (Quantity("Latency against length", "milliseconds", duration), lambda row: row.median_ms),
     "memory": (
         Quantity("Peak memory against length", "megabytes", lambda value: memory(value * 1e6)),
         lambda row: None if row.peak_bytes is None else row.peak_bytes / 1e6,
@@ -146,6 +131,7 @@ OF_CASE: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
 
 
 def median_text(row: BenchRow) -> str:
+    """`12.3 ± 0.42 ms`: the median and its spread."""
     return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
 
 
@@ -191,20 +177,22 @@ CONDITIONS = {
 def document_from_results(results: BenchResults, advice: Advice | None = None) -> Document:
     """A benchmark, which may be incomplete; that of an advice begins with it."""
     conditions = conditions_of(results.rows)
-    found = headlines(results)
-    warnings = ((interruption(results), "not run"), (disturbance(results), "disturbed"))
+    found = findings.headlines(results)
+    warnings = ((findings.interruption(results), "not run"), (findings.disturbance(results), "disturbed"))
     verdicts = [Sentence(text, status) for text, status in warnings if text]
     verdicts.append(Sentence(advice.sentences[0] if advice else found[0]))
     sentences = [Sentence(text) for text in (advice.sentences if advice else found)[1:]]
-    sentences += [Sentence(text, "not run") for text in remarks(results)]
+    sentences += [Sentence(text, "not run") for text in findings.remarks(results)]
     is_advice = advice is not None  # whose table says what those of a benchmark do
-    has_floors = any(row.floor for row in results.rows)
-    has_memory = any(row.peak_bytes is not None for row in results.rows)
-    how = HOW + (FLOOR,) * has_floors + (MEMORY,) * has_memory
+    how = HOW + (FLOOR,) * any(row.floor for row in results.rows)
+    how += (MEMORY,) * any(row.peak_bytes is not None for row in results.rows)
     versions = {name: text for name, text in results.environment.items() if name not in results.machine}
-    options = {row.case.label: options_text(row) for row in results.rows if row.case.options}
+    cases = [row.case for row in results.rows if row.case.options]
+    options_of = {case.label: ", ".join(f"{name} {value}" for name, value in case.options.items()) for case in cases}
+    options = Facts("Options", tuple(options_of.items()))
+    without_timing = (*findings.problems(results), *findings.notes(results))
     sections = (
-        Section("Failed, disturbed and not run", (*problems(results), *notes(results)), is_background=is_advice),
+        Section("Failed, disturbed and not run", without_timing, is_background=is_advice),
         Section("Next to the published figures", beside_published(results), is_background=True),
         Section("Speed and memory", present(bench_chart(results))),
         Section(
@@ -213,11 +201,11 @@ def document_from_results(results: BenchResults, advice: Advice | None = None) -
             is_background=is_advice,
         ),
         Section("Every row", present(rows_table(results, conditions)), is_background=is_advice),
-        Section("What is special about each model", present(facts("Options", options)), is_background=True),
+        Section("What is special about each model", present(options), is_background=True),
         Section("How it was measured", (Facts("How it was measured", how, is_prose=True),), is_background=True),
         Section(
             "Machine and versions",
-            present(facts("Machine", results.machine), facts("Versions", versions)),
+            present(Facts("Machine", tuple(results.machine.items())), Facts("Versions", tuple(versions.items()))),
             is_background=True,
         ),
         Section("Repeat it", (Code(results.command),), is_background=True),
@@ -228,7 +216,7 @@ def document_from_results(results: BenchResults, advice: Advice | None = None) -
         lead=", ".join(CONDITIONS[name].format(text) for name, text in conditions.items()),
         created=results.created,
         verdicts=tuple(verdicts),
-        sentences=(*sentences, Sentence(parity_sentence(results), verdict(results))),
+        sentences=(*sentences, Sentence(findings.parity_sentence(results), findings.verdict(results))),
         parts=parts_of_advice(advice, timing_note(results)) if advice else (),
         sections=sections,
     )
@@ -246,14 +234,6 @@ def title_of(results: BenchResults) -> str:
     if not labels or len(labels) > 6:
         return f"Attention benchmark of {len(labels)} models" if labels else "Attention benchmark"
     return f"Attention benchmark: {listed(labels)}"
-
-
-def facts(title: str, values: dict[str, str]) -> Facts:
-    return Facts(title, tuple(values.items()))
-
-
-def options_text(row: BenchRow) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.case.options.items())
 
 
 def conditions_of(rows: Sequence[BenchRow]) -> dict[str, str]:
@@ -290,7 +270,7 @@ def problem_of(row: BenchRow) -> Line | None:
     """The reason a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
     if row.is_quotable:
         return None
-    status, reason = status_of(row), reason_of(row)
+    status, reason = findings.status_of(row), findings.reason_of(row)
     if status != "disturbed" or row.timing is None:
         return Line((), status, reason)
     median = duration(row.timing.median_ms)
@@ -299,7 +279,8 @@ def problem_of(row: BenchRow) -> Line | None:
 
 def crossings_table(results: BenchResults) -> Table:
     columns = (Column("Model"), Column("Where"), Column("Against softmax there, it is"))
-    lines = tuple(Line((curve.label, curve.place, str(found))) for curve, found in crossovers(curves(results)))
+    found = findings.crossovers(findings.curves(results))
+    lines = tuple(Line((curve.label, curve.place, crossover.text)) for curve, crossover in found)
     note = "Medians, interpolated between measured lengths on logarithmic axes; other lengths are not predicted."
     return Table("Where softmax is overtaken", columns, lines, note)
 
@@ -311,7 +292,10 @@ def beside_published(results: BenchResults) -> tuple[Part, ...]:
     measured = measured_table(results)
     parts += [Sentence("Measured here") if measured else None, measured]
     if results.preset == "linear-blog":
-        parts += [mean_ratio_chart(results), "Means, as in the blog; the other ratios on this page are medians."]
+        # the chart of the blog
+        quantity = Quantity("Mean time of softmax over that of the model", RATIO.axis, RATIO.text)
+        parts.append(chart_of("mean-ratio", {quantity: with_even_line(mean_ratios(results))}))
+        parts.append("Means, as in the blog; the other ratios on this page are medians.")
     return present(*parts)
 
 
@@ -319,7 +303,7 @@ def bench_chart(results: BenchResults, wanted: Sequence[What] = tuple(QUANTITIES
     """Latency and memory, and how the times relate to softmax and to the floor; None for a benchmark of one row."""
     if len(results.rows) < 2:
         return None
-    every = curves(results)
+    every = findings.curves(results)
     lines: dict[Quantity, list[PlotLine]] = {}
     for what in wanted:
         quantity, read = QUANTITIES[what]
@@ -327,12 +311,6 @@ def bench_chart(results: BenchResults, wanted: Sequence[What] = tuple(QUANTITIES
         values = [(curve, {n: value for n, value in curve.values(read).items() if value > 0}) for curve in every]
         lines[quantity] = with_even_line(values) if what == "ratio" else [plot_line(*entry) for entry in values]
     return chart_of("-".join(wanted), lines)
-
-
-def mean_ratio_chart(results: BenchResults) -> Chart | None:
-    """The chart of the blog: mean time of softmax divided by that of each model."""
-    quantity = Quantity("Mean time of softmax over that of the model", RATIO.axis, RATIO.text)
-    return chart_of("mean-ratio", {quantity: with_even_line(mean_ratios(results))})
 
 
 def plot_line(curve: Curve, values: dict[int, float]) -> PlotLine:
@@ -345,7 +323,7 @@ def with_even_line(found: Sequence[tuple[Curve, dict[int, float]]]) -> list[Plot
     places: dict[str, set[int]] = {}
     for line in ratios:
         places.setdefault(line.place, set()).update(line.values)
-    even = [PlotLine(BASELINE, at, {min(n): 1.0, max(n): 1.0}, is_baseline=True) for at, n in places.items()]
+    even = [PlotLine(findings.BASELINE, at, {min(n): 1.0, max(n): 1.0}, is_baseline=True) for at, n in places.items()]
     return [*even, *ratios]
 
 
@@ -408,17 +386,10 @@ def json_of_advice(advice: Advice) -> dict[str, Any]:
         "build": None if advice.build is None else advice.build.text,
         "before_build": "" if advice.build is None else advice.build.before,
         "candidates": [
-            {
-                "label": entry.label,
-                "runtime": entry.runtime,
-                "standing": entry.standing,
-                "why": entry.why,
-                "median_ms": entry.latency_ms,
-                "peak_bytes": entry.peak_bytes,
-                "loss": None if entry.quality is None else asdict(entry.quality.loss),
-                "judged": None if entry.quality is None else entry.quality.model,
-                "on_frontier": entry in frontier,
-            }
+            {name: getattr(entry, name) for name in ("label", "runtime", "standing", "why")}
+            | {"median_ms": entry.latency_ms, "peak_bytes": entry.peak_bytes}
+            | {"loss": entry.quality and asdict(entry.quality.loss), "judged": entry.quality and entry.quality.model}
+            | {"on_frontier": entry in frontier}
             for entry in advice.entries
         ],
     }

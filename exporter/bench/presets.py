@@ -1,4 +1,4 @@
-"""Published experiments to repeat, and the figures that were published beside measured ones.
+"""Published experiments to repeat, of published.toml, and the figures that were published beside measured ones.
 
 A table has the published layout: one row per model, one column per length.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -27,68 +26,9 @@ class Preset:
     name: str
     title: str
     grid: Grid
-    rounds: int
-    max_seconds: float
+    rounds: int = 15
+    max_seconds: float = 20.0
 
-
-LENGTHS = (512, 1024, 2048, 4096, 8192)
-
-LINEAR_BLOG = Preset(
-    name="linear-blog",
-    title="Linear attention, “up to 60 times”",
-    # The original timed a GPU (T4); a row that would take longer than --max-seconds gets fewer than its 100 runs.
-    grid=Grid(
-        models=(Model("softmax"), Model("linear")),
-        seq_lens=(128, 256, 512, 1024, 2048, 4096, 6000),
-        batches=(32,),
-        heads=1,
-        head_dim=64,
-    ),
-    rounds=100,
-    max_seconds=60.0,
-)
-
-NYSTROM_TABLE1 = Preset(
-    name="nystrom-table1",
-    title="Nyströmformer, Table 1",
-    # The paper does not say how many heads its instance had; here 8 heads of 64, and its convolution is included.
-    grid=Grid(
-        models=(Model("softmax"), Model("nystrom", label="nystrom-64"), Model("nystrom", {"num_landmarks": 32})),
-        seq_lens=LENGTHS,
-        scope="attention",
-    ),
-    rounds=15,
-    max_seconds=20.0,
-)
-
-REFORMER_ROUNDS = Preset(
-    name="reformer-rounds",
-    title="Reformer, rounds and length",
-    # The paper keeps the tokens of a batch constant; here the batch is 1, so compare tokens per second.
-    grid=Grid(
-        models=(Model("softmax"), *(Model("lsh", {"num_hashes": rounds}) for rounds in (1, 2, 4, 8))),
-        seq_lens=(1024, 2048, 4096, 8192, 16384),
-    ),
-    rounds=15,
-    max_seconds=20.0,
-)
-
-AFT_TABLE = Preset(
-    name="aft-table",
-    title="AFT, Tables 2, 4 and 7",
-    # The paper times whole models, most of them in training; here it is one layer with its projections, forward.
-    grid=Grid(
-        models=tuple(Model(name) for name in ("softmax", "aft-full", "aft-simple", "aft-local", "aft-conv")),
-        seq_lens=(197, 1024, 2048, 4096),
-        scope="attention",
-    ),
-    rounds=15,
-    max_seconds=20.0,
-)
-
-PRESETS: dict[str, Preset] = {
-    preset.name: preset for preset in (LINEAR_BLOG, NYSTROM_TABLE1, REFORMER_ROUNDS, AFT_TABLE)
-}
 
 # A figure, a pair of memory in MB and time in ms, or words.
 FigureCell = str | float | tuple[float, float] | None
@@ -110,22 +50,23 @@ class Published:
     rows: tuple[tuple[FigureCell, ...], ...] = ()
 
 
-@cache
-def publications() -> tuple[Published, ...]:
-    """The contents of published.toml."""
-    text = files("effexport.bench").joinpath("published.toml").read_text(encoding="utf-8")
-    return tuple(
-        Published(**{name: tuples(value) for name, value in one.items()}) for one in tomllib.loads(text)["published"]
-    )
-
-
 def tuples(value: Any) -> Any:
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
+def preset_of(models: Sequence[Mapping[str, Any]], grid: Mapping[str, Any], **known: Any) -> Preset:
+    choices = {name: tuples(value) for name, value in grid.items()}
+    return Preset(grid=Grid(models=tuple(Model(**model) for model in models), **choices), **known)
+
+
+_FILE = tomllib.loads(files("effexport.bench").joinpath("published.toml").read_text(encoding="utf-8"))
+PRESETS = {one["name"]: preset_of(**one) for one in _FILE["preset"]}
+PUBLICATIONS = tuple(Published(**{name: tuples(value) for name, value in one.items()}) for one in _FILE["published"])
+
+
 def published_of(preset: str) -> tuple[Published, ...]:
     """The publications that a preset repeats; none for "" and for unknown names."""
-    return tuple(one for one in publications() if one.preset == preset)
+    return tuple(one for one in PUBLICATIONS if one.preset == preset)
 
 
 # Figures, and below them their ratios to softmax.
@@ -166,8 +107,7 @@ def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
     every = curves(results)
     ratios = []
     for curve in every:
-        baseline = baseline_of(curve, every)
-        if baseline:
+        if baseline := baseline_of(curve, every):
             own, other = curve.values(mean_ms), baseline.values(mean_ms)
             ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
     return [(curve, values) for curve, values in ratios if values]
@@ -179,8 +119,7 @@ def mean_ms(row: BenchRow) -> float | None:
 
 def as_published(published: Published) -> Table:
     columns = (Column("Model"), *(Column(title, True) for title in published.columns[1:]))
-    lines = (Line((str(row[0]), *map(cell_text, row[1:]))) for row in published.rows)
-    return Table("Published", columns, tuple(lines))
+    return Table("Published", columns, tuple(Line(tuple(map(cell_text, row))) for row in published.rows))
 
 
 def alternating(published: Published, results: BenchResults) -> Table:
@@ -206,10 +145,9 @@ def sheet(title: str, places: Sequence[tuple[int, int]], lines: Sequence[Line], 
     """A table with two columns for each length. source: the title of the second column, "" to leave it out."""
     ratios = [Column("× softmax", True, below="{}") for _ in places]
     pairs = zip((Column(head, True) for head in heads_of(places)), ratios, strict=True)
-    columns = (Column("Model"), Column(source), *(column for pair in pairs for column in pair))
+    columns = (Column("Model"), *[Column(source)] * bool(source), *(column for pair in pairs for column in pair))
     if not source:
-        columns = columns[:1] + columns[2:]
-        lines = [Line(line.cells[:1] + line.cells[2:], begins=line.begins) for line in lines]
+        lines = [replace(line, cells=line.cells[:1] + line.cells[2:]) for line in lines]
     return Table(title, columns, tuple(lines), note)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from effexport.base.formatting import (
 from effexport.base.machine import Processor
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, VARIANT_OPTIONS, options_from_toml
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, model_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Timing, model_of_case
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
 from effexport.report.rendering.text import interval_text
@@ -68,7 +69,7 @@ class AdviceEntry:
 
     @property
     def latency_ms(self) -> float | None:
-        return None if self.row is None or self.row.timing is None else self.row.timing.median_ms
+        return None if self.row is None else self.row.median_ms
 
     @property
     def latency(self) -> str:
@@ -80,6 +81,11 @@ class AdviceEntry:
     @property
     def peak_bytes(self) -> int | None:
         return None if self.row is None else self.row.peak_bytes
+
+    @property
+    def lost(self) -> float:
+        """The loss; infinite if it was not judged."""
+        return math.inf if self.quality is None else self.quality.loss.value
 
     @property
     def loss(self) -> str:
@@ -108,11 +114,11 @@ def with_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     """The entries with the frontier marked. The one with the lowest loss is to be used, unless one with a lower loss
     may fit that other programs disturbed."""
     fitting = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
-    best = min(fitting, key=lambda entry: (loss_of(entry), entry.latency_ms or 0.0), default=None)
+    best = min(fitting, key=lambda entry: (entry.lost, entry.latency_ms or 0.0), default=None)
     if best is None:
         return list(entries)
     unsure = [entry for entry in entries if entry.quality is not None and entry.standing == "disturbed"]
-    is_sure = all(loss_of(entry) > loss_of(best) for entry in unsure)
+    is_sure = all(entry.lost > best.lost for entry in unsure)
     timed = sorted((entry for entry in fitting if not entry.is_disturbed), key=lambda entry: entry.latency_ms or 0.0)
 
     def placed(entry: AdviceEntry) -> AdviceEntry:
@@ -126,21 +132,16 @@ def with_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     return [placed(entry) for entry in entries]
 
 
-def loss_of(entry: AdviceEntry) -> float:
-    assert entry.quality is not None
-    return entry.quality.loss.value
-
-
 def beats(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
-    first, second = (((entry.latency_ms or 0.0), loss_of(entry)) for entry in (one, other))
+    first, second = (((entry.latency_ms or 0.0), entry.lost) for entry in (one, other))
     return first[0] <= second[0] and first[1] <= second[1] and first != second
 
 
 def on_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     """The frontier, the lowest loss first."""
     found = [entry for entry in entries if entry.quality is not None and entry.standing in ("use this", "frontier")]
-    return sorted(found, key=loss_of)
+    return sorted(found, key=lambda entry: entry.lost)
 
 
 def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: str) -> Iterator[str]:
@@ -155,7 +156,7 @@ def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: 
     if best.standing != "use this":
         yield "A model with a lower loss may fit, too: other programs disturbed its timing."
     for entry in faster:
-        yield f"{entry.name} {speed_beside(entry, best)} and {loss_beside(entry, best)}."
+        yield f"{entry.name} {beside(entry, best)}."
     rivals = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
     if not faster and len(rivals) > 1 and not any(entry.is_disturbed for entry in rivals):
         yield "No other model that fits and was judged is faster."
@@ -166,29 +167,23 @@ def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: 
         yield f"{counted(unknown, 'model')} without a result cannot be placed."
 
 
-def speed_beside(entry: AdviceEntry, best: AdviceEntry) -> str:
-    """`is 2.10 times as fast`; its time alone if that of the other is not known."""
-    if best.is_disturbed or best.latency_ms is None or entry.latency_ms is None:
-        return f"takes {duration(entry.latency_ms)}"
-    return f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
-
-
-def loss_beside(entry: AdviceEntry, best: AdviceEntry) -> str:
-    """`loses 0.12 bits per byte`."""
-    assert entry.quality is not None
-    if are_alike(entry, best):
-        return "shows no difference in loss"
-    return f"loses {loss_of(entry) - loss_of(best):.2g} {entry.quality.unit}"
+def beside(entry: AdviceEntry, best: AdviceEntry) -> str:
+    """`is 2.10 times as fast and loses 0.12 bits per byte`; its time alone if that of the other is not known."""
+    speed = f"takes {duration(entry.latency_ms)}"
+    if not best.is_disturbed and best.latency_ms is not None and entry.latency_ms is not None:
+        speed = f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
+    if are_alike(entry, best) or entry.quality is None:
+        return f"{speed} and shows no difference in loss"
+    return f"{speed} and loses {entry.lost - best.lost:.2g} {entry.quality.unit}"
 
 
 def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if the confidence intervals of the losses overlap, or one of them is unknown."""
-    assert one.quality is not None
-    assert other.quality is not None
-    first, second = one.quality.loss, other.quality.loss
-    if first.low is None or first.high is None or second.low is None or second.high is None:
+    ends = [end for entry in (one, other) if entry.quality for end in (entry.quality.loss.low, entry.quality.loss.high)]
+    if None in ends:
         return True
-    return first.low <= second.high and second.low <= first.high
+    low, high, other_low, other_high = (end for end in ends if end is not None)
+    return low <= other_high and other_low <= high
 
 
 # The file for fields that have no option of their own, if the user gave none.
@@ -225,33 +220,26 @@ def command_from_case(case: BenchCase, spec_file: str = "") -> BuildCommand | No
         return None
     given = options_from_toml(Path(spec_file)) if spec_file else {}
     attention = model_of_case(case).attention
-    flags: dict[str, Any] = {
-        "variant": case.variant,
-        "scope": case.scope,
-        "dim": attention.dim,
-        "heads": attention.heads,
-    }
-    flags["seq_len"] = case.seq_len
+    flags: dict[str, Any] = {"variant": case.variant, "scope": case.scope, "dim": attention.dim}
+    flags |= {"heads": attention.heads, "seq_len": case.seq_len}
     flags |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
     flags |= {"precision": case.precision} if case.precision != given.get("precision", "fp32") else {}
     flags |= {"target": case.runtime} if runtime.engine else {}
-    switches, lines = [], []
-    for name, value in (case.options | case.encoder).items():
-        if name in flags or (name in given and given[name] == value):
-            continue
-        if name == "causal":
-            switches.append("--causal" if value else "--no-causal")
-        elif name in _WITH_OPTION:
-            flags[name] = value
-        else:
-            lines.append(f"{name} = {json.dumps(value)}")
+    others = {
+        name: value
+        for name, value in (case.options | case.encoder).items()
+        if name not in flags and (name not in given or given[name] != value)
+    }
+    flags |= {name: value for name, value in others.items() if name in _WITH_OPTION}
+    switches = [f"--{'' if value else 'no-'}causal" for name, value in others.items() if name == "causal"]
+    in_file = (name for name in others if name not in (*_WITH_OPTION, "causal"))
+    lines = tuple(f"{name} = {json.dumps(others[name])}" for name in in_file)
     file = spec_file or (WRITTEN_FILE if lines else "")
-    words: list[Word] = ["effexport", "build"]
-    words += ["--spec", Path(file)] if file else []
+    words: list[Word] = ["effexport", "build", *(("--spec", Path(file)) if file else ())]
     words += [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
     known = {"variant", *BUILD_FIELDS, "scope", *ENCODER_FIELDS, *field_names(type(attention))}
     remove = tuple(name for name in given if name not in known)
-    return BuildCommand(command_line(*words, *switches), file, tuple(lines), remove)
+    return BuildCommand(command_line(*words, *switches), file, lines, remove)
 
 
 OTHER_MODELS = (
@@ -314,15 +302,11 @@ def ranked(results: BenchResults, plan: AdvicePlan) -> tuple[AdviceEntry, ...]:
     """All candidates, the best first. The one with the lowest loss that fits is to be used; if none of those that fit
     was judged, the fastest, if no disturbed one could be faster."""
     rows = {(row.case.label, row.case.runtime): row for row in results.rows if row.case.model_seq_len is None}
-    entries = with_frontier(
-        [
-            replace(
-                entry_of(case, rows.get((case.label, case.runtime)), plan.limits),
-                quality=plan.quality.get((case.label, case.runtime)),
-            )
-            for case in plan.cases
-        ]
-    )
+    found = []
+    for case in plan.cases:
+        row, quality = rows.get((case.label, case.runtime)), plan.quality.get((case.label, case.runtime))
+        found.append(AdviceEntry(case.label, case.runtime, *judged(row, plan.limits), row, quality))
+    entries = with_frontier(found)
     entries += [AdviceEntry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
     entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
     if entries[0].standing in ("fits", "–") and is_fastest(entries[0], entries):
@@ -336,21 +320,19 @@ def is_fastest(best: AdviceEntry, entries: Sequence[AdviceEntry]) -> bool:
     return all(best.latency_ms is not None and ms / MOST_DISTURBED > best.latency_ms for ms in disturbed)
 
 
-def entry_of(case: BenchCase, row: BenchRow | None, limits: Limits) -> AdviceEntry:
+def judged(row: BenchRow | None, limits: Limits) -> tuple[Standing, str]:
+    """The standing of a row, with a reason. A disturbed time is too long: it proves a fit, never a miss."""
     if row is None:
-        return AdviceEntry(case.label, case.runtime, "not reached", "interrupted before it was measured")
+        return "not reached", "interrupted before it was measured"
     if row.timing is None:
-        standing: Standing = "failed" if row.status == "failed" else "not measured"
-        return AdviceEntry(case.label, case.runtime, standing, row.reason, row)
-    standing, why = judged(row, limits)
+        return "failed" if row.status == "failed" else "not measured", row.reason
+    standing, why = judged_timing(row, row.timing, limits)
     disturbed = "" if row.is_quotable else f"disturbed: {row.reason}"
-    return AdviceEntry(case.label, case.runtime, standing, "; ".join(filter(None, (why, disturbed))), row)
+    return standing, "; ".join(filter(None, (why, disturbed)))
 
 
-def judged(row: BenchRow, limits: Limits) -> tuple[Standing, str]:
-    """The standing of a timed row, with a reason. A disturbed time is too long: it proves a fit, never a miss."""
-    assert row.timing is not None
-    late = over_limit("latency", row.timing.median_ms, limits.latency_ms)
+def judged_timing(row: BenchRow, timing: Timing, limits: Limits) -> tuple[Standing, str]:
+    late = over_limit("latency", timing.median_ms, limits.latency_ms)
     large = over_limit("memory", row.peak_bytes, limits.memory_bytes)
     if late or large:
         is_known = row.is_quotable or large

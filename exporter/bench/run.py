@@ -8,45 +8,42 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.base.disk import ANOTHER_TEMPORARY, disk_problem, write_error
-from effexport.base.environment import describe_machine, usable_cores, versions
+from effexport.base.environment import describe_machine, usable_cores
 from effexport.base.errors import EffexportError, is_out_of_memory
+from effexport.base.machine import Machine
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
+from effexport.bench import costs
 from effexport.bench.candidates import (
     Candidate,
     NotRunnableError,
     agreement,
     candidate_from_case,
     engine_from_case,
+    inputs_of_case,
     is_beyond_runtime,
-    reason_not_here,
+    naive_onnx_from_case,
+    onnx_from_case,
     reference_of_case,
     short,
 )
 from effexport.bench.children import MemoryUnknownError, peak_memory
-from effexport.bench.costs import (
-    EXPORT_SECONDS,
-    START_SECONDS,
-    OnStep,
-    Pace,
-    arena_fits,
-    memory_cost,
-    prepare_cost,
-    reason_too_large,
-    run_pass,
-    run_products,
-    timing_cost,
-    traffic_bytes,
+from effexport.bench.costs import OnStep, Pace
+from effexport.bench.grid import (
+    BenchCase,
+    BenchResults,
+    BenchRow,
+    Floor,
+    Grid,
+    made_now,
+    model_of_case,
+    products_of_case,
 )
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Floor, Grid, model_of_case, products_of_case
-from effexport.bench.models import inputs_of_case, naive_onnx_from_case, onnx_from_case
 from effexport.bench.timing import (
-    Machine,
     Rotation,
     TimedCall,
     disturbance_of,
@@ -111,21 +108,6 @@ class PreparedCase:
 
 
 @dataclass
-class Question:
-    """The inputs of all runtimes of one model, and PyTorch's answer; both made when first needed."""
-
-    case: BenchCase
-
-    @cached_property
-    def feeds(self) -> dict[str, Array]:
-        return inputs_of_case(self.case)
-
-    @cached_property
-    def reference(self) -> Case:
-        return reference_of_case(self.case, self.feeds)
-
-
-@dataclass
 class Bench:
     """A run in progress. rows: those of finished sizes, and after an interrupt what the last size had measured."""
 
@@ -175,29 +157,33 @@ class Bench:
 
     def prepared(self, cases: Sequence[BenchCase]) -> Iterator[PreparedCase]:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
-        question = Question(cases[0])
+        # the inputs of all runtimes, and PyTorch's answer, made when first needed
+        feeds = cache(lambda: inputs_of_case(cases[0]))
+        reference = cache(lambda: reference_of_case(cases[0], feeds()))
         for case in cases:
             files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
-            reason = reason_not_run(case)
+            reason = costs.reason_not_run(case)
             if reason is not None:
                 item.stop(reason, failed=False)
             else:
-                self.prepare(item, question)
-                self.pace.pay(prepare_cost(case, self.settings.parity) + EXPORT_SECONDS * (len(self._models) - files))
+                self.prepare(item, feeds, reference)
+                self.pace.pay(
+                    costs.prepare_cost(case, self.settings.parity) + costs.EXPORT_SECONDS * (len(self._models) - files)
+                )
             yield item
 
-    def prepare(self, item: PreparedCase, question: Question) -> None:
+    def prepare(self, item: PreparedCase, feeds: Callable[[], dict[str, Array]], reference: Callable[[], Case]) -> None:
         """Load the candidate, run it once and compare."""
         case = item.row.case
-        item.memory_arena = not RUNTIMES[case.runtime].graph or arena_fits(case)
+        item.memory_arena = not RUNTIMES[case.runtime].graph or costs.arena_fits(case)
         try:
             item.model = self.model_of_case(case)
             item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
-            item.candidate.bind(question.feeds)
+            item.candidate.bind(feeds())
             item.candidate.run()
-            parity = agreement(item.candidate, case, question.reference) if self.settings.parity else None
+            parity = agreement(item.candidate, case, reference()) if self.settings.parity else None
         except NotRunnableError as reason:
             item.stop(str(reason), failed=False)
             return
@@ -249,8 +235,10 @@ class Bench:
             # every session has its own threads
             yield TimedCall(item.name, item.candidate.run, item.name if runtime.graph else "torch")
         for (label, device), case in devices.items():
-            yield TimedCall(f"products of {label} on {device}", run_products(products_of_case(case), device), "torch")
-            yield TimedCall(f"pass of {label} on {device}", run_pass(traffic_bytes(case), device), "torch")
+            yield TimedCall(
+                f"products of {label} on {device}", costs.run_products(products_of_case(case), device), "torch"
+            )
+            yield TimedCall(f"pass of {label} on {device}", costs.run_pass(costs.traffic_bytes(case), device), "torch")
 
     def time(self, rotation: Rotation, ready: Sequence[PreparedCase]) -> None:
         if not ready:
@@ -259,7 +247,7 @@ class Bench:
         labels = {item.row.case.label for item in ready}
         first = replace(ready[0].row.case, runtime="")
         title = describe(first if len(labels) == 1 else replace(first, label="all models"))
-        cost = sum(timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
+        cost = sum(costs.timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
 
         def on_round(number: int) -> None:
             self.pace.pay(cost / settings.rounds if number <= settings.rounds else 0.0)
@@ -320,7 +308,7 @@ class Bench:
             except MemoryUnknownError as error:
                 note = f"peak memory is unknown: {short(error)}"
                 item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
-            self.pace.pay(memory_cost(case))
+            self.pace.pay(costs.memory_cost(case))
 
 
 def bench(
@@ -337,7 +325,7 @@ def bench(
     """
     settings = settings or Settings()
     threads = settings.threads or usable_cores()
-    created = datetime.now(UTC).isoformat(timespec="seconds")
+    made = made_now()
     here = Machine()
     load = here.load()
     complete = True
@@ -357,37 +345,27 @@ def bench(
         rows = tuple(running.rows)
     return BenchResults(
         rows=rows,
-        created=created,
+        **made,
         command=settings.command,
         rounds=settings.rounds,
         threads=threads,
         machine=describe_machine() | load,
-        environment={name: version for name, version in versions().items() if version is not None},
         preset=settings.preset,
         complete=complete,
     )
 
 
-# Asking a GPU takes time.
-reason_of_runtime = cache(reason_not_here)
-
-
-def reason_not_run(case: BenchCase) -> str | None:
-    """The reason this machine cannot run a case; None if it can."""
-    return reason_of_runtime(case.runtime) or reason_too_large(case)
-
-
 def total_cost(grid: Grid, settings: Settings) -> float:
     """Roughly how many seconds a benchmark takes, without the rows that this machine cannot run."""
-    cases = [case for case in grid.cases() if reason_not_run(case) is None]
+    cases = [case for case in grid.cases() if costs.reason_not_run(case) is None]
     files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
     return (
-        START_SECONDS
-        + EXPORT_SECONDS * len(files)
+        costs.START_SECONDS
+        + costs.EXPORT_SECONDS * len(files)
         + sum(
-            prepare_cost(case)
-            + timing_cost(case, settings.rounds, settings.max_seconds)
-            + (memory_cost(case) if settings.memory else 0.0)
+            costs.prepare_cost(case)
+            + costs.timing_cost(case, settings.rounds, settings.max_seconds)
+            + (costs.memory_cost(case) if settings.memory else 0.0)
             for case in cases
         )
     )
@@ -402,8 +380,7 @@ def file_name(case: BenchCase) -> str:
 
 def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
     """Medians over the same rounds as those of the candidates, so that slow phases of the machine affect both."""
-    products = rotation.median_ms(f"products of {label} on {device}")
-    one_pass = rotation.median_ms(f"pass of {label} on {device}")
+    products, one_pass = (rotation.median_ms(f"{what} of {label} on {device}") for what in ("products", "pass"))
     return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
 
 

@@ -6,14 +6,12 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from effexport.artifact import CheckSummary, EngineEntry
 from effexport.base.disk import write_error
-from effexport.base.environment import versions
 from effexport.base.errors import EffexportError
 from effexport.base.files import csv_text, json_text, write_file
 from effexport.base.formatting import (
@@ -27,8 +25,11 @@ from effexport.base.formatting import (
     rough_duration,
     seconds,
 )
-from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, CellRecord, Outcome, Store
+from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store
 from effexport.bench.executors import Event, Executor
+from effexport.bench.findings import places_of
+from effexport.bench.grid import made_now
+from effexport.plugins.building.toolchain import first_line
 from effexport.proof.check import METRIC
 from effexport.render.document import (
     Chart,
@@ -134,25 +135,6 @@ class SweepResults:
         summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
         rows = [asdict(row) for row in self.rows]
         return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows})
-
-
-def fields_of_record(record: CellRecord) -> dict[str, Any]:
-    """The fields of a row that come from the record of its cell."""
-    known: dict[str, Any] = {name: getattr(record, name) for name in ("reason", "seconds", "peak_bytes", "where")}
-    known |= {"attempts": record.attempt, "log_tail": record.log or ""}
-    if not record.results:
-        return known
-    parity, engine = record.results.parity, record.results.engine
-    worst, limit = worst_of_summary(parity.summary)
-    return known | {
-        "parity": "passed" if parity.passed else "not run",
-        "worst_error": worst,
-        "error_limit": limit,
-        "artifact_bytes": record.results.artifact_bytes,
-        "model_bytes": record.results.model_bytes,
-        "engine": engine_text(engine) if engine else "",
-        "engine_parity": engine_parity(parity.summary, engine.target) if engine else "",
-    }
 
 
 def worst_of_summary(summary: Mapping[str, CheckSummary]) -> tuple[float | None, float | None]:
@@ -267,7 +249,7 @@ class Sweep:
             self._lost(event)
         elif event.kind == "unplaceable":
             self.not_run[cell.id] = event.reason
-            self._close(cell, f"{cell.title}: not run: {event.reason}")
+            self._close(cell, f"not run: {event.reason}")
         elif event.outcome is not None:
             self._ended(event, event.outcome)
         if event.folder is not None:
@@ -284,11 +266,14 @@ class Sweep:
             else:
                 self.new.add(cell.id)
                 text = "finished" if won else "finished earlier by another attempt"
-                self._close(cell, f"{cell.title}: {text} in {rough_duration(outcome.seconds)}")
+                self._close(cell, f"{text} in {rough_duration(outcome.seconds)}")
                 return
+        self._fail(cell, outcome)
+
+    def _fail(self, cell: Cell, outcome: Outcome) -> None:
         if self.store.finished(cell) is None:
-            self.store.fail(cell, attempt, outcome)
-        self._close(cell, f"{cell.title}: failed: {first_line(outcome.reason)}")
+            self.store.fail(cell, self.attempts[cell.id], outcome)
+        self._close(cell, f"failed: {first_line(outcome.reason, 'unknown reason')}")
 
     def _lost(self, event: Event) -> None:
         cell, attempt = event.cell, self.attempts[event.cell.id]
@@ -297,15 +282,14 @@ class Sweep:
         if attempt < MAX_LOSSES:
             self._say(f"{cell.title}: lost with its node; starting again")
             self._submit(cell)
-            return
-        reason = f"its node or worker was lost {attempt} times, most recently: {event.reason}"
-        self.store.fail(cell, attempt, Outcome(status="failed", reason=reason))
-        self._close(cell, f"{cell.title}: failed: {first_line(reason)}")
+        else:
+            reason = f"its node or worker was lost {attempt} times, most recently: {event.reason}"
+            self._fail(cell, Outcome(status="failed", reason=reason))
 
     def _close(self, cell: Cell, text: str) -> None:
         del self._open[cell.id]
         self._started.discard(cell.id)
-        self._say(text)
+        self._say(f"{cell.title}: {text}")
 
     def _say(self, text: str) -> None:
         done = self._total - len(self._open)
@@ -315,10 +299,6 @@ class Sweep:
             # on average, the running cells are half done
             left = elapsed / (done + len(self._started) / 2) * (len(self._open) - len(self._started) / 2)
         self.on_progress(Progress(text, done, self._total, len(self._started), left))
-
-
-def first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "unknown reason"
 
 
 # A longer table is folded, so that the sections below it are easy to find.
@@ -360,6 +340,7 @@ def document_from_results(results: SweepResults) -> Document:
     verdicts = [Sentence(results.sentence, results.verdict)]
     if not results.complete:
         verdicts.insert(0, Sentence("Interrupted: run the same command again to resume.", "not run"))
+    problems = tuple(problem_of(row) for row in results.rows if row.status != "finished")
     place = Facts("Run", (("place", results.where or "nothing had to run"), ("this run", seconds(results.seconds))))
     chart = sweep_chart(results.rows)
     note = "Short bars are the limits of the errors in their colour. The time is that of the whole build."
@@ -374,7 +355,7 @@ def document_from_results(results: SweepResults) -> Document:
         sentences=(),
         parts=(),
         sections=(
-            Section("Failed and not run", tuple(map(problem_of, filter(is_open, results.rows)))),
+            Section("Failed and not run", problems),
             Section("Error, size and time against length", (chart, note) if chart else (), is_background=True),
             Section("Every cell", (cells_table(results.rows),)),
             Section("What the columns say", (HOW,), is_background=True),
@@ -382,14 +363,6 @@ def document_from_results(results: SweepResults) -> Document:
             Section("Repeat it", (repeated, Code(results.command)), is_background=True),
         ),
     )
-
-
-def is_open(row: SweepRow) -> bool:
-    return row.status != "finished"
-
-
-def reason_of(row: SweepRow) -> Line | None:
-    return Line((), row.status, row.reason.partition("\n")[0]) if is_open(row) else None
 
 
 def problem_of(row: SweepRow) -> Item:
@@ -400,6 +373,10 @@ def cells_table(rows: Sequence[SweepRow]) -> Table:
     """All cells, by variant with its options; columns that are empty in all rows are left out."""
     labels = list(dict.fromkeys(row.label for row in rows))
     ordered = sorted(rows, key=lambda row: labels.index(row.label))
+
+    def reason_of(row: SweepRow) -> Line | None:
+        return None if row.status == "finished" else Line((), row.status, row.reason.partition("\n")[0])
+
     columns, lines = columns_and_lines(OF_CELL, OF_BUILD, "State", ordered, reason_of)
     folded = f"{counted(len(rows), 'cell')} by variant"
     return Table("Every cell", columns, lines, "", folded, len(rows) <= MAX_OPEN_ROWS)
@@ -408,12 +385,10 @@ def cells_table(rows: Sequence[SweepRow]) -> Table:
 def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
     """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
     finished = [row for row in rows if row.status == "finished"]
-    parts = [(row.precision, row.target, row.gpu) for row in finished]
-    varying = [n for n in range(3) if len({part[n] for part in parts}) > 1]
+    places = places_of([(row.precision, row.target, row.gpu) for row in finished])
     groups: dict[tuple[str, str], list[SweepRow]] = {}
-    for row, part in zip(finished, parts, strict=True):
-        place = ", ".join(part[n] for n in varying if part[n])
-        groups.setdefault((row.label, place), []).append(row)
+    for row in finished:
+        groups.setdefault((row.label, places[row.precision, row.target, row.gpu]), []).append(row)
     if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
         return None
 
@@ -449,10 +424,8 @@ def results_of_sweep(
 
     sweep: the run that has just ended; None if nothing had to run.
     """
-    environment = {name: version for name, version in versions().items() if version is not None}
-    created = datetime.now(UTC).isoformat(timespec="seconds")
     rows = tuple(row_of(cell, plan, store, sweep, command_of_cell(cell.id)) for cell in plan.cells)
-    return SweepResults(rows=rows, created=created, environment=environment, **known)
+    return SweepResults(rows=rows, **made_now(), **known)
 
 
 def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep | None, command: str) -> SweepRow:
@@ -461,18 +434,25 @@ def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep | None, comma
     known |= {"batch": spec.batch, "precision": spec.precision, "command": command}
     if record := store.finished(cell):
         folder, is_new = f"{CELLS}/{cell.id}", sweep is not None and cell.id in sweep.new
-        known |= {"status": "finished", "is_new": is_new, **fields_of_record(record)}
-        known |= {"artifact": f"{folder}/{ARTIFACT}", "log": f"{folder}/{LOG}"}
-    elif sweep is not None and cell.id in sweep.not_run:
-        known |= {"status": "not run", "reason": sweep.not_run[cell.id]}
+        known |= {"status": "finished", "artifact": f"{folder}/{ARTIFACT}"}
+    elif sweep and cell.id in sweep.not_run:
+        return SweepRow(**known, status="not run", reason=sweep.not_run[cell.id])
     elif record := store.failed(cell):
-        is_new = sweep is not None and cell.id in sweep.attempts
-        known |= {"status": "failed", "is_new": is_new, **fields_of_record(record)}
-        known |= {"log": f"{FAILED}/{cell.id}/{LOG}"}
+        folder, is_new = f"{FAILED}/{cell.id}", sweep is not None and cell.id in sweep.attempts
+        known |= {"status": "failed"}
     else:
         is_asked = any(cell.id == other.id for other in plan.to_run)
         reason = "the sweep was interrupted before it finished" if is_asked else "left out by --only"
-        known |= {"status": "not run", "reason": reason}
+        return SweepRow(**known, status="not run", reason=reason)
+    known |= {name: getattr(record, name) for name in ("reason", "seconds", "peak_bytes", "where")}
+    known |= {"is_new": is_new, "attempts": record.attempt, "log": f"{folder}/{LOG}", "log_tail": record.log}
+    if record.results:
+        parity, engine = record.results.parity, record.results.engine
+        known |= {name: getattr(record.results, name) for name in ("artifact_bytes", "model_bytes")}
+        known |= {"parity": "passed" if parity.passed else "not run"}
+        known["worst_error"], known["error_limit"] = worst_of_summary(parity.summary)
+        if engine:
+            known |= {"engine": engine_text(engine), "engine_parity": engine_parity(parity.summary, engine.target)}
     return SweepRow(**known)
 
 

@@ -18,11 +18,14 @@ from effexport.base.errors import InterruptError, UserError
 from effexport.base.formatting import (
     bytes_from_text,
     counted,
+    lengths,
     listed,
     milliseconds_from_text,
+    numbers,
     rough_duration,
     say,
     tokens_from_text,
+    words,
 )
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, command_of, option
 from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES
@@ -37,7 +40,7 @@ from effexport.bench.advice import (
     models_of_results,
     quality_of_cases,
 )
-from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, lengths, models_from_text, numbers, words
+from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, models_from_text
 from effexport.bench.presets import PRESETS, Preset
 from effexport.cli._console import (
     bar_column,
@@ -145,7 +148,7 @@ class BenchRequest(Options):
         most = max(MOST_THREADS, os.cpu_count() or 1)
         require((self.threads or 1) <= most, f"--threads is {self.threads}; expected at most {most}")
         if self.wait_idle is not None:
-            from effexport.bench.timing import STAT, Machine
+            from effexport.base.machine import STAT, Machine
 
             known = Machine().core_times() is not None
             require(known, f"--wait-idle needs {STAT}, which this system does not have; leave it out")
@@ -253,7 +256,7 @@ class BenchRequest(Options):
 
 def check_any_runs_here(runtimes: Sequence[str]) -> None:
     """Raise UserError if this machine can run none of the runtimes; rows of some that it cannot run are shown so."""
-    from effexport.bench.candidates import reason_not_here
+    from effexport.bench.costs import reason_not_here
 
     require_torch("effexport bench")
     reasons = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from effexport.bench.timing import CoreTimes, Machine
+from effexport.base.machine import CoreTimes, Machine
 
 
 class FakeClock:

@@ -15,7 +15,7 @@ from effexport.bench.cells import ARTIFACT, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import ProcessExecutor
 from effexport.bench.sweep import Sweep, SweepResults, plan_of, results_of_sweep, write_results
-from effexport.bench.sweep_file import cells_from_file, sweep_file_from_document
+from effexport.bench.sweep_file import cells_from_document
 from effexport.plugins.building.toolchain import Gpu
 
 TINY = {"scope": "attention", "dim": 16, "heads": 2}
@@ -24,7 +24,7 @@ TINY = {"scope": "attention", "dim": 16, "heads": 2}
 def tiny_cells(*seq_lens: int, **axes: Any) -> list[Cell]:
     """Softmax attention of a few channels, one cell per length unless `axes` say more."""
     document = {"variants": ["softmax"], "seq_lens": list(seq_lens), "build": TINY, **axes}
-    return cells_from_file(sweep_file_from_document(document))
+    return cells_from_document(document)
 
 
 def write_artifact(folder: Path, cell: Cell, extra_bytes: int = 0) -> dict[str, int]:

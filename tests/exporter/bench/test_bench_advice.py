@@ -279,7 +279,7 @@ def test_disturbed_times_leave_a_model_out_only_if_a_quarter_of_them_does(monkey
 
 
 def test_the_speed_of_products_is_measured_or_a_bound_of_it() -> None:
-    from effexport.bench.timing import Machine
+    from effexport.base.machine import Machine
 
     class Bench:
         threads, machine = 1, Machine()
@@ -395,6 +395,7 @@ def test_a_model_that_cannot_be_is_refused(tmp_path: Path, toml: str, flags: dic
         ),
         ("dim = 96\nheads = 3\nhead_dim = 16\n[encoder]\nlm_head = true", {"seq_len": 64, "layers": 3}),
         ('variant = "lsh"\nscope = "attention"\nseq_len = 128\nprecision = "fp16"', {"seq_len": 64}),
+        ('variant = "lsh"\nnum_hashes = 8', {"seq_len": 64, "variants": "lsh:num_hashes=4"}),
     ],
 )
 def test_the_command_builds_the_model_that_was_measured(tmp_path: Path, toml: str, flags: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from effexport.base.machine import Machine
 from effexport.bench.findings import crossovers, curves, disturbance, headlines
 from effexport.bench.grid import BenchResults, results_from_json
-from effexport.bench.timing import Machine
 
 # measures three times, and wants a machine for itself
 pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]
@@ -59,8 +60,8 @@ def conclusions(results: BenchResults) -> dict[str, str]:
         if " is the fastest" in rest:
             found[where] = rest.partition(" is the fastest")[0]
     for curve, crossover in crossovers(curves(results)):
-        if crossover.outcome not in ("disturbed", "not compared"):
-            found[curve.name] = crossover.outcome
+        if not crossover.text.startswith("not compared"):
+            found[curve.name] = re.sub("[0-9, ]+", "", crossover.text)
     return found
 
 

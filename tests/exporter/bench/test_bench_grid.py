@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from effexport.base.errors import UserError
-from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers, spec_from_case, words
+from effexport.base.formatting import lengths, numbers, words
+from effexport.bench.grid import Grid, Model, models_from_text, spec_from_case
 from effexport.bench.presets import PRESETS, published_of
 from effexport.models.attention_spec import attention_spec
 from effexport.models.variants.lsh.spec import LSHSpec

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from planted_machine import FakeClock, PlantedMachine
 
-from effexport.bench import timing as machine
-from effexport.bench.timing import CoreTimes, Machine, wait_until_idle, waited_between
+from effexport.base import machine
+from effexport.base.machine import CoreTimes, Machine, waited_between
+from effexport.bench.timing import LOOK_SECONDS, wait_until_idle
 
 # user nice system idle iowait irq softirq steal guest guest_nice, in hundredths of a second
 STAT = """cpu  900 0 900 9000 0 0 0 900 0 0
@@ -154,4 +155,4 @@ def test_a_machine_that_tells_nothing_is_not_waited_for() -> None:
     planted = PlantedMachine(clock)
     planted.others = None
     assert wait(planted, clock, 60)[1] == []
-    assert clock.now == machine.LOOK_SECONDS
+    assert clock.now == LOOK_SECONDS

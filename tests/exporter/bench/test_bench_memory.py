@@ -14,7 +14,7 @@ from effexport.bench.grid import BenchCase, Grid, models_from_text
 
 PLANTED = """
 import sys
-from effexport.bench.child import peak_bytes_of
+from effexport.base.machine import peak_bytes_of
 MB = 10**6
 held = bytearray(300 * MB)  # before: not counted
 for i in range(0, len(held), 4096):

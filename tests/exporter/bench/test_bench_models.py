@@ -16,17 +16,19 @@ from slow_cases import slow_after, some_variants
 from small_builds import what_decides_a_build
 
 from effexport.base.errors import StageError
-from effexport.bench import candidates
+from effexport.bench import candidates, costs
 from effexport.bench import run as bench_run
-from effexport.bench.candidates import agreement, candidate_from_case, reference_of_case
-from effexport.bench.grid import BenchCase, Grid, Model, spec_from_case
-from effexport.bench.models import (
+from effexport.bench.candidates import (
+    agreement,
+    candidate_from_case,
     inputs_of_case,
     module_from_case,
     naive_onnx_from_case,
     onnx_from_case,
+    reference_of_case,
     signature_of_case,
 )
+from effexport.bench.grid import BenchCase, Grid, Model, spec_from_case
 from effexport.export.onnx_graph import all_nodes
 from effexport.plugins.ops import DOMAIN
 
@@ -142,9 +144,9 @@ def test_compile_cuda_is_torch_compile_on_the_gpu_and_needs_triton(monkeypatch: 
     assert given == {"compiled": True, "device": "cuda"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for installed, reason in ((None, "torch.compile needs Triton on a GPU: pip install triton"), (object(), None)):
-        monkeypatch.setattr(candidates.importlib.util, "find_spec", lambda name, spec=installed: spec)
-        assert candidates.reason_not_here("compile-cuda") == reason
-        assert candidates.reason_not_here("torch-cuda") is None
+        monkeypatch.setattr(costs.importlib.util, "find_spec", lambda name, spec=installed: spec)
+        assert costs.reason_not_here("compile-cuda") == reason
+        assert costs.reason_not_here("torch-cuda") is None
 
 
 def test_half_precision_is_judged_by_its_own_limit() -> None:
@@ -154,7 +156,7 @@ def test_half_precision_is_judged_by_its_own_limit() -> None:
 
 
 def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench import models as naive
+    from effexport.bench import candidates as naive
 
     monkeypatch.setattr(naive, "reference_of_operator", dict)
     with pytest.raises(StageError, match="plain export: "):

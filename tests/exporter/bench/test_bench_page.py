@@ -27,7 +27,7 @@ from effexport.base.formatting import duration, duration_with, memory, rate, thr
 from effexport.bench.findings import crossovers, curves, headlines, interruption, parity_sentence, problems, verdict
 from effexport.bench.grid import BenchResults
 from effexport.bench.page import bench_chart, conditions_of, document_from_results, html_from_results, rows_table
-from effexport.bench.presets import PRESETS, measured_table, publications, published_tables
+from effexport.bench.presets import PRESETS, PUBLICATIONS, measured_table, published_tables
 from effexport.render.document import Chart, Table
 from effexport.render.svg import MAX_TICKS, ticks_between
 
@@ -255,8 +255,8 @@ def test_a_chart_of_another_kernel_is_not_presented_as_a_figure_to_reach() -> No
 
 
 def test_published_tables_have_a_cell_for_each_column_and_a_preset_with_a_title() -> None:
-    assert {published.preset for published in publications()} == set(PRESETS)
-    for published in publications():
+    assert {published.preset for published in PUBLICATIONS} == set(PRESETS)
+    for published in PUBLICATIONS:
         assert all(len(cells) == len(published.columns) for cells in published.rows), published.title
         assert published.source
         assert published.note

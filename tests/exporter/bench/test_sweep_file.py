@@ -12,7 +12,7 @@ import pytest
 from effexport.base.errors import UserError
 from effexport.base.spec import build_spec_from_options
 from effexport.bench.cells import Cell
-from effexport.bench.sweep_file import MAX_CELLS, cells_from_file, cells_from_path, sweep_file_from_document
+from effexport.bench.sweep_file import MAX_CELLS, cells_from_document, cells_from_path
 from effexport.models.validation import SpecError
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +20,7 @@ PLAIN = 'variants = ["softmax", "lsh"]\nseq_lens = [64, 128]\n'
 
 
 def cells_of(text: str) -> list[Cell]:
-    return cells_from_file(sweep_file_from_document(tomllib.loads(text)))
+    return cells_from_document(tomllib.loads(text))
 
 
 def message_of(text: str) -> str:

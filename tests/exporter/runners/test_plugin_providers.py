@@ -23,7 +23,7 @@ from effexport import RunOptions
 from effexport.base.environment import versions
 from effexport.base.errors import KernelWarning, MissingExtraError, UserError
 from effexport.base.runtimes import RUNTIMES
-from effexport.bench.candidates import reason_without_runtime
+from effexport.bench.costs import reason_without_runtime
 from effexport.plugins.building.library import Library
 from effexport.plugins.building.toolchain import Gpu
 from effexport.runners.ort import kernels, providers
