@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
     from effexport.proof.named_module import NamedModule
-    from effexport.report.description import Kind
-    from effexport.report.model import Report
+    from effexport.report.inspection import Kind
+    from effexport.report.report import Report
     from effexport.report.verified import Verified
     from effexport.runners.decode import DecodeRunner, EncoderDecoderRunner
     from effexport.runners.openvino.runner import OpenVinoRunner
@@ -370,7 +370,7 @@ def inspect(options: InspectOptions) -> Description:
 
 
 def inspected(options: InspectOptions) -> Description:
-    from effexport.report.description import describe
+    from effexport.report.inspection import describe
 
     path = path_of("path", options.path)
     kind, details = describe(path)

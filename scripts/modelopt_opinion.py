@@ -18,7 +18,7 @@ import numpy as np
 
 import effexport
 from effexport.proof.check import Kind
-from effexport.report.model import Report
+from effexport.report.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 # A hash that ModelOpt quantises is another model, so lsh has no second opinion.

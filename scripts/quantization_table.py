@@ -21,7 +21,7 @@ import effexport
 from effexport.base.spec import build_spec_from_options
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.check import Kind
-from effexport.report.model import Report
+from effexport.report.report import Report
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from scripts.training.experiments import EXPERIMENTS

@@ -175,7 +175,7 @@ def test_imports_go_one_way() -> None:
         ("plugins/planted.py", "import effexport.base.errors"),
         ("plugins/planted.py", "import importlib\nimportlib.import_module('effexport.models.variants.lsh.layer')"),
         ("exporter/proof/planted.py", "from models import spec"),
-        ("exporter/proof/planted.py", "from effexport.report.model import Report"),
+        ("exporter/proof/planted.py", "from effexport.report.report import Report"),
         ("exporter/export/planted.py", "def f():\n    from effexport.proof import cases"),
         ("exporter/tensorrt/planted.py", "from effexport import load"),
         ("exporter/artifact.py", "from effexport.tensorrt.sidecar import EngineInfo"),

@@ -33,7 +33,7 @@ from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.contract import ModelContract
 from effexport.models.shapes import Product
 from effexport.models.validation import SpecError
-from effexport.report.rendering.text import interval_text
+from effexport.report.rendering.wording import interval_text
 
 
 @dataclass(frozen=True, kw_only=True)

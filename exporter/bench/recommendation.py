@@ -26,7 +26,7 @@ from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, VARIANT_OPTIONS, o
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Timing, model_of_case
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
-from effexport.report.rendering.text import interval_text
+from effexport.report.rendering.wording import interval_text
 
 if TYPE_CHECKING:
     from effexport.bench.advice import AdvicePlan, CandidateQuality, Limits

@@ -35,7 +35,14 @@ from effexport.proof.check import (
     outcomes_text,
     summary,
 )
-from effexport.report.rendering.text import cases_text, problems_of, quality_text, quantization_text, sizes, trace_text
+from effexport.report.rendering.wording import (
+    cases_text,
+    problems_of,
+    quality_text,
+    quantization_text,
+    sizes,
+    trace_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +50,7 @@ if TYPE_CHECKING:
     from effexport.api import BuildResult
     from effexport.artifact import Artifact, EngineEntry
     from effexport.options import ProveOptions, VerifyOptions
-    from effexport.report.model import Report
+    from effexport.report.report import Report
     from effexport.report.verified import Verified
 
 
@@ -248,7 +255,7 @@ def show_verification(
 
 def json_of_verification(result: Verified, options: VerifyOptions | ProveOptions) -> dict[str, Any]:
     from effexport.proof.check import passed, summary
-    from effexport.report.model import dict_of_check
+    from effexport.report.report import dict_of_check
 
     report, found = result.report, result.found
     return {

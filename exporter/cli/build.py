@@ -13,7 +13,7 @@ from effexport.cli._verbs import verb
 from effexport.options import BuildOptions
 
 if TYPE_CHECKING:
-    from effexport.report.model import Report
+    from effexport.report.report import Report
 
 EXAMPLES = (
     "effexport build --variant lsh          # random weights, to try it out",

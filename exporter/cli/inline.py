@@ -44,7 +44,7 @@ def command(options: InlineOptions, as_json: bool) -> None:
     from effexport.artifact import open_artifact
     from effexport.cli.main import print_json
     from effexport.proof.check import passed, summary
-    from effexport.report.model import dict_of_check
+    from effexport.report.report import dict_of_check
 
     output = options.output
     opened = open_artifact(options.artifact)
@@ -102,7 +102,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     from effexport.base.files import partial_folder
     from effexport.proof.cases import stored_cases
     from effexport.proof.verify import verify_candidate
-    from effexport.report.rendering.text import failure_lines
+    from effexport.report.rendering.wording import failure_lines
     from effexport.runners.options import RunOptions
 
     if artifact.spec.carrier == "contrib":

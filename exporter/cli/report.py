@@ -55,7 +55,7 @@ def command(options: ReportOptions, as_json: bool) -> None:
     if options.schema:
         if artifact is not None or options.form is not None:
             raise UserError("--schema describes the reports of all artifacts; leave out the artifact and --format")
-        from effexport.report.model import schema_text
+        from effexport.report.report import schema_text
 
         text, about = schema_text(), {"schema": "report.json"}
     else:

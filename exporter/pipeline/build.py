@@ -80,9 +80,9 @@ from effexport.proof.verify import (
     verify_engine_if_possible,
 )
 from effexport.report.compare import Side
-from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report, without_built
 from effexport.report.rendering.formats import html_from_report
-from effexport.report.rendering.text import failure_lines
+from effexport.report.rendering.wording import failure_lines
+from effexport.report.report import LayerError, Report, json_from_report, manifest_from_report, without_built
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.session import check_settings
 from effexport.tensorrt.bindings import import_api

@@ -22,8 +22,8 @@ from effexport.evaluation.figures import Evaluation
 from effexport.export.exported_model import output_class
 from effexport.models.encoder.spec import SCORES, TOKENS
 from effexport.render.formats import escaped, fenced
-from effexport.report.model import Report, versions_of
 from effexport.report.rendering.formats import markdown_from_report, report_of_artifact
+from effexport.report.report import Report, versions_of
 
 README, BOM = "README.md", "bom.cdx.json"
 CARD_FOLDER = FolderKind("a model card", BOM, b'"CycloneDX"')

@@ -30,7 +30,7 @@ from effexport.base.termination import Terminated
 from effexport.cli.main import cli as effexport_cli
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.building.library import find_library
-from effexport.report import description
+from effexport.report import inspection
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.usefixtures("kept_traces")]
 Cli = Callable[..., Any]
@@ -133,7 +133,7 @@ def test_names_that_are_too_long_and_exhausted_memory_are_one_line(
     def exhausted(path: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(description, "describe", exhausted)
+    monkeypatch.setattr(inspection, "describe", exhausted)
     result = cli("inspect", "x")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert "the memory is exhausted" in result.err

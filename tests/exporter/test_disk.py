@@ -16,7 +16,7 @@ from effexport.artifact import ARTIFACT_FOLDER, Artifact
 from effexport.base.disk import disk_problem, write_error
 from effexport.base.errors import DiskError, StageError, UserError
 from effexport.models.validation import SpecError
-from effexport.report import description
+from effexport.report import inspection
 
 Built = Callable[..., Artifact]
 Cli = Callable[..., Any]
@@ -108,7 +108,7 @@ def test_an_error_of_the_system_that_nobody_has_handled_is_one_line(
     def fails(path: Path) -> None:
         raise OSError(number, os.strerror(number), "x")
 
-    monkeypatch.setattr(description, "describe", fails)
+    monkeypatch.setattr(inspection, "describe", fails)
     assert cli("inspect", "y").error(code).startswith(message)
 
 

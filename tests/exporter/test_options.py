@@ -32,7 +32,7 @@ from effexport.options import (
     VerifyOptions,
 )
 from effexport.pipeline.request import BuildRequest
-from effexport.report.model import Report
+from effexport.report.report import Report
 from effexport.report.reproduce import build_command
 
 RECORDS = {

@@ -28,16 +28,7 @@ from effexport.proof.check import Check, Kind, by_name, meaning_of, outcome_of, 
 from effexport.quantize.record import Quantization
 from effexport.render.formats import SIGNS, escaped, fenced, folded, indented, table, template_environment
 from effexport.report.compare import Side, error_figures
-from effexport.report.model import (
-    PYTORCH,
-    REPORT_VERSION,
-    Report,
-    ReportFile,
-    SpecFields,
-    report_from_file,
-    with_built,
-)
-from effexport.report.rendering.text import (
+from effexport.report.rendering.wording import (
     Problem,
     cases_text,
     data_name,
@@ -53,6 +44,15 @@ from effexport.report.rendering.text import (
     share_of_limit,
     size_text,
     sizes,
+)
+from effexport.report.report import (
+    PYTORCH,
+    REPORT_VERSION,
+    Report,
+    ReportFile,
+    SpecFields,
+    report_from_file,
+    with_built,
 )
 from effexport.report.reproduce import REBUILT, build_command, check_options, repeat_command, verify_command
 
@@ -299,7 +299,7 @@ def format_of_file(file: Path) -> str:
 
 def text_from_report(side: Side, form: str) -> str:
     """One report in one of FORMATS."""
-    from effexport.report.model import json_from_report
+    from effexport.report.report import json_from_report
 
     if form == "json":
         return json_from_report(side.report)

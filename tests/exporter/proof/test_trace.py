@@ -24,7 +24,7 @@ from effexport.proof.check import CaseLabel, Trace, TracedValue
 from effexport.proof.tolerances import value_error
 from effexport.proof.trace import ValueLimits, batches, module_of_node, trace_from_model, trace_if_possible
 from effexport.proof.traced_module import TracedModule
-from effexport.report.rendering.text import trace_text
+from effexport.report.rendering.wording import trace_text
 from effexport.runners.options import RunOptions
 
 # one worker, so that every module is traced once

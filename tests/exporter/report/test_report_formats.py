@@ -28,7 +28,6 @@ from effexport.options import BuildOptions
 from effexport.pipeline.request import BuildRequest
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Worst
 from effexport.report.compare import Side
-from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
 from effexport.report.rendering.formats import (
     html_from_report,
     junit_from_reports,
@@ -36,6 +35,7 @@ from effexport.report.rendering.formats import (
     report_from_values,
     report_of_artifact,
 )
+from effexport.report.report import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
 from effexport.report.reproduce import build_command, verify_command
 
 EXPORT = CaseLabel("export", (1, 64))

@@ -28,8 +28,8 @@ from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.proof.check import CaseLabel, Check, Worst, not_run
 from effexport.render.formats import html_from_document
 from effexport.report.compare import Comparison, Side, document_from_comparison
-from effexport.report.model import LayerError, Report
 from effexport.report.rendering.formats import html_from_report, side_of_artifact
+from effexport.report.report import LayerError, Report
 
 pytestmark = pytest.mark.requires("browser")
 NARROW = 390

@@ -18,8 +18,8 @@ from effexport.proof.check import CaseLabel, Check, Kind
 from effexport.proof.reference_choice import parse_choice
 from effexport.quantize.record import Quantization, Samples
 from effexport.report.compare import Side
-from effexport.report.model import Report, json_from_report
 from effexport.report.rendering.formats import FORMATS, report_from_values, text_from_report
+from effexport.report.report import Report, json_from_report
 from effexport.report.reproduce import RECORDED, build_command, verify_command
 
 FILE = Path("artifact/report.json")

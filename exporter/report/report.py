@@ -33,7 +33,7 @@ from effexport.proof.check import (
     summary,
 )
 from effexport.quantize.record import Quantization
-from effexport.report.rendering.text import cost_text, quality_text
+from effexport.report.rendering.wording import cost_text, quality_text
 
 if TYPE_CHECKING:
     RuntimeName = str
