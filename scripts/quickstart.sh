@@ -8,9 +8,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 [[ $# -eq 0 ]] || die "quickstart.sh takes no arguments; got: $*"
-# the compiler needs no PyTorch; a build that fails here says why when it is tried again
-ensure_environment kernels
-(install_kernels_wheel || ensure_kernels) >/dev/null 2>&1 &
+ensure_environment cpu
+# meanwhile, since the compiler needs no PyTorch; a build that fails here says why when it is tried again
+install_kernels_wheel 2>/dev/null || { ensure_build_tools; "$VENV/bin/effexport" plugins build >/dev/null 2>&1 & }
 ensure_environment build,cpu,text
 wait
 install_kernels_wheel || ensure_kernels ||
