@@ -7,12 +7,15 @@ is checked offline. The package `sigstore` signs and checks; what it raises beco
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +24,13 @@ from effexport.base.option_fields import A_FILE, Options, option, path_of
 from effexport.base.records import values_of_file
 
 if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
     from sigstore.models import ClientTrustConfig
+    from sigstore.sign import Signer
 
+# The extension of a certificate with the provider that confirmed the identity: Fulcio's docs/oid-info.md.
+ISSUER = "1.3.6.1.4.1.57264.1.1"
+OLDEST = (4, 2)  # earlier releases do not compare the state of what a browser brings back
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 REMEDY = "ask its publisher for it again"
 TOKEN_VARIABLE = "SIGSTORE_IDENTITY_TOKEN"  # as the command of the package `sigstore` has it
@@ -63,27 +71,53 @@ class KeylessSigner:
     Raises MissingExtraError; UserError for a token or file that is not one; EffexportError if a service refuses.
     """
 
+    signed_by: str
+    provider: str | None
+
     def __init__(self, token: str | None, trust_config: Path | None) -> None:
-        config = _trust_config(trust_config, offline=False)
+        self._token = token
+        self._config = _trust_config(trust_config, offline=False)
+        # of the certificate, once there is one: tokens name a workflow otherwise
+        self.signed_by, self.provider = "", None
+
+    @cached_property
+    def _signer(self) -> Signer:
+        """The certificate, which publishes the identity: only once there is something to sign."""
         from sigstore.oidc import IdentityToken, Issuer, detect_credential
         from sigstore.sign import Signer, SigningContext
 
-        with _one_error(UserError, "there is no identity to sign with", "give one with --identity-token"):
-            if raw := token or detect_credential():
-                identity = IdentityToken(raw)
-            else:
-                identity = Issuer(config.signing_config.get_oidc_url()).identity_token()
+        with _one_error(UserError, "there is no identity to sign with", "give another one with --identity-token"):
+            raw = self._token or detect_credential()
+            identity = IdentityToken(raw) if raw else None
+        # the library asks for a code on stdout if there is no browser
+        with (
+            _one_error(EffexportError, "the provider confirmed no identity", "give one with --identity-token"),
+            redirect_stdout(sys.stderr),
+        ):
+            identity = identity or Issuer(self._config.signing_config.get_oidc_url()).identity_token()
         with _one_error(EffexportError, "Sigstore gave no certificate", "nothing was signed"):
-            self._signer = Signer(identity, SigningContext.from_trust_config(config))
-        self.signed_by = identity.identity
-        self.provider: str | None = identity.federated_issuer
+            return Signer(identity, SigningContext.from_trust_config(self._config))
 
     def bundle(self, payload: bytes) -> str:
-        """A Sigstore bundle with an in-toto statement. Raises EffexportError if a service refuses."""
+        """A Sigstore bundle with an in-toto statement. Raises as the class says."""
         from sigstore.dsse import Statement
 
+        signer = self._signer
         with _one_error(EffexportError, "Sigstore made no signature", "nothing was signed"):
-            return self._signer.sign_dsse(Statement(payload)).to_json() + "\n"
+            made = signer.sign_dsse(Statement(payload))
+            self.signed_by, self.provider = _certified(made.signing_certificate)
+            return made.to_json() + "\n"
+
+
+def _certified(certificate: Certificate) -> tuple[str, str]:
+    """The identity in a certificate of Fulcio, and who confirmed it, as the library compares them."""
+    from cryptography.x509 import OtherName, SubjectAlternativeName, UnrecognizedExtension
+
+    name = next(iter(certificate.extensions.get_extension_for_class(SubjectAlternativeName).value))
+    identity = name.value.decode() if isinstance(name, OtherName) else str(name.value)
+    issuer = next(one.value for one in certificate.extensions if one.oid.dotted_string == ISSUER)
+    assert isinstance(issuer, UnrecognizedExtension)
+    return identity, issuer.value.decode()
 
 
 class KeylessVerifier:
@@ -120,12 +154,25 @@ def _trust_config(file: Path | None, *, offline: bool) -> ClientTrustConfig:
     """The roots and services in a file, or of the public instance: renewed, or `offline`, as they were last known."""
     if importlib.util.find_spec("sigstore") is None:
         raise MissingExtraError("sigstore", "sign")
+    version = importlib.metadata.version("sigstore")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise UserError(
+            f"sigstore {version} is installed; expected {'.'.join(map(str, OLDEST))} or later: "
+            "pip install 'effexport[sign]'"
+        )
     from sigstore.models import ClientTrustConfig
 
     if file is None:
-        logging.getLogger("sigstore._internal.tuf").setLevel(logging.ERROR)  # it warns of being offline
-        with _one_error(EffexportError, "the roots of Sigstore cannot be read", "try again, or give --trust-config"):
-            return ClientTrustConfig.production(offline=offline)
+        logger = logging.getLogger("sigstore._internal.tuf")  # it warns of being offline
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            with _one_error(
+                EffexportError, "the roots of Sigstore cannot be read", "try again, or give --trust-config"
+            ):
+                return ClientTrustConfig.production(offline=offline)
+        finally:
+            logger.setLevel(level)
     expected = "expected a ClientTrustConfig of Sigstore"
     values = values_of_file(file, expected)
     with _one_error(UserError, f"{file} cannot be used", expected):

@@ -9,10 +9,17 @@ cd "$ROOT"
 
 [[ $# -eq 0 ]] || die "quickstart.sh takes no arguments; got: $*"
 ensure_environment cpu
-# meanwhile, since the compiler needs no PyTorch; a build that fails here says why when it is tried again
-install_kernels_wheel 2>/dev/null || { ensure_build_tools; "$VENV/bin/effexport" plugins build >/dev/null 2>&1 & }
+# The compiler needs no PyTorch, so it runs meanwhile. A build that fails here is tried again below, and says why.
+if ! install_kernels_wheel 2>/dev/null; then
+  ensure_build_tools
+  set -m # a process group of its own, to be ended as a whole
+  "$VENV/bin/effexport" plugins build >/dev/null 2>&1 &
+  set +m
+  trap 'kill -- "-$!" 2>/dev/null || true' EXIT
+fi
 ensure_environment build,cpu,text
 wait
+trap - EXIT
 install_kernels_wheel || ensure_kernels ||
   say "WARNING: no kernel library, for the reason above: custom operators run as their ONNX function bodies, which is" \
     "slower. Everything else works; try again with: .venv/bin/effexport plugins build"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -22,9 +22,6 @@ from effexport.base.files import json_text, write_file
 from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome
 from effexport.bench.grid import BenchCase
 from effexport.plugins.building.toolchain import ending
-
-if TYPE_CHECKING:
-    pass
 
 # Made before any thread reads, as base/records.py says.
 OUTCOMES = msgspec.json.Decoder(Outcome)

@@ -26,4 +26,6 @@ def command(options: VerifyOptions, as_json: bool, verbose: bool) -> None:
         signed = f"{counted(len(result.seal.files), 'file')} as {owner}{options.identity} signed them"
         say(result_console(as_json=as_json), f"{options.artifact}: {signed}")
         subject["signed_by"] = result.seal.signed_by
+        if result.seal.provider is not None:
+            subject["identity_provider"] = result.seal.provider
     show_verification(result, options, subject, as_json=as_json, verbose=verbose)

@@ -1,4 +1,4 @@
-"""GPU memory, one stream, copies and graphs: all of CUDA that running an engine needs, by PyTorch or cuda-python."""
+"""GPU memory, one stream, copies and graphs: what effexport itself asks of CUDA, by PyTorch or cuda-python."""
 
 from __future__ import annotations
 

@@ -289,12 +289,14 @@ class EngineInfo:
     @property
     def from_ampere_on(self) -> bool:
         """True if it runs on Ampere and later, as TensorRT-RTX builds by default: it finishes compiling on the GPU."""
-        return self.hardware_compatibility == "ampere+" or not self.compute_capabilities
+        unnamed = not self.compute_capabilities and not ENGINE_RUNTIMES[self.target].built_where_it_runs
+        return unnamed or (self.hardware_compatibility == "ampere+" and bool(self.compute_capabilities))
 
     @property
     def built_for(self) -> str:
         """The GPUs that it may run on, in words."""
-        return "SM 80 and later" if self.from_ampere_on else ", ".join(f"SM {one}" for one in self.compute_capabilities)
+        named = ", ".join(f"SM {one}" for one in self.compute_capabilities)
+        return "SM 80 and later" if self.from_ampere_on else named or "a GPU that it does not name"
 
     def __post_init__(self) -> None:
         if self.target not in ENGINE_RUNTIMES:

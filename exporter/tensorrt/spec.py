@@ -100,11 +100,19 @@ def dim_names(tensor: TensorInfo) -> list[str | None]:
 
 
 class Profiles:
-    """The sizes that an engine accepts, by the names of its dynamic dimensions."""
+    """The sizes that an engine accepts, by the names of its dynamic dimensions.
+
+    Raises UserError for a sidecar whose profiles are not of its inputs.
+    """
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
-        self._profiles = [profile_from_shapes(info.inputs, shapes) for shapes in info.profiles]
+        try:
+            self._profiles = [profile_from_shapes(info.inputs, shapes) for shapes in info.profiles]
+        except (KeyError, ValueError, SpecError) as error:
+            from effexport.tensorrt.sidecar import REBUILD
+
+            raise UserError(f"the profiles of an engine do not fit its inputs: {error}; {REBUILD}") from error
 
     def index(self, sizes: Mapping[str, int]) -> int | None:
         """The first profile that covers these sizes; None if none does."""

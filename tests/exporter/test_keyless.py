@@ -77,7 +77,8 @@ def test_an_identity_signs_and_is_verified_offline(
     cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sigstore: Sigstore, signed: Path, ours: Path
 ) -> None:
     trust = ("--trust-config", signed / "trust.json")
-    result = cli("sign", ours, "--sigstore", "--identity-token", sigstore.token(WORKFLOW), *trust, "--json")
+    token = sigstore.token("repo:ada/models:ref:refs/heads/main", job_workflow_ref=WORKFLOW)
+    result = cli("sign", ours, "--sigstore", "--identity-token", token, *trust, "--json")
     assert (result.code, result.json["signed_by"], result.json["identity_provider"]) == (0, WORKFLOW, ISSUER)
     assert f"signs 7 files as {WORKFLOW}, which {ISSUER} confirmed" in result.err
     for file in (ours / SIGNATURE, ours / VERDICT):
@@ -123,14 +124,34 @@ def test_tokens_come_from_a_workflow_or_a_browser(
         threading.Thread(target=lambda: urllib.request.urlopen(url).close()).start()
         return True
 
+    def signed_by() -> str | None:
+        signer = KeylessSigner(None, signed / "trust.json")
+        signer.bundle(_payload(_statement("ours", {})))
+        return signer.signed_by
+
     monkeypatch.setattr("webbrowser.open", browse)
-    assert KeylessSigner(None, signed / "trust.json").signed_by == ADA
+    assert signed_by() == ADA
     gc.collect()
     monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("there is a credential"))
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("ACTIONS_ID_TOKEN_REQUEST_TOKEN", "secret")
     monkeypatch.setenv("ACTIONS_ID_TOKEN_REQUEST_URL", f"{sigstore.url}/ambient?api-version=2.0")
-    assert KeylessSigner(None, signed / "trust.json").signed_by == ADA
+    assert signed_by() == ADA
+
+
+def test_no_identity_is_published_for_an_artifact_that_cannot_be_signed(
+    monkeypatch: pytest.MonkeyPatch, sigstore: Sigstore, signed: Path, ours: Path
+) -> None:
+    (ours / "notes.txt").write_text("of the system")
+    monkeypatch.setattr("sigstore.sign.Signer.__init__", lambda *_: pytest.fail("it is certified"))
+    with pytest.raises(UserError, match=r"has 'notes\.txt', which manifest\.json does not list"):
+        effexport.sign(ours, sigstore=True, identity_token=sigstore.token(), trust_config=signed / "trust.json")
+
+
+def test_an_old_library_is_named(monkeypatch: pytest.MonkeyPatch, signed: Path) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.1.0")
+    with pytest.raises(UserError, match=r"sigstore 4\.1\.0 is installed; expected 4\.2 or later"):
+        KeylessSigner(None, signed / "trust.json")
 
 
 def take(folder: Path, other: str, *path: str | int) -> None:

@@ -276,7 +276,9 @@ class Requests(BaseHTTPRequestHandler):
             request = x509.load_pem_x509_csr(base64.b64decode(json.loads(body)["certificateSigningRequest"]))
             part = token.split(".")[1]
             claims = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
-            leaf = sigstore.certificate(request.public_key(), claims["sub"], claims["iss"])
+            # as Fulcio does of a workflow, whose `sub` is none of its names
+            identity = claims.get("job_workflow_ref", claims["sub"])
+            leaf = sigstore.certificate(request.public_key(), identity, claims["iss"])
             chain = [one.public_bytes(Encoding.PEM).decode() for one in (leaf, sigstore.authority, sigstore.root)]
             self.answer({"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}})
         else:

@@ -40,16 +40,15 @@ class ServedSignature:
     max_sizes: Mapping[str, int]
 
     def checked_shape(self, tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
-        """The shape in a request. Raises RequestError if it is not one, or is beyond a limit of this server.
-
-        `complete` compares it with the dims of the input.
-        """
+        """The shape in a request. Raises RequestError if it does not fit, or is beyond a limit of this server."""
         given = f"input {tensor.name!r} has shape {shown(shape)}"
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise RequestError(f"{given}; expected a list of integers: {tensor}")
         if min(shape, default=1) < 1:
             raise RequestError(f"{given}; expected {tensor}, every size at least 1")
-        for dim, size in zip(tensor.dims, shape, strict=False):
+        if len(shape) != len(tensor.dims):
+            raise RequestError(f"{given}, of rank {len(shape)}; expected rank {len(tensor.dims)}: {tensor}")
+        for dim, size in zip(tensor.dims, shape, strict=True):
             if isinstance(dim, str):
                 self.check_size(dim, size, f"{given}: ")
         return tuple(shape)

@@ -115,6 +115,7 @@ def bfloat16() -> Any:
         ({"name": "input_id"}, "unknown input 'input_id'; did you mean 'input_ids'?"),
         ({"datatype": "INT32"}, "has datatype 'INT32'; expected INT64"),
         ({"shape": [4]}, "of rank 1; expected rank 2"),
+        ({"shape": [1] * 65}, "of rank 65; expected rank 2"),  # numpy has at most 64
         ({"shape": [1, 0]}, "every size at least 1"),
         ({"shape": [-1, -4]}, "every size at least 1"),
         ({"shape": [1, 65], "data": [0] * 65}, "seq is 65; this server takes at most 64"),
