@@ -364,7 +364,7 @@ def _private_key(file: Path) -> EllipticCurvePrivateKey:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    data, password = _key_bytes(file), os.environ.get(PASSWORD_VARIABLE, "").encode()
+    data, password = _key_bytes(file, "a private key in PEM"), os.environ.get(PASSWORD_VARIABLE, "").encode()
     try:
         try:
             key = load_pem_private_key(data, None)
@@ -383,7 +383,7 @@ def _public_key(file: Path) -> EllipticCurvePublicKey:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    data = _key_bytes(file)
+    data = _key_bytes(file, "a public key in PEM, or a name with --identity-provider")
     try:
         key = load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -392,12 +392,12 @@ def _public_key(file: Path) -> EllipticCurvePublicKey:
     return _of_curve(key, file, f"{MAKE_KEY} && {PUBLIC_OF_KEY}")  # type: ignore[no-any-return]
 
 
-def _key_bytes(file: Path) -> bytes:
+def _key_bytes(file: Path, expected: str) -> bytes:
     try:
         return bounded_bytes(file, LARGEST_KEY)
     except (OSError, FileTooLargeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{file} cannot be read: {reason}; expected a key in PEM") from error
+        raise UserError(f"{file} cannot be read: {reason}; expected {expected}") from error
 
 
 def _of_curve(key: Any, file: Path, command: str) -> Any:
