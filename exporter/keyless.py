@@ -14,14 +14,15 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.option_fields import A_FILE, Options, option, path_of
 from effexport.base.records import values_of_file
+from effexport.base.runtimes import version_tuple
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -61,6 +62,13 @@ class IdentityOptions(Options):
         if self.identity_provider is not None and not (self.identity_provider and self.identity):
             raise UserError("the identity or its provider is empty; expected such as ada@example.org and a URL")
         return self.identity_provider is not None
+
+    def absolute(self) -> Self:
+        """The same for a process in another folder: with absolute paths of files. Raises as `keyless`."""
+        names = ("trust_config",) if self.keyless() else ("identity",)
+        given = {name: getattr(self, name) for name in names}
+        files: dict[str, Any] = {name: Path(file).resolve() for name, file in given.items() if file is not None}
+        return replace(self, **files)
 
 
 class KeylessSigner:
@@ -155,7 +163,7 @@ def _trust_config(file: Path | None, *, offline: bool) -> ClientTrustConfig:
     if importlib.util.find_spec("sigstore") is None:
         raise MissingExtraError("sigstore", "sign")
     version = importlib.metadata.version("sigstore")
-    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+    if version_tuple(version) < OLDEST:
         raise UserError(
             f"sigstore {version} is installed; expected {'.'.join(map(str, OLDEST))} or later: "
             "pip install 'effexport[sign]'"

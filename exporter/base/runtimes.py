@@ -12,6 +12,12 @@ from functools import partial
 from typing import Literal
 
 
+def version_tuple(version: str) -> tuple[int, int]:
+    """Major and minor number."""
+    major, minor, *_ = [*version.split("."), "0"]
+    return int(major), int(minor)
+
+
 @dataclass(frozen=True)
 class Package:
     """A Python package that effexport uses.

@@ -172,18 +172,20 @@ def beside(entry: AdviceEntry, best: AdviceEntry) -> str:
     speed = f"takes {duration(entry.latency_ms)}"
     if not best.is_disturbed and best.latency_ms is not None and entry.latency_ms is not None:
         speed = f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
-    if are_alike(entry, best) or entry.quality is None:
+    assert entry.quality is not None
+    if are_alike(entry, best):
         return f"{speed} and shows no difference in loss"
     return f"{speed} and loses {entry.lost - best.lost:.2g} {entry.quality.unit}"
 
 
 def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if the confidence intervals of the losses overlap, or one of them is unknown."""
-    ends = [end for entry in (one, other) if entry.quality for end in (entry.quality.loss.low, entry.quality.loss.high)]
-    if None in ends:
+    assert one.quality is not None
+    assert other.quality is not None
+    first, second = one.quality.loss, other.quality.loss
+    if first.low is None or first.high is None or second.low is None or second.high is None:
         return True
-    low, high, other_low, other_high = (end for end in ends if end is not None)
-    return low <= other_high and other_low <= high
+    return first.low <= second.high and second.low <= first.high
 
 
 # The file for fields that have no option of their own, if the user gave none.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.base.machine import without_garbage_collection
-from effexport.base.runtimes import ENGINE_RUNTIMES
+from effexport.base.runtimes import ENGINE_RUNTIMES, version_tuple
 from effexport.base.termination import SIGNALS, terminate
 
 if TYPE_CHECKING:
@@ -50,12 +50,6 @@ def check_version(target: str, version: str) -> None:
             f"{row.label} {version} is installed; expected {'.'.join(map(str, row.package.oldest))} or later: "
             f"pip install --upgrade 'effexport[{row.package.extra}]'"
         )
-
-
-def version_tuple(version: str) -> tuple[int, int]:
-    """Major and minor number."""
-    major, minor, *_ = [*version.split("."), "0"]
-    return int(major), int(minor)
 
 
 T = TypeVar("T")

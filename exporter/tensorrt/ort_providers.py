@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import KernelWarning, UserError
-from effexport.base.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT
+from effexport.base.runtimes import ENGINE_RUNTIMES, RUNTIME_OF_PROVIDER, TENSORRT, version_tuple
 from effexport.plugins.building.library import make_cache_folder, sha256_of
 from effexport.plugins.errors import LibraryError
 from effexport.runners.options import RunOptions
-from effexport.tensorrt.bindings import version_tuple
 
 if TYPE_CHECKING:
     from effexport.tensorrt.sidecar import ShapeRange

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.base.dtypes import DTYPES
 from effexport.base.errors import StageError, UserError
+from effexport.base.runtimes import version_tuple
 from effexport.export.onnx_graph import STANDARD_DOMAINS, all_nodes, small_constants, value_types, why_forbidden
 from effexport.plugins.building.library import known_ops
 from effexport.plugins.building.ptx import PtxTarget, ptx_architecture
@@ -22,7 +23,6 @@ from effexport.plugins.masked_attention.trt import AS_ATTENTION, OPERATOR
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.plugins.tensorrt_plugins import choose, plugins_of, register_plugins
 from effexport.plugins.trt_plugin import Plugin, Rewrite
-from effexport.tensorrt.bindings import version_tuple
 from effexport.tensorrt.sidecar import AttentionForm
 from effexport.tensorrt.spec import EngineSpec
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 from effexport.base.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED, TensorInfo, check_tensors
 from effexport.base.errors import StageError, UserError
 from effexport.base.files import file_digest, json_text, write_file
-from effexport.base.runtimes import ENGINE_RUNTIMES, engine_name
+from effexport.base.runtimes import ENGINE_RUNTIMES, engine_name, version_tuple
 from effexport.plugins.building.ptx import PtxTarget
-from effexport.tensorrt.bindings import LISTING, version_tuple
+from effexport.tensorrt.bindings import LISTING
 
 if TYPE_CHECKING:
     import onnx

@@ -114,10 +114,8 @@ def signature(dice: random.Random, folder: Path, healthy: Path) -> str:
         target = dice.choice((bundle, attacked / "manifest.json"))
         text = target.read_text(encoding="utf-8").strip()
         target.write_text(f"{text[:-1]}, {text[1:]}", encoding="utf-8")
-    elif kind in (
-        "signer",
-        "material",
-    ):  # of somebody else, or of another kind; perhaps with the right key or certificate
+    elif kind in ("signer", "material"):
+        # of somebody else, or of another kind; "material" keeps the right key or certificate
         for name in SIGNED:
             values = json.loads((other / name).read_text(encoding="utf-8"))
             known = json.loads((original / name).read_text(encoding="utf-8"))

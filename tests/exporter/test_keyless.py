@@ -321,3 +321,14 @@ def test_without_sigstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, si
     ):
         with pytest.raises(UserError, match=r"sigstore is not installed; .*pip install 'effexport\[sign\]'"):
             call()
+
+
+def test_files_of_an_identity_become_absolute_and_its_name_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = IdentityOptions(identity="public.pem").absolute()
+    assert key.identity == tmp_path / "public.pem"
+    name = IdentityOptions(identity=ADA, identity_provider=ISSUER, trust_config="trust.json").absolute()
+    assert (name.identity, name.trust_config) == (ADA, tmp_path / "trust.json")
+    assert IdentityOptions().absolute() == IdentityOptions()

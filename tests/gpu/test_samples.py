@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,22 +57,23 @@ class Account(TorchDispatchMode):
         self.most_bytes = max(self.most_bytes, self.bytes)
 
 
-def largest(*cases: Case) -> Iterable[Case]:
-    """The cases with the most elements, and for each size one of those that have most of it. Types and values of
-    inputs make no difference."""
-
-    def elements(case: Case) -> tuple[int, tuple[int, ...]]:
-        return math.prod(size for size in case.sizes if size), case.sizes
-
-    dims = range(len(cases[0].sizes)) if cases else ()
-    chosen = [max(cases, key=lambda case: (case.sizes[dim], elements(case))) for dim in dims]
-    return {case.sizes: case for case in (*chosen, *sorted(cases, key=elements)[-1:])}.values()
+def largest(cases: Collection[Case]) -> list[Case]:
+    """The cases of which no other has as much of every size."""
+    return [
+        case
+        for case in cases
+        if not any(other is not case and all(map(operator.le, case.sizes, other.sizes)) for other in cases)
+    ]
 
 
 @every_operator
 def test_no_case_makes_many_calls_of_pytorch_or_fills_the_memory(op: Op) -> None:
     check = load_contract(op)
-    for case in (*largest(*check.small, *check.checked), *largest(*check.huge)):
+    # types and values of inputs make no difference
+    cases = {case.sizes: case for case in (*check.small, *check.checked, *check.huge)}.values()
+    if op.onnx_name == "LinearRecurrence":  # its formula takes minutes for all, and more of any size is more calls
+        cases = largest(cases)
+    for case in cases:
         with FakeTensorMode(), Account() as account:
             outputs = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in check.outputs(case).items()}
             relative_error(check, case, check.inputs(case, "cpu"), outputs)

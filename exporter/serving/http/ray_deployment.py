@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import EffexportError, UserError
@@ -54,12 +53,7 @@ def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
     """The Ray Serve application. Every replica opens the artifact at the same path, on its own machine."""
     from ray import serve
 
-    settings = target.settings
-    # an identity with a provider is a name
-    names = ("trust_config",) if settings.identity_provider is not None else ("trust_config", "identity")
-    given = {name: getattr(settings, name) for name in names}
-    files: dict[str, Any] = {name: Path(file).resolve() for name, file in given.items() if file is not None}
-    settings = replace(settings, **files)
+    settings = target.settings.absolute()
     threads = max(1, int(replicas.cpus))
     target = replace(target, artifact=target.artifact.resolve(), settings=settings, threads=threads)
 
