@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_tensorrt import written_engine
 
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
@@ -14,9 +15,11 @@ from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.validation import SpecError
 from effexport.options import BuildOptions
 from effexport.pipeline.request import engines_of
+from effexport.tensorrt.sidecar import check_runs_here
 from effexport.tensorrt.spec import (
     EngineSpec,
     Profile,
+    Profiles,
     Range,
     default_profile,
     parse_profile,
@@ -190,3 +193,33 @@ def test_a_table_of_engines_that_cannot_work(small_spec: Specs, table: dict[str,
         engines_of(BuildOptions({"engine": table}, targets=["trt-rtx"]), small_spec("softmax"))
     with pytest.raises(SpecError, match="spec has engine = 3; expected a table"):
         engines_of(BuildOptions({"engine": 3}), small_spec("softmax"))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem"),
+    [
+        ({"x": ((1,), (2,), (4,))}, "zip"),
+        ({"x": ((4, 8), (2, 8), (1, 8))}, "4:2:1 is out of order"),
+        ({}, "'x'"),
+    ],
+)
+def test_a_sidecar_whose_profiles_are_not_of_its_inputs_is_one_error(
+    tmp_path: Path, shapes: dict[str, Any], problem: str
+) -> None:
+    info = written_engine(
+        tmp_path / "x.engine",
+        inputs=(TensorInfo("x", "float32", ("batch", 8)),),
+        outputs=(TensorInfo("y", "float32", ("batch", 8)),),
+        profiles=(shapes,),
+    )
+    with pytest.raises(UserError, match=rf"the profiles of an engine do not fit its inputs: .*{problem}.*; build the"):
+        Profiles(info)
+
+
+def test_an_engine_that_names_no_gpu_runs_on_none_unless_it_compiles_there(tmp_path: Path) -> None:
+    tensors = {"inputs": (), "outputs": (), "profiles": (), "compute_capabilities": ()}
+    info = written_engine(tmp_path / "x.engine", **tensors)
+    with pytest.raises(UserError, match="was built for a GPU that it does not name, and this GPU is SM 90"):
+        check_runs_here(tmp_path / "x.engine", info, info.tensorrt_version, 90)
+    rtx = written_engine(tmp_path / "x.engine", target="trt-rtx", **tensors)
+    check_runs_here(tmp_path / "x.engine", rtx, rtx.tensorrt_version, 90)
