@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import copy
 import functools
 import json
 import re
@@ -101,11 +102,9 @@ class Checkout:
 
     @functools.cached_property
     def imports_at_run_time(self) -> dict[str, set[str]]:
-        def for_types(tree: ast.AST) -> set[str]:
-            blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-            return {name for block in blocks for node in block.body for name in self.imported(node)}
-
-        return {name: self.imports[name] - for_types(tree) for name, tree in self.trees.items()}
+        """The imports of each module but for those that only type checkers see."""
+        trees = {name: WithoutTypes().visit(copy.deepcopy(tree)) for name, tree in self.trees.items()}
+        return {name: self.imported(tree) - {name} for name, tree in trees.items()}
 
     @functools.cached_property
     def operators(self) -> set[str]:
@@ -116,6 +115,13 @@ class Checkout:
         """String literals that are one of some words; docstrings are not."""
         found = self.nodes(ast.Constant, outside=outside)
         return counted(f"{place} {node.value}" for place, node in found if node.value in words)
+
+
+class WithoutTypes(ast.NodeTransformer):
+    """Removes `if TYPE_CHECKING:` blocks, which import nothing when the program runs."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def circles(graph: dict[str, set[str]]) -> Iterator[str]:
@@ -145,6 +151,7 @@ def circles(graph: dict[str, set[str]]) -> Iterator[str]:
 
 
 def longest_chain(graph: dict[str, set[str]]) -> tuple[str, ...]:
+    """The longest way down from one module to the next: beyond a dozen, nobody keeps the story in mind."""
     chains: dict[str, tuple[str, ...]] = {}
 
     def chain(node: str, above: frozenset[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Imports go one way and never in a circle; frameworks load late; no file names a host or a path of a machine."""
+"""Imports go one way; frameworks load late; no file names a host or a path of a machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -75,8 +74,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plugins",),
 )
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
-# The longest way down from one module to the next: beyond it, nobody keeps the story in mind.
-DEEPEST_CHAIN = 13
 
 
 def module_of(path: Path) -> str:
@@ -110,23 +107,6 @@ def named_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in MODULES.keys() - FOLDER_OF_PACKAGE.keys():
             yield node.lineno, node.value
-
-
-class WithoutTypes(ast.NodeTransformer):
-    """Removes `if TYPE_CHECKING:` blocks, which import nothing when the program runs."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        if ast.unparse(node.test) == "TYPE_CHECKING":
-            return node.orelse
-        return self.generic_visit(node)
-
-
-def imported_modules(module: str, tree: ast.AST) -> set[str]:
-    """The modules of ours that a module imports when it runs, at its top or inside its functions."""
-    names = {name for _, name in imports(WithoutTypes().visit(tree))}
-    # `from package import name` imports a module of that name or the package that defines it
-    found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
-    return (found & MODULES.keys()) - {module}
 
 
 def package_of(name: str) -> str | None:
@@ -197,39 +177,6 @@ def test_a_forbidden_import_is_found(file: str, source: str) -> None:
 )
 def test_an_allowed_import_is_not_reported(file: str, source: str) -> None:
     assert violations(ROOT / file, ast.parse(source)) == []
-
-
-def chains(graph: dict[str, set[str]]) -> dict[str, tuple[str, ...]]:
-    """The longest import chain that begins at each module. Raises CycleError, which names the modules of a circle."""
-    longest: dict[str, tuple[str, ...]] = {}
-    for module in TopologicalSorter(graph).static_order():
-        below = max((longest[other] for other in graph.get(module, ())), key=len, default=())
-        longest[module] = (module, *below)
-    return longest
-
-
-def test_no_modules_import_each_other_in_a_circle_and_no_chain_is_long() -> None:
-    graph = {
-        module: imported_modules(module, ast.parse(path.read_text(encoding="utf-8")))
-        for module, path in MODULES.items()
-    }
-    deepest = max(chains(graph).values(), key=len)
-    assert len(deepest) <= DEEPEST_CHAIN, " → ".join(deepest)
-
-
-def test_a_circle_is_found_even_if_one_of_its_imports_is_inside_a_function() -> None:
-    first, second = "effexport.base.spec", "effexport.base.errors"
-    graph = {
-        first: imported_modules(first, ast.parse(f"import {second}")),
-        second: imported_modules(second, ast.parse("def f():\n    from effexport.base.spec import BuildSpec")),
-    }
-    with pytest.raises(CycleError):
-        chains(graph)
-
-
-def test_imports_for_type_checkers_make_no_circle() -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from effexport.base.spec import BuildSpec"
-    assert imported_modules("effexport.base.errors", ast.parse(source)) == set()
 
 
 def loaded_by(statement: str) -> set[str]:

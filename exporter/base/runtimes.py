@@ -276,6 +276,7 @@ TORCH_OF_DEVICE: dict[str, str] = {
 }
 
 ENGINE_SUFFIX = ".engine"
+REBUILD_ENGINE = "build the engine again, or copy it again from its source"
 
 
 def engine_name(runtime: str, model: str = "model.onnx") -> str:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.base.dtypes import DTYPES
 from effexport.base.errors import EffexportError, GraphWarning, RuntimeFailedError, UserError
-from effexport.base.runtimes import ENGINE_RUNTIMES
+from effexport.base.runtimes import ENGINE_RUNTIMES, REBUILD_ENGINE
 from effexport.runners.cuda import EAGER_BYTES, Buffers, Cuda, CudaError, Memory, open_cuda
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.bindings import BuildLog, import_api, make_runtime
 from effexport.tensorrt.sidecar import (
-    REBUILD,
     EngineInfo,
     Shape,
     check_engine_file,
@@ -99,7 +98,7 @@ def check_validity(path: Path, api: Api, runtime: Runtime, serialized: bytes, lo
         kinds.OLD_CUDA_DRIVER: "the driver is older than the one it needs: upgrade the NVIDIA driver",
         kinds.OLD_CUDA_RUNTIME: "the CUDA runtime is older than the one it needs: upgrade it",
         kinds.INSUFFICIENT_GPU_MEMORY: "the GPU has too little memory for it: free some, or use a larger one",
-        kinds.MALFORMED_ENGINE: f"it is not an engine of TensorRT-RTX: {REBUILD}",
+        kinds.MALFORMED_ENGINE: f"it is not an engine of TensorRT-RTX: {REBUILD_ENGINE}",
         kinds.CUDA_ERROR: "CUDA failed while TensorRT-RTX looked at the GPU: check it with nvidia-smi",
     }
     reasons = [text for kind, text in words.items() if int(diagnostics) & int(kind)]
@@ -122,10 +121,11 @@ def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -
     expected = [f"input {tensor.name} {tensor.dtype}" for tensor in info.inputs]
     expected += [f"output {tensor.name} {tensor.dtype}" for tensor in info.outputs]
     if sorted(found) != sorted(expected):
-        raise EffexportError(f"{path} has {', '.join(found)}; its sidecar says {', '.join(expected)}; {REBUILD}")
+        raise EffexportError(f"{path} has {', '.join(found)}; its sidecar says {', '.join(expected)}; {REBUILD_ENGINE}")
     if engine.num_optimization_profiles != len(info.profiles):
         raise EffexportError(
-            f"{path} has {engine.num_optimization_profiles} profiles; its sidecar says {len(info.profiles)}; {REBUILD}"
+            f"{path} has {engine.num_optimization_profiles} profiles; its sidecar says {len(info.profiles)}; "
+            f"{REBUILD_ENGINE}"
         )
 
 

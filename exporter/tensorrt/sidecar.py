@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 from effexport.base.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED, TensorInfo, check_tensors
 from effexport.base.errors import StageError, UserError
 from effexport.base.files import file_digest, json_text, write_file
-from effexport.base.runtimes import ENGINE_RUNTIMES, engine_name, version_tuple
+from effexport.base.runtimes import ENGINE_RUNTIMES, REBUILD_ENGINE, engine_name, version_tuple
 from effexport.plugins.building.ptx import PtxTarget
 from effexport.tensorrt.bindings import LISTING
 
@@ -223,7 +223,6 @@ def attentions(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, onnx.No
 
 
 FORMAT_VERSION = 1
-REBUILD = "build the engine again, or copy it again from its source"
 
 Shape = tuple[int, ...]
 # The smallest shape of an input, the one that the engine is tuned for, and the largest.
@@ -325,15 +324,15 @@ def read_sidecar(engine: Path) -> EngineInfo:
         raise UserError(
             f"{engine} has no {sidecar.name} beside it, which describes what it was built for; copy both files together"
         )
-    values = values_of_file(sidecar, REBUILD)
+    values = values_of_file(sidecar, REBUILD_ENGINE)
     version = values.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise UserError(
             f"{sidecar} has format version {version}, of a newer effexport; this one reads up to {FORMAT_VERSION}: "
             "upgrade effexport"
         )
-    info = record_from_values(values, EngineInfo, str(sidecar), REBUILD)
-    check_tensors((*info.inputs, *info.outputs), str(sidecar), REBUILD)
+    info = record_from_values(values, EngineInfo, str(sidecar), REBUILD_ENGINE)
+    check_tensors((*info.inputs, *info.outputs), str(sidecar), REBUILD_ENGINE)
     return info
 
 
@@ -341,9 +340,9 @@ def check_engine_file(engine: Path, info: EngineInfo) -> None:
     """Raises UserError unless the engine is the file that its sidecar describes."""
     size = engine.stat().st_size
     if size != info.engine_bytes:
-        raise UserError(f"{engine} is damaged: it has {size} bytes, expected {info.engine_bytes}; {REBUILD}")
+        raise UserError(f"{engine} is damaged: it has {size} bytes, expected {info.engine_bytes}; {REBUILD_ENGINE}")
     if file_digest(engine) != info.engine_sha256:
-        raise UserError(f"{engine} is damaged: it does not match the checksum in its sidecar; {REBUILD}")
+        raise UserError(f"{engine} is damaged: it does not match the checksum in its sidecar; {REBUILD_ENGINE}")
 
 
 def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:

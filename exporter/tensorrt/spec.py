@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.base.errors import UserError
-from effexport.base.runtimes import ENGINE_RUNTIMES, Runtime
+from effexport.base.runtimes import ENGINE_RUNTIMES, REBUILD_ENGINE, Runtime
 from effexport.models.encoder.spec import MASKS
 from effexport.models.size_formula import shape_of
 from effexport.models.validation import LARGEST_SIZE, SpecError, check_type, did_you_mean, require
@@ -110,9 +110,7 @@ class Profiles:
         try:
             self._profiles = [profile_from_shapes(info.inputs, shapes) for shapes in info.profiles]
         except (KeyError, ValueError, SpecError) as error:
-            from effexport.tensorrt.sidecar import REBUILD
-
-            raise UserError(f"the profiles of an engine do not fit its inputs: {error}; {REBUILD}") from error
+            raise UserError(f"the profiles of an engine do not fit its inputs: {error}; {REBUILD_ENGINE}") from error
 
     def index(self, sizes: Mapping[str, int]) -> int | None:
         """The first profile that covers these sizes; None if none does."""
