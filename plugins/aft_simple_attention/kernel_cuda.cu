@@ -1,27 +1,30 @@
 // CUDA kernels of effexport::AFTSimpleAttention: three launches. The first reads k and v once and writes maximum and
 // sums of every slice of a sequence; the second merges the slices, a few hundred numbers per channel; the third reads q
-// and writes out. Memory traffic bounds them: neighbouring threads take neighbouring channels, so accesses are
-// coalesced, and a thread has four rows of k in flight.
+// and writes out. Memory traffic bounds them: a thread reads 16 bytes of a row at a time, its neighbours the next ones,
+// and has four rows of k and v in flight. Exponentials are powers of two, and the sums move to another maximum once in
+// four rows.
 //
-// The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs. The first wants blocks of
-// kThreads threads, one for every tile of kLanes channels of every slice; for the others any grid is right.
+// The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs. They want blocks of
+// kThreads threads; any grid is right.
 #include "aft_simple_attention/kernel.h"
-#include "native/cuda.h"
-
-// At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
-extern __shared__ float shared_sums[];
+#include "native/tile.h"
 
 namespace effexport::aft_simple_attention {
 namespace {
 
-constexpr int kLanes = 32;   // channels of a block
-constexpr int kGroups = 8;   // of rows that a block reads at a time
-constexpr int kThreads = kLanes * kGroups;
-constexpr int kAtOnce = 4;   // rows per thread whose loads do not wait for each other
+constexpr int kThreads = 128;
+constexpr int kBlocks = 5;    // per multiprocessor, at least: the registers they leave suffice
+constexpr int kWidth = 64;    // channels of a block
+constexpr int kMaxRows = 16;  // that a block reads at a time
+constexpr int kAtOnce = 4;    // rows of a thread whose loads do not wait for each other
 constexpr int kSlice = static_cast<int>(kSliceRows);
-constexpr int kParts = 3;    // maximum, n and d
+constexpr int kParts = 3;     // maximum, n and d
+constexpr std::size_t kSharedBytes = sizeof(float) * kParts * kMaxRows * kWidth;
 // The maximum of no keys. Finite, because −inf − (−inf) is NaN.
 constexpr float kFloor = -1e29f;
+
+// e^x: within 2⁻²², and 2⁻²³ more for every unit of |x|, of the result; 0 below −87.
+__device__ float exponential(float x) { return ptx::exp2_approx(x * tile::kLog2E); }
 
 struct Sums {
   float maximum = kFloor;
@@ -30,103 +33,175 @@ struct Sums {
 
   // Makes room for a key; a NaN is passed over, and reaches n and d all the same.
   __device__ void raise(float key) {
-    if (!(key > maximum)) return;
-    const float scale = expf(maximum - key);
-    maximum = key;
+    const float highest = fmaxf(maximum, key);
+    const float scale = exponential(maximum - highest);
+    maximum = highest;
     n *= scale;
     d *= scale;
   }
+  // A key that there is room for.
+  __device__ void add(float key, float value) {
+    const float weight = exponential(key - maximum);
+    n = fmaf(weight, value, n);
+    d += weight;
+  }
   __device__ void add(const Sums& other) {
     raise(other.maximum);
-    const float scale = expf(other.maximum - maximum);
-    n += scale * other.n;
-    d += scale * other.d;
+    const float scale = exponential(other.maximum - maximum);
+    n = fmaf(scale, other.n, n);
+    d = fmaf(scale, other.d, d);
   }
 };
 
-__host__ __device__ constexpr int slices_of(int seq) { return seq / kSlice + (seq % kSlice != 0); }
-__host__ __device__ constexpr int tiles_of(int channels) { return channels / kLanes + (channels % kLanes != 0); }
+__host__ __device__ constexpr int slices_of(int seq) { return parts_of(seq, kSlice); }
+__host__ __device__ constexpr int tiles_of(int channels) { return parts_of(channels, kWidth); }
 
-// Rows `row`, row + kGroups, … of a slice, at most kAtOnce of them.
+// How many tiles of slices of heads there are. A block takes one at a time.
+__host__ __device__ constexpr std::int64_t works_of(int heads, int seq, int channels) {
+  return static_cast<std::int64_t>(heads) * slices_of(seq) * tiles_of(channels);
+}
+
+// One of them, and what a thread has of it: 16 bytes of every kRows-th row.
 template <class T>
-__device__ void add_rows(const T* k, const T* v, const bool* keep, int row, int rows, int channels, Sums& sums) {
-  float keys[kAtOnce];
-  float values[kAtOnce];
-  bool visible[kAtOnce];
+struct Part {
+  static constexpr int kCount = tile::Chunk<T>::kCount;
+  static constexpr int kChunks = kWidth / kCount;
+  static constexpr int kRows = kThreads / kChunks;
+  static_assert(kRows <= kMaxRows && kSlice / kRows <= 32, "a bit for each row of a thread");
+
+  std::int64_t slice;  // among those of all heads
+  std::int64_t head;
+  int first;  // token of the head
+  int rows;
+  int panel;  // the first channel
+  // of the thread: where it begins among the part's rows and channels, and how many channels are left from there
+  int row;
+  int column;
+  int count;
+  std::int64_t at;  // its first element in [heads, seq, channels]
+
+  __device__ Part(std::int64_t work, int seq, int channels)
+      : slice(work / tiles_of(channels)),
+        head(slice / slices_of(seq)),
+        first(static_cast<int>(slice % slices_of(seq)) * kSlice),
+        rows(min(kSlice, seq - first)),
+        panel(static_cast<int>(work % tiles_of(channels)) * kWidth),
+        row(static_cast<int>(threadIdx.x / kChunks)),
+        column(static_cast<int>(threadIdx.x % kChunks) * kCount),
+        count(channels - panel - column),
+        at((head * seq + first + row) * channels + panel + column) {}
+};
+
+// The first `count` elements of 16 bytes of a row, and `fill` for the others. kAligned: as tile::Chunk has it.
+template <bool kAligned, class T>
+__device__ void load(const T* from, int count, float fill, float (&values)[tile::Chunk<T>::kCount]) {
+  T elements[tile::Chunk<T>::kCount];
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const int at = row + i * kGroups;
-    visible[i] = at < rows && is_set(keep + at);
-    const std::int64_t offset = static_cast<std::int64_t>(at) * channels;
-    keys[i] = visible[i] ? widen(k[offset]) : kFloor;
-    values[i] = visible[i] ? widen(v[offset]) : 0.0f;
+  for (T& element : elements) narrow(fill, element);
+  if constexpr (kAligned) {
+    uint4 bits;
+    memcpy(&bits, elements, sizeof bits);
+    if (count > 0) bits = *reinterpret_cast<const uint4*>(from);
+    memcpy(elements, &bits, sizeof bits);
+  } else {
+#pragma unroll
+    for (int c = 0; c < tile::Chunk<T>::kCount; ++c) {
+      if (c < count) elements[c] = from[c];
+    }
   }
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) sums.raise(keys[i]);
+  for (int c = 0; c < tile::Chunk<T>::kCount; ++c) values[c] = widen(elements[c]);
+}
+
+// Adds up a thread's rows; k, v and keep begin with the first of them. Of hidden ones nothing is read: their keys are
+// −∞, which have no weight.
+template <bool kAligned, class T>
+__device__ void add_rows(const T* k, const T* v, const bool* keep, const Part<T>& part, int channels,
+                         Sums (&sums)[Part<T>::kCount]) {
+  constexpr int kRows = Part<T>::kRows;
+  unsigned visible = 0;  // a bit for each of them
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const float weight = visible[i] ? expf(keys[i] - sums.maximum) : 0.0f;
-    sums.n += weight * values[i];
-    sums.d += weight;
+  for (int i = 0; i < kSlice / kRows; ++i) {
+    if (part.row + i * kRows < part.rows && is_set(keep + i * kRows)) visible |= 1u << i;
+  }
+  const std::int64_t step = static_cast<std::int64_t>(kRows) * channels;
+  for (; visible != 0; visible >>= kAtOnce, k += kAtOnce * step, v += kAtOnce * step) {
+    float keys[kAtOnce][Part<T>::kCount], values[kAtOnce][Part<T>::kCount];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int count = (visible >> i & 1u) != 0 ? part.count : 0;
+      load<kAligned>(k + i * step, count, -INFINITY, keys[i]);
+      load<kAligned>(v + i * step, count, 0.0f, values[i]);
+    }
+#pragma unroll
+    for (int c = 0; c < Part<T>::kCount; ++c) {
+      float highest = keys[0][c];
+#pragma unroll
+      for (int i = 1; i < kAtOnce; ++i) highest = fmaxf(highest, keys[i][c]);
+      sums[c].raise(highest);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sums[c].add(keys[i][c], values[i][c]);
+    }
   }
 }
 
 // partials [heads, slices, kParts, channels]
-template <class T>
+template <bool kAligned, class T>
 __device__ void sum_slices(const T* k, const T* v, const bool* keep, int heads, int heads_per_sample, int seq,
                            int channels, float* partials) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int group = static_cast<int>(threadIdx.x) / kLanes;
-  const int tiles = tiles_of(channels);
-  const int slices = slices_of(seq);
-  const std::int64_t works = static_cast<std::int64_t>(heads) * slices * tiles;
+  constexpr int kRows = Part<T>::kRows;
+  float* const maxima = reinterpret_cast<float*>(tile_memory);  // [kRows, kWidth]
+  float* const ns = maxima + kRows * kWidth;
+  float* const ds = ns + kRows * kWidth;
+  const std::int64_t works = works_of(heads, seq, channels);
   for (std::int64_t work = blockIdx.x; work < works; work += gridDim.x) {
-    const int channel = static_cast<int>(work % tiles) * kLanes + lane;
-    const std::int64_t slice = work / tiles;  // among those of all heads
-    const std::int64_t head = slice / slices;
-    const int first = static_cast<int>(slice % slices) * kSlice;
-    const int rows = min(kSlice, seq - first);
-    Sums sums;
-    if (channel < channels) {
-      const std::int64_t at = (head * seq + first) * channels + channel;
-      const bool* const visible = keep + head / heads_per_sample * seq + first;
-      for (int row = group; row < rows; row += kGroups * kAtOnce) {
-        add_rows(k + at, v + at, visible, row, rows, channels, sums);
-      }
+    const Part<T> part(work, seq, channels);
+    const bool* const visible = keep + part.head / heads_per_sample * seq + part.first + part.row;
+    Sums sums[Part<T>::kCount];
+    add_rows<kAligned>(k + part.at, v + part.at, visible, part, channels, sums);
+#pragma unroll
+    for (int c = 0; c < Part<T>::kCount; ++c) {
+      const int place = part.row * kWidth + part.column + c;
+      maxima[place] = sums[c].maximum;
+      ns[place] = sums[c].n;
+      ds[place] = sums[c].d;
     }
-    float* const own = shared_sums + threadIdx.x * kParts;
-    own[0] = sums.maximum;
-    own[1] = sums.n;
-    own[2] = sums.d;
     __syncthreads();
-    if (group == 0 && channel < channels) {
-      for (int other = 1; other < kGroups; ++other) {
-        const float* const theirs = own + other * kLanes * kParts;
-        sums.add({theirs[0], theirs[1], theirs[2]});
-      }
-      float* const result = partials + slice * kParts * channels + channel;
-      result[0] = sums.maximum;
-      result[channels] = sums.n;
-      result[2 * static_cast<std::int64_t>(channels)] = sums.d;
+    const int own = static_cast<int>(threadIdx.x), channel = part.panel + own;
+    if (own < kWidth && channel < channels) {
+      Sums sum;
+#pragma unroll
+      for (int place = own; place < kRows * kWidth; place += kWidth) sum.add({maxima[place], ns[place], ds[place]});
+      float* const result = partials + part.slice * kParts * channels + channel;
+      result[0] = sum.maximum;
+      result[channels] = sum.n;
+      result[2 * static_cast<std::int64_t>(channels)] = sum.d;
     }
-    __syncthreads();  // the next tile may take the shared memory
+    __syncthreads();  // the next part may take the shared memory
   }
 }
 
-template <class T>
+template <bool kAligned, class T>
 __device__ void gate(const T* q, const float* contexts, int heads, int seq, int channels, T* out) {
-  const std::int64_t rows = static_cast<std::int64_t>(heads) * seq;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int group = static_cast<int>(threadIdx.x) / kLanes;
-  const int groups = static_cast<int>(blockDim.x) / kLanes;
-  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * groups + group; row < rows;
-       row += static_cast<std::int64_t>(gridDim.x) * groups) {
-    const float* const context = contexts + row / seq * channels;
-#pragma unroll 2  // with more, the compiler spills for SM 120
-    for (int channel = lane; channel < channels; channel += kLanes) {
-      const std::int64_t at = row * channels + channel;
-      // e^−q may become infinite: the quotient is 0 then, as it should be
-      narrow(context[channel] / (1.0f + expf(-widen(q[at]))), out[at]);
+  const std::int64_t works = works_of(heads, seq, channels);
+  for (std::int64_t work = blockIdx.x; work < works; work += gridDim.x) {
+    const Part<T> part(work, seq, channels);
+    float context[Part<T>::kCount];
+#pragma unroll
+    for (int c = 0; c < Part<T>::kCount; ++c) {
+      context[c] = c < part.count ? contexts[part.head * channels + part.panel + part.column + c] : 0.0f;
+    }
+    std::int64_t at = part.at;
+#pragma unroll 2
+    for (int row = part.row; row < part.rows; row += Part<T>::kRows) {
+      tile::Chunk<T> chunk(q + at, part.count, kAligned);
+#pragma unroll
+      for (int c = 0; c < Part<T>::kCount; ++c) {
+        // e^−q may become infinite: the quotient is 0 then, as it should be
+        chunk.values[c] = context[c] / (1.0f + exponential(-chunk.values[c]));
+      }
+      chunk.store(out + at, part.count, kAligned);
+      at += static_cast<std::int64_t>(Part<T>::kRows) * channels;
     }
   }
 }
@@ -134,15 +209,23 @@ __device__ void gate(const T* q, const float* contexts, int heads, int seq, int 
 }  // namespace
 
 #define EFFEXPORT_AFT_SIMPLE(dtype, T)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_aft_simple_sums_##dtype(                            \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_aft_simple_sums_##dtype(                   \
       const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep, std::int32_t heads,             \
       std::int32_t heads_per_sample, std::int32_t seq, std::int32_t channels, float* __restrict__ partials) {          \
-    sum_slices(k, v, keep, heads, heads_per_sample, seq, channels, partials);                                          \
+    if (tile::chunks_are_aligned(k, channels) && tile::chunks_are_aligned(v, channels)) {                              \
+      sum_slices<true>(k, v, keep, heads, heads_per_sample, seq, channels, partials);                                  \
+    } else {                                                                                                           \
+      sum_slices<false>(k, v, keep, heads, heads_per_sample, seq, channels, partials);                                 \
+    }                                                                                                                  \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_aft_simple_gate_##dtype(                            \
       const T* __restrict__ q, const float* __restrict__ contexts, std::int32_t heads, std::int32_t seq,               \
       std::int32_t channels, T* __restrict__ out) {                                                                    \
-    gate(q, contexts, heads, seq, channels, out);                                                                      \
+    if (tile::chunks_are_aligned(q, channels) && tile::chunks_are_aligned(out, channels)) {                            \
+      gate<true>(q, contexts, heads, seq, channels, out);                                                              \
+    } else {                                                                                                           \
+      gate<false>(q, contexts, heads, seq, channels, out);                                                             \
+    }                                                                                                                  \
   }
 
 EFFEXPORT_AFT_SIMPLE(float32, float)
@@ -176,10 +259,6 @@ std::size_t partial_floats(std::int64_t heads, std::int64_t seq, std::int64_t ch
          static_cast<std::size_t>(channels);
 }
 
-std::int64_t blocks_for(std::int64_t works, std::int64_t works_per_block) {
-  return std::min(parts(works, works_per_block), kMaxBlocks);
-}
-
 bool countable(const CudaShape& s) { return fit_int32({s.heads, s.seq, s.channels, s.heads_per_sample}); }
 
 }  // namespace
@@ -201,16 +280,17 @@ int launch_cuda(const T* q, const T* k, const T* v, const bool* keep, const Cuda
   const auto channels = int32(shape.channels);
   float* const partials = static_cast<float*>(scratch);
   float* const contexts = partials + partial_floats(shape.heads, shape.seq, shape.channels);
-  const cudaLaunchConfig_t first = launch_of(blocks_for(shape.heads * slices_of(seq) * tiles_of(channels), 1), kThreads,
-                                             kThreads * kParts * sizeof(float), stream);
+  const std::int64_t blocks = std::min(works_of(heads, seq, channels), kMaxBlocks);
+  const cudaLaunchConfig_t first = launch_of(blocks, kThreads, kSharedBytes, stream);
   cudaError_t error = cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_aft_simple_sums), k, v, keep, heads,
                                          heads_per_sample, seq, channels, partials);
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t second = launch_of(blocks_for(shape.heads * shape.channels, kThreads), kThreads, 0, stream);
+  const std::int64_t merging = std::min(parts(shape.heads * shape.channels, kThreads), kMaxBlocks);
+  const cudaLaunchConfig_t second = launch_of(merging, kThreads, 0, stream);
   error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_simple_merge), static_cast<const float*>(partials), heads,
                              static_cast<std::int32_t>(slices_of(seq)), channels, contexts);
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t third = launch_of(blocks_for(shape.heads * shape.seq, kGroups), kThreads, 0, stream);
+  const cudaLaunchConfig_t third = launch_of(blocks, kThreads, 0, stream);
   return cudaLaunchKernelEx(&third, EFFEXPORT_KERNEL(T, effexport_aft_simple_gate), q,
                             static_cast<const float*>(contexts), heads, seq, channels, out);
 }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from effexport.plugins.aft_simple_attention import SIGNATURE
-from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Sizes, cdiv, minimum
+from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Size, Sizes, cdiv, minimum
 
 # as in kernel_cuda.cu; a test compares the launches
-LANES = 32
-GROUPS = 8
-BLOCK_THREADS = LANES * GROUPS
+BLOCK_THREADS = 128
+WIDTH = 64
+MAX_ROWS = 16
 SLICE = 256
 PARTS = 3
 MOST_BLOCKS = 65536
@@ -18,23 +18,23 @@ PARTIALS = f"partials: float32 [batch heads slices {PARTS} channels]"
 CONTEXTS = "contexts: float32 [batch heads channels]"
 
 
+def blocks(s: Sizes) -> Size:
+    return minimum(s.batch * s.heads * cdiv(s.seq, SLICE) * cdiv(s.channels, WIDTH), MOST_BLOCKS)
+
+
 def sums(s: Sizes) -> Launch:
-    heads = s.batch * s.heads
-    blocks = heads * s.slices * cdiv(s.channels, LANES)
-    shared_bytes = BLOCK_THREADS * PARTS * 4
-    return Launch(minimum(blocks, MOST_BLOCKS), BLOCK_THREADS, (heads, s.heads, s.seq, s.channels), shared_bytes)
+    shared_bytes = 4 * PARTS * MAX_ROWS * WIDTH
+    return Launch(blocks(s), BLOCK_THREADS, (s.batch * s.heads, s.heads, s.seq, s.channels), shared_bytes)
 
 
 def merge(s: Sizes) -> Launch:
     heads = s.batch * s.heads
-    blocks = cdiv(heads * s.channels, BLOCK_THREADS)
-    return Launch(minimum(blocks, MOST_BLOCKS), BLOCK_THREADS, (heads, s.slices, s.channels))
+    merging = cdiv(heads * s.channels, BLOCK_THREADS)
+    return Launch(minimum(merging, MOST_BLOCKS), BLOCK_THREADS, (heads, s.slices, s.channels))
 
 
 def gate(s: Sizes) -> Launch:
-    heads = s.batch * s.heads
-    blocks = cdiv(heads * s.seq, GROUPS)
-    return Launch(minimum(blocks, MOST_BLOCKS), BLOCK_THREADS, (heads, s.seq, s.channels))
+    return Launch(blocks(s), BLOCK_THREADS, (s.batch * s.heads, s.seq, s.channels))
 
 
 SUMS = Plugin(

@@ -165,4 +165,4 @@ def test_a_call_is_written_with_its_exact_sizes() -> None:
 
 
 def test_the_names_of_shared_memory_in_headers_and_sources_are_found() -> None:
-    assert {"tile_memory", "shared_sums"} <= set(building.shared_memory_names())
+    assert {"tile_memory", "shared_counters"} <= set(building.shared_memory_names())
