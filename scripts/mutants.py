@@ -239,6 +239,10 @@ MUTANTS = (
         ("if (lane >= distance) sum += earlier;", "if (lane > distance) sum += earlier;"),
         ("position < begin ? earlier", "position <= begin ? earlier"),
         ("min(max(bucket, 0), num_buckets - 1)", "max(bucket, 0)"),
+        ("bit < radix; bit *= 2", "2 * bit < radix; bit *= 2"),
+        ("peers[i] &= one ? ones : ~ones;", "peers[i] &= ones;"),
+        ("if (peers[0] == 0) break;", "if (peers[1] == 0) break;"),
+        ("counters[digit] + static_cast<unsigned>(__popc(peers[i] & lanes_before))", "counters[digit]"),
     ),
     *mutants_of(
         "lsh_sort/kernel_cpu.cc",
@@ -353,7 +357,7 @@ MUTANTS = (
     *mutants_of(
         "aft_simple_attention/kernel_cuda.cu",
         ("n = fmaf(scale, other.n, n);", "n += other.n;"),
-        ("part.rows && is_set(keep + i * kRows)", "part.rows"),
+        ("part.rows && is_set(keep + i * kRows)", "part.rows && keep != nullptr"),
         ("place < kRows * kWidth;", "place < (kRows - 1) * kWidth;"),
         ("const float scale = exponential(maximum - highest);", "const float scale = 1.0f;"),
         ("load<kAligned>(k + i * step, count, -INFINITY,", "load<kAligned>(k + i * step, count, 0.0f,"),

@@ -27,14 +27,14 @@ constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kItems = 16;  // tokens of a tile that one thread ranks
+constexpr int kAtOnce = 4;  // of these, whose ballots do not wait for each other
 constexpr int kTileBits = 13;
 constexpr int kTile = 1 << kTileBits;
-constexpr int kDigitBits = 11;      // of any digit, at most
 constexpr int kManyDigitBits = 10;  // of a digit when there are several passes
 constexpr int kMaxRadix = 1216;     // the most digits of one pass
 constexpr int kEnoughBlocks = 128;  // about as many as large GPUs have multiprocessors: rows are shared up to this
 
-static_assert(kTile == kThreads * kItems && kMaxRadix <= 1 << kDigitBits);
+static_assert(kTile == kThreads * kItems && kMaxRadix <= 1 << 16);
 
 // Words of shared memory for 16-bit counters of all warps, and for a tile in order after them.
 __host__ __device__ constexpr int counter_words(int radix) {
@@ -202,17 +202,18 @@ __device__ void places_in_tile(const Shared& shared, int radix) {
   }
 }
 
-// Those of these lanes whose digit is the same as this one's. Ballots, because __match_any_sync takes a time that
-// depends on the digits.
-__device__ unsigned lanes_with(unsigned digit, unsigned lanes) {
-  unsigned peers = lanes;
+// Leaves in peers[i] the lanes whose digit `first + i` is the same as this one's, by a ballot for every bit that digits
+// below `radix` have. Not __match_any_sync, which takes a time that depends on the digits.
+__device__ void leave_equal(const unsigned (&digits)[kItems], int first, unsigned radix, unsigned (&peers)[kAtOnce]) {
+#pragma unroll 1
+  for (unsigned bit = 1; bit < radix; bit *= 2) {
 #pragma unroll
-  for (int bit = 0; bit < kDigitBits; ++bit) {
-    const int one = static_cast<int>(digit << (31 - bit)) >> 31;  // all bits are that bit
-    const unsigned ones = __ballot_sync(kAllLanes, one);
-    peers &= ~(ones ^ static_cast<unsigned>(one));
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool one = (digits[first + i] & bit) != 0;
+      const unsigned ones = __ballot_sync(kAllLanes, one);
+      peers[i] &= one ? ones : ~ones;
+    }
   }
-  return peers;
 }
 
 // Up to kTile tokens from position `begin` on. This thread has every 32nd from `first` on, which is counted from there.
@@ -234,21 +235,26 @@ struct Tile {
 };
 
 // ranked: the digit of each token in the lower half, and in the upper how many earlier ones of this warp have it.
-__device__ void rank_tokens(const Tile& tile, std::uint16_t* counters, unsigned (&ranked)[kItems]) {
+__device__ void rank_tokens(const Tile& tile, std::uint16_t* counters, int radix, unsigned (&ranked)[kItems]) {
   const unsigned lanes_before = (1u << threadIdx.x % kWarpSize) - 1u;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const unsigned present = __ballot_sync(kAllLanes, tile.has(i));
-    if (present == 0) break;
-    const unsigned digit = ranked[i];
-    const unsigned peers = lanes_with(digit, present);
-    const unsigned rank = counters[digit] + static_cast<unsigned>(__popc(peers & lanes_before));
-    __syncwarp();  // all have read the counter that the first of them moves on
-    if (tile.has(i) && (peers & lanes_before) == 0) {
-      counters[digit] = static_cast<std::uint16_t>(rank + static_cast<unsigned>(__popc(peers)));
+  for (int first = 0; first < kItems; first += kAtOnce) {
+    unsigned peers[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) peers[i] = __ballot_sync(kAllLanes, tile.has(first + i));
+    if (peers[0] == 0) break;
+    leave_equal(ranked, first, static_cast<unsigned>(radix), peers);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const unsigned digit = ranked[first + i];
+      const unsigned rank = counters[digit] + static_cast<unsigned>(__popc(peers[i] & lanes_before));
+      __syncwarp();  // all have read the counter that the first of them moves on
+      if (tile.has(first + i) && (peers[i] & lanes_before) == 0) {
+        counters[digit] = static_cast<std::uint16_t>(rank + static_cast<unsigned>(__popc(peers[i])));
+      }
+      __syncwarp();  // all will read it moved on
+      ranked[first + i] = digit | rank << 16;
     }
-    __syncwarp();  // all will read it moved on
-    ranked[i] = digit | rank << 16;
   }
 }
 
@@ -266,7 +272,7 @@ __device__ void sort_tile(const Pass& pass, const Tile& tile, const Shared& shar
     ranked[i] = pass.digit(pass.source ? pass.buckets[loaded] : loaded);
   }
   __syncthreads();
-  rank_tokens(tile, own, ranked);
+  rank_tokens(tile, own, pass.radix, ranked);
   __syncthreads();
   places_in_tile(shared, pass.radix);
   __syncthreads();
