@@ -97,24 +97,38 @@ def product(size: int, rows: int, columns: int, depth: int, left: str = "rows", 
 
 
 def attention_core(
-    size: int, blocks: float, tiles: float, channels: int, *, queries: int = 64, masked: float | None = None
+    size: int,
+    blocks: float,
+    tiles: float,
+    channels: int,
+    *,
+    queries: int = 64,
+    fragments: int = 1,
+    masked: float | None = None,
 ) -> Work:
     """native/attention.h: blocks of 64 columns of the values, over so many tiles of keys on average.
 
-    queries: at most 64 of each block; warps without any only copy. masked: tiles with hidden keys, by default all.
+    queries: of each block; warps without any only copy. fragments: 16 queries each, of a warp. masked: tiles with
+    hidden keys, by default all.
     """
-    rows, keys = parts(queries, ROWS) * ROWS, 64 if size == 2 else 32
-    warps, slices = rows // ROWS, parts(channels, 64)
+    keys, of_warp = 64 if size == 2 else 32, fragments * ROWS
+    warps, slices = parts(queries, of_warp), parts(channels, 64)
+    rows = warps * of_warp
     depth = 64 if size == 2 else parts(min(64, channels), 16) * 16
-    load_queries = moved(64 * 64 * size)
-    tile = (product(size, rows, keys, depth, right="columns") + moved(keys * 64 * size)) * slices
+    held = size == 2 and slices == 1
+    load_queries = moved(4 * of_warp * 64 * size)
+    # what a warp reads of keys and values serves all of its queries
+    shared = Work(shared=-2.0 * (fragments - 1) * warps * 64 * keys) if size == 2 else Work()
+    products = product(size, rows, keys, depth, left="registers" if held else "rows", right="columns") + shared
+    tile = (products + moved(keys * 64 * size)) * slices
     if slices > 1:
         tile += load_queries * slices
-    tile += accesses(warps * 2 * 2)  # the highest logit of two rows
-    tile += moved(keys * 64 * size) + product(size, rows, 64, keys, left="registers")
+    tile += accesses(warps * fragments * 2 * 2)  # the highest logit of two rows
+    tile += moved(keys * 64 * size) + product(size, rows, 64, keys, left="registers") + shared
     # what each of two columns of a lane's scores needs to know of its key
     masks = accesses(warps * keys // COLUMNS * 2) * (tiles if masked is None else masked)
-    return (load_queries + tile * tiles + masks) * blocks
+    once = load_queries + moved(rows * 64 * size) if held else load_queries
+    return (once + tile * tiles + masks) * blocks
 
 
 # The relative error of one rounding, which every kernel may make when it writes its results.

@@ -33,9 +33,10 @@ LIBRARY = FOLDER / "library"
 TIMEOUT_S = 1200
 COMPILER_ERROR = re.compile(r"\.(?:cu|cc|h):\d+:\d+: error: .*")
 CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h", "attention_slices.h", "split_halves.h"}
-CUDA_FILES |= {"chunk.h", "token_by_token.h"}
+CUDA_FILES |= {"attention.h", "chunk.h", "token_by_token.h"}
 # Shared code, and an operator whose tests should catch its faults.
 TESTED_BY = {
+    "native/attention.h": "masked_attention",
     "native/attention_slices.h": "masked_attention",
     "native/split_halves.h": "iterative_pinv",
     "native/online_softmax.h": "masked_attention",
@@ -127,6 +128,16 @@ MUTANTS = (
         ("scales[i].inverse * second.values[2 * i + 1]", "scales[0].inverse * second.values[2 * i + 1]"),
     ),
     *mutants_of(
+        "native/attention.h",
+        ("largest_in_row(highest[i]) * factor", "largest_in_row(highest[i])"),
+        ("fmaf(sums.values[i], factor, -highest", "fmaf(sums.values[i], 1.0f, -highest"),
+        ("const Stage<T> stage(tile % 2);\n    load_keys", "const Stage<T> stage(0);\n    load_keys"),
+        ("if (tile + 2 <= last) source.prepare(tile + 2);\n    if (active)", "if (active)"),
+        ("softmax.total[i] *= change;", ""),
+        ("if (slices > 1) load_queries(source, 0);", ""),
+        ("multiply_add<T>(softmax.context[f][j], rows[f]", "multiply_add<T>(softmax.context[f][j], rows[0]"),
+    ),
+    *mutants_of(
         "native/attention_slices.h",
         ("highest = fmaxf(highest, first[slice * stride]);", "highest = first[slice * stride];"),
         ("distance < tile::kWarpSize; distance *= 2", "distance < tile::kWarpSize / 2; distance *= 2"),
@@ -151,13 +162,14 @@ MUTANTS = (
         ("max(1, min(min(cut.slice", "max(0, min(min(cut.slice"),
         ("slice = job.part / cut.tiles;", "slice = job.part / cut.slices;"),
         ("static_cast<std::int64_t>(slice) * cut.count", "static_cast<std::int64_t>(slice) * kQueries"),
+        ("whole && factor >= 0", "whole"),
         ("s.causal ? rows[count - 1] : s.n - 1;", "s.causal ? rows[0] : s.n - 1;"),
         ("const int place = first + i / 2,", "const int place = first + i / 4 * 2,"),
         ("if (last - first == count) continue;", "if (last > first) continue;"),
         ("s.causal ? last : globals.before", "s.causal || s.with_globals ? last : globals.before"),
         ("job.group % s.heads) * s.offsets", "job.group / s.heads) * s.offsets"),
         ("softmax.total[i] == 0 ? 0.0f : 1.0f", "1.0f"),
-        ("(s.with_globals && is_set(", "(s.offsets < 0 && is_set("),
+        ("return s.with_globals &&", "return s.offsets < 0 &&"),
     ),
     *mutants_of(
         "banded_attention/kernel_cpu.cc",
@@ -175,7 +187,10 @@ MUTANTS = (
     *mutants_of(
         "masked_attention/kernel_cuda.cu",
         ("row % s.n * std::int64_t{kStatistics + s.e}", "row * std::int64_t{kStatistics + s.e}"),
-        ("key >= keys_ ? -INFINITY : is_set", "key >= keys_ ? attention::kLowest : is_set"),
+        ("key < key_count ? attention::kLowest : -INFINITY", "attention::kLowest"),
+        ("const bool visible = key < key_count &&", "const bool visible ="),
+        ("factor >= 0 && seen.all[0]", "factor >= 0 && seen.all[1]"),
+        ("if (factor >= 0 && seen", "if (seen"),
         ("job.group / s.heads) * s.m", "job.group % s.heads) * s.m"),
     ),
     *mutants_of(

@@ -19,11 +19,11 @@
 namespace effexport::banded_attention {
 namespace {
 
-using attention::kQueries;
 using attention::kStatistics;
 using attention::kWidth;
 using attention::Softmax;
 
+constexpr int kQueries = 64;  // of a block
 constexpr int kScanThreads = 256;
 constexpr int kScanWarps = kScanThreads / tile::kWarpSize;
 constexpr int kScans = 16;  // of a warp, which looks at 32 tokens at a time
@@ -174,29 +174,26 @@ struct Keys {
   }
 };
 
-// The queries, keys and values of a job, for the core. Registers are scarce there: what few of its steps need is in
-// shared memory.
+// The queries, keys and values of a job, for the core.
 template <class T>
 struct Source {
   using Element = T;
+  static constexpr int kWarps = 4;
+  static constexpr int kFragments = 1;
   static constexpr int kKeys = attention::kKeys<T>;
 
-  struct Shared {
-    Sight sights[kQueries];
-    Keys<T> keys;
-    Seen<T> seen[2];
-  };
-
-  const Sizes& s;
+  Sizes s;
+  Job job;
+  std::int64_t first_row;  // of its results, among those of all groups
+  Keys<T> all_keys;
   const T* q;            // [n, d], of the group, as all arrays here
   const T* k;            // [n, d]
   const T* first_value;  // of v, [n, e]: in the first column of the job
   int query_count, key_count, column_count;
   float factor;
   bool is_aligned;
-
-  static __device__ Shared& shared() { return *reinterpret_cast<Shared*>(attention::side_memory<T>()); }
-  static __device__ Seen<T>& seen_at(int tile) { return shared().seen[tile % 2]; }
+  Sight sights[kQueries];
+  Seen<T> seen[attention::kPlaces];
 
   __device__ int queries() const { return query_count; }
   __device__ int keys() const { return key_count; }
@@ -204,26 +201,33 @@ struct Source {
   __device__ int columns() const { return column_count; }
   __device__ bool aligned() const { return is_aligned; }
 
-  __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(s.d) * shared().sights[row].token; }
-  __device__ tile::Row<T> key(int tile, int i) const {
-    const int token = seen_at(tile).tokens[i];
-    return {k + static_cast<std::int64_t>(s.d) * token, token != kNobody};
-  }
-  __device__ tile::Row<T> value(int tile, int i) const {
-    const int token = seen_at(tile).tokens[i];
-    return {first_value + static_cast<std::int64_t>(s.e) * token, token != kNobody};
+  __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(s.d) * sights[row].token; }
+  // Whether a query is a global token, of which there are flags of all samples.
+  __device__ bool is_global(const bool* flags, int row) const {
+    return s.with_globals &&
+           is_set(flags + static_cast<std::int64_t>(job.group / s.heads) * s.n + job.part * kQueries + row);
   }
 
-  __device__ void prepare(int tile) const {
-    const Keys<T>& keys = shared().keys;
-    const Sight &first = shared().sights[0], &last = shared().sights[query_count - 1];
+  __device__ auto keys_of(int tile) const { return rows(k, s.d, tile); }
+  __device__ auto values_of(int tile) const { return rows(first_value, s.e, tile); }
+  __device__ auto rows(const T* all, int width, int tile) const {
+    return [all, width, tokens = seen[tile % attention::kPlaces].tokens](int i) {
+      const int token = tokens[i];
+      return tile::Row<T>(all + static_cast<std::int64_t>(width) * token, token != kNobody);
+    };
+  }
+
+  __device__ void prepare(int tile) {
+    const Keys<T>& keys = all_keys;
+    const Sight &first = sights[0], &last = sights[query_count - 1];
     const int i = static_cast<int>(threadIdx.x), index = tile * kKeys + i;
-    Seen<T>& seen = seen_at(tile);
-    if (s.offsets > 0 && tile < keys.near_tiles && i < kQueries + kKeys - 1) {
-      const int offset = keys.first + index - first.token - (kQueries - 1) + s.left + s.block - 1;
-      float value = 0;
-      if (offset >= 0 && offset < s.offsets) value = widen(keys.bias[offset]) * tile::kLog2E;
-      seen.bias[i] = value;
+    Seen<T>& seen = this->seen[tile % attention::kPlaces];
+    if (s.offsets > 0 && tile < keys.near_tiles) {
+      const int lowest = keys.first + tile * kKeys - first.token - (kQueries - 1) + s.left + s.block - 1;
+      for (int j = i; j < kQueries + kKeys - 1; j += attention::kThreads<Source>) {
+        const int offset = lowest + j;
+        seen.bias[j] = offset >= 0 && offset < s.offsets ? widen(keys.bias[offset]) * tile::kLog2E : 0.0f;
+      }
     }
     if (i >= kKeys) return;
     int token;
@@ -246,28 +250,27 @@ struct Source {
 
   template <class Use>
   __device__ void with_logits(int tile, const Use& use) const {
-    const Seen<T>& seen = seen_at(tile);
-    const bool near = tile < shared().keys.near_tiles, biased = s.offsets > 0 && near;
-    const auto plain = [&](float product, int, int) { return product * factor; };
+    const Seen<T>& seen = this->seen[tile % attention::kPlaces];
+    const float factor = this->factor;
+    const bool near = tile < all_keys.near_tiles, biased = s.offsets > 0 && near;
     const auto with_bias = [&](float product, int row, int i) {
       return fmaf(product, factor, seen.bias[kQueries - 1 + i - row]);
     };
     // kNobody is before all that is seen, which unsigned numbers make far behind it
     const auto sees = [&](int row, int i) {
-      const Sight& sight = shared().sights[row];
+      const Sight& sight = sights[row];
       return static_cast<unsigned>(seen.tokens[i] - (near ? sight.first : 0)) <=
              static_cast<unsigned>(near ? sight.more : sight.until);
     };
-    if (seen.by_all[0] && seen.by_all[Seen<T>::kWarps - 1]) {
-      if (biased) {
-        use(with_bias);
-      } else {
-        use(plain);
-      }
+    const bool whole = seen.by_all[0] && seen.by_all[Seen<T>::kWarps - 1];
+    if (whole && biased) {
+      use(with_bias);
+    } else if (whole && factor >= 0) {
+      use(attention::Scaled{factor});
     } else if (biased) {
       use([&](float product, int row, int i) { return sees(row, i) ? with_bias(product, row, i) : -INFINITY; });
     } else {
-      use([&](float product, int row, int i) { return sees(row, i) ? plain(product, row, i) : -INFINITY; });
+      use([&](float product, int row, int i) { return sees(row, i) ? product * factor : -INFINITY; });
     }
   }
 };
@@ -276,22 +279,37 @@ struct Source {
 template <class T>
 constexpr int kBlocks = tile::kTensorCores<T> && tile::kAsynchronousCopies ? 3 : 2;
 
-// Takes keys and queries down in shared memory, and attends.
+// The attention of `count` queries of a job: sight_of_row(i) is one of them. first_row: of its results, of the group.
 template <class T, class SightOf>
-__device__ Softmax attend(const Source<T>& source, const Keys<T>& keys, const SightOf& sight_of_row) {
+__device__ Softmax<Source<T>> attend(const Sizes& s, const Job& job, const T* q, const T* k, const T* v,
+                                     const Keys<T>& keys, int count, std::int64_t first_row, float scale,
+                                     const SightOf& sight_of_row) {
+  Source<T>& source = attention::shared_source<Source<T>>();
   const int row = static_cast<int>(threadIdx.x);
-  if (row == 0) source.shared().keys = keys;
-  if (row < source.query_count) source.shared().sights[row] = sight_of_row(row);
-  __syncthreads();  // all threads prepare tiles with them
-  return attention::attend(source);
+  if (row < count) source.sights[row] = sight_of_row(row);
+  if (row == 0) {
+    const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.n;
+    source.s = s;
+    source.job = job;
+    source.first_row = first_token + first_row;
+    source.all_keys = keys;
+    source.q = q + first_token * s.d;
+    source.k = k + first_token * s.d;
+    source.first_value = v + first_token * s.e + job.first_column;
+    source.query_count = count;
+    source.key_count = keys.count();
+    source.column_count = s.e - job.first_column;
+    source.factor = scale * tile::kLog2E;
+    source.is_aligned = tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) &&
+                        tile::chunks_are_aligned(v, s.e);
+  }
+  return attention::attend<Source<T>>();
 }
 
 // partials [groups, n, 2 + e]: of each group, as many rows as its global tokens have slices, those of a slice together.
 template <class T>
 __device__ void attend_globals(const T* q, const T* k, const T* v, const bool* keep, const Globals& all,
                                const Sizes& s, float scale, float* partials) {
-  const bool aligned = tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) &&
-                       tile::chunks_are_aligned(v, s.e);
   for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
     const Job job(s, static_cast<int>(index));
     const Globals globals = all.of(s, job.group);
@@ -301,26 +319,20 @@ __device__ void attend_globals(const T* q, const T* k, const T* v, const bool* k
     const std::int32_t* const rows = globals.tokens + first_row;
     const int count = min(kQueries, cut.count - first_row), first_key = slice * cut.slice;
     const int last_key = s.causal ? rows[count - 1] : s.n - 1;  // that any of them sees
-    const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.n;
     const Keys<T> keys(keep + static_cast<std::int64_t>(job.group / s.heads) * s.n, first_key,
                        max(1, min(min(cut.slice, s.n - first_key), last_key + 1 - first_key)));
-    const Source<T> source = {s,
-                              q + first_token * s.d,
-                              k + first_token * s.d,
-                              v + first_token * s.e + job.first_column,
-                              count,
-                              keys.count(),
-                              s.e - job.first_column,
-                              scale * tile::kLog2E,
-                              aligned};
-    const Softmax softmax = attend(source, keys, [&](int row) { return sight_of_global(s, rows[row]); });
+    const Softmax<Source<T>> softmax =
+        attend(s, job, q, k, v, keys, count, static_cast<std::int64_t>(slice) * cut.count + first_row, scale,
+               [&](int row) { return sight_of_global(s, rows[row]); });
+    const Source<T>& source = attention::shared_source<Source<T>>();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = Softmax::row_of(i);
-      if (row >= count) continue;
-      const std::int64_t place = first_token + static_cast<std::int64_t>(slice) * cut.count + first_row + row;
-      attention::write_partial_row(softmax, i, job.first_column, s.e, partials + place * (kStatistics + s.e));
+    for (int i = 0; i < Softmax<Source<T>>::kRows; ++i) {
+      const int row = Softmax<Source<T>>::row_of(i);
+      if (row >= source.query_count) continue;
+      attention::write_partial_row(softmax, i, source.job.first_column, s.e,
+                                   partials + (source.first_row + row) * (kStatistics + s.e));
     }
+    __syncthreads();  // the next job may take the memory
   }
 }
 
@@ -330,7 +342,7 @@ __device__ void merge(const float* partials, const Globals& globals, const Job& 
                       const Sizes& s, T* out) {
   const Cut cut(globals.before[s.query_tiles()], s.n);
   const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.n, row_floats = kStatistics + s.e;
-  for (int i = tile::warp(); i < 2 * (last - first); i += attention::kWarps) {
+  for (int i = tile::warp(); i < 2 * (last - first); i += Source<T>::kWarps) {
     const int place = first + i / 2, column = job.first_column + i % 2 * tile::kWarpSize + tile::lane();
     const attention::PartialRows rows = {partials + (first_token + place) * row_floats, cut.slices,
                                          cut.count * row_floats};
@@ -342,13 +354,9 @@ __device__ void merge(const float* partials, const Globals& globals, const Job& 
 template <class T>
 __device__ void attend_near(const T* q, const T* k, const T* v, const bool* keep, const bool* is_global, const T* bias,
                             const Globals& all, const float* partials, const Sizes& s, float scale, T* out) {
-  const bool aligned = tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) &&
-                       tile::chunks_are_aligned(v, s.e);
-  const bool in_pairs = attention::pairs_are_aligned(out, s.e);
   for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
     const Job job(s, static_cast<int>(index));
     const int first_query = job.part * kQueries, count = min(kQueries, s.n - first_query);
-    const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.n;
     const std::int64_t first_of_sample = static_cast<std::int64_t>(job.group / s.heads) * s.n;
     const Sight of_first = sight_of(s, first_query), of_last = sight_of(s, first_query + count - 1);
     Keys<T> keys(keep + first_of_sample, of_first.first, of_last.first + of_last.more + 1 - of_first.first);
@@ -362,24 +370,19 @@ __device__ void attend_near(const T* q, const T* k, const T* v, const bool* keep
       keys.global_count = s.causal ? last : globals.before[s.query_tiles()];
     }
     if (s.offsets > 0) keys.bias = bias + static_cast<std::int64_t>(job.group % s.heads) * s.offsets;
-    const Source<T> source = {s,
-                              q + first_token * s.d,
-                              k + first_token * s.d,
-                              v + first_token * s.e + job.first_column,
-                              count,
-                              keys.count(),
-                              s.e - job.first_column,
-                              scale * tile::kLog2E,
-                              aligned};
-    const Softmax softmax = attend(source, keys, [&](int row) { return sight_of(s, first_query + row); });
+    const Softmax<Source<T>> softmax = attend(s, job, q, k, v, keys, count, first_query, scale,
+                                      [&](int row) { return sight_of(s, first_query + row); });
+    const Source<T>& source = attention::shared_source<Source<T>>();
+    const bool in_pairs = attention::pairs_are_aligned(out, s.e);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = Softmax::row_of(i);
-      if (row >= count || (s.with_globals && is_set(is_global + first_of_sample + first_query + row))) continue;
+    for (int i = 0; i < Softmax<Source<T>>::kRows; ++i) {
+      const int row = Softmax<Source<T>>::row_of(i);
+      if (row >= source.query_count || source.is_global(is_global, row)) continue;
       const float factor = softmax.total[i] == 0 ? 0.0f : 1.0f / softmax.total[i];
-      T* const to = out + (first_token + first_query + row) * s.e;
-      attention::write_row(softmax, i, factor, job.first_column, s.e, in_pairs, to);
+      T* const to = out + (source.first_row + row) * s.e;
+      attention::write_row(softmax, i, factor, source.job.first_column, s.e, in_pairs, to);
     }
+    __syncthreads();  // the next job may take the memory
   }
 }
 
@@ -392,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
 }
 
 #define EFFEXPORT_BANDED_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocks<T>)                                        \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T>>, kBlocks<T>)                             \
       effexport_banded_attention_partials_##dtype(                                                                     \
           const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,    \
           const std::int32_t* __restrict__ tokens, const std::int32_t* __restrict__ before, std::int32_t groups,       \
@@ -401,7 +404,8 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const Sizes sizes{groups, heads, n, d, e, 0, 0, 1, causal != 0, true, 0};                                          \
     attend_globals(q, k, v, keep, {tokens, before}, sizes, scale, partials);                                           \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocks<T>) effexport_banded_attention_##dtype(    \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T>>, kBlocks<T>)                             \
+      effexport_banded_attention_##dtype(                                                                              \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       const bool* __restrict__ is_global, const T* __restrict__ bias, const std::int32_t* __restrict__ tokens,         \
       const std::int32_t* __restrict__ before, const float* __restrict__ partials, std::int32_t groups,                \
@@ -461,13 +465,13 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   const Scratch memory(p, scratch);
   const std::int32_t *const tokens = memory.tokens, *const before = memory.before;
   const float* const partials = memory.partials;
-  const std::size_t shared_bytes = attention::kTileBytes<T> + sizeof(typename Source<T>::Shared);
-  const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads, shared_bytes, stream);
+  const std::size_t shared_bytes = attention::kTileBytes<T> + sizeof(Source<T>);
+  const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads<Source<T>>, shared_bytes, stream);
   if (s.with_globals) {
     const std::int32_t batch = s.groups / s.heads;
     const cudaLaunchConfig_t find = launch_of(batch, kScanThreads, 2 * kScanWarps * sizeof(int), stream);
-    cudaError_t error = cudaLaunchKernelEx(&find, EFFEXPORT_ENTRY(effexport_banded_attention_globals), a.is_global, batch, s.n,
-                                           memory.tokens, memory.before);
+    cudaError_t error = cudaLaunchKernelEx(&find, EFFEXPORT_ENTRY(effexport_banded_attention_globals), a.is_global,
+                                           batch, s.n, memory.tokens, memory.before);
     if (error != cudaSuccess) return error;
     error = cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_banded_attention_partials), a.q_global,
                                a.k_global, a.v_global, a.keep, tokens, before, s.groups, s.heads, s.n, s.d, s.e,

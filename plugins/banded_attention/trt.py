@@ -28,9 +28,8 @@ def find(s: Sizes) -> Launch:
 def attend(s: Sizes, scalars: tuple[object, ...]) -> Launch:
     groups = s.batch * s.heads
     blocks = groups * cdiv(s.n, QUERIES) * cdiv(s.e, WIDTH)
-    # a tile of queries and two of keys or values, and Source::Shared
-    keys, side_bytes = (32, 2128) if s.T == "float32" else (64, 2640)
-    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + side_bytes
+    # two tiles of keys and their values, of any type; and Source
+    shared_bytes = (1 << 15) + (2768 if s.T == "float32" else 3536)
     return Launch(blocks, ATTEND_THREADS, (groups, s.heads, s.n, s.d, s.e, *scalars, s.scale), shared_bytes)
 
 

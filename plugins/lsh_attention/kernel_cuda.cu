@@ -25,6 +25,7 @@ using tile::kLog2E;
 
 constexpr int kThreads = 256;  // of the first and the third kernel
 constexpr int kBlocksAtOnce = 3;  // of the second one, on a multiprocessor: some copy while others compute
+constexpr int kQueries = 64;      // of a block of the second one
 constexpr int kLanesPerVector = 8;
 constexpr int kVectors = kThreads / kLanesPerVector;  // of a block of the first kernel
 constexpr float kLn2 = 0.69314718055994531f;
@@ -45,7 +46,7 @@ struct Sizes {
 
   __host__ __device__ unsigned chunks() const { return padded / chunk_length; }
   __host__ __device__ unsigned all_chunks() const { return rounds * chunks(); }
-  __host__ __device__ unsigned query_tiles() const { return (chunk_length - 1) / attention::kQueries + 1; }
+  __host__ __device__ unsigned query_tiles() const { return (chunk_length - 1) / kQueries + 1; }
   __host__ __device__ unsigned column_tiles() const { return (value_dim - 1) / attention::kWidth + 1; }
   __host__ __device__ unsigned jobs() const { return groups * all_chunks() * query_tiles() * column_tiles(); }
 };
@@ -57,7 +58,7 @@ struct Job {
   __device__ Job(const Sizes& s, unsigned index) {
     first_column = index % s.column_tiles() * attention::kWidth;
     index /= s.column_tiles();
-    first_query = index % s.query_tiles() * attention::kQueries;
+    first_query = index % s.query_tiles() * kQueries;
     index /= s.query_tiles();
     chunk = index % s.all_chunks();
     group = index / s.all_chunks();
@@ -93,14 +94,17 @@ struct alignas(16) Key {
   int row;           // of its vectors; kNobody if there are none
 };
 
-// The keys and queries of a job, for the attention core.
+// A job, its keys and its queries, for the attention core.
 template <class T>
 struct Source {
   using Element = T;
-  static constexpr std::size_t kSharedBytes =
-      2 * attention::kKeys<T> * sizeof(Key) + attention::kQueries * sizeof(std::int32_t);
+  static constexpr int kWarps = 4;
+  static constexpr int kFragments = 1;
+  static constexpr int kKeys = attention::kKeys<T>;
 
-  const Sizes& s;
+  Sizes s;
+  Job job;
+  Window window;
   const T* qk;                // [seq, head_dim], of the group, as all arrays here
   const T* first_value;       // of v, [seq, value_dim]: in the first column of the job
   const std::int32_t* order;  // [rounds, padded]
@@ -109,9 +113,8 @@ struct Source {
   int query_count;
   int column_count;  // from the first one of the job on
   bool is_aligned;
-  Window window;
-  Key* seen;          // [2, keys of a tile], in shared memory
-  std::int32_t* own;  // [queries], in shared memory
+  Key seen[attention::kPlaces][kKeys];
+  std::int32_t own[kQueries];  // the tokens of the queries
 
   __device__ int queries() const { return query_count; }
   __device__ int keys() const { return static_cast<int>(window.count); }
@@ -120,18 +123,16 @@ struct Source {
   __device__ bool aligned() const { return is_aligned; }
 
   __device__ bool exists(int token) const { return static_cast<unsigned>(token) < s.seq; }
-  __device__ Key& seen_at(int tile, int i) const { return seen[tile % 2 * attention::kKeys<T> + i]; }
-
   __device__ const T* vector(int token) const { return qk + static_cast<std::int64_t>(s.head_dim) * token; }
 
   // Of a token that does not exist, anything: its result is not written.
   __device__ const T* query(int row) const { return vector(exists(own[row]) ? own[row] : 0); }
 
   // Places beyond the window are keys without a token, which nobody sees.
-  __device__ void prepare(int tile) const {
+  __device__ void prepare(int tile) {
     const int i = static_cast<int>(threadIdx.x);
-    if (i >= attention::kKeys<T>) return;
-    const unsigned index = static_cast<unsigned>(tile * attention::kKeys<T> + i);
+    if (i >= kKeys) return;
+    const unsigned index = static_cast<unsigned>(tile * kKeys + i);
     Key key = {kNobody, kNever, 0.0f, kNobody};
     if (index < window.count) {
       unsigned place = window.first + index;
@@ -144,23 +145,22 @@ struct Source {
         key.row = key.token;
       }
     }
-    seen_at(tile, i) = key;
+    seen[tile % attention::kPlaces][i] = key;
   }
 
-  __device__ tile::Row<T> key(int tile, int i) const {
-    const int row = seen_at(tile, i).row;
-    return {vector(row), row != kNobody};
-  }
-
-  __device__ tile::Row<T> value(int tile, int i) const {
-    const int row = seen_at(tile, i).row;
-    return {first_value + static_cast<std::int64_t>(s.value_dim) * row, row != kNobody};
+  __device__ auto keys_of(int tile) const { return rows(qk, s.head_dim, tile); }
+  __device__ auto values_of(int tile) const { return rows(first_value, s.value_dim, tile); }
+  __device__ auto rows(const T* all, unsigned width, int tile) const {
+    return [all, width, keys = seen[tile % attention::kPlaces]](int i) {
+      const int row = keys[i].row;
+      return tile::Row<T>(all + static_cast<std::int64_t>(width) * row, row != kNobody);
+    };
   }
 
   template <class Use>
   __device__ void with_logits(int tile, const Use& use) const {
-    use([&](float product, int row, int i) {
-      const Key key = seen_at(tile, i);
+    use([this, keys = seen[tile % attention::kPlaces]](float product, int row, int i) {
+      const Key key = keys[i];
       const int query = own[row];
       const float score = query < key.visible_from ? kHiddenScore : product * key.scale;
       return query == key.token ? kSelfScore : score;
@@ -183,13 +183,13 @@ __device__ void write_pair(float first, float second, int count, bool together, 
 
 // Writes the rows of a block where their tokens stand.
 template <class T>
-__device__ void hand_out(const Source<T>& source, const Job& job, const attention::Softmax& softmax, T* contexts,
-                         float* lses) {
-  const Sizes& s = source.s;
+__device__ void hand_out(const Sizes& s, const Source<T>& source, const attention::Softmax<Source<T>>& softmax,
+                         T* contexts, float* lses) {
+  const Job& job = source.job;
   const bool together = s.value_dim % 2 == 0 && source.columns() >= attention::kWidth;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int query = attention::Softmax::row_of(i);
+  for (int i = 0; i < attention::Softmax<Source<T>>::kRows; ++i) {
+    const int query = attention::Softmax<Source<T>>::row_of(i);
     if (query >= source.queries() || !source.exists(source.own[query])) continue;
     const float score = softmax.highest[i];
     // tokens that see only themselves have logits at which float32 is coarse, so that a product would not be exact
@@ -201,42 +201,40 @@ __device__ void hand_out(const Source<T>& source, const Job& job, const attentio
     T* const to = contexts + row * s.value_dim + job.first_column;
 #pragma unroll
     for (int j = 0; j < attention::kColumnTiles; ++j) {
-      const int column = attention::Softmax::column_of(j);
-      const float* const values = softmax.context[j].values + 2 * i;
+      const int column = attention::Softmax<Source<T>>::column_of(j);
+      const float* const values = softmax.pair(i, j);
       write_pair(scale * values[0], scale * values[1], source.columns() - column, together, to + column);
     }
-    if (attention::Softmax::column_of(0) == 0 && job.first_column == 0) lses[row] = lse;
+    if (attention::Softmax<Source<T>>::column_of(0) == 0 && job.first_column == 0) lses[row] = lse;
   }
 }
 
 template <class T>
 __device__ void attend(const T* qk, const T* v, const std::int32_t* order, const float* scales,
                        const std::int32_t* kept, const Sizes& s, T* contexts, float* lses) {
-  Key* const seen = reinterpret_cast<Key*>(attention::side_memory<T>());
-  std::int32_t* const own = reinterpret_cast<std::int32_t*>(seen + 2 * attention::kKeys<T>);
-  const bool aligned = tile::chunks_are_aligned(qk, s.head_dim) && tile::chunks_are_aligned(v, s.value_dim);
+  Source<T>& source = attention::shared_source<Source<T>>();
+  const int thread = static_cast<int>(threadIdx.x);
   for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
     const Job job(s, static_cast<unsigned>(index));
-    const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.seq;
     const std::int32_t* const group_order = order + static_cast<std::int64_t>(job.group) * s.rounds * s.padded;
-    const Source<T> source = {s,
-                              qk + first_token * s.head_dim,
-                              v + first_token * s.value_dim + job.first_column,
-                              group_order,
-                              scales + first_token,
-                              kept[job.group / s.heads],
-                              static_cast<int>(min(s.chunk_length - job.first_query, unsigned{attention::kQueries})),
-                              static_cast<int>(s.value_dim - job.first_column),
-                              aligned,
-                              Window(s, job),
-                              seen,
-                              own};
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread < source.queries()) {
-      own[thread] = group_order[job.chunk * s.chunk_length + job.first_query + thread];
+    const int queries = static_cast<int>(min(s.chunk_length - job.first_query, unsigned{kQueries}));
+    if (thread < queries) source.own[thread] = group_order[job.chunk * s.chunk_length + job.first_query + thread];
+    if (thread == 0) {
+      const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.seq;
+      source.s = s;
+      source.job = job;
+      source.window = Window(s, job);
+      source.qk = qk + first_token * s.head_dim;
+      source.first_value = v + first_token * s.value_dim + job.first_column;
+      source.order = group_order;
+      source.scales = scales + first_token;
+      source.kept = kept[job.group / s.heads];
+      source.query_count = queries;
+      source.column_count = static_cast<int>(s.value_dim - job.first_column);
+      source.is_aligned = tile::chunks_are_aligned(qk, s.head_dim) && tile::chunks_are_aligned(v, s.value_dim);
     }
-    hand_out(source, job, attention::attend(source), contexts, lses);
-    __syncthreads();  // the next job may take shared memory
+    hand_out(s, source, attention::attend<Source<T>>(), contexts, lses);
+    __syncthreads();  // the next job may take the memory
   }
 }
 
@@ -365,7 +363,7 @@ __device__ void combine(const T* contexts, const float* lses, int groups, int se
       std::int32_t seq, std::int32_t head_dim, float* __restrict__ scales, std::int32_t* __restrict__ kept) {          \
     prepare(qk, keep, groups, heads, seq, head_dim, scales, kept);                                                     \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocksAtOnce)                                     \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T>>, kBlocksAtOnce)                          \
       effexport_lsh_attention_##dtype(                                                                                 \
       const T* __restrict__ qk, const T* __restrict__ v, const std::int32_t* __restrict__ order,                       \
       const float* __restrict__ scales, const std::int32_t* __restrict__ kept, std::uint32_t groups,                   \
@@ -401,7 +399,7 @@ bool countable(const Problem& p) {
     return false;
   }
   const std::int64_t pieces = p.seq * parts(p.value_dim, tile::Chunk<float>::kCount);
-  const std::int64_t tiles = p.chunks() * parts(p.chunk_length, attention::kQueries);
+  const std::int64_t tiles = p.chunks() * parts(p.chunk_length, kQueries);
   const std::int64_t rows = p.groups * p.rounds;
   return p.rounds * p.padded <= kMaxInt32 && p.window() <= (kMaxInt32 - attention::kKeys<Half>) / p.chunk_length &&
          pieces <= kMaxInt32 - kThreads && rows <= kMaxInt32 && rows * tiles <= kMaxInt32 &&
@@ -451,8 +449,8 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   cudaError_t error = cudaLaunchKernelEx(&prepare, EFFEXPORT_KERNEL(T, effexport_lsh_attention_prepare), qk, keep,
                                          s.groups, s.heads, s.seq, s.head_dim, memory.scales, memory.kept);
   if (error != cudaSuccess) return error;
-  const std::size_t shared_bytes = attention::kTileBytes<T> + Source<T>::kSharedBytes;
-  const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads, shared_bytes, stream);
+  const std::size_t shared_bytes = attention::kTileBytes<T> + sizeof(Source<T>);
+  const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads<Source<T>>, shared_bytes, stream);
   error = cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_lsh_attention), qk, v, order,
                              static_cast<const float*>(memory.scales), static_cast<const std::int32_t*>(memory.kept),
                              s.groups, s.heads, s.seq, s.padded, s.rounds, s.head_dim, s.value_dim, s.chunk_length,

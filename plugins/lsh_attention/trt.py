@@ -14,7 +14,8 @@ VECTORS = 32
 QUERIES = 64
 WIDTH = 64
 CHUNK_BYTES = 16
-KEY_BYTES = 16
+# two tiles of keys and their values, of any type
+TILE_BYTES = 1 << 15
 
 OPERATOR = SIGNATURE.onnx_name
 QK, V, ORDER, _, KEEP = map(str, SIGNATURE.inputs)
@@ -41,10 +42,8 @@ def attend(s: Sizes) -> Launch:
     sizes = (groups, s.heads, s.seq, s.padded, s.rounds, s.head_dim, s.value_dim)
     flags = (int(flag != 0) for flag in (s.causal, s.circular, s.rounded))
     scalars = (*sizes, s.chunk_length, s.chunks_before, s.chunks_after, *flags)
-    # a tile of queries and two of keys or values; two tiles of what is known of keys, and the tokens of the queries
-    keys = 32 if s.T == "float32" else 64
-    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + 2 * keys * KEY_BYTES + QUERIES * 4
-    return Launch(blocks, ATTEND_THREADS, scalars, shared_bytes)
+    source_bytes = 1920 if s.T == "float32" else 3456
+    return Launch(blocks, ATTEND_THREADS, scalars, TILE_BYTES + source_bytes)
 
 
 def combine(s: Sizes) -> Launch:

@@ -90,11 +90,14 @@ def work(case: Case) -> Work:
     """The core over slices of the keys; what slices give, highest, total and context of a query, is merged."""
     batch, heads, n, m, d, e = case.sizes
     size, keys = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64
-    query_tiles = parts(n, 64)
-    slice_length = 4 * 64 * query_tiles
+    fragments = 1 if case.dtype == "float32" else 2
+    slice_length = 4 * 64 * parts(n, 64)
     slices = parts(m, slice_length)
-    blocks = batch * heads * slices * query_tiles * parts(e, 64)
-    core = attention_core(size, blocks, parts(min(m, slice_length), keys), d)
+    blocks = batch * heads * slices * parts(n, 64 * fragments) * parts(e, 64)
+    tiles = parts(min(m, slice_length), keys)
+    masked = 0 if case.kind == "visible" and m % keys == 0 else None
+    queries = min(n, 64 * fragments)
+    core = attention_core(size, blocks, tiles, d, queries=queries, fragments=fragments, masked=masked)
     if slices == 1:
         return core
     partials = 4.0 * batch * heads * slices * n * (2 + e)

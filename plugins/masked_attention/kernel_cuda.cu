@@ -1,8 +1,8 @@
 // CUDA kernels of effexport::MaskedAttention.
 //
-// A block takes 64 queries of one head, 64 columns of the values and a slice of the keys through the core in
-// native/attention.h. Where keys are more than four times the queries they are cut into several slices, so that few
-// queries of many keys fill a GPU; a second launch merges what the slices give. How keys are cut depends on n and m
+// A block takes 128 queries of one head (64 of float32), 64 columns of the values and a slice of the keys through the
+// core in native/attention.h. Where keys are more than four times the queries they are cut into several slices, so that
+// few queries of many keys fill a GPU; a second launch merges what the slices give. How keys are cut depends on n and m
 // alone.
 //
 // The arguments are inputs, scalars, outputs; any grid is right.
@@ -12,20 +12,21 @@
 namespace effexport::masked_attention {
 namespace {
 
-using attention::kQueries;
 using attention::kStatistics;
 using attention::kWidth;
 using attention::Softmax;
 
 constexpr int kMergeThreads = 256;
-constexpr int kSliceTiles = 4;  // keys of a slice per query, both in whole tiles
+constexpr int kSliceStep = 64;      // of the keys of a slice
+constexpr int kSliceQueries = 4;    // of them for each kSliceStep queries
 
-// Sizes of a launch. slice: keys of a slice, a multiple of 64.
+
+// Sizes of a launch. slice: keys of a slice, a multiple of 64. queries: of a block.
 struct Sizes {
-  int groups, heads, n, m, d, e, slice;
+  int groups, heads, n, m, d, e, slice, queries;
 
   __host__ __device__ int slices() const { return parts_of(m, slice); }
-  __host__ __device__ int query_tiles() const { return parts_of(n, kQueries); }
+  __host__ __device__ int query_tiles() const { return parts_of(n, queries); }
   __host__ __device__ int column_tiles() const { return parts_of(e, kWidth); }
   __host__ __device__ std::int64_t jobs() const {
     return static_cast<std::int64_t>(groups) * slices() * query_tiles() * column_tiles();
@@ -42,93 +43,119 @@ struct Job {
   __device__ Job(const Sizes& s, int index) {
     first_column = index % s.column_tiles() * kWidth;
     index /= s.column_tiles();
-    first_query = index % s.query_tiles() * kQueries;
+    first_query = index % s.query_tiles() * s.queries;
     index /= s.query_tiles();
     slice = index % s.slices();
     group = index / s.slices();
   }
 };
 
-// The queries, keys and values of a job, for the core.
+// A job and its queries, keys and values, for the core.
 template <class T>
-class Source {
- public:
+struct Source {
   using Element = T;
+  static constexpr int kWarps = 4;
+  static constexpr int kFragments = sizeof(T) == 2 ? 2 : 1;
+  static constexpr int kKeys = attention::kKeys<T>;
+
+  // What is known of a tile of keys. The highest logit that each may have: that of a hidden one is finite, so that a
+  // sample that sees nothing averages over all of its keys. And whether all are visible, of each 32.
+  struct Seen {
+    float highest[kKeys];
+    bool all[kKeys / tile::kWarpSize];
+  };
+
+  // The rows of a tile of keys or values, the first of which exist.
+  struct Rows {
+    const T* first;
+    int stride, count;
+
+    __device__ tile::Row<T> operator()(int i) const {
+      return {first + static_cast<std::int64_t>(min(i, count - 1)) * stride, i < count};
+    }
+  };
+
+  Job job;
+  int query_count, key_count, channel_count, column_count, value_stride;
+  float factor;
+  const T *q, *k, *v;
+  const bool* keep;
+  bool is_aligned;
 
   __device__ Source(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, const Job& job)
-      : queries_(min(kQueries, s.n - job.first_query)),
-        keys_(min(s.slice, s.m - job.slice * s.slice)),
-        channels_(s.d),
-        columns_(s.e - job.first_column),
-        value_stride_(s.e),
-        factor_(scale * tile::kLog2E) {
+      : job(job),
+        query_count(min(s.queries, s.n - job.first_query)),
+        key_count(min(s.slice, s.m - job.slice * s.slice)),
+        channel_count(s.d),
+        column_count(s.e - job.first_column),
+        value_stride(s.e),
+        factor(scale * tile::kLog2E),
+        is_aligned(tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) &&
+                   tile::chunks_are_aligned(v, s.e)) {
     const std::int64_t first_key = static_cast<std::int64_t>(job.slice) * s.slice;
-    q_ = q + (static_cast<std::int64_t>(job.group) * s.n + job.first_query) * s.d;
-    k_ = k + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.d;
-    v_ = v + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.e + job.first_column;
-    keep_ = keep + static_cast<std::int64_t>(job.group / s.heads) * s.m + first_key;
-    aligned_ = tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) && tile::chunks_are_aligned(v, s.e);
+    this->q = q + (static_cast<std::int64_t>(job.group) * s.n + job.first_query) * s.d;
+    this->k = k + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.d;
+    this->v = v + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.e + job.first_column;
+    this->keep = keep + static_cast<std::int64_t>(job.group / s.heads) * s.m + first_key;
   }
 
-  __device__ int queries() const { return queries_; }
-  __device__ int keys() const { return keys_; }
-  __device__ int channels() const { return channels_; }
-  __device__ int columns() const { return columns_; }
-  __device__ bool aligned() const { return aligned_; }
-  __device__ const T* query(int row) const { return q_ + static_cast<std::int64_t>(row) * channels_; }
-  __device__ tile::Row<T> key(int tile, int i) const {
-    const int key = tile * kKeys + i;
-    return {k_ + static_cast<std::int64_t>(min(key, keys_ - 1)) * channels_, key < keys_};
-  }
-  __device__ tile::Row<T> value(int tile, int i) const {
-    const int key = tile * kKeys + i;
-    return {v_ + static_cast<std::int64_t>(min(key, keys_ - 1)) * value_stride_, key < keys_};
+  __device__ int queries() const { return query_count; }
+  __device__ int keys() const { return key_count; }
+  __device__ int channels() const { return channel_count; }
+  __device__ int columns() const { return column_count; }
+  __device__ bool aligned() const { return is_aligned; }
+  __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(row) * channel_count; }
+  __device__ Rows keys_of(int tile) const { return rows(k, channel_count, tile); }
+  __device__ Rows values_of(int tile) const { return rows(v, value_stride, tile); }
+  __device__ Rows rows(const T* all, int stride, int tile) const {
+    return {all + static_cast<std::int64_t>(tile) * kKeys * stride, stride, key_count - tile * kKeys};
   }
 
   __device__ void prepare(int tile) const {
     const int i = static_cast<int>(threadIdx.x);
     if (i >= kKeys) return;
     const int key = tile * kKeys + i;
-    highest_logits(tile)[i] = key >= keys_ ? -INFINITY : is_set(keep_ + key) ? INFINITY : attention::kLowest;
+    const bool visible = key < key_count && is_set(keep + key);
+    Seen& seen = seen_at(tile);
+    seen.highest[i] = visible ? INFINITY : key < key_count ? attention::kLowest : -INFINITY;
+    const unsigned all = __ballot_sync(tile::kAllLanes, visible);
+    if (tile::lane() == 0) seen.all[tile::warp()] = all == tile::kAllLanes;
   }
 
   // fminf takes the number where the other one is NaN: so NaN stays out of sight where a key is hidden, and is
   // infinite, which makes NaN of the softmax, where it is visible.
   template <class Use>
   __device__ void with_logits(int tile, const Use& use) const {
-    use([&](float product, int, int i) { return fminf(product * factor_, highest_logits(tile)[i]); });
+    const Seen& seen = seen_at(tile);
+    const float factor = this->factor;
+    if (factor >= 0 && seen.all[0] && seen.all[kKeys / tile::kWarpSize - 1]) {
+      use(attention::Scaled{factor});
+    } else {
+      use([&](float product, int, int i) { return fminf(product * factor, seen.highest[i]); });
+    }
   }
 
-  static constexpr int kKeys = attention::kKeys<T>;
-
-  // The highest logit that each key of a tile may have. That of a hidden one is finite, so that a sample that sees
-  // nothing averages over all of its keys.
-  static __device__ float* highest_logits(int tile) {
-    return reinterpret_cast<float*>(attention::side_memory<T>()) + tile % 2 * kKeys;
+  static __device__ Seen& seen_at(int tile) {
+    return reinterpret_cast<Seen*>(&attention::shared_source<Source>() + 1)[tile % attention::kPlaces];
   }
-
- private:
-  int queries_, keys_, channels_, columns_, value_stride_;
-  float factor_;
-  const T *q_, *k_, *v_;
-  const bool* keep_;
-  bool aligned_;
 };
 
 template <class T>
-constexpr std::size_t kSharedBytes = attention::kTileBytes<T> + 2 * attention::kKeys<T> * sizeof(float);
-
-// Blocks for which a multiprocessor should have registers: as many as leave enough for each of them.
+constexpr int kQueries = attention::kQueries<Source<T>>;
 template <class T>
-constexpr int kBlocks = tile::kTensorCores<T> && tile::kAsynchronousCopies ? 3 : 2;
+constexpr std::size_t kSharedBytes =
+    attention::kTileBytes<T> + sizeof(Source<T>) + attention::kPlaces * sizeof(typename Source<T>::Seen);
+
+// For which a multiprocessor should have registers.
+constexpr int kBlocks = 2;
 
 // out: of the only slice.
 template <class T>
-__device__ void write_results(const Sizes& s, const Job& job, const Softmax& softmax, T* out) {
+__device__ void write_results(const Sizes& s, const Job& job, const Softmax<Source<T>>& softmax, T* out) {
   const bool in_pairs = attention::pairs_are_aligned(out, s.e);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = job.first_query + Softmax::row_of(i);
+  for (int i = 0; i < Softmax<Source<T>>::kRows; ++i) {
+    const int row = job.first_query + Softmax<Source<T>>::row_of(i);
     if (row >= s.n) continue;
     T* const to = out + (static_cast<std::int64_t>(job.group) * s.n + row) * s.e;
     attention::write_row(softmax, i, 1.0f / softmax.total[i], job.first_column, s.e, in_pairs, to);
@@ -136,10 +163,11 @@ __device__ void write_results(const Sizes& s, const Job& job, const Softmax& sof
 }
 
 // partials [groups, slices, n, 2 + e]
-inline __device__ void write_partials(const Sizes& s, const Job& job, const Softmax& softmax, float* partials) {
+template <class T>
+__device__ void write_partials(const Sizes& s, const Job& job, const Softmax<Source<T>>& softmax, float* partials) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = job.first_query + Softmax::row_of(i);
+  for (int i = 0; i < Softmax<Source<T>>::kRows; ++i) {
+    const int row = job.first_query + Softmax<Source<T>>::row_of(i);
     if (row >= s.n) continue;
     const std::int64_t index = (static_cast<std::int64_t>(job.group) * s.slices() + job.slice) * s.n + row;
     attention::write_partial_row(softmax, i, job.first_column, s.e, partials + index * (kStatistics + s.e));
@@ -151,13 +179,15 @@ template <class T>
 __device__ void attend(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, bool partial,
                        void* out) {
   for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
-    const Job job(s, static_cast<int>(index));
-    const Softmax softmax = attention::attend(Source<T>(q, k, v, keep, s, scale, job));
+    Source<T>& source = attention::shared_source<Source<T>>();
+    if (threadIdx.x == 0) source = Source<T>(q, k, v, keep, s, scale, Job(s, static_cast<int>(index)));
+    const Softmax<Source<T>> softmax = attention::attend<Source<T>>();
     if (partial) {
-      write_partials(s, job, softmax, static_cast<float*>(out));
+      write_partials(s, source.job, softmax, static_cast<float*>(out));
     } else {
-      write_results(s, job, softmax, static_cast<T*>(out));
+      write_results(s, source.job, softmax, static_cast<T*>(out));
     }
+    __syncthreads();  // the next job may take the memory
   }
 }
 
@@ -181,16 +211,18 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
 }  // namespace
 
 #define EFFEXPORT_MASKED_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocks<T>) effexport_masked_attention_##dtype(    \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T>>, kBlocks)                                \
+      effexport_masked_attention_##dtype(                                                                              \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
       std::int32_t slice, float scale, std::int32_t partial, void* __restrict__ out) {                                 \
-    attend(q, k, v, keep, Sizes{groups, heads, n, m, d, e, slice}, scale, partial != 0, out);                          \
+    const Sizes sizes{groups, heads, n, m, d, e, slice, kQueries<T>};                                                  \
+    attend(q, k, v, keep, sizes, scale, partial != 0, out);                                                            \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kMergeThreads) effexport_masked_attention_merge_##dtype(                \
       const float* __restrict__ partials, std::int32_t groups, std::int32_t n, std::int32_t slices, std::int32_t e,    \
       T* __restrict__ out) {                                                                                           \
-    merge(partials, Sizes{groups, 1, n, slices, 0, e, 1}, out); /* as of one key each */                               \
+    merge(partials, Sizes{groups, 1, n, slices, 0, e, 1, 1}, out); /* as of one key each */                            \
   }
 
 EFFEXPORT_MASKED_ATTENTION(float32, float)
@@ -208,10 +240,11 @@ bool countable(const Problem& p) {
 }
 
 // Of a countable problem.
-Sizes sizes_of(const Problem& p) {
-  const std::int64_t slice = parts(p.queries, kQueries) * kQueries * kSliceTiles;
-  return {int32(p.groups),   int32(p.heads),     int32(p.queries),                                  int32(p.keys),
-          int32(p.head_dim), int32(p.value_dim), int32(std::min(slice, kMaxInt32 / kQueries * kQueries))};
+Sizes sizes_of(const Problem& p, int queries) {
+  const std::int64_t slice = parts(p.queries, kSliceStep) * kSliceStep * kSliceQueries;
+  return {int32(p.groups),   int32(p.heads),     int32(p.queries),
+          int32(p.keys),     int32(p.head_dim),  int32(p.value_dim),
+          int32(std::min(slice, kMaxInt32 / kSliceStep * kSliceStep)), queries};
 }
 
 bool product_fits_int32(std::initializer_list<int> factors) {
@@ -223,20 +256,20 @@ bool product_fits_int32(std::initializer_list<int> factors) {
 
 std::int64_t cuda_partial_floats(const Problem& p) {
   if (!countable(p)) return 0;
-  const std::int64_t slices = sizes_of(p).slices();
+  const std::int64_t slices = sizes_of(p, 1).slices();
   return slices > 1 ? p.groups * slices * p.queries * (kStatistics + p.value_dim) : 0;
 }
 
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   if (!countable(p)) return cudaErrorInvalidValue;
-  const Sizes s = sizes_of(p);
+  const Sizes s = sizes_of(p, kQueries<T>);
   if (!product_fits_int32({s.groups, s.n, s.merges_of_row()}) ||
       !product_fits_int32({s.groups, s.query_tiles(), s.slices(), s.column_tiles()})) {
     return cudaErrorInvalidValue;
   }
   if (s.slices() > 0) {
-    const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads, kSharedBytes<T>, stream);
+    const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads<Source<T>>, kSharedBytes<T>, stream);
     const bool partial = s.slices() > 1;
     const cudaError_t error = cudaLaunchKernelEx(
         &launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v, a.keep, s.groups, s.heads, s.n, s.m,

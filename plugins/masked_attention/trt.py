@@ -10,34 +10,35 @@ from effexport.plugins.ops import FLOAT_TYPES
 from effexport.plugins.trt_plugin import INT32_MAX, Launch, Plugin, Rewrite, Size, Sizes, cdiv, maximum, minimum
 
 # as in kernel_cuda.cu and native/attention.h; a test compares the launches
-QUERIES = 64
 WIDTH = 64
-SLICE_TILES = 4
+SLICE_STEP = 64
+SLICE_QUERIES = 4
 STATISTICS = 2
 WARP = 32
 ATTEND_THREADS = 128
 MERGE_THREADS = 256
 # keys of one slice for any number of queries
-KEYS_OF_A_SLICE = QUERIES * SLICE_TILES
-LONGEST_SLICE = INT32_MAX // QUERIES * QUERIES
+KEYS_OF_A_SLICE = SLICE_STEP * SLICE_QUERIES
+LONGEST_SLICE = INT32_MAX // SLICE_STEP * SLICE_STEP
+# two tiles of keys and their values, of any type
+TILE_BYTES = 1 << 15
 
 OPERATOR = SIGNATURE.onnx_name
 
 
 def slices(s: Sizes) -> Mapping[str, Size]:
     """The slices of keys. row: floats of a row of partials."""
-    length = minimum(maximum(cdiv(s.n, QUERIES), 1) * KEYS_OF_A_SLICE, LONGEST_SLICE)
+    length = minimum(maximum(cdiv(s.n, SLICE_STEP), 1) * KEYS_OF_A_SLICE, LONGEST_SLICE)
     return {"slice": length, "slices": cdiv(s.m, length), "row": s.e + STATISTICS}
 
 
 def attend(s: Sizes, partial: bool) -> Launch:
     groups = s.batch * s.heads
-    blocks = groups * s.slices * cdiv(s.n, QUERIES) * cdiv(s.e, WIDTH)
+    # of a block; and Source with what is known of three tiles of keys
+    queries, side_bytes = (64, 476) if s.T == "float32" else (128, 860)
+    blocks = groups * s.slices * cdiv(s.n, queries) * cdiv(s.e, WIDTH)
     scalars = (groups, s.heads, s.n, s.m, s.d, s.e, s.slice, s.scale, int(partial))
-    # a tile of queries and two of keys or values, and which of two tiles of keys are hidden
-    keys = 32 if s.T == "float32" else 64
-    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + 2 * keys * 4
-    return Launch(blocks, ATTEND_THREADS, scalars, shared_bytes)
+    return Launch(blocks, ATTEND_THREADS, scalars, TILE_BYTES + side_bytes)
 
 
 def merge(s: Sizes) -> Launch:

@@ -1,182 +1,372 @@
-// The core of every softmax attention on a GPU: a block of 128 threads computes up to 64 queries over any number of
-// keys with an online softmax. Scores and weights stay in registers.
+// The core of every softmax attention on a GPU: a block computes some queries over any number of keys with an online
+// softmax. Scores and weights stay in registers.
 //
-// Each of 4 warps has 16 queries. Keys and values come in tiles, one of each in shared memory: while scores are
-// computed, the values of the tile arrive, and while values are summed up, the next keys do. Queries and keys wider
-// than 64 channels come in slices of 64; values wider than 64 columns are shared out among blocks.
+// A warp has 16 queries, or 32 where registers are enough for what it reads of keys and values to serve two products.
+// Keys and values come in tiles, through shared memory. On tensor cores, queries of up to 64 channels stay in
+// registers, and while a tile is computed, the next one arrives: one barrier a tile. Otherwise the values of a tile
+// arrive while its scores are computed, and the next keys while its values are summed up; queries and keys come in
+// slices of 64 channels. Values wider than 64 columns are shared out among blocks.
 //
-// What differs between operators is a Source, one per block and job:
+// What differs between operators is a Source, one per block and job. It lies in shared memory, because registers are
+// scarce: at the begin of side_memory, where shared_source finds it.
 //
 //   using Element = T;
-//   int queries() const;                          // at most kQueries
+//   static constexpr int kWarps;                  // of the block
+//   static constexpr int kFragments;              // 16 queries each, of a warp
+//   int queries() const;                          // at most kQueries<Source>
 //   int keys() const;                             // at least 1, the same for all threads
 //   int channels() const;                         // of queries and keys
 //   int columns() const;                          // of the values, from this block's first one; at most kWidth used
 //   bool aligned() const;                         // whether all rows of queries, keys, values begin at multiples of 16
 //   const T* query(int row) const;                // where a query lies
 //   void prepare(int tile) const;                 // all threads: what the next three need, in shared memory
-//   tile::Row<T> key(int tile, int i) const;      // of key i < kKeys<T> of this tile of keys; or const T*
-//   tile::Row<T> value(int tile, int i) const;    // from this block's first column on; or const T*
+//   auto keys_of(int tile) const;                 // a function: the tile::Row<T> of key i < kKeys<T> of this tile
+//   auto values_of(int tile) const;               // the same, from this block's first column on
 //   void with_logits(int tile, use) const;        // calls use(logit) once, with the same function in all threads
 //
-// logit(float product, int row, int i) is that of a query and key i of the tile in base 2, times log₂ e; -inf: not a key.
+// logit(float product, int row, int i) is that of a query and key i of the tile in base 2, times log₂ e; -inf: not a
+// key. Scaled says that all of a tile are products times a factor, which costs nothing.
 //
-// prepare(tile + 1) runs while others are still at `tile`, so it needs places of its own for odd and for even tiles. It
-// has the memory from side_memory<T>() on. A barrier lies between prepare and those that use it.
+// prepare(tile + 2) runs while others are still at `tile`, so each tile has one of kPlaces places. A barrier lies
+// between prepare and those that use it.
 #pragma once
 
 #include "native/tile.h"
 
 namespace effexport::attention {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * tile::kWarpSize;
-constexpr int kQueries = kWarps * tile::kRows;
 constexpr int kWidth = 64;  // channels of a slice, and columns of the values, of a block
 constexpr int kColumnTiles = kWidth / tile::kColumns;
+constexpr int kPlaces = 3;
 
 // Keys of a tile.
 template <class T>
 constexpr int kKeys = sizeof(T) == 2 ? 64 : 32;
 
+template <class Source>
+constexpr int kThreads = Source::kWarps * tile::kWarpSize;
+template <class Source>
+constexpr int kQueriesOfWarp = Source::kFragments * tile::kRows;
+template <class Source>
+constexpr int kQueries = Source::kWarps * kQueriesOfWarp<Source>;
+
 // Dynamic shared memory without that of the Source.
 template <class T>
-constexpr std::size_t kTileBytes = tile::Tile<T, kWidth>::bytes(kQueries + 2 * kKeys<T>);
+constexpr std::size_t kTileBytes = tile::Tile<T, kWidth>::bytes(4 * kKeys<T>);
 
 template <class T>
 __device__ unsigned char* side_memory() {
   return tile_memory + kTileBytes<T>;
 }
 
+template <class Source>
+__device__ Source& shared_source() {
+  return *reinterpret_cast<Source*>(side_memory<typename Source::Element>());
+}
+
 constexpr float kLowest = -3.402823466e38f;
 
-// The softmax of rows row_of(0) and row_of(1) of a block, after all keys.
+// The logits of a tile of which every query sees every key: products times `factor`, which is not negative.
+struct Scaled {
+  float factor;
+
+  __device__ float operator()(float product, int, int) const { return product; }
+};
+
+inline __device__ float factor_of(const Scaled& logit) { return logit.factor; }
+template <class Logit>
+__device__ float factor_of(const Logit&) {
+  return 1.0f;
+}
+
+template <class Source>
+using Scores = tile::Sums[Source::kFragments][kKeys<typename Source::Element> / tile::kColumns];
+
+// The softmax of rows row_of(i), i < kRows, of a block, after all keys.
 //   highest: of the logits, in base 2; kLowest if all are lower. total: Σ 2^(logit − highest).
-//   context: Σ 2^(logit − highest) · value. values[2 i] and [2 i + 1] of tile j are of row_of(i), columns column_of(j)
-//   and the next.
+//   pair(i, j): Σ 2^(logit − highest) · value of row_of(i), columns column_of(j) and the next.
+template <class Source>
 struct Softmax {
-  float highest[2];
-  float total[2];
-  tile::Sums context[kColumnTiles];
+  static constexpr int kRows = 2 * Source::kFragments;
 
-  static __device__ int row_of(int i) { return tile::warp() * tile::kRows + tile::sums_row() + 8 * i; }
-  static __device__ int column_of(int j) { return j * tile::kColumns + tile::sums_column(); }
-};
+  float highest[kRows];
+  float total[kRows];
+  tile::Sums context[Source::kFragments][kColumnTiles];
 
-// The tiles of a block, in shared memory.
-template <class T>
-struct Tiles {
-  using Tile = tile::Tile<T, kWidth>;
-  Tile queries = {reinterpret_cast<T*>(tile_memory)};
-  Tile keys = {queries.elements + kQueries * kWidth};
-  Tile values = {keys.elements + kKeys<T> * kWidth};
-};
-
-// Starts to copy a slice of the keys of a tile; with_queries: and that slice of all queries.
-template <class Source, class T = typename Source::Element>
-__device__ void load_keys(const Source& source, const Tiles<T>& tiles, int tile, int slice, bool with_queries) {
-  const int first = slice * kWidth;
-  const int channels = source.channels() - first;
-  if (with_queries) {
-    tile::load_tile<kThreads>(tiles.queries, kQueries, channels, source.aligned(), [&](int row) {
-      return row < source.queries() ? source.query(row) + first : nullptr;
-    });
+  __device__ Softmax() : total{}, context{} {
+#pragma unroll
+    for (float& value : highest) value = kLowest;
   }
-  tile::load_tile<kThreads>(tiles.keys, kKeys<T>, channels, source.aligned(), [&](int i) {
-    const tile::Row<T> key = source.key(tile, i);
-    return tile::Row<T>(key.at(first), key.exists);
-  });
-  tile::commit_tiles();
-}
 
-// scores += queries · keysᵀ, over a slice that is in shared memory, of this warp's queries.
-template <class T, int kTiles>
-__device__ void add_scores(const Tiles<T>& tiles, int channels, tile::Sums (&scores)[kTiles]) {
-  // on tensor cores, a loop without end conditions is worth more than zeros that are not multiplied
-  const int depth =
-      tile::kTensorCores<T> ? kWidth : (min(kWidth, channels) + tile::kDepth - 1) / tile::kDepth * tile::kDepth;
-  tile::multiply_transposed(scores, tiles.queries, tile::warp() * tile::kRows, tiles.keys, 0, depth);
-}
+  __device__ const float* pair(int i, int j) const { return context[i / 2][j].values + i % 2 * 2; }
 
-// scores = queries · keysᵀ, of this warp's queries. The first slice is in shared memory already.
+  static __device__ int row_of(int i, int thread = static_cast<int>(threadIdx.x)) {
+    return thread / tile::kWarpSize * kQueriesOfWarp<Source> + i / 2 * tile::kRows + i % 2 * 8 +
+           thread % tile::kWarpSize / 4;
+  }
+  static __device__ int column_of(int j, int thread = static_cast<int>(threadIdx.x)) {
+    return j * tile::kColumns + thread % 4 * 2;
+  }
+};
+
+// A tile of keys and their values in shared memory: `stage` 0 or 1. The queries lie where stage 1 does.
+template <class T>
+struct Stage {
+  using Tile = tile::Tile<T, kWidth>;
+  Tile keys, values;
+  int lane = ptx::opaque(tile::lane());
+
+  __device__ explicit Stage(int stage)
+      : keys{reinterpret_cast<T*>(tile_memory) + stage * 2 * kKeys<T> * kWidth},
+        values{keys.elements + kKeys<T> * kWidth} {}
+};
+
 template <class Source, class T = typename Source::Element>
-__device__ void make_scores(const Source& source, const Tiles<T>& tiles, int tile, bool active,
-                            tile::Sums (&scores)[kKeys<T> / tile::kColumns]) {
-  if (active) add_scores(tiles, source.channels(), scores);
+__device__ tile::Tile<T, kWidth> queries_of(const Source&) {
+  static_assert(kQueries<Source> <= 2 * kKeys<T>, "queries fit into a stage");
+  return Stage<T>(1).keys;
+}
+
+// These start to copy a slice of all queries; a slice of the keys of a tile; its values.
+template <class Source>
+__device__ void load_queries(const Source& source, int slice) {
+  const int first = slice * kWidth;
+  tile::load_tile<kThreads<Source>>(
+      queries_of(source), kQueries<Source>, source.channels() - first, source.aligned(),
+      [&](int row) { return row < source.queries() ? source.query(row) + first : nullptr; });
+}
+
+template <class Source, class T = typename Source::Element>
+__device__ void load_keys(const Source& source, const Stage<T>& stage, int tile, int slice) {
+  const int first = slice * kWidth;
+  tile::load_tile<kThreads<Source>>(stage.keys, kKeys<T>, source.channels() - first, source.aligned(),
+                                    [key = source.keys_of(tile), first](int i) {
+                                      const tile::Row<T> row = key(i);
+                                      return tile::Row<T>(row.at(first), row.exists);
+                                    });
+}
+
+template <class Source, class T = typename Source::Element>
+__device__ void load_values(const Source& source, const Stage<T>& stage, int tile) {
+  tile::load_tile<kThreads<Source>>(stage.values, kKeys<T>, source.columns(), source.aligned(), source.values_of(tile));
+}
+
+// Queries [16, 16] of this warp, from channel 16 k of a slice on, for types with tensor cores.
+template <class Source, class T = typename Source::Element>
+__device__ tile::Left query_part(const tile::Tile<T, kWidth>& queries, int fragment, int k) {
+  return tile::load_left(queries, tile::warp() * kQueriesOfWarp<Source> + fragment * tile::kRows, k * tile::kDepth);
+}
+
+// scores += queries · keysᵀ over 16 channels, of this warp's queries, for types with tensor cores.
+template <class Source, class T = typename Source::Element>
+__device__ void add_scores(const tile::Left (&queries)[Source::kFragments], const Stage<T>& stage, int k,
+                           Scores<Source>& scores) {
+#pragma unroll
+  for (int j = 0; j < kKeys<T> / tile::kColumns; j += 2) {
+    tile::Right columns[2];
+    tile::load_rights_transposed(stage.keys, j * tile::kColumns, k * tile::kDepth, columns, stage.lane);
+#pragma unroll
+    for (int f = 0; f < Source::kFragments; ++f) {
+      tile::multiply_add<T>(scores[f][j], queries[f], columns[0]);
+      tile::multiply_add<T>(scores[f][j + 1], queries[f], columns[1]);
+    }
+  }
+}
+
+// scores += queries · keysᵀ over a slice of `channels`, all of it in shared memory.
+template <class Source, class T = typename Source::Element>
+__device__ void add_slice(const tile::Tile<T, kWidth>& queries, const Stage<T>& stage, int channels,
+                          Scores<Source>& scores) {
+  if constexpr (tile::kTensorCores<T>) {
 #pragma unroll 1
-  for (int first = kWidth; first < source.channels(); first += kWidth) {
-    __syncthreads();  // the slice before has been read
-    load_keys(source, tiles, tile, first / kWidth, true);
-    tile::wait_for_tiles<0>();
-    __syncthreads();
-    if (active) add_scores(tiles, source.channels() - first, scores);
+    for (int k = 0; k * tile::kDepth < min(kWidth, channels); ++k) {
+      tile::Left rows[Source::kFragments];
+#pragma unroll
+      for (int f = 0; f < Source::kFragments; ++f) rows[f] = query_part<Source>(queries, f, k);
+      add_scores<Source>(rows, stage, k, scores);
+    }
+  } else {
+    const int depth = (min(kWidth, channels) + tile::kDepth - 1) / tile::kDepth * tile::kDepth;
+#pragma unroll
+    for (int f = 0; f < Source::kFragments; ++f) {
+      const int row = tile::warp() * kQueriesOfWarp<Source> + f * tile::kRows;
+      tile::multiply_transposed(scores[f], queries, row, stage.keys, 0, depth);
+    }
+  }
+}
+
+// softmax.context += weights · values, rounded to T on tensor cores.
+template <class Source, class T = typename Source::Element>
+__device__ void add_values(const Scores<Source>& weights, const Stage<T>& stage, Softmax<Source>& softmax) {
+  if constexpr (tile::kTensorCores<T>) {
+#pragma unroll
+    for (int k = 0; k < kKeys<T> / tile::kColumns; k += 2) {
+      tile::Left rows[Source::kFragments];
+#pragma unroll
+      for (int f = 0; f < Source::kFragments; ++f) rows[f] = tile::round_sums<T>(weights[f][k], weights[f][k + 1]);
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; j += 2) {
+        tile::Right columns[2];
+        tile::load_rights(stage.values, k * tile::kColumns, j * tile::kColumns, columns, stage.lane);
+#pragma unroll
+        for (int f = 0; f < Source::kFragments; ++f) {
+          tile::multiply_add<T>(softmax.context[f][j], rows[f], columns[0]);
+          tile::multiply_add<T>(softmax.context[f][j + 1], rows[f], columns[1]);
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int f = 0; f < Source::kFragments; ++f) {
+      tile::multiply_weights(softmax.context[f], weights[f], stage.values, 0);
+    }
   }
 }
 
 // Turns scores into weights, and scales down what was summed up before if they raise the maximum. softmax.total is that
 // of this lane's keys.
-template <class Source, int kTiles>
-__device__ void weigh(const Source& source, int tile, tile::Sums (&scores)[kTiles], Softmax& softmax) {
-  float highest[2] = {softmax.highest[0], softmax.highest[1]};
+template <class Source, class T = typename Source::Element>
+__device__ void weigh(const Source& source, int tile, Scores<Source>& scores, Softmax<Source>& softmax) {
+  constexpr int kTiles = kKeys<T> / tile::kColumns;
+  float highest[Softmax<Source>::kRows];
+#pragma unroll
+  for (float& value : highest) value = -INFINITY;
+  float factor = 1.0f;
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   source.with_logits(tile, [&](const auto& logit) {
+    factor = factor_of(logit);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& score = scores[j].values[i];
-        score = logit(score, Softmax::row_of(i / 2), Softmax::column_of(j) + i % 2);
-        highest[i / 2] = fmaxf(highest[i / 2], score);
+      for (int f = 0; f < Source::kFragments; ++f) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = 2 * f + i / 2, key = Softmax<Source>::column_of(j, thread) + i % 2;
+          float& score = scores[f][j].values[i];
+          score = logit(score, Softmax<Source>::row_of(row, thread), key);
+          highest[row] = fmaxf(highest[row], score);
+        }
       }
     }
   });
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    highest[i] = tile::largest_in_row(highest[i]);
-    const float factor = ptx::exp2_approx(softmax.highest[i] - highest[i]);
+  for (int i = 0; i < Softmax<Source>::kRows; ++i) {
+    highest[i] = fmaxf(softmax.highest[i], tile::largest_in_row(highest[i]) * factor);
+    const float change = ptx::exp2_approx(softmax.highest[i] - highest[i]);
     softmax.highest[i] = highest[i];
-    softmax.total[i] *= factor;
+    softmax.total[i] *= change;
 #pragma unroll
-    for (tile::Sums& sums : softmax.context) {
-      sums.values[2 * i] *= factor;
-      sums.values[2 * i + 1] *= factor;
+    for (tile::Sums& sums : softmax.context[i / 2]) {
+      sums.values[i % 2 * 2] *= change;
+      sums.values[i % 2 * 2 + 1] *= change;
     }
   }
 #pragma unroll
-  for (tile::Sums& sums : scores) {
+  for (int f = 0; f < Source::kFragments; ++f) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums.values[i] = ptx::exp2_approx(sums.values[i] - highest[i / 2]);
-      softmax.total[i / 2] += sums.values[i];
+    for (tile::Sums& sums : scores[f]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums.values[i] = ptx::exp2_approx(fmaf(sums.values[i], factor, -highest[2 * f + i / 2]));
+        softmax.total[2 * f + i / 2] += sums.values[i];
+      }
     }
   }
 }
 
-// The attention of a block. All threads must call it. When it returns, others may still read the values of the last
-// tile, and nothing else: the next call has two barriers before it writes values.
+// Queries stay in registers, and the next tile arrives while one is computed.
 template <class Source, class T = typename Source::Element>
-__device__ Softmax attend(const Source& source) {
-  const Tiles<T> tiles;
-  const bool active = tile::warp() * tile::kRows < source.queries();  // a warp without queries only helps to copy
-  const bool sliced = source.channels() > kWidth;
-  const int last = (source.keys() - 1) / kKeys<T>;
-  Softmax softmax = {{kLowest, kLowest}, {}, {}};
-  source.prepare(0);
-  __syncthreads();
-  load_keys(source, tiles, 0, 0, true);
-  for (int tile = 0; tile <= last; ++tile) {
-    tile::wait_for_tiles<0>();
-    __syncthreads();  // the keys are there, and the values of the tile before have been read
-    tile::load_tile<kThreads>(tiles.values, kKeys<T>, source.columns(), source.aligned(),
-                              [&](int i) { return source.value(tile, i); });
+__device__ void attend_in_stages(Source& source, int last, bool active, Softmax<Source>& softmax) {
+  load_queries(source, 0);
+  const auto load = [&](int tile) {
+    const Stage<T> stage(tile % 2);
+    load_keys(source, stage, tile, 0);
+    load_values(source, stage, tile);
     tile::commit_tiles();
-    if (tile < last) source.prepare(tile + 1);
-    tile::Sums scores[kKeys<T> / tile::kColumns] = {};
-    make_scores(source, tiles, tile, active, scores);
+  };
+  load(0);
+  tile::wait_for_tiles<0>();
+  __syncthreads();
+  tile::Left queries[kWidth / tile::kDepth][Source::kFragments];
+#pragma unroll
+  for (int k = 0; k < kWidth / tile::kDepth; ++k) {
+#pragma unroll
+    for (int f = 0; f < Source::kFragments; ++f) queries[k][f] = query_part<Source>(queries_of(source), f, k);
+  }
+  __syncthreads();  // the queries have been read, and the second stage may take their place
+  for (int tile = 0; tile <= last; ++tile) {
+    if (tile < last) load(tile + 1);
+    if (tile + 2 <= last) source.prepare(tile + 2);
+    if (active) {
+      const Stage<T> stage(tile % 2);
+      Scores<Source> scores = {};
+#pragma unroll
+      for (int k = 0; k < kWidth / tile::kDepth; ++k) add_scores<Source>(queries[k], stage, k, scores);
+      weigh(source, tile, scores, softmax);
+      add_values<Source>(scores, stage, softmax);
+    }
+    tile::wait_for_tiles<0>();
+    __syncthreads();  // the next tile is there, this one has been read, and the one after the next is prepared
+  }
+}
+
+// Queries and keys in slices of channels. With one slice, the queries are copied once.
+template <class Source, class T = typename Source::Element>
+__device__ void attend_in_slices(Source& source, int last, bool active, Softmax<Source>& softmax) {
+  const Stage<T> stage(0);
+  const int slices = max(1, parts_of(source.channels(), kWidth));
+  load_queries(source, 0);
+  load_keys(source, stage, 0, 0);
+  tile::commit_tiles();
+  for (int tile = 0; tile <= last; ++tile) {
+    Scores<Source> scores = {};
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) {
+      tile::wait_for_tiles<0>();
+      __syncthreads();  // the slice is there, and the values of the tile before have been read
+      if (slice == 0) {
+        load_values(source, stage, tile);
+        tile::commit_tiles();
+        if (tile + 2 <= last) source.prepare(tile + 2);
+      }
+      if (active) add_slice<Source>(queries_of(source), stage, source.channels() - slice * kWidth, scores);
+      if (slice + 1 < slices) {
+        __syncthreads();  // the slice has been read
+        load_queries(source, slice + 1);
+        load_keys(source, stage, tile, slice + 1);
+        tile::commit_tiles();
+      }
+    }
     if (active) weigh(source, tile, scores, softmax);
     tile::wait_for_tiles<0>();
-    __syncthreads();  // the values are there, the keys have been read, and tile + 1 is prepared
-    if (tile < last) load_keys(source, tiles, tile + 1, 0, sliced);
-    if (active) tile::multiply_weights(softmax.context, scores, tiles.values, 0);
+    __syncthreads();  // the values are there, and the keys have been read
+    if (tile < last) {
+      if (slices > 1) load_queries(source, 0);
+      load_keys(source, stage, tile + 1, 0);
+      tile::commit_tiles();
+    }
+    if (active) add_values<Source>(scores, stage, softmax);
+  }
+  __syncthreads();
+}
+
+// The attention of a block, of its shared_source. All threads must call it. When it returns, none reads shared memory
+// for it any more.
+template <class Source, class T = typename Source::Element>
+__device__ Softmax<Source> attend() {
+  Source& source = shared_source<Source>();
+  __syncthreads();  // the source has been written
+  // a warp without queries only helps to copy
+  const bool active = tile::warp() * kQueriesOfWarp<Source> < source.queries();
+  const int last = (source.keys() - 1) / kKeys<T>;
+  Softmax<Source> softmax;
+  source.prepare(0);
+  if (last > 0) source.prepare(1);
+  __syncthreads();
+  if (tile::kTensorCores<T> && source.channels() <= kWidth) {
+    if constexpr (tile::kTensorCores<T>) attend_in_stages(source, last, active, softmax);
+  } else {
+    attend_in_slices(source, last, active, softmax);
   }
 #pragma unroll
   for (float& total : softmax.total) total = tile::sum_of_row(total);

@@ -21,15 +21,15 @@ __device__ bool pairs_are_aligned(const T* rows, int columns) {
 }
 
 // Writes columns [first_column, columns) of row_of(i), at most those of this block, times `factor`. to: the whole row.
-template <class T>
-__device__ void write_row(const Softmax& softmax, int i, float factor, int first_column, int columns, bool in_pairs,
-                          T* to) {
+template <class Source, class T>
+__device__ void write_row(const Softmax<Source>& softmax, int i, float factor, int first_column, int columns,
+                          bool in_pairs, T* to) {
 #pragma unroll
   for (int j = 0; j < kColumnTiles; ++j) {
-    const int column = first_column + Softmax::column_of(j);
+    const int column = first_column + Softmax<Source>::column_of(j);
     Pair<T> pair;
-    narrow(softmax.context[j].values[2 * i] * factor, pair.values[0]);
-    narrow(softmax.context[j].values[2 * i + 1] * factor, pair.values[1]);
+    narrow(softmax.pair(i, j)[0] * factor, pair.values[0]);
+    narrow(softmax.pair(i, j)[1] * factor, pair.values[1]);
     if (in_pairs) {
       if (column < columns) *reinterpret_cast<Pair<T>*>(to + column) = pair;
     } else {
@@ -40,7 +40,8 @@ __device__ void write_row(const Softmax& softmax, int i, float factor, int first
 }
 
 // The same as a partial row, [2 + columns].
-inline __device__ void write_partial_row(const Softmax& softmax, int i, int first_column, int columns, float* to) {
+template <class Source>
+__device__ void write_partial_row(const Softmax<Source>& softmax, int i, int first_column, int columns, float* to) {
   if (first_column == 0 && tile::sums_column() == 0) {
     to[0] = softmax.highest[i];
     to[1] = softmax.total[i];
@@ -49,8 +50,8 @@ inline __device__ void write_partial_row(const Softmax& softmax, int i, int firs
   for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int column = first_column + Softmax::column_of(j) + c;
-      if (column < columns) to[kStatistics + column] = softmax.context[j].values[2 * i + c];
+      const int column = first_column + Softmax<Source>::column_of(j) + c;
+      if (column < columns) to[kStatistics + column] = softmax.pair(i, j)[c];
     }
   }
 }

@@ -91,6 +91,7 @@ void commit_copies();
 template <int kLeft>
 void wait_for_copies();
 float exp2_approx(float x);
+int opaque(int value);
 template <class T>
 std::uint32_t pack(float low, float high, T);
 

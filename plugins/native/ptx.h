@@ -100,6 +100,13 @@ inline __device__ float exp2_approx(float x) {
   return result;
 }
 
+// The same value, of which compilers know nothing: what follows from it is computed here, instead of before the loops
+// around it, in registers that it would occupy all along.
+inline __device__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // "cvt": the element type's nearest values to `low` and `high`, in the lower and the upper half of the result.
 inline __device__ std::uint32_t pack(float low, float high, Half) {
   const auto halves = __floats2half2_rn(low, high);

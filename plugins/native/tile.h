@@ -128,11 +128,12 @@ __device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool
   using Target = Tile<T, kWidth>;
   static_assert(kThreads % Target::kChunks == 0);
   constexpr int kRowsAtOnce = kThreads / Target::kChunks;
-  const int chunk = static_cast<int>(threadIdx.x) % Target::kChunks;
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  const int chunk = thread % Target::kChunks;
   const int first = chunk * Target::kPerChunk;
   const int present = max(0, min(Target::kPerChunk, columns - first));
   const auto load_chunk = [&](int begin, bool fast) {
-    const int row = begin + static_cast<int>(threadIdx.x) / Target::kChunks;
+    const int row = begin + thread / Target::kChunks;
     if (begin + kRowsAtOnce > rows && row >= rows) return;
     const Row<T> from = row_of(row);
     if (fast) {
@@ -180,20 +181,22 @@ __device__ Left load_left_transposed(const Tile<T, kWidth>& from, int row, int c
   return left;
 }
 
-// Rows [row, row + 16) of a tile and its columns [column, column + 8) and [column + 8, column + 16).
+// Rows [row, row + 16) of a tile and its columns [column, column + 8) and [column + 8, column + 16). lane: the caller's,
+// which may be ptx::opaque.
 template <class T, int kWidth>
-__device__ void load_rights(const Tile<T, kWidth>& from, int row, int column, Right (&rights)[2]) {
+__device__ void load_rights(const Tile<T, kWidth>& from, int row, int column, Right (&rights)[2], int lane = tile::lane()) {
   std::uint32_t pairs[4];
-  ptx::load_transposed(pairs, from.chunk(row + lane() % 16, column / 8 + lane() / 16));
+  ptx::load_transposed(pairs, from.chunk(row + lane % 16, column / 8 + lane / 16));
   rights[0] = {{pairs[0], pairs[1]}};
   rights[1] = {{pairs[2], pairs[3]}};
 }
 
 // Rows [row, row + 8) and [row + 8, row + 16) of a tile, as columns, and its columns [column, column + 16), as rows.
 template <class T, int kWidth>
-__device__ void load_rights_transposed(const Tile<T, kWidth>& from, int row, int column, Right (&rights)[2]) {
+__device__ void load_rights_transposed(const Tile<T, kWidth>& from, int row, int column, Right (&rights)[2],
+                                       int lane = tile::lane()) {
   std::uint32_t pairs[4];
-  ptx::load_matrices(pairs, from.chunk(row + lane() % 8 + lane() / 16 * 8, column / 8 + lane() / 8 % 2));
+  ptx::load_matrices(pairs, from.chunk(row + lane % 8 + lane / 16 * 8, column / 8 + lane / 8 % 2));
   rights[0] = {{pairs[0], pairs[1]}};
   rights[1] = {{pairs[2], pairs[3]}};
 }

@@ -612,6 +612,8 @@ void wait_for_copies(const char* file = __builtin_FILE(), int line = __builtin_L
   if (!cuda_on_cpu::is_removed(file, line)) cuda_on_cpu::block.wait_for_copies(kLeft);
 }
 
+inline int opaque(int value) { return value; }
+
 inline float exp2_approx(float x) {
   const float result = std::exp2(x);
   return result < 0x1p-126f ? 0.0f : result;
