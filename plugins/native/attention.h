@@ -347,11 +347,10 @@ __device__ void attend_in_slices(Source& source, int last, bool active, Softmax<
     }
     if (active) add_values<Source>(scores, stage, softmax);
   }
-  __syncthreads();
 }
 
-// The attention of a block, of its shared_source. All threads must call it. When it returns, none reads shared memory
-// for it any more.
+// The attention of a block, of its shared_source. All threads must call it. When it returns, others may still read the
+// values of the last tile: a barrier must lie before the next source.
 template <class Source, class T = typename Source::Element>
 __device__ Softmax<Source> attend() {
   Source& source = shared_source<Source>();
