@@ -30,8 +30,8 @@ OLD = (
     "one for CUDA 13 (580 or later), or set EFFEXPORT_NVCC to the nvcc of CUDA 12 and run: effexport plugins build "
     "--cuda"
 )
-# One with several launches and types, one of integers with one kernel.
-LAUNCHED = ("MaskedAttention", "LSHSort")
+# One with several launches and types, one of integers with one kernel, one that asks how large the GPU is.
+LAUNCHED = ("MaskedAttention", "LSHSort", "EluLinearAttention")
 NO_DRIVER = "there is no NVIDIA driver (libcuda.so.1); install one for CUDA 13 (580 or later)"
 CPU_ONLY = "effexport: the kernel library has kernels for the CPU only here, because {}\n"
 CHOOSE = """
