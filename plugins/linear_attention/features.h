@@ -244,6 +244,7 @@ struct Rows {
     scale(total, upper, lower);
   }
 
+  // Adds the others times a factor.
   __device__ void add(const Rows& other, float factor) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) add(sums[j], other.sums[j], factor);
@@ -266,6 +267,7 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < 4; ++i) part.values[i] = fmaf(other.values[i], factor, part.values[i]);
   }
+
   static __device__ void scale(Sums& part, float upper, float lower) {
     part.values[0] *= upper;
     part.values[1] *= upper;

@@ -2,8 +2,11 @@
 //
 //   states    S and z of every slice of every head
 //   combine   their sum over the slices of a head, or where causal, the sum of those before each slice
-//   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before it and
-//             its own keys, and is then added to the sums
+//   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before its
+//             slice, those of the tiles before it in the slice, and its own keys, and is then added to the latter
+//
+// Where causal, the last one alone, if blocks that run through all slices of a sequence occupy the GPU: it then makes
+// the sums before each slice itself, in the order of the other two, so that results have the same bits.
 //
 // Products are tiles of 64 × 64 (native/tile.h), a warp computes 16 rows. Features never leave shared memory, rounded
 // to T. Sums are float32, never TF32, in an order that depends on `seq` and `head_dim` alone. Any grid is right.
@@ -320,7 +323,7 @@ struct BlockExponents {
   __device__ Exponents of_weights() const { return queries + Exponents{keys, keys}; }
 };
 
-// What the tiles of a causal slice have in common.
+// What the tiles of an item, a causal slice or sequence, have in common.
 template <class T>
 struct CausalSlice {
   const Sizes& sizes;
@@ -377,9 +380,9 @@ struct CausalSlice {
   }
 };
 
-// The same, where every position sees those up to its own. head_dim is not 0. An item is a slice, from the sums before it
-// in `states`; or where `whole`, a sequence, slice after slice, with the same bits. Slices with several blocks of keys are
-// one tile, so that a single block is all that is added to.
+// The same, where every position sees those up to its own. head_dim is not 0. An item is a slice, with the sums before
+// it in `states`; or if `whole`, a sequence, slice after slice, with the same bits. Slices with several blocks of keys
+// are one tile, which is added to nothing, and a sequence with them is whole only if it is one slice.
 template <bool kOneBlock, class T>
 __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const std::uint8_t* keep, const float* states,
                                      const Sizes& sizes, bool whole, float eps, T* out) {
@@ -487,12 +490,24 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
 #ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
-// Whether one launch runs through each sequence: the only slice, or those of enough sequences to occupy the GPU.
+#ifdef __CUDACC__
+// As in cuda_host.h, for scripts/gpu: of the thread's GPU, the only one.
+int multiprocessors(void*) {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+#endif
+
+// Whether a block runs through all slices of a sequence, so that one launch suffices and reads keys and values once: if
+// there is one slice, or if these blocks occupy the GPU. Two fit on a multiprocessor. The limit is one and a half: a
+// quarter of the places is empty then at most, where three launches would move twice the bytes. Not yet measured.
 template <class T>
 bool in_one_pass(const Arrays<T>& x, bool causal, std::int64_t slices, void* stream) {
   if (!causal || x.head_dim == 0 || slices == 1) return causal && x.head_dim > 0;
   const std::int64_t blocks = x.batch * x.heads * parts(x.value_dim, kSide);
-  return x.head_dim <= kSide && 2 * blocks >= 3 * multiprocessors(stream);
+  return x.head_dim <= kSide && 2 * blocks >= std::int64_t{3} * multiprocessors(stream);
 }
 
 std::int64_t slice_length(std::int64_t seq, std::int64_t head_dim, bool causal) {

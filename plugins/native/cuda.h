@@ -59,16 +59,6 @@ inline std::int32_t int32(std::int64_t size) { return static_cast<std::int32_t>(
 // The most blocks of a launch. Only scripts/gpu lowers it, so that blocks of small calls take several items each.
 inline std::int64_t most_blocks = kMaxInt32;
 
-#ifdef __CUDACC__
-// How many multiprocessors the GPU of a stream has. Here, that of the thread, as scripts/gpu uses one.
-inline int multiprocessors(void*) {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-#endif
-
 // A launch of at most most_blocks: any grid is right for the kernels, which loop over what is left. `stream` is a
 // cudaStream_t.
 inline cudaLaunchConfig_t launch_of(std::int64_t blocks, std::int64_t threads, std::size_t shared_bytes, void* stream) {
