@@ -281,7 +281,7 @@ MUTANTS = (
         ("sums.add(before, power_of_two(of_state));", "sums.add(before, 1.0f);"),
         ("kept_rows<T>(keep + first, count)", "kept_rows<T>(keep, count)"),
         ("if (kOneBlock && first + kSide < item.end)", "if (kOneBlock && first + 2 * kSide < item.end)"),
-        ("if (!whole && first == item.first)", "if (!whole && first == 0)"),
+        ("if (kOneBlock) load(0);", ""),
         ("slice.shared.a, to, first, item.end - first", "slice.shared.a, to, first, kSide"),
     ),
     *mutants_of(

@@ -398,6 +398,11 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
     const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
     // the sums before the slice, and those of its tiles so far
     Rows before, state;
+    const auto load = [&](int block) {
+      if (whole) return;
+      load_state(before, StoredState(stored + static_cast<std::int64_t>(block) * value_blocks * kStateFloats));
+    };
+    if (kOneBlock) load(0);
     int of_state = 0;
     int slice_end = item.first + sizes.slice;
     for (int first = item.first; first < item.end; first += kSide) {
@@ -411,9 +416,7 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
       Rows rows, weights;
       BlockExponents exponents;
       for (int block = 0; block < key_blocks; ++block) {
-        if (!whole && first == item.first) {
-          load_state(before, StoredState(stored + static_cast<std::int64_t>(block) * value_blocks * kStateFloats));
-        }
+        if (!kOneBlock) load(block);
         slice.add_block(block, first, before, state, of_state, rows, weights, exponents);
       }
       slice.load_values(first);
