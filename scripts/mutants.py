@@ -287,7 +287,7 @@ MUTANTS = (
     *mutants_of(
         "linear_attention/features.h",
         ("add(total, other.total, factor);", ""),
-        ("first + i < columns ? chunk.values[i] : kNone", "chunk.values[i]"),
+        ("first + i < columns ? chunk", "first + i <= columns ? chunk"),
         ("largest > 0.0f ? scale_exponent(largest) : 0", "scale_exponent(fmaxf(largest, 0.0f))"),
         ("return x < 0.0f ? 0.0f : x * scale;", "return x * scale;"),
     ),
