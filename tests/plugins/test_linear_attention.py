@@ -142,7 +142,7 @@ def test_what_is_not_finite_stays_in_its_head(causal: int, relu: int) -> None:
 @native
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_cuda_gives_the_same_bits_in_one_pass_as_in_three_launches(dtype: str) -> None:
-    """Which of them runs depends on the GPU and on the number of heads, of which a result must know nothing."""
+    """The GPU and the number of heads choose between them, and no result may show either."""
     cuda = implementation(OP, "cuda")
     for (*sizes, relu), kind in (
         ((2, 2, 600, 64, 64, 0), "random"),  # the last slice ends within a tile
