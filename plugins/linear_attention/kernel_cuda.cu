@@ -389,8 +389,9 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
   const int value_blocks = sizes.value_blocks(), key_blocks = kOneBlock ? 1 : sizes.key_blocks();
   Sizes items = sizes;
   if (whole) items.slice = sizes.seq;
-  const std::int64_t all = static_cast<std::int64_t>(sizes.count) * items.slices() * value_blocks;
-  for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
+  // how many items there are is computed anew after each: registers are scarce
+  const auto all = [&] { return static_cast<std::int64_t>(ptx::opaque(sizes.count)) * items.slices() * value_blocks; };
+  for (std::int64_t i = blockIdx.x; i < all(); i += gridDim.x) {
     const Item item(i, value_blocks, items);
     const float* const stored = states + (i / value_blocks * key_blocks * value_blocks + item.part) * kStateFloats;
     const CausalSlice<T> slice = {sizes, item, q, k, keep + item.head / sizes.heads * sizes.seq,
