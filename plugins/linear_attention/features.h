@@ -172,8 +172,8 @@ __device__ void hide_columns(Chunk<T>& chunk, int columns) {
 }
 
 // Keys, whose products are summed over rows: one exponent for the tile, which is returned. What is not kept becomes
-// zero, and if kHide, so do all columns after the first `columns`.
-template <bool kHide, class T>
+// zero, and so do all columns after the first `columns`.
+template <class T>
 __device__ int map_keys(const Tile<T, kSide>& tile, bool relu, unsigned kept, int columns, float* maxima) {
   const OwnChunks<T> own = {tile};
   const auto hidden = [&](int n) { return (kept >> n & 1u) == 0; };
@@ -183,7 +183,7 @@ __device__ int map_keys(const Tile<T, kSide>& tile, bool relu, unsigned kept, in
 #pragma unroll OwnChunks<T>::kAtOnce
     for (int n = 0; n < own.kCount; ++n) {
       Chunk<T> chunk(own.chunk(n));
-      if (kHide && columns < kSide) hide_columns(chunk, columns);
+      if (columns < kSide) hide_columns(chunk, columns);
       largest = fmaxf(largest, hidden(n) ? kNone : largest_of(chunk));
     }
     exponent = feature_exponent(largest_in_block(largest, maxima), relu);
@@ -192,7 +192,7 @@ __device__ int map_keys(const Tile<T, kSide>& tile, bool relu, unsigned kept, in
 #pragma unroll OwnChunks<T>::kAtOnce
   for (int n = 0; n < own.kCount; ++n) {
     Chunk<T> chunk(own.chunk(n));
-    if (kHide && columns < kSide) hide_columns(chunk, columns);
+    if (columns < kSide) hide_columns(chunk, columns);
     store_features(own.chunk(n), chunk, exponent, relu, hidden(n) ? 0u : ~0u);
   }
   return exponent;
@@ -244,6 +244,13 @@ struct Rows {
     scale(total, upper, lower);
   }
 
+  // Adds the others times a factor.
+  __device__ void add(const Rows& other, float factor) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) add(sums[j], other.sums[j], factor);
+    add(total, other.total, factor);
+  }
+
   // Of the absolute values.
   __device__ float largest() const {
     float result = fmaxf(fabsf(total.values[0]), fabsf(total.values[2]));
@@ -256,6 +263,11 @@ struct Rows {
   }
 
  private:
+  static __device__ void add(Sums& part, const Sums& other, float factor) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part.values[i] = fmaf(other.values[i], factor, part.values[i]);
+  }
+
   static __device__ void scale(Sums& part, float upper, float lower) {
     part.values[0] *= upper;
     part.values[1] *= upper;

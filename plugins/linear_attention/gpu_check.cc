@@ -16,5 +16,5 @@ EFFEXPORT_GPU_CHECK(linear_attention) {
 
 EFFEXPORT_GPU_CHECK_SCRATCH(linear_attention) {
   void* const none[5] = {};
-  return cuda_scratch_bytes(call_of<T>({none}, sizes, 0.0), sizes[5] != 0);
+  return cuda_scratch_bytes(call_of<T>({none}, sizes, 0.0), sizes[5] != 0, nullptr);
 }

@@ -66,11 +66,11 @@ template <class T>
 void causal_head_cpu(const Arrays<T>& x, std::int64_t head, void* workspace);
 
 // On the GPU: enqueues a few launches on `stream` (a cudaStream_t) and returns at once. All pointers are to device
-// memory; `scratch` has cuda_scratch_bytes(x, causal) bytes. Returns a cudaError_t, 0 for success.
+// memory; `scratch` has cuda_scratch_bytes(x, causal, stream) bytes. Returns a cudaError_t, 0 for success.
 template <class T>
 int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream);
 
 template <class T>
-std::size_t cuda_scratch_bytes(const Arrays<T>& x, bool causal);
+std::size_t cuda_scratch_bytes(const Arrays<T>& x, bool causal, void* stream);
 
 }  // namespace effexport::linear_attention

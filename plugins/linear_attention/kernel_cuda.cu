@@ -2,8 +2,11 @@
 //
 //   states    S and z of every slice of every head
 //   combine   their sum over the slices of a head, or where causal, the sum of those before each slice
-//   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before it and
-//             its own keys, and is then added to the sums
+//   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before its
+//             slice, those of the tiles before it in the slice, and its own keys, and is then added to the latter
+//
+// Where causal, the last one alone, if blocks that run through all slices of a sequence occupy the GPU: it then makes
+// the sums before each slice itself, in the order of the other two, so that results have the same bits.
 //
 // Products are tiles of 64 × 64 (native/tile.h), a warp computes 16 rows. Features never leave shared memory, rounded
 // to T. Sums are float32, never TF32, in an order that depends on `seq` and `head_dim` alone. Any grid is right.
@@ -221,18 +224,6 @@ struct Item {
   }
 };
 
-// Makes rows zero after the first `count` of a block.
-inline __device__ void hide_rows(Rows& rows, int count) {
-  const int row = warp() * kRows + sums_row();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const bool hidden = row + i / 2 * 8 >= count;
-#pragma unroll
-    for (Sums& sums : rows.sums) sums.values[i] = hidden ? 0.0f : sums.values[i];
-    rows.total.values[i] = hidden ? 0.0f : rows.total.values[i];
-  }
-}
-
 // S and z of 64 channels of keys and 64 of values, over the positions of a slice.
 template <class T>
 __device__ void write_states(const T* k, const T* v, const std::uint8_t* keep, const Sizes& sizes, float* states) {
@@ -252,14 +243,13 @@ __device__ void write_states(const T* k, const T* v, const std::uint8_t* keep, c
       start_rows(shared.b, values, first, item.end - first);
       const unsigned own = kept_rows<T>(kept + first, item.end - first);
       wait_for_tiles<0>();
-      const int next = map_keys<false>(shared.a, sizes.relu != 0, own, keys.count, shared.maxima[0]);
+      const int next = map_keys(shared.a, sizes.relu != 0, own, keys.count, shared.maxima[0]);
       __syncthreads();
       change<T>(state, {exponent, exponent}, {next, next});
       exponent = next;
       multiply_left_transposed(state.sums, shared.a, warp() * kRows, shared.b, kSide, RowSums<T>{state.total});
     }
     change<T>(state, {exponent, exponent}, {0, 0});
-    hide_rows(state, keys.count);
     store_state(state, states + i * kStateFloats);
   }
 }
@@ -305,7 +295,7 @@ __device__ void write_outputs(const T* q, const float* states, const Sizes& size
 
 // Makes the weights of later keys zero and gives every row its own exponent, which is returned, and is at most `most`.
 template <class T>
-__device__ Exponents mask_weights(Rows& weights, const Exponents& most) {
+__device__ Exponents mask_weights(Rows& weights, int most) {
   float largest[2] = {};
   const int row = warp() * kRows + sums_row();
 #pragma unroll
@@ -318,13 +308,22 @@ __device__ Exponents mask_weights(Rows& weights, const Exponents& most) {
     }
   }
   if constexpr (!kScaled<T>) return {0, 0};
-  const Exponents added = {min(most.upper, scale_exponent(largest_in_row(largest[0]))),
-                           min(most.lower, scale_exponent(largest_in_row(largest[1])))};
+  const Exponents added = {min(most, scale_exponent(largest_in_row(largest[0]))),
+                           min(most, scale_exponent(largest_in_row(largest[1])))};
   change<T>(weights, {0, 0}, added);
   return added;
 }
 
-// What the tiles of a causal slice have in common.
+// The exponents of a block of channels: of its queries, of the state of all earlier positions, and of its keys.
+struct BlockExponents {
+  Exponents queries = {0, 0};
+  int state = 0, keys = 0;
+
+  __device__ Exponents of_rows() const { return queries + Exponents{state, state}; }
+  __device__ Exponents of_weights() const { return queries + Exponents{keys, keys}; }
+};
+
+// What the tiles of an item, a causal slice or sequence, have in common.
 template <class T>
 struct CausalSlice {
   const Sizes& sizes;
@@ -336,9 +335,9 @@ struct CausalSlice {
   Shared<T, kFourTiles<T>> shared = {};
 
   // Adds products of 64 queries from `first` on: of 64 channels with the state of all earlier positions to `rows`, and
-  // with their own keys to `weights`. Returns the exponent of the keys, which stay in tile c. exponents: of the rows.
-  __device__ int add_block(int block, int first, const Rows& state, int of_state, Rows& rows, Exponents& of_rows,
-                           Rows& weights, Exponents& of_weights) const {
+  // with their own keys to `weights`. The keys stay in tile c. `last`: of the block before, which becomes this one.
+  __device__ void add_block(int block, int first, const Rows& before, const Rows& state, int of_state, Rows& rows,
+                            Rows& weights, BlockExponents& last) const {
     const int count = item.end - first;
     const Columns<const T> queries(q, item.head, sizes.seq, sizes.head_dim, block * kSide);
     const Columns<const T> keys(k, item.head, sizes.seq, sizes.head_dim, block * kSide);
@@ -347,26 +346,28 @@ struct CausalSlice {
     if (kFourTiles<T>) start_rows(shared.c, keys, first, count);
     if (kFourTiles<T>) start_rows(shared.d, values, first, count);
     const unsigned kept = kept_rows<T>(keep + first, count);
-    const int staged = of_state + stage_state(StateOfRows{state}, shared.b, shared.column, shared.maxima[0]);
+    Rows sums = state;
+    sums.add(before, power_of_two(of_state));
+    BlockExponents own;
+    own.state = of_state + stage_state(StateOfRows{sums}, shared.b, shared.column, shared.maxima[0]);
     wait_for_tiles<0>();
     map_queries(shared.a, sizes.relu != 0, shared.exponents);
-    int of_keys = 0;
-    if (kFourTiles<T>) of_keys = map_keys<true>(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
+    if (kFourTiles<T>) own.keys = map_keys(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
     __syncthreads();
-    const Exponents of_queries = exponents_of_rows<T>(shared.exponents);
-    add(rows, of_rows, of_queries + Exponents{staged, staged}, block);
+    own.queries = exponents_of_rows<T>(shared.exponents);
+    if (block > 0) change<T>(rows, last.of_rows(), own.of_rows());
     multiply(rows.sums, shared.a, warp() * kRows, shared.b, 0, queries.depth(),
-                 ColumnProduct<T>{rows.total, shared.column});
+             ColumnProduct<T>{rows.total, shared.column});
     if (!kFourTiles<T>) {
       __syncthreads();
       start_rows(shared.c, keys, first, count);
       wait_for_tiles<0>();
-      of_keys = map_keys<true>(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
+      own.keys = map_keys(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
       __syncthreads();
     }
-    add(weights, of_weights, of_queries + Exponents{of_keys, of_keys}, block);
+    if (block > 0) change<T>(weights, last.of_weights(), own.of_weights());
     multiply_transposed(weights.sums, shared.a, warp() * kRows, shared.c, 0, keys.depth());
-    return of_keys;
+    last = own;
   }
 
   // Loads the values, unless add_block has done so.
@@ -377,54 +378,60 @@ struct CausalSlice {
     wait_for_tiles<0>();
     __syncthreads();
   }
-
- private:
-  // Prepares sums for a product with these exponents.
-  static __device__ void add(Rows& sums, Exponents& exponents, const Exponents& next, int block) {
-    if (block > 0) change<T>(sums, exponents, next);
-    exponents = next;
-  }
 };
 
-// The same, where every position sees those up to its own, from the states before each slice. head_dim is not 0. Slices
-// with several blocks of keys are one tile, so that a single block is all that is added to.
-template <class T>
+// The same, where every position sees those up to its own. head_dim is not 0. An item is a slice, with the sums before
+// it in `states`; or if `whole`, a sequence, slice after slice, with the same bits. Slices with several blocks of keys
+// are one tile, which is added to nothing, and a sequence with them is whole only if it is one slice.
+template <bool kOneBlock, class T>
 __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const std::uint8_t* keep, const float* states,
-                                     const Sizes& sizes, float eps, T* out) {
-  const int value_blocks = sizes.value_blocks(), key_blocks = sizes.key_blocks();
-  const std::int64_t all = static_cast<std::int64_t>(sizes.count) * sizes.slices() * value_blocks;
-  for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
-    const Item item(i, value_blocks, sizes);
-    const float* const before = states + (i / value_blocks * key_blocks * value_blocks + item.part) * kStateFloats;
+                                     const Sizes& sizes, bool whole, float eps, T* out) {
+  const int value_blocks = sizes.value_blocks(), key_blocks = kOneBlock ? 1 : sizes.key_blocks();
+  Sizes items = sizes;
+  if (whole) items.slice = sizes.seq;
+  // how many items there are is computed anew after each: registers are scarce
+  const auto all = [&] { return static_cast<std::int64_t>(ptx::opaque(sizes.count)) * items.slices() * value_blocks; };
+  for (std::int64_t i = blockIdx.x; i < all(); i += gridDim.x) {
+    const Item item(i, value_blocks, items);
+    const float* const stored = states + (i / value_blocks * key_blocks * value_blocks + item.part) * kStateFloats;
     const CausalSlice<T> slice = {sizes, item, q, k, keep + item.head / sizes.heads * sizes.seq,
                                   Columns<const T>(v, item.head, sizes.seq, sizes.value_dim, item.part * kSide)};
     const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
-    Rows state;
+    // the sums before the slice, and those of its tiles so far
+    Rows before, state;
+    const auto load = [&](int block) {
+      if (whole) return;
+      load_state(before, StoredState(stored + static_cast<std::int64_t>(block) * value_blocks * kStateFloats));
+    };
+    if (kOneBlock) load(0);
     int of_state = 0;
+    int slice_end = item.first + sizes.slice;
     for (int first = item.first; first < item.end; first += kSide) {
+      if (kOneBlock && first == slice_end) {
+        change<T>(state, {of_state, of_state}, {0, 0});
+        before.add(state, 1.0f);
+        state = {};
+        of_state = 0;
+        slice_end += sizes.slice;
+      }
       Rows rows, weights;
-      Exponents of_rows = {0, 0}, of_weights = {0, 0};
-      int of_keys = 0;
+      BlockExponents exponents;
       for (int block = 0; block < key_blocks; ++block) {
-        if (first == item.first) {
-          load_state(state, StoredState(before + static_cast<std::int64_t>(block) * value_blocks * kStateFloats));
-        }
-        of_keys = slice.add_block(block, first, state, of_state, rows, of_rows, weights, of_weights);
+        if (!kOneBlock) load(block);
+        slice.add_block(block, first, before, state, of_state, rows, weights, exponents);
       }
       slice.load_values(first);
-      const Exponents most = {of_rows.upper + kMostLift - of_weights.upper,
-                              of_rows.lower + kMostLift - of_weights.lower};
-      const Exponents next = of_weights + mask_weights<T>(weights, most);
-      change<T>(rows, of_rows, next);
+      const Exponents added = mask_weights<T>(weights, exponents.state - exponents.keys + kMostLift);
+      change<T>(rows, exponents.of_rows(), exponents.of_weights() + added);
       multiply_weights(rows.sums, weights.sums, slice.shared.d, 0, RowSums<T>{rows.total});
-      if (first + kSide < item.end) {
-        change<T>(state, {of_state, of_state}, {of_keys, of_keys});
-        of_state = of_keys;
+      if (kOneBlock && first + kSide < item.end) {
+        change<T>(state, {of_state, of_state}, {exponents.keys, exponents.keys});
+        of_state = exponents.keys;
         multiply_left_transposed(state.sums, slice.shared.c, warp() * kRows, slice.shared.d, kSide,
                                  RowSums<T>{state.total});
       }
       if (!kFourTiles<T>) __syncthreads();  // the values have been read
-      write_quotients(rows, next, eps, slice.shared.a, to, first, item.end - first);
+      write_quotients(rows, exponents.of_weights() + added, eps, slice.shared.a, to, first, item.end - first);
     }
   }
 }
@@ -435,7 +442,7 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
   extern "C" __global__ void __launch_bounds__(kThreads, 4) effexport_linear_attention_states_##dtype(                 \
       const T* __restrict__ k, const T* __restrict__ v, const std::uint8_t* __restrict__ keep, std::int32_t count,     \
       std::int32_t heads, std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice,         \
-      std::int32_t relu, float* __restrict__ states) {                                                                                    \
+      std::int32_t relu, float* __restrict__ states) {                                                                 \
     write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice, relu}, states);                                 \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                \
@@ -447,9 +454,14 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_causal_outputs_##dtype(            \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,                                       \
       const std::uint8_t* __restrict__ keep, const float* __restrict__ states, std::int32_t count, std::int32_t heads, \
-      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu, float eps,                  \
-      T* __restrict__ out) {                                                                                           \
-    write_causal_outputs(q, k, v, keep, states, {count, heads, seq, head_dim, value_dim, slice, relu}, eps, out);            \
+      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu,          \
+      std::int32_t whole, float eps, T* __restrict__ out) {                                                            \
+    const Sizes sizes = {count, heads, seq, head_dim, value_dim, slice, relu};                                         \
+    if (head_dim <= kSide) {                                                                                           \
+      write_causal_outputs<true>(q, k, v, keep, states, sizes, whole != 0, eps, out);                                  \
+    } else {                                                                                                           \
+      write_causal_outputs<false>(q, k, v, keep, states, sizes, whole != 0, eps, out);                                 \
+    }                                                                                                                  \
   }
 
 EFFEXPORT_LINEAR_ATTENTION(float32, float)
@@ -482,6 +494,26 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
 #ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
+#ifdef __CUDACC__
+// As in cuda_host.h, for scripts/gpu: of the thread's GPU, the only one.
+int multiprocessors(void*) {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+#endif
+
+// Whether a block runs through all slices of a sequence, so that one launch suffices and reads keys and values once: if
+// there is one slice, or if these blocks occupy the GPU. Two fit on a multiprocessor. The limit is one and a half: a
+// quarter of the places is empty then at most, where three launches would move twice the bytes. Not yet measured.
+template <class T>
+bool in_one_pass(const Arrays<T>& x, bool causal, std::int64_t slices, void* stream) {
+  if (!causal || x.head_dim == 0 || slices == 1) return causal && x.head_dim > 0;
+  const std::int64_t blocks = x.batch * x.heads * parts(x.value_dim, kSide);
+  return x.head_dim <= kSide && 2 * blocks >= std::int64_t{3} * multiprocessors(stream);
+}
+
 std::int64_t slice_length(std::int64_t seq, std::int64_t head_dim, bool causal) {
   if (causal && head_dim > kSide) return kSide;
   return std::max<std::int64_t>(causal ? kCausalSlice : kSlice, parts(parts(seq, kMostSlices), kSide) * kSide);
@@ -511,8 +543,9 @@ int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, b
 }  // namespace
 
 template <class T>
-std::size_t cuda_scratch_bytes(const Arrays<T>& x, bool causal) {
+std::size_t cuda_scratch_bytes(const Arrays<T>& x, bool causal, void* stream) {
   const std::int64_t slices = parts(x.seq, slice_length(x.seq, x.head_dim, causal));
+  if (in_one_pass(x, causal, slices, stream)) return 0;
   const std::int64_t states = x.batch * x.heads * slices * state_blocks(x.head_dim, x.value_dim);
   return static_cast<std::size_t>(states) * kStateFloats * sizeof(float);
 }
@@ -530,17 +563,19 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
   const Sizes sizes = {int32(x.batch * x.heads), int32(x.heads),     int32(x.seq),
                        int32(x.head_dim),        int32(x.value_dim), int32(slice), x.relu};
   float* const states = static_cast<float*>(scratch);
-  if (x.head_dim > 0) {
+  const bool whole = in_one_pass(x, causal, slices, stream);
+  if (x.head_dim > 0 && !whole) {
     const int error = launch_states(x, sizes, slices, causal, states, stream);
     if (error != cudaSuccess) return error;
   }
-  const std::int64_t blocks = sizes.count * slices * parts(x.value_dim, kSide);
+  const std::int64_t blocks = sizes.count * (whole ? 1 : slices) * parts(x.value_dim, kSide);
   const auto launch = [=](std::size_t bytes) { return launch_of(blocks, kThreads, bytes, stream); };
   if (causal && x.head_dim > 0) {
     const cudaLaunchConfig_t last = launch(Shared<T, kFourTiles<T>>::kBytes);
     return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v,
                               x.keep, static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq,
-                              sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu, x.eps, x.out);
+                              sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu,
+                              static_cast<std::int32_t>(whole), x.eps, x.out);
   }
   const cudaLaunchConfig_t last = launch(Shared<T, false>::kBytes);
   return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_outputs), x.q,
@@ -549,8 +584,8 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
 }
 
 #define EFFEXPORT_INSTANTIATE(T)                                   \
-  template int launch_cuda(const Arrays<T>&, bool, void*, void*); \
-  template std::size_t cuda_scratch_bytes(const Arrays<T>&, bool);
+  template int launch_cuda(const Arrays<T>&, bool, void*, void*);  \
+  template std::size_t cuda_scratch_bytes(const Arrays<T>&, bool, void*);
 
 EFFEXPORT_INSTANTIATE(float)
 EFFEXPORT_INSTANTIATE(Half)

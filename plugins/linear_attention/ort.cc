@@ -80,8 +80,9 @@ class OnCpu {
 
 template <class T>
 void attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, bool causal) {
-  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(x, causal));
-  check_launch(launch_cuda(x, causal, scratch.get(), context.GetGPUComputeStream()));
+  void* const stream = context.GetGPUComputeStream();
+  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(x, causal, stream));
+  check_launch(launch_cuda(x, causal, scratch.get(), stream));
 }
 
 template <class T, Device kOn>

@@ -53,9 +53,10 @@ def combine(s: Sizes) -> Launch:
     return Launch(cdiv(heads * quads, COMBINE_THREADS), COMBINE_THREADS, scalars)
 
 
-def outputs(s: Sizes, tiles: int) -> Launch:
+def outputs(s: Sizes, tiles: int, *scalars: Size) -> Launch:
+    """scalars: those between the sizes and eps."""
     blocks = s.batch * s.heads * s.slices * cdiv(s.value_dim, SIDE)
-    return Launch(blocks, BLOCK_THREADS, (*sizes_of_kernels(s), s.eps), shared_bytes(s, tiles))
+    return Launch(blocks, BLOCK_THREADS, (*sizes_of_kernels(s), *scalars, s.eps), shared_bytes(s, tiles))
 
 
 STATES = Plugin(
@@ -98,8 +99,8 @@ CAUSAL_OUTPUTS = Plugin(
     attributes={"eps": float, "least": int, "relu": int},
     at_least={"least": SIDE},
     sizes=lambda s: {"slice": slices(s)["slice"]},
-    # float32 has room for two tiles
-    launch=lambda s: outputs(s, 4 if s.itemsize == 2 else 2),
+    # float32 has room for two tiles; a block has a slice, not the whole sequence
+    launch=lambda s: outputs(s, 4 if s.itemsize == 2 else 2, 0),
 )
 
 

@@ -33,6 +33,11 @@ struct Driver {
   int (*kernel)(void** kernel, void* library, const char* name);
   int (*launch)(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                 unsigned block_z, unsigned shared_bytes, void* stream, void** arguments, void** extra);
+  int (*context)(void* stream, void** context);
+  int (*push)(void* context);
+  int (*pop)(void** context);
+  int (*device)(int* device);
+  int (*attribute)(int* value, int attribute, int device);
   int (*error_name)(int error, const char** text);
   int (*error_string)(int error, const char** text);
 
@@ -46,6 +51,11 @@ struct Driver {
     find(load, "cuLibraryLoadData");
     find(kernel, "cuLibraryGetKernel");
     find(launch, "cuLaunchKernel");
+    find(context, "cuStreamGetCtx");
+    find(push, "cuCtxPushCurrent_v2");
+    find(pop, "cuCtxPopCurrent_v2");
+    find(device, "cuCtxGetDevice");
+    find(attribute, "cuDeviceGetAttribute");
     find(error_name, "cuGetErrorName");
     find(error_string, "cuGetErrorString");
   }
@@ -228,6 +238,17 @@ int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t sh
   if (found == nullptr) throw_not_loaded(std::string("there is no kernel ") + kernel);
   return driver().launch(found, blocks, 1, 1, threads, 1, 1, static_cast<unsigned>(shared_bytes), stream,
                          const_cast<void**>(arguments), nullptr);
+}
+
+int multiprocessors(void* stream) {
+  constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+  load_kernels();                           // which initialises the driver
+  void* context = nullptr;
+  if (driver().context(stream, &context) != 0 || driver().push(context) != 0) return 0;
+  int device = 0, count = 0;
+  const bool found = driver().device(&device) == 0 && driver().attribute(&count, kMultiprocessorCount, device) == 0;
+  driver().pop(&context);
+  return found ? count : 0;
 }
 
 std::string error_text(int error) {

@@ -29,6 +29,9 @@ void load_kernels();
 int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t shared_bytes, void* stream,
            void* const* arguments);
 
+// How many multiprocessors the GPU of a stream has; 0 for a stream whose launches fail. While a stream is captured, too.
+int multiprocessors(void* stream);
+
 // Name and description of a CUresult.
 std::string error_text(int error);
 

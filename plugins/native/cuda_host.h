@@ -109,6 +109,8 @@ struct cudaLaunchConfig_t {
 
 namespace effexport {
 
+using cuda_driver::multiprocessors;
+
 // A kernel: its name, and the type of its function.
 template <class Function>
 struct Kernel {

@@ -30,8 +30,8 @@ OLD = (
     "one for CUDA 13 (580 or later), or set EFFEXPORT_NVCC to the nvcc of CUDA 12 and run: effexport plugins build "
     "--cuda"
 )
-# One with several launches and types, one of integers with one kernel.
-LAUNCHED = ("MaskedAttention", "LSHSort")
+# One with several launches and types, one of integers with one kernel, one that asks how large the GPU is.
+LAUNCHED = ("MaskedAttention", "LSHSort", "EluLinearAttention")
 NO_DRIVER = "there is no NVIDIA driver (libcuda.so.1); install one for CUDA 13 (580 or later)"
 CPU_ONLY = "effexport: the kernel library has kernels for the CPU only here, because {}\n"
 CHOOSE = """
@@ -98,10 +98,11 @@ def build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
     (folder / "driver").mkdir()
     (folder / CUDA_NAME).write_bytes(cuda_kernels(["effexport_gated_rms_norm_float32 pppiifp"]))
     (folder / "ort_ops.inc").write_text("EFFEXPORT_OP(gated_rms_norm)\n")
-    launched = [OPS[name].torch_name for name in LAUNCHED]
-    code = [f'#include "{op}/{name}"\n' for op in launched for name in ("kernel_cuda.cu", "gpu_check.cc")]
-    code.append('extern "C" void use_file(const char* path) { effexport::cuda_driver::use_file(path); }\n')
-    (folder / "launches.cc").write_text("".join(code))
+    launches = [folder / f"{OPS[name].torch_name}_launches.cc" for name in LAUNCHED]
+    for name, path in zip(LAUNCHED, launches, strict=True):
+        path.write_text("".join(f'#include "{OPS[name].torch_name}/{x}"\n' for x in ("kernel_cuda.cu", "gpu_check.cc")))
+    launches.append(folder / "use_file.cc")
+    launches[-1].write_text('extern "C" void use_file(const char* path) { effexport::cuda_driver::use_file(path); }\n')
     includes = [f"-I{path}" for path in (folder, PLUGINS, EXAMPLE, headers)]
     command = [*compiler, "-std=c++17", "-fPIC", '-DEFFEXPORT_SOURCES="tests"', *includes]
     launching = [
@@ -120,7 +121,7 @@ def build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
     for one in (
         [*launching, "-x", "c++", "-c", kernel / "kernel_cuda.cu", "-o", folder / "launches.o"],
         [*command, "-shared", "-fvisibility=hidden", *sources, "-o", folder / "library.so", "-ldl"],
-        [*launching, "-shared", folder / "launches.cc", driver, "-o", folder / "launches.so", "-ldl"],
+        [*launching, "-shared", *launches, driver, "-o", folder / "launches.so", "-ldl"],
         [*command, NATIVE / "registrations.cc", "-o", folder / "registrations", "-ldl"],
         ["cc", "-shared", "-fPIC", NATIVE / "fake_cuda.c", "-o", folder / "driver" / "libcuda.so.1"],
     ):

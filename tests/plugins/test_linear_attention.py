@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_plugins import array_of
-from implementations import exact, implementation
+from implementations import exact, implementation, within_limit
 from slow_cases import named
 from torch import Tensor
 
@@ -137,6 +137,28 @@ def test_what_is_not_finite_stays_in_its_head(causal: int, relu: int) -> None:
     inputs["k"][0, 1, 5, 3] = 0
     inputs["q"][0, 1, 7, 0] = np.nan
     assert np.isnan(run(case, inputs)[0, 1, 7]).all(), "a query that is NaN has no output"
+
+
+@native
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_cuda_gives_the_same_bits_in_one_pass_as_in_three_launches(dtype: str) -> None:
+    """The GPU and the number of heads choose between them, and no result may show either."""
+    cuda = implementation(OP, "cuda")
+    for (*sizes, relu), kind in (
+        ((2, 2, 600, 64, 64, 0), "random"),  # the last slice ends within a tile
+        ((2, 1, 513, 24, 72, 1), "random"),  # two blocks of values, and a last slice of one position
+        ((2, 1, 520, 5, 3, 0), "falling"),  # the sums before a slice are far larger than those in it
+        ((2, 1, 520, 5, 3, 0), "rising"),
+    ):
+        case = Case((*sizes, 1, relu), (EPS,), kind, dtype)
+        inputs = CONTRACT.inputs(case, "cpu")
+        with named(case.name):
+            whole = cuda.run(case, inputs)
+            assert cuda.emulated.launch()[0] == 2 * sizes[1] * -(-sizes[4] // 64)
+            assert cuda.scratch_bytes(case) == 0
+            np.testing.assert_array_equal(cuda.run(case, inputs, multiprocessors=1000), whole)
+            assert cuda.emulated.launch()[0] == 2 * sizes[1] * -(-sizes[4] // 64) * 3
+            assert within_limit(CONTRACT, case, whole, CONTRACT.exact(case, inputs)["out"], "cuda")
 
 
 @native

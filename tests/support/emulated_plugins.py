@@ -69,10 +69,13 @@ class EmulatedOp:
         launch = self.launch(self.library.count_launches() - 1 - index)
         return Call(name.value.decode(), (launch[0], launch[1], launch[2]), tuple(scalars[:count]))
 
-    def calls_of_launch_cuda(self, dtype: str, sizes: Sequence[int], numbers: Sequence[float]) -> list[Call]:
+    def calls_of_launch_cuda(
+        self, dtype: str, sizes: Sequence[int], numbers: Sequence[float], multiprocessors: int = 1
+    ) -> list[Call]:
         """Launches of the operator's launch_cuda for a case of its contract; no block of it runs."""
         before = self.library.count_launches()
         self.library.set_schedule(0, 0)
+        self.library.set_multiprocessors(multiprocessors)
         nowhere = (ctypes.c_void_p * 16)(*[4096] * 16)  # addresses that nothing reads
         check = getattr(self.library, f"effexport_check_{self.op}")
         check.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 5]

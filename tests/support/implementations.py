@@ -93,7 +93,7 @@ class Body(Ort):
 class Cuda(Implementation):
     """launch_cuda in the emulation, called as scripts/gpu does."""
 
-    ways = ({"seed": 1, "max_blocks": 1}, {"seed": 2, "max_blocks": 3}, {"seed": 1000})
+    ways = ({"seed": 1, "max_blocks": 1}, {"seed": 2, "max_blocks": 3}, {"seed": 1000}, {"multiprocessors": 1000})
 
     def __init__(self, op: Op, *options: str) -> None:
         super().__init__(op)
@@ -106,9 +106,17 @@ class Cuda(Implementation):
         self._scratch.argtypes, self._scratch.restype = [ctypes.c_int, pointer], ctypes.c_size_t
 
     def answers(
-        self, case: Case, inputs: Inputs, *, seed: int = 0, max_blocks: int = ALL_BLOCKS, **how: int
+        self,
+        case: Case,
+        inputs: Inputs,
+        *,
+        seed: int = 0,
+        max_blocks: int = ALL_BLOCKS,
+        multiprocessors: int = 1,
+        **how: int,
     ) -> list[np.ndarray]:
         assert not how
+        self.library.set_multiprocessors(multiprocessors)
         given = [np.ascontiguousarray(array_of(x)) for x in inputs.values()]
         outputs = [guarded(output.shape, dtype_of(output)) for output in self.contract.outputs(case).values()]
         scratch, whole_scratch = guarded((self.scratch_bytes(case),), np.dtype(np.uint8))

@@ -114,6 +114,7 @@ struct Settings {
   unsigned seed = 0;          // of the schedules
   unsigned max_blocks = ~0u;  // larger grids are cut down to this
   bool truncate = false;      // sums of tensor cores lose more bits than on any GPU that has been studied
+  int multiprocessors = 1;    // that the GPU says it has: blocks run one after another
   void* shared = nullptr;     // the extern array of the kernel, kMaxSharedBytes long
 };
 EFFEXPORT_OWN Settings settings;
@@ -525,6 +526,10 @@ inline float __bfloat162float(__nv_bfloat16 bfloat16) { return effexport::to_flo
 inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {effexport::from_float<effexport::BFloat16>(value)}; }
 
 // The functions of plugins/native/ptx.h, which says what they do.
+namespace effexport {
+inline int multiprocessors(void*) { return cuda_on_cpu::settings.multiprocessors; }
+}  // namespace effexport
+
 namespace effexport::ptx {
 
 constexpr int kArchitecture = EFFEXPORT_EMULATED;

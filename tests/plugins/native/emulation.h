@@ -81,6 +81,8 @@ inline __attribute__((used)) void set_schedule(unsigned seed, unsigned max_block
 
 inline __attribute__((used)) void set_truncation(bool truncate) { cuda_on_cpu::settings.truncate = truncate; }
 
+inline __attribute__((used)) void set_multiprocessors(int count) { cuda_on_cpu::settings.multiprocessors = count; }
+
 // Grid, block and dynamic shared memory of the last launch, or of one before.
 inline __attribute__((used)) void get_launch(std::size_t before_last, std::int64_t result[3]) {
   const cudaLaunchConfig_t& launch = cuda_on_cpu::launches[cuda_on_cpu::launches.size() - 1 - before_last];

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { kNoDevice = 100, kNotFound = 500, kCapturing = 900 };
+enum { kNoDevice = 100, kNoContext = 201, kNotFound = 500, kCapturing = 900 };
 
 static int capturing;
 
@@ -58,6 +58,36 @@ int cuLaunchKernel(const char* kernel, unsigned grid_x, unsigned grid_y, unsigne
   }
   printf("\n");
   return 0;
+}
+
+// A stream is its context, and a context its device, of one multiprocessor.
+static void* current;
+
+int cuStreamGetCtx(void* stream, void** context) {
+  *context = stream;
+  return 0;
+}
+
+int cuCtxPushCurrent_v2(void* context) {
+  current = context;
+  return 0;
+}
+
+int cuCtxPopCurrent_v2(void** context) {
+  *context = current;
+  current = NULL;
+  return 0;
+}
+
+int cuCtxGetDevice(int* device) {
+  *device = (int)(size_t)current;
+  return current ? 0 : kNoContext;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  enum { kMultiprocessorCount = 16 };
+  *value = 1;
+  return attribute == kMultiprocessorCount && device > 0 ? 0 : 1;
 }
 
 int cuGetErrorName(int error, const char** text) {
