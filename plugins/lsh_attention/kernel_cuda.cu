@@ -268,6 +268,7 @@ __device__ float key_scale(const T* vector, int head_dim, bool aligned) {
   float squares = 0;
   constexpr int kCount = tile::Chunk<T>::kCount;
   const int lane = static_cast<int>(threadIdx.x % kLanesPerVector);
+#pragma unroll 2  // with more, the compiler spills for SM 100
   for (int first = lane * kCount; first < head_dim; first += kLanesPerVector * kCount) {
     const tile::Chunk<T> chunk(vector + first, head_dim - first, aligned);
 #pragma unroll
