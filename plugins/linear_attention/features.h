@@ -1,6 +1,6 @@
-// Features φ(x) = elu(x) + 1, or relu(x), of tiles of queries and keys, in place, and the powers of two that keep them, and sums of
-// them, within the range of float16: its smallest number is 2⁻²⁴, but exp(-16) is a feature like any other. A tile or a
-// row that is stored with an exponent holds its values times 2^exponent. float32 and bfloat16 need none.
+// Features φ(x) = elu(x) + 1, or relu(x), of tiles of queries and keys, in place, and the powers of two that keep them,
+// and sums of them, within the range of float16: its smallest number is 2⁻²⁴, but exp(-16) is a feature like any other.
+// A tile or a row that is stored with an exponent holds its values times 2^exponent. float32 and bfloat16 need none.
 #pragma once
 
 #include "native/tile.h"
@@ -40,9 +40,9 @@ inline __device__ int exponent_of(float value) {
   return static_cast<int>(bits >> 23) - 127;
 }
 
-// For numbers whose largest is this.
-inline __device__ int scale_exponent(float largest) {
-  return max(-kMostExponent, min(kLargest - exponent_of(largest), kMostExponent));
+// For numbers whose largest is this, and which have an exponent already.
+inline __device__ int scale_exponent(float largest, int own = 0) {
+  return max(-kMostExponent - own, min(kLargest - exponent_of(largest), kMostExponent));
 }
 
 // For features of numbers whose largest is this.

@@ -123,11 +123,13 @@ inline __device__ void load_state(Rows& rows, const StoredState& state) {
   rows.total = state(kTiles);
 }
 
-// Writes S as a tile and z as a column, of T; returns the exponent that they get. With a barrier where they get one.
+// Writes S as a tile and z as a column, of T; returns the exponent that they get beyond `own`, which they have. With a
+// barrier where they get one. Keys that are tiny or all hidden give an exponent of up to 60, which sums of earlier keys
+// must be able to lose again.
 template <class T, class State>
-__device__ int stage_state(const State& state, const Square<T>& tile, T* column, float* maxima) {
+__device__ int stage_state(const State& state, const Square<T>& tile, T* column, float* maxima, int own = 0) {
   int exponent = 0;
-  if constexpr (kScaled<T>) exponent = scale_exponent(largest_in_block(state.largest(), maxima));
+  if constexpr (kScaled<T>) exponent = scale_exponent(largest_in_block(state.largest(), maxima), own);
   const float scale = power_of_two(exponent);
   const int row = warp() * kRows + sums_row();
 #pragma unroll
@@ -349,7 +351,7 @@ struct CausalSlice {
     Rows sums = state;
     sums.add(before, power_of_two(of_state));
     BlockExponents own;
-    own.state = of_state + stage_state(StateOfRows{sums}, shared.b, shared.column, shared.maxima[0]);
+    own.state = of_state + stage_state(StateOfRows{sums}, shared.b, shared.column, shared.maxima[0], of_state);
     wait_for_tiles<0>();
     map_queries(shared.a, sizes.relu != 0, shared.exponents);
     if (kFourTiles<T>) own.keys = map_keys(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
@@ -505,8 +507,9 @@ int multiprocessors(void*) {
 #endif
 
 // Whether a block runs through all slices of a sequence, so that one launch suffices and reads keys and values once: if
-// there is one slice, or if these blocks occupy the GPU. Two fit on a multiprocessor. The limit is one and a half: a
-// quarter of the places is empty then at most, where three launches would move twice the bytes. Not yet measured.
+// there is one slice, or if these blocks occupy the GPU. Two fit on a multiprocessor from SM 80 on. The limit is one and a
+// half: of a single wave a quarter of the places is empty then, where three launches would move twice the bytes. Not yet
+// measured.
 template <class T>
 bool in_one_pass(const Arrays<T>& x, bool causal, std::int64_t slices, void* stream) {
   if (!causal || x.head_dim == 0 || slices == 1) return causal && x.head_dim > 0;

@@ -24,7 +24,7 @@ namespace {
 using tile::kLog2E;
 
 constexpr int kThreads = 256;  // of the first and the third kernel
-constexpr int kBlocksAtOnce = 3;  // of the second one, on a multiprocessor: some copy while others compute
+constexpr int kBlocksAtOnce = 3;  // of the second one, where a multiprocessor has memory for them: some copy while others compute
 constexpr int kQueries = 64;      // of a block of the second one
 constexpr int kLanesPerVector = 8;
 constexpr int kVectors = kThreads / kLanesPerVector;  // of a block of the first kernel

@@ -58,10 +58,11 @@ struct Source {
   static constexpr int kFragments = sizeof(T) == 2 ? 2 : 1;
   static constexpr int kKeys = attention::kKeys<T>;
 
-  // What is known of a tile of keys. The highest logit that each may have: that of a hidden one is finite, so that a
-  // sample that sees nothing averages over all of its keys. And whether all are visible, of each 32.
+  // What is known of a tile of keys. The logit of each in any row: infinity stands for that of a visible one, which is
+  // computed, and that of a hidden one is finite, so that a sample that sees nothing averages over all of its keys. And
+  // whether all are visible, of each 32.
   struct Seen {
-    float highest[kKeys];
+    float logits[kKeys];
     bool all[kKeys / tile::kWarpSize];
   };
 
@@ -117,13 +118,11 @@ struct Source {
     const int key = tile * kKeys + i;
     const bool visible = key < key_count && is_set(keep + key);
     Seen& seen = seen_at(tile);
-    seen.highest[i] = visible ? INFINITY : key < key_count ? attention::kLowest : -INFINITY;
+    seen.logits[i] = visible ? INFINITY : key < key_count ? attention::kLowest : -INFINITY;
     const unsigned all = __ballot_sync(tile::kAllLanes, visible);
     if (tile::lane() == 0) seen.all[tile::warp()] = all == tile::kAllLanes;
   }
 
-  // fminf takes the number where the other one is NaN: so NaN stays out of sight where a key is hidden, and is
-  // infinite, which makes NaN of the softmax, where it is visible.
   template <class Use>
   __device__ void with_logits(int tile, const Use& use) const {
     const Seen& seen = seen_at(tile);
@@ -131,7 +130,10 @@ struct Source {
     if (factor >= 0 && seen.all[0] && seen.all[kKeys / tile::kWarpSize - 1]) {
       use(attention::Scaled{factor});
     } else {
-      use([&](float product, int, int i) { return fminf(product * factor, seen.highest[i]); });
+      use([&](float product, int, int i) {
+        const float logit = seen.logits[i];
+        return logit == INFINITY ? product * factor : logit;
+      });
     }
   }
 
@@ -146,7 +148,7 @@ template <class T>
 constexpr std::size_t kSharedBytes =
     attention::kTileBytes<T> + sizeof(Source<T>) + attention::kPlaces * sizeof(typename Source<T>::Seen);
 
-// For which a multiprocessor should have registers.
+// A multiprocessor should have registers for so many blocks.
 constexpr int kBlocks = 2;
 
 // out: of the only slice.

@@ -3,12 +3,12 @@
 //
 // A warp has 16 queries, or 32 where registers are enough for what it reads of keys and values to serve two products.
 // Keys and values come in tiles, through shared memory. On tensor cores, queries of up to 64 channels stay in
-// registers, and while a tile is computed, the next one arrives: one barrier a tile. Otherwise the values of a tile
+// registers, and while a tile is computed, the next one arrives (from SM 80 on): one barrier a tile. Otherwise the values of a tile
 // arrive while its scores are computed, and the next keys while its values are summed up; queries and keys come in
 // slices of 64 channels. Values wider than 64 columns are shared out among blocks.
 //
 // What differs between operators is a Source, one per block and job. It lies in shared memory, because registers are
-// scarce: at the begin of side_memory, where shared_source finds it.
+// scarce: at the beginning of side_memory, where shared_source finds it.
 //
 //   using Element = T;
 //   static constexpr int kWarps;                  // of the block
@@ -65,6 +65,9 @@ __device__ Source& shared_source() {
 }
 
 constexpr float kLowest = -3.402823466e38f;
+// Up to this logit, what is left of the highest one, by its rounding, is less than 2⁻⁵ where a product is not rounded
+// before the highest is taken off.
+constexpr float kHighestFused = 1 << 20;
 
 // The logits of a tile of which every query sees every key: products times `factor`, which is not negative.
 struct Scaled {
@@ -260,6 +263,20 @@ __device__ void weigh(const Source& source, int tile, Scores<Source>& scores, So
       sums.values[i % 2 * 2] *= change;
       sums.values[i % 2 * 2 + 1] *= change;
     }
+  }
+  float most = 0;
+#pragma unroll
+  for (const float value : highest) most = fmaxf(most, fabsf(value));
+  if (factor != 1.0f && __ballot_sync(tile::kAllLanes, most > kHighestFused) != 0) {
+#pragma unroll
+    for (auto& row : scores) {
+#pragma unroll
+      for (tile::Sums& sums : row) {
+#pragma unroll
+        for (float& score : sums.values) score *= factor;
+      }
+    }
+    factor = 1.0f;
   }
 #pragma unroll
   for (int f = 0; f < Source::kFragments; ++f) {

@@ -247,3 +247,15 @@ def test_rectified_features_may_all_be_zero(causal: int) -> None:
             x *= 2.0 ** torch.randint(-12, 8, (2, 2, 200, 1), generator=source)
         inputs["k"][:, :, 64:128] = 0
         assert error("cuda", case, inputs) <= HALF, dims
+
+
+@native
+@both_forms
+def test_sums_that_float16_does_not_hold_survive_tiles_of_hidden_or_tiny_keys(causal: int) -> None:
+    """Such a tile chooses the largest exponent, by which what was summed up before it is infinite in float16."""
+    for tiny in (False, True):
+        case, inputs = made(1, 1, 320, 8, 8, causal=causal, dtype="float16")
+        inputs["v"], inputs["keep"] = inputs["v"] + 1000, torch.full_like(inputs["keep"], True)
+        inputs["k"][:, :, 128:192] = -60
+        inputs["keep"][:, 128:192] = tiny
+        assert error("cuda", case, inputs) <= HALF

@@ -9,9 +9,10 @@ import onnx
 import pytest
 import torch
 from emulated_plugins import array_of
-from implementations import exact, implementation
+from implementations import exact, implementation, within_limit
 from kernel_sessions import session
 from one_node import one_node_model, run_poisoned
+from slow_cases import named
 from torch import Tensor
 
 from effexport.export.inlined import inlined
@@ -56,6 +57,19 @@ def test_huge_logits_do_not_overflow(m: int) -> None:
     # the error of a logit of 5e4 in float32 is up to 2e-2, so weights of a close second are uncertain by as much
     for how in ("kernel", "body"):
         assert_close(implementation(OP, how).run(case, inputs), exact(CONTRACT, case, inputs), 0.05)
+
+
+@pytest.mark.parametrize("how", [*KERNELS, "cuda sm_75"])
+def test_huge_logits_that_are_alike_weigh_alike(how: str) -> None:
+    """Their own rounding, of up to 2¹¹, must not show: neither in a weight nor in the sum of all."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        for keys in (64, 70, 600):
+            case, inputs = made(1, 1, 3, keys, 64, 8, kind="visible", dtype=dtype)
+            inputs["q"].fill_(30_000)
+            inputs["k"].fill_(30_000)
+            with named(case.name):
+                out = implementation(OP, how).run(case, inputs)
+                assert within_limit(CONTRACT, case, out, CONTRACT.exact(case, inputs)["out"], how)
 
 
 def test_a_slice_without_a_visible_key_adds_nothing_to_the_merge() -> None:
@@ -115,11 +129,12 @@ def test_few_queries_of_many_keys_are_cut_along_their_keys() -> None:
 @pytest.mark.parametrize("keys", [100, 700])
 def test_a_sample_without_a_visible_key_averages_over_all(how: str, keys: int) -> None:
     case, inputs = made(2, 2, 3, keys, 8, 8)
-    inputs["q"] *= 1e4
-    out = implementation(OP, how).run(case, inputs)
-    # sums of up to 700 values of about 1
     mean = inputs["v"][1].double().mean(dim=1, keepdim=True).expand(2, 3, 8)
-    np.testing.assert_allclose(out[1], mean, atol=1e-6)
+    for queries, hidden_keys in ((1e4 * inputs["q"], inputs["k"]), (1e30 + inputs["q"], -1e30 + inputs["k"])):
+        inputs["q"], inputs["k"][1] = queries, hidden_keys[1]
+        out = implementation(OP, how).run(case, inputs)
+        # sums of up to 700 values of about 1
+        np.testing.assert_allclose(out[1], mean, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", KERNELS)
