@@ -134,6 +134,7 @@ MUTANTS = (
         ("const Stage<T> stage(tile % 2);\n    load_keys", "const Stage<T> stage(0);\n    load_keys"),
         ("if (tile + 2 <= last) source.prepare(tile + 2);\n    if (active)", "if (active)"),
         ("softmax.total[i] *= change;", ""),
+        ("most > kHighestFused", "most > INFINITY"),
         ("if (slices > 1) load_queries(source, 0);", ""),
         ("multiply_add<T>(softmax.context[f][j], rows[f]", "multiply_add<T>(softmax.context[f][j], rows[0]"),
     ),
@@ -191,6 +192,7 @@ MUTANTS = (
         ("const bool visible = key < key_count &&", "const bool visible ="),
         ("factor >= 0 && seen.all[0]", "factor >= 0 && seen.all[1]"),
         ("if (factor >= 0 && seen", "if (seen"),
+        ("logit == INFINITY ? product * factor : logit", "fminf(product * factor, logit)"),
         ("job.group / s.heads) * s.m", "job.group % s.heads) * s.m"),
     ),
     *mutants_of(
@@ -287,6 +289,7 @@ MUTANTS = (
     *mutants_of(
         "linear_attention/features.h",
         ("add(total, other.total, factor);", ""),
+        ("max(-kMostExponent - own,", "max(-kMostExponent,"),
         ("first + i < columns ? chunk", "first + i <= columns ? chunk"),
         ("largest > 0.0f ? scale_exponent(largest) : 0", "scale_exponent(fmaxf(largest, 0.0f))"),
         ("return x < 0.0f ? 0.0f : x * scale;", "return x * scale;"),

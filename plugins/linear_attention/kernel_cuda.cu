@@ -445,13 +445,13 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
       const T* __restrict__ k, const T* __restrict__ v, const std::uint8_t* __restrict__ keep, std::int32_t count,     \
       std::int32_t heads, std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice,         \
       std::int32_t relu, float* __restrict__ states) {                                                                 \
-    write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice, relu}, states);                                 \
+    write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice, relu}, states);                           \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                \
       const T* __restrict__ q, const float* __restrict__ states, std::int32_t count, std::int32_t heads,               \
-      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu, float eps,                  \
+      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu, float eps,\
       T* __restrict__ out) {                                                                                           \
-    write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice, relu}, eps, out);                               \
+    write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice, relu}, eps, out);                         \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_causal_outputs_##dtype(            \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,                                       \
@@ -507,14 +507,16 @@ int multiprocessors(void*) {
 #endif
 
 // Whether a block runs through all slices of a sequence, so that one launch suffices and reads keys and values once: if
-// there is one slice, or if these blocks occupy the GPU. Two fit on a multiprocessor from SM 80 on. The limit is one and a
-// half: of a single wave a quarter of the places is empty then, where three launches would move twice the bytes. Not yet
-// measured.
+// there is one slice, or if these blocks occupy the GPU. Two fit on a multiprocessor from SM 80 on. The limit is one
+// and a half: of a single wave a quarter of the places is empty then, where three launches would move twice the bytes.
+// Not yet measured. Of a GPU that is not known, never: then there is memory for three launches, and either may follow.
 template <class T>
 bool in_one_pass(const Arrays<T>& x, bool causal, std::int64_t slices, void* stream) {
-  if (!causal || x.head_dim == 0 || slices == 1) return causal && x.head_dim > 0;
-  const std::int64_t blocks = x.batch * x.heads * parts(x.value_dim, kSide);
-  return x.head_dim <= kSide && 2 * blocks >= std::int64_t{3} * multiprocessors(stream);
+  if (!causal || x.head_dim == 0) return false;
+  if (slices == 1) return true;
+  if (x.head_dim > kSide) return false;
+  const std::int64_t blocks = x.batch * x.heads * parts(x.value_dim, kSide), count = multiprocessors(stream);
+  return count > 0 && 2 * blocks >= 3 * count;
 }
 
 std::int64_t slice_length(std::int64_t seq, std::int64_t head_dim, bool causal) {

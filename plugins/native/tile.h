@@ -184,7 +184,8 @@ __device__ Left load_left_transposed(const Tile<T, kWidth>& from, int row, int c
 // Rows [row, row + 16) of a tile and its columns [column, column + 8) and [column + 8, column + 16). lane: the caller's,
 // which may be ptx::opaque.
 template <class T, int kWidth>
-__device__ void load_rights(const Tile<T, kWidth>& from, int row, int column, Right (&rights)[2], int lane = tile::lane()) {
+__device__ void load_rights(const Tile<T, kWidth>& from, int row, int column, Right (&rights)[2],
+                            int lane = tile::lane()) {
   std::uint32_t pairs[4];
   ptx::load_transposed(pairs, from.chunk(row + lane % 16, column / 8 + lane / 16));
   rights[0] = {{pairs[0], pairs[1]}};

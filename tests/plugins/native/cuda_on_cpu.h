@@ -525,11 +525,11 @@ inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 bfloat16) { return bflo
 inline float __bfloat162float(__nv_bfloat16 bfloat16) { return effexport::to_float(bfloat16.value); }
 inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {effexport::from_float<effexport::BFloat16>(value)}; }
 
-// The functions of plugins/native/ptx.h, which says what they do.
 namespace effexport {
 inline int multiprocessors(void*) { return cuda_on_cpu::settings.multiprocessors; }
 }  // namespace effexport
 
+// The functions of plugins/native/ptx.h, which says what they do.
 namespace effexport::ptx {
 
 constexpr int kArchitecture = EFFEXPORT_EMULATED;
