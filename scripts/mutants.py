@@ -208,7 +208,7 @@ MUTANTS = (
         ("t.sum[row + i] * factors[i] +", "t.sum[row + i] +"),
         ("store(out, load(out) * factors[row + i] + sum);", "store(out, load(out) + sum);"),
         ("sight.end[i] >= to &&", ""),
-        ("(column < begin) | (column >= end) ? beyond : x", "x"),
+        ("((column < begin) | (column >= end)) ? beyond : x", "x"),
     ),
     *mutants_of("masked_attention/ort.cc", ("batch heads m e", "batch heads e e")),
     *mutants_of(
@@ -360,10 +360,10 @@ MUTANTS = (
         ("const Floats small = exponential(z < 0.0f ? z : -z);", "const Floats small = exponential(-z);"),
         ("if (!u.keep[token]) {\n      std::fill_n(to, u.channels, T{});", "if (!u.keep[token]) {"),
         (
-            "std::rotate(w.order, w.order + 1, w.order + taps);",
-            "std::rotate(w.order, w.order + before, w.order + taps);",
+            "std::rotate(w.order, w.order + 1, w.order + u.taps);",
+            "std::rotate(w.order, w.order + u.taps - 1, w.order + u.taps);",
         ),
-        ("Floats sum = load(w.bias + c);", "Floats sum{};"),
+        ("Floats sum = load(bias + c);", "Floats sum{};"),
         ("if (last < call.seq) return;", "if (first > 0) return;"),
         ("u.find_before(call.seq, w.before);", "u.find_before(last - 1, w.before);"),
     ),
