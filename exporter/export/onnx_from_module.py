@@ -27,7 +27,13 @@ from effexport.export.inlined import inline_functions, save
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
-from effexport.export.torch_onnx import avoid_missing_bfloat16, make_portable, recurrent_translation, size_translation
+from effexport.export.torch_onnx import (
+    avoid_missing_bfloat16,
+    kept_translations,
+    make_portable,
+    recurrent_translation,
+    size_translation,
+)
 from effexport.export.traced_graphs import (
     REMEDY,
     add_traced,
@@ -226,6 +232,7 @@ def program_from_module(
     with (
         quiet(streams=True),
         without_shape_cache(),
+        kept_translations(),
         fused_operators(module, spec.fused),
         modes_of_users_code(module, spec),
     ):

@@ -6,10 +6,13 @@ misread are replaced by nodes that compute the same: see docs/function_bodies.md
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import math
 import operator
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,35 @@ import torch
 from onnxscript import values
 
 from effexport.models.user.traced_code import GATES
+
+
+@contextlib.contextmanager
+def kept_translations() -> Iterator[None]:
+    """Let torch.onnx collect its own translations once a process: for each graph, it would parse the source of all 560
+    anew, which takes 0.6 s."""
+    from torch.onnx._internal.exporter import _registration
+
+    registry: Any = _registration.ONNXRegistry
+    original = registry.__dict__["from_torchlib"]
+    registry.from_torchlib = staticmethod(registry_of(registry.from_torchlib))
+    try:
+        yield
+    finally:
+        registry.from_torchlib = original
+
+
+@functools.cache
+def registry_of(collect: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the results of `collect`, torch.onnx's own, each collected once and given as a copy: callers add
+    translations to it."""
+    collected = functools.cache(collect)
+
+    def registry(*arguments: Any, **keywords: Any) -> Any:
+        kept = copy.copy(collected(*arguments, **keywords))
+        kept.functions = {name: list(translations) for name, translations in kept.functions.items()}
+        return kept
+
+    return registry
 
 
 def size_translation(opset: int) -> dict[Any, Callable[..., Any]]:

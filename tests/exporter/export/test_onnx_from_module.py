@@ -14,6 +14,7 @@ from fused_operators import FUSED
 from onnx import TensorProto, helper, numpy_helper
 from slow_cases import slow, soak
 from small_builds import exported
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from effexport.artifact import Artifact
 from effexport.base.errors import StageError
@@ -28,6 +29,7 @@ from effexport.export.onnx_graph import (
     check_portable,
     graph_tensors,
 )
+from effexport.export.torch_onnx import kept_translations
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
@@ -383,6 +385,20 @@ def test_a_declared_operator_that_is_not_there_is_found(built: Built) -> None:
     spec = artifact.spec
     with pytest.raises(StageError, match=r"custom operators are \{\}; declared are \{'LSHSort': 1\}"):
         check_graph(artifact.model_path, GraphSignature(spec.inputs, spec.outputs, {"LSHSort": 1}))
+
+
+def test_translations_of_torch_onnx_are_collected_once_and_those_of_one_export_stay_its_own() -> None:
+    whole = ONNXRegistry.from_torchlib(opset_version=18)
+    with kept_translations():
+        first, second = (ONNXRegistry().from_torchlib(opset_version=18) for _ in range(2))
+        first.register_op(torch.ops.aten.relu.default, lambda x: x)
+        first.register_op(torch.sym_sqrt, lambda x: x)
+        third, of_another_opset = (ONNXRegistry.from_torchlib(opset_version=opset) for opset in (18, 20))
+    for registry in (second, third):
+        assert registry.functions.keys() == whole.functions.keys()
+        assert len(registry.get_decomps(torch.ops.aten.relu.default)) == 1
+    assert of_another_opset.opset_version == 20
+    assert isinstance(ONNXRegistry.__dict__["from_torchlib"], classmethod)
 
 
 def test_an_exporter_failure_names_its_stage(small_spec: Specs, tmp_path: Path) -> None:
