@@ -29,7 +29,7 @@ from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
 from effexport.export.torch_onnx import (
     avoid_missing_bfloat16,
-    kept_translations,
+    kept_lookups,
     make_portable,
     recurrent_translation,
     size_translation,
@@ -232,7 +232,7 @@ def program_from_module(
     with (
         quiet(streams=True),
         without_shape_cache(),
-        kept_translations(),
+        kept_lookups(),
         fused_operators(module, spec.fused),
         modes_of_users_code(module, spec),
     ):

@@ -25,18 +25,34 @@ from effexport.models.user.traced_code import GATES
 
 
 @contextlib.contextmanager
-def kept_translations() -> Iterator[None]:
-    """Let torch.onnx collect its own translations once a process: for each graph, it would parse the source of all 560
-    anew, which takes 0.6 s."""
+def kept_lookups() -> Iterator[None]:
+    """Let torch.onnx collect its own translations once a process, and torch.export PyTorch's operators once an export.
+
+    For each graph, torch.onnx would parse the sources of all 560 translations, in 0.6 s; torch.export would ask for all
+    operators for each of 30 namespaces.
+    """
+    from torch._export import utils
     from torch.onnx._internal.exporter import _registration
 
     registry: Any = _registration.ONNXRegistry
-    original = registry.__dict__["from_torchlib"]
-    registry.from_torchlib = staticmethod(registry_of(registry.from_torchlib))
+    with contextlib.ExitStack() as stack:
+        collect = staticmethod(registry_of(registry.from_torchlib))
+        stack.enter_context(temporarily(registry, "from_torchlib", collect))
+        # PyTorch 2.9 to 2.13; there is nothing to keep where it is gone
+        if look_up := getattr(utils, "_materialize_cpp_cia_ops", None):
+            stack.enter_context(temporarily(utils, "_materialize_cpp_cia_ops", functools.cache(look_up)))
+        yield
+
+
+@contextlib.contextmanager
+def temporarily(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give an attribute of a class or module another value inside the block."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        registry.from_torchlib = original
+        setattr(owner, name, original)
 
 
 @functools.cache

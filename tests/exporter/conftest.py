@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import importlib.util
 import json
 import logging
 import shutil
@@ -49,33 +47,6 @@ def silent_trace_log() -> None:
     """torch traces every export into this logger; pytest would format and keep all of it, at half the cost of the
     export itself."""
     logging.getLogger("torch.__trace").propagate = False
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_translation_table() -> Iterator[None]:
-    """torch.onnx reads the sources of its 500 translations again in every export, for a fifth of the time of a small
-    one; here it reads them once per opset."""
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("onnxscript") is None:
-        yield
-        return
-    import torch._export.utils
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    read = functools.cache(ONNXRegistry.from_torchlib)
-
-    def copied(cls: type[ONNXRegistry], opset_version: int) -> ONNXRegistry:
-        registry = cls()
-        registry._opset_version = opset_version
-        # an export adds our operators
-        registry.functions = {target: list(found) for target, found in read(opset_version).functions.items()}
-        return registry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", classmethod(copied))
-        # it looks up all operators once per namespace in every export; nothing here registers one in C++
-        if lookup := getattr(torch._export.utils, "_materialize_cpp_cia_ops", None):
-            patch.setattr(torch._export.utils, "_materialize_cpp_cia_ops", functools.cache(lookup))
-        yield
 
 
 @pytest.fixture(scope="module")
