@@ -1,4 +1,4 @@
-"""Keeps off the screen what PyTorch prints while it traces a model: whole graphs, and remarks on itself.
+"""PyTorch while it traces a model: its graphs and remarks on itself stay off the screen, and it looks things up once.
 
 Its errors are exceptions, and what they say becomes one message.
 """
@@ -6,11 +6,13 @@ Its errors are exceptions, and what they say becomes one message.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -94,3 +96,39 @@ def muted() -> Iterator[None]:
         for stream in streams:
             if stream is not None:
                 stream.is_muted = False
+
+
+@contextlib.contextmanager
+def few_lookups() -> Iterator[None]:
+    """Let an export look up once what PyTorch would look up for every graph or call, with the same results.
+
+    torch.onnx parses the sources of all its 560 translations for each graph, in 0.6 s: here, once a process.
+    torch.export asks for all operators for each of 30 namespaces: once an export. It keeps the shapes of every call:
+    with lengths that stay free, that costs up to a third of the time and hardly ever hits.
+    """
+    import torch._dynamo.config
+    from torch._export import utils
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    # PyTorch 2.9 to 2.13; there is nothing to keep where it is gone
+    look_up = getattr(utils, "_materialize_cpp_cia_ops", None)
+    kept: list[tuple[Any, str, Any]] = [(ONNXRegistry, "from_torchlib", _kept_registry(ONNXRegistry.from_torchlib))]
+    kept += [(utils, "_materialize_cpp_cia_ops", functools.cache(look_up))] if look_up else []
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), contextlib.ExitStack() as stack:
+        for owner, name, value in kept:
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, value)
+        yield
+
+
+@functools.cache
+def _kept_registry(collect: Callable[..., Any]) -> staticmethod[..., Any]:
+    """A method that collects each result of `collect` once, and returns copies: an export adds our operators."""
+    collected = functools.cache(collect)
+
+    def registry(*arguments: Any, **keywords: Any) -> Any:
+        kept = copy.copy(collected(*arguments, **keywords))
+        kept.functions = {name: list(translations) for name, translations in kept.functions.items()}
+        return kept
+
+    return staticmethod(registry)

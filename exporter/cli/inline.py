@@ -70,7 +70,7 @@ def command(options: InlineOptions, as_json: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
+class InlinedFiles:
     """The result: files with their total size, the number of nodes, and the checks, none of which failed."""
 
     files: tuple[Path, ...]
@@ -91,7 +91,9 @@ def data_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.data")
 
 
-def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], None], *, force: bool = False) -> Written:
+def write_inlined(
+    artifact: Artifact, output: Path, on_stage: Callable[[str], None], *, force: bool = False
+) -> InlinedFiles:
     """Write the inlined model of an artifact, checked, or nothing.
 
     Raises StageError if a check fails, UserError for a file of weights that exists, unless `force`, and as
@@ -133,7 +135,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
             files = [file.replace(output.with_name(file.name)) for file in made]
     except OSError as error:
         raise write_error(output, error, ANOTHER_FILE) from error
-    return Written(tuple(reversed(files)), size, nodes, checks)
+    return InlinedFiles(tuple(reversed(files)), size, nodes, checks)
 
 
 def save_inlined(artifact: Artifact, path: Path) -> int:
@@ -157,7 +159,7 @@ def save_inlined(artifact: Artifact, path: Path) -> int:
     return sum(1 for _ in model.graph.all_nodes())
 
 
-def written_text(written: Written, artifact: Artifact, output: Path) -> str:
+def written_text(written: InlinedFiles, artifact: Artifact, output: Path) -> str:
     """One line: what was written, whether it is proven, and what it is for."""
     from effexport.proof.check import outcomes_text, passed
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.base.errors import StageError, UserError
-from effexport.base.quiet import quiet
+from effexport.base.quiet import few_lookups, quiet
 from effexport.base.spec import INPUT_DEFAULTS, BuildSpec
 from effexport.export.carriers import use_carriers
 from effexport.export.failures import STAGE, place_of, reason_of
@@ -27,13 +27,7 @@ from effexport.export.inlined import inline_functions, save
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
-from effexport.export.torch_onnx import (
-    avoid_missing_bfloat16,
-    kept_lookups,
-    make_portable,
-    recurrent_translation,
-    size_translation,
-)
+from effexport.export.torch_onnx import avoid_missing_bfloat16, make_portable, recurrent_translation, size_translation
 from effexport.export.traced_graphs import (
     REMEDY,
     add_traced,
@@ -231,8 +225,7 @@ def program_from_module(
     operators, changes = None, NO_CHANGES
     with (
         quiet(streams=True),
-        without_shape_cache(),
-        kept_lookups(),
+        few_lookups(),
         fused_operators(module, spec.fused),
         modes_of_users_code(module, spec),
     ):
@@ -316,17 +309,6 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
         torch.full(shape_of(tensor.dims, sizes), fills.get(tensor.name, 0), dtype=getattr(torch, tensor.dtype))
         for tensor in spec.inputs
     )
-
-
-def without_shape_cache() -> contextlib.AbstractContextManager[None]:
-    """Let the exporter infer the shapes of every call anew.
-
-    With lengths that stay free, its cache of shapes costs up to a third of the time and hardly ever hits.
-    """
-    import torch._dynamo.config
-
-    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    return patch
 
 
 def declared_ops() -> list[Op]:

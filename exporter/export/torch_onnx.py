@@ -6,13 +6,10 @@ misread are replaced by nodes that compute the same: see docs/function_bodies.md
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import math
 import operator
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,51 +19,6 @@ import torch
 from onnxscript import values
 
 from effexport.models.user.traced_code import GATES
-
-
-@contextlib.contextmanager
-def kept_lookups() -> Iterator[None]:
-    """Let torch.onnx collect its own translations once a process, and torch.export PyTorch's operators once an export.
-
-    For each graph, torch.onnx would parse the sources of all 560 translations, in 0.6 s; torch.export would ask for all
-    operators for each of 30 namespaces.
-    """
-    from torch._export import utils
-    from torch.onnx._internal.exporter import _registration
-
-    registry: Any = _registration.ONNXRegistry
-    with contextlib.ExitStack() as stack:
-        collect = staticmethod(registry_of(registry.from_torchlib))
-        stack.enter_context(temporarily(registry, "from_torchlib", collect))
-        # PyTorch 2.9 to 2.13; there is nothing to keep where it is gone
-        if look_up := getattr(utils, "_materialize_cpp_cia_ops", None):
-            stack.enter_context(temporarily(utils, "_materialize_cpp_cia_ops", functools.cache(look_up)))
-        yield
-
-
-@contextlib.contextmanager
-def temporarily(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Give an attribute of a class or module another value inside the block."""
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@functools.cache
-def registry_of(collect: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the results of `collect`, torch.onnx's own, each collected once and given as a copy: callers add
-    translations to it."""
-    collected = functools.cache(collect)
-
-    def registry(*arguments: Any, **keywords: Any) -> Any:
-        kept = copy.copy(collected(*arguments, **keywords))
-        kept.functions = {name: list(translations) for name, translations in kept.functions.items()}
-        return kept
-
-    return registry
 
 
 def size_translation(opset: int) -> dict[Any, Callable[..., Any]]:

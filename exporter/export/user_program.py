@@ -199,14 +199,14 @@ class UserProgram:
         """
         return not axis.branches_at_one() or self.agreement(axis.axis)(program, 1)
 
-    def agreement(self, axis: str) -> Agreement:
+    def agreement(self, axis: str) -> ModuleComparison:
         """The comparison of programs with the module at sizes of an axis."""
 
         def values(size: int) -> list[list[torch.Tensor]]:
             # also large numbers, of which a side may cut off some
             return [self.at({axis: size}).drawn(scale) for scale in (1.0, 100.0)]
 
-        return Agreement(self.module, values)
+        return ModuleComparison(self.module, values)
 
     def drawn(self, scale: float) -> list[torch.Tensor]:
         """Random values in the place of those of the example: integers within their ranges, and a mask that hides the
@@ -419,7 +419,7 @@ def chosen(side: BranchSide, base: BranchSide, example: int) -> set[int]:
     return {least, *(nearest(sizes, size) for size in (example, 2 * example, 2 * least, 4 * least, LARGE))}
 
 
-class Agreement:
+class ModuleComparison:
     """Compares programs with their module, each program made runnable once, and the module run once on the same inputs.
 
     inputs: for a size, those to compare at.

@@ -219,7 +219,7 @@ class Captured:
 Entry = Captured | Literal["seen", "refused"]
 
 
-class Work:
+class RunMemory:
     """The memory of inputs and outputs of runs, and their graphs. Only for callers inside `Execution.turn`.
 
     The first run of a shape is queued without a graph, the second while one is captured, later ones by the graph. It
@@ -348,8 +348,8 @@ class Execution:
         self._source, self._settings = source, settings
         self._title = ENGINE_RUNTIMES[source.info.target].label
         self.captures = settings.cuda_graph and ENGINE_RUNTIMES[source.info.target].built_where_it_runs
-        self.abandoned: deque[Work] = deque()
-        self._works: list[Work] = []
+        self.abandoned: deque[RunMemory] = deque()
+        self._works: list[RunMemory] = []
         self._lock: threading.Lock = host._lock if host else threading.Lock()
         self._closed = False
         self._log = BuildLog(source.api)
@@ -381,7 +381,7 @@ class Execution:
         # used by `run`; `bind` makes others
         buffers = host.shared.buffers if host else Buffers(self.cuda)
         largest = Profiles(self._source.info).largest_shapes()
-        self.shared: Work = self.new_work(self._settings.max_graphs, buffers, largest)
+        self.shared: RunMemory = self.new_work(self._settings.max_graphs, buffers, largest)
         if host is None and buffers.nbytes_of(largest) <= EAGER_BYTES:
             buffers.reserve(largest)
 
@@ -423,12 +423,12 @@ class Execution:
 
     def new_work(
         self, max_graphs: int, buffers: Buffers | None = None, largest: Mapping[str, Shape] | None = None
-    ) -> Work:
+    ) -> RunMemory:
         """Work, by default with new memory, that is freed once it is in `abandoned`, or when this is closed."""
         buffers = buffers or Buffers(self.cuda)
         buffers.add((*self._source.info.inputs, *self._source.info.outputs), largest or {})
         most_graphs = max_graphs if self.captures else 0
-        self._works.append(Work(self.cuda, buffers, self._main, self._new_context, most_graphs))
+        self._works.append(RunMemory(self.cuda, buffers, self._main, self._new_context, most_graphs))
         return self._works[-1]
 
     def _sweep(self) -> None:

@@ -6,7 +6,7 @@ The contract is in README.md beside this file. Models can use the torch operator
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ def check(
     beta: Tensor,
     scale: float,
     delta: bool,
-    per_channel: bool,
-    chunk_length: int,
-    longest: int,
+    per_channel: bool = False,
+    chunk_length: int = 32,
+    longest: int = 131072,
 ) -> None:
     """Raise ValueError for what `linear_recurrence` refuses."""
     SIGNATURE.check(query, key, value, past, decay, beta, scale=scale, chunk_length=chunk_length, longest=longest)
@@ -94,20 +94,8 @@ def linear_recurrence(
 
 
 @linear_recurrence.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    scale: float,
-    delta: bool,
-    per_channel: bool = False,
-    chunk_length: int = 32,
-    longest: int = 131072,
-) -> tuple[Tensor, Tensor]:
-    check(query, key, value, past, decay, beta, scale, delta, per_channel, chunk_length, longest)
+def _(query: Tensor, key: Tensor, value: Tensor, past: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    check(query, key, value, past, *others)
     out = value.new_empty(*query.shape[:3], value.shape[3])
     return out, torch.empty_like(past, memory_format=torch.contiguous_format)
 

@@ -57,13 +57,8 @@ def exported(
     import onnx
     import onnxruntime
 
-    from effexport.base.quiet import quiet
-    from effexport.export.onnx_from_module import (
-        attach_function_bodies,
-        mark_custom_nodes,
-        register_schemas,
-        without_shape_cache,
-    )
+    from effexport.base.quiet import few_lookups, quiet
+    from effexport.export.onnx_from_module import attach_function_bodies, mark_custom_nodes, register_schemas
     from effexport.models.layers import fused_operators
     from effexport.plugins.ops import DOMAIN, OPS
 
@@ -72,7 +67,7 @@ def exported(
         getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
         for op in OPS.values()
     }
-    with quiet(streams=True), without_shape_cache(), fused_operators(module, True):
+    with quiet(streams=True), few_lookups(), fused_operators(module, True):
         program = torch.onnx.export(
             module.eval(),
             (),

@@ -18,6 +18,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from effexport.artifact import Artifact
 from effexport.base.errors import StageError
+from effexport.base.quiet import few_lookups
 from effexport.base.spec import OPSETS, BuildSpec
 from effexport.export import inlined
 from effexport.export.onnx_from_module import onnx_from_module
@@ -29,7 +30,6 @@ from effexport.export.onnx_graph import (
     check_portable,
     graph_tensors,
 )
-from effexport.export.torch_onnx import kept_lookups
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
@@ -389,7 +389,7 @@ def test_a_declared_operator_that_is_not_there_is_found(built: Built) -> None:
 
 def test_translations_of_torch_onnx_are_collected_once_and_those_of_one_export_stay_its_own() -> None:
     whole = ONNXRegistry.from_torchlib(opset_version=18)
-    with kept_lookups():
+    with few_lookups():
         first, second = (ONNXRegistry().from_torchlib(opset_version=18) for _ in range(2))
         first.register_op(torch.ops.aten.relu.default, lambda x: x)
         first.register_op(torch.sym_sqrt, lambda x: x)

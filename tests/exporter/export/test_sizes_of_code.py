@@ -24,7 +24,7 @@ from effexport.base.errors import StageError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import load_graph
 from effexport.export.specialised_length import Assumption, UserTrace, condition, holds, readable
-from effexport.export.user_program import Agreement, BranchSide, declared_shapes, has_shape, program_of_sides
+from effexport.export.user_program import BranchSide, ModuleComparison, declared_shapes, has_shape, program_of_sides
 from effexport.models.user.spec import ModuleSpec
 from effexport.proof.inputs import case_inputs
 from effexport.serving.engine.settings import ServingSettings
@@ -369,7 +369,7 @@ def test_a_program_must_declare_the_shapes_that_it_returns() -> None:
 def test_sizes_at_which_the_model_fails_are_no_other_side() -> None:
     def agrees(module: Callable[[Tensor], Tensor], size: int) -> bool:
         program = torch.export.export(Written(lambda x: x * 2), (vectors(2, 6),), dynamic_shapes=({1: Dim.AUTO},))
-        return Agreement(Written(module), lambda size: [[vectors(2, size)]])(program, size)
+        return ModuleComparison(Written(module), lambda size: [[vectors(2, size)]])(program, size)
 
     assert agrees(lambda x: x * 2, 3)
     assert not agrees(other_at_9_and_none_below_4, 3)
