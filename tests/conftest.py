@@ -5,6 +5,7 @@ A test marked `requires("ort")` is skipped if onnxruntime is missing, unless the
 before the first test. So a run never skips silently what it says must be present.
 
 Tests marked `slow` run with scripts/test.sh --all only. A test that requires one of SLOW_PARTS is slow by itself.
+Tests marked `soak` run with scripts/soak.sh only, and so do the rows that soak.toml leaves out.
 
 No test sees the instructions of the machine's processor: all stand on the plainest of PROCESSORS, and those of what
 depends on them ask for `each_processor`. Child processes of tests see the machine; what is asserted of them holds on
@@ -21,6 +22,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     import page_browser
 
 ROOT = Path(__file__).resolve().parents[1]
+SOAK = Path(__file__).with_name("soak.toml")
 VARIABLE = "EFFEXPORT_REQUIRE"
 # As in scripts/portability/environments.py, which is not there when this file is tested by itself.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -334,6 +337,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(SLOW_PARTS.intersection(marker.args) for marker in item.iter_markers("requires")):
             item.add_marker(pytest.mark.slow)
+    mark_soak(items, tomllib.loads(SOAK.read_text(encoding="utf-8")))
+
+
+def mark_soak(items: list[pytest.Item], kept: dict[str, dict[str, int]]) -> None:
+    """Mark the rows of tests as soak tests after the first so many. kept: file in tests/ → test → rows of every run.
+
+    Rows that are marked already do not count. Who names one row alone gets it.
+    """
+    rows = Counter[tuple[str, str]]()
+    for item in items:
+        file, test = item.path.relative_to(SOAK.parent).as_posix(), getattr(item, "originalname", item.name)
+        if item.get_closest_marker("soak") is None and (most := kept.get(file, {}).get(test)) is not None:
+            rows[file, test] += 1
+            if rows[file, test] > most:
+                item.add_marker(pytest.mark.soak)
 
 
 def pytest_collection_finish() -> None:

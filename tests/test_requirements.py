@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,6 @@ def test_plain():
     pass
 """
 SCRIPTS = ("environment.sh", "test_environment.sh")
-SETTINGS = """
-[pytest]
-addopts = --strict-markers
-markers =
-    requires(*parts): parts
-    slow: slow
-"""
 # makes find_spec believe that transformers is not installed
 HIDE_TRANSFORMERS = """
 import importlib.util
@@ -39,12 +33,15 @@ importlib.util.find_spec = lambda name, *rest: None if name == "transformers" el
 """
 
 
-def run_suite(folder: Path, *options: str, require: str, suite: str = SUITE) -> subprocess.CompletedProcess[str]:
+def run_suite(
+    folder: Path, *options: str, require: str, suite: str = SUITE, soak: str = ""
+) -> subprocess.CompletedProcess[str]:
     shutil.copy(HERE / "conftest.py", folder)
+    (folder / "soak.toml").write_text(soak)
     (folder / "test_suite.py").write_text(suite)
     (folder / "hide.py").write_text(HIDE_TRANSFORMERS)
     (folder / "pytest.ini").write_text(
-        "[pytest]\naddopts = --strict-markers\nmarkers =\n  requires(*parts): parts\n  slow: slow\n"
+        "[pytest]\naddopts = --strict-markers\nmarkers =\n  requires(*parts): parts\n  slow: slow\n  soak: soak\n"
     )
     environment = {**os.environ, "EFFEXPORT_REQUIRE": require, "PYTHONPATH": f"{folder}:{HERE.parent / 'scripts'}"}
     # the options of the run that this test belongs to are not for the inner one, which needs no plugins either
@@ -52,6 +49,34 @@ def run_suite(folder: Path, *options: str, require: str, suite: str = SUITE) -> 
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "-p", "hide", "-p", "no:cacheprovider", "-rs", *options]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_every_run_has_the_rows_that_soak_toml_keeps_and_a_row_that_is_named(tmp_path: Path) -> None:
+    suite = """
+import pytest
+
+@pytest.mark.parametrize("row", [pytest.param(1, marks=pytest.mark.soak), 2, 3, 4])
+def test_rows(row):
+    pass
+
+def test_rare():
+    pass
+"""
+    soak = """["test_suite.py"]\ntest_rows = 2\ntest_rare = 0\n"""
+    for options, ended in {
+        ("-m", "not soak"): "2 passed, 3 deselected",
+        ("-m", "soak"): "3 passed, 2 deselected",
+        ("-m", "not soak", "test_suite.py::test_rows[4]"): "1 passed",
+    }.items():
+        result = run_suite(tmp_path, *options, require="", suite=suite, soak=soak)
+        assert ended in result.stdout, result.stdout
+
+
+def test_soak_toml_names_tests_that_there_are() -> None:
+    for file, rows in tomllib.loads((HERE / "soak.toml").read_text(encoding="utf-8")).items():
+        text = (HERE / file).read_text(encoding="utf-8")
+        for test in rows:
+            assert f"def {test}(" in text, f"{file} has no {test}"
 
 
 def test_a_missing_part_is_skipped_with_its_reason_when_it_is_not_required(tmp_path: Path) -> None:
