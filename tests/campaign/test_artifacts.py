@@ -1,4 +1,4 @@
-"""A sample of the attacks on artifacts and records; scripts/soak.sh runs thousands."""
+"""Problems that the attacks on artifacts and records report; scripts/soak.sh runs thousands of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign import artifacts
 from campaign.commands import Ended, in_workers
 from campaign.onnx_mutations import mutated_model
 from campaign.strange import mutated_json, text_of
-
-CASES = 30
-
-
-@pytest.mark.requires("torch", "onnx", "ort", "serve")
-def test_attacked_artifacts_and_records_are_refused_or_harmless(tmp_path: Path) -> None:
-    # one worker, because each imports everything first
-    tally = artifacts.run(CASES, 0, tmp_path, workers=1)
-    assert tally.problems == []
-    assert tally.cases == CASES
-    # neither kind of outcome may have become all there is
-    assert tally.outcomes["refused"] > CASES / 4
-    assert tally.outcomes["accepted"] > CASES / 20
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from shell_words import words_in_bash
+from command_lines import words_in_bash
 
 from effexport.base.formatting import command_line, quoted
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from comparison import relative_error
 from slow_cases import soak
 from torch import Tensor
 
@@ -30,14 +31,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a fraction of the RMS of `expected`."""
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    actual, expected = actual.double(), expected.double()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
 
 
 def encoder_spec(variant: str, attention: dict[str, object] | None = None, **fields: object) -> EncoderSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comparison import all_kept, relative_error, tokens
 from slow_cases import named
 from torch import Tensor
 
@@ -22,26 +23,10 @@ FLOAT32 = 3e-6
 BLOCKING = 1e-5
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a fraction of the RMS of `expected`."""
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    actual, expected = actual.double(), expected.double()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
-
-
 def linear(seed: int = 0, **fields: object) -> LinearAttention:
     module = module_from_spec(LinearSpec(**({"dim": 32, "heads": 4} | fields)), seed)
     assert isinstance(module, LinearAttention)
     return module
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def all_kept(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
 def random_features(seq_len: int, d: int, m: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from comparison import all_kept, relative_error, tokens
 from torch import Tensor, nn
 
 from effexport.models.variants.local.contract import visible_keys
@@ -19,14 +20,6 @@ AGAINST_FLOAT64 = 1e-5
 BLOCKING = 1e-5
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a fraction of the RMS of `expected`."""
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    actual, expected = actual.double(), expected.double()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
-
-
 def local(seed: int = 0, **fields: object) -> LocalAttention:
     """`local` is not a variant, so its weights are drawn here, as in module_from_spec."""
     layer = LocalAttention(LocalSpec(**({"dim": 32, "heads": 2, "chunk_length": 8} | fields))).eval()
@@ -36,14 +29,6 @@ def local(seed: int = 0, **fields: object) -> LocalAttention:
             gain = 2 if name.startswith(("query", "key")) else 1
             parameter.copy_(gain * layer.spec.dim**-0.5 * torch.randn(parameter.shape, generator=generator))
     return layer
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def all_kept(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
 def rows_with_a_key(spec: LocalSpec, keep: Tensor) -> Tensor:

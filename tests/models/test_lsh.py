@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from comparison import all_kept, relative_error, tokens
 from torch import Tensor, nn
 
 from effexport.models.encoder.module import module_from_spec
@@ -25,27 +26,11 @@ AGAINST_FLOAT64 = 1e-5
 BLOCKING = 1e-5
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a fraction of the RMS of `expected`."""
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    actual, expected = actual.double(), expected.double()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
-
-
 def lsh(seed: int = 0, **fields: object) -> LSHAttention:
     spec = LSHSpec(**({"dim": 32, "heads": 2, "chunk_length": 8, "num_buckets": 6, "seq_len": 64} | fields))
     module = module_from_spec(spec, seed)
     assert isinstance(module, LSHAttention)
     return module
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def all_kept(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from comparison import all_kept, relative_error, tokens
 from torch import Tensor, nn
 
 from effexport.models.encoder.module import module_from_spec
@@ -24,14 +25,6 @@ BLOCKING = 1e-5
 AGAINST_FLOAT64 = 1e-4
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a fraction of the RMS of `expected`."""
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    actual, expected = actual.double(), expected.double()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
-
-
 def small_spec(**fields: object) -> NystromSpec:
     return NystromSpec(**({"dim": 32, "heads": 4, "num_landmarks": 8, "conv_kernel_size": 5} | fields))
 
@@ -40,14 +33,6 @@ def nystrom(seed: int = 0, **fields: object) -> NystromAttention:
     module = module_from_spec(small_spec(**fields), seed)
     assert isinstance(module, NystromAttention)
     return module
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def all_kept(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
 def transformers_attention(layer: NystromAttention) -> nn.Module:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import relative_error
 from torch import Tensor
 
 from effexport.models.attention_spec import QueryKeySpec
@@ -49,10 +50,6 @@ def turned(x: Tensor) -> Tensor:
     angles = torch.arange(seq_len, dtype=torch.float64)[:, None] * speed
     pairs = torch.view_as_complex(x.double().reshape(*x.shape[:3], size // 2, 2).contiguous())
     return torch.view_as_real(pairs * torch.exp(1j * angles)).flatten(3)
-
-
-def relative_error(given: Tensor, expected: Tensor) -> float:
-    return float((given.double() - expected.double()).abs().max() / expected.double().square().mean().sqrt())
 
 
 def test_pairs_turn_as_complex_numbers_do() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from comparison import all_kept, relative_error, tokens
 from torch import Tensor
 
 from effexport.models.encoder.module import module_from_spec
@@ -22,26 +23,10 @@ SUM_ROUNDING = 2e-6
 BLOCKING = 1e-5
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a fraction of the RMS of `expected`."""
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    actual, expected = actual.double(), expected.double()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
-
-
 def softmax(seed: int = 0, **fields: object) -> SoftmaxAttention:
     module = module_from_spec(SoftmaxSpec(**({"dim": 32, "heads": 4} | fields)), seed)
     assert isinstance(module, SoftmaxAttention)
     return module
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def all_kept(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
 def rounding(layer: SoftmaxAttention, x: Tensor, keep: Tensor) -> float:

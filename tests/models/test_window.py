@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comparison import all_kept
 from torch import Tensor
 
 from effexport.models.encoder.module import module_from_spec
@@ -23,10 +24,6 @@ def layer_of(window: int, **fields: object) -> WindowAttention:
 
 def tokens(seq_len: int, seed: int = 1) -> Tensor:
     return torch.randn(BATCH, seq_len, DIM, generator=torch.Generator().manual_seed(seed))
-
-
-def all_kept(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[:2], dtype=torch.bool)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

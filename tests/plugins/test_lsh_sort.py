@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bucket_patterns import bucket_rows
 from cuda_kernels import ALL_BLOCKS
 from implementations import implementation
 
@@ -24,6 +23,22 @@ BUCKETS = [1, 2, 31, 32, 33, 257, 1025, 4096]
 
 TILE = 8192
 INT32_MAX = 2**31 - 1
+
+
+def bucket_rows(length: int, num_buckets: int) -> np.ndarray:
+    """Random, all equal to the first and to the last bucket, descending, alternating, and nearly sorted."""
+    generator = np.random.default_rng(length * 10007 + num_buckets)
+    position = np.arange(length)
+    return np.stack(
+        [
+            generator.integers(0, num_buckets, length),
+            np.zeros(length, dtype=np.int64),
+            np.full(length, num_buckets - 1),
+            (length - 1 - position) * num_buckets // length,
+            np.where(position % 2 == 0, num_buckets - 1, 0),
+            np.sort(generator.integers(0, num_buckets, length))[np.roll(position, 1)],
+        ]
+    ).astype(np.int32)
 
 
 def case_of(buckets: np.ndarray, num_buckets: int) -> Case:

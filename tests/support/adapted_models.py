@@ -35,16 +35,6 @@ def padding(batch: int, seq_len: int) -> Tensor:
     return torch.arange(seq_len) >= torch.tensor(lengths)[:, None]
 
 
-def relative_error(actual: Tensor, expected: Tensor, where: Tensor | None = None) -> float:
-    """max |actual − expected| over the RMS of expected. where: boolean, the positions that count."""
-    actual, expected = actual.detach(), expected.detach()
-    assert actual.shape == expected.shape
-    if where is not None:
-        actual, expected = actual[where], expected[where]
-    assert torch.isfinite(actual).all()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
-
-
 def exported(
     module: nn.Module, inputs: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]], path: Path
 ) -> tuple[Callable[..., list[Tensor]], dict[str, int]]:

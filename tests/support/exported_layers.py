@@ -30,15 +30,6 @@ def trained_like(model: nn.Module, seed: int = 0) -> None:
                 parameter.copy_(0.3 * drawn + (1 if "norm" in name and name.endswith("weight") else 0))
 
 
-def relative_error(actual: Tensor, expected: Tensor, keep: Tensor) -> float:
-    """Largest difference over kept tokens as a fraction of the RMS of `expected`. keep: boolean [batch, seq]."""
-    assert actual.shape == expected.shape
-    actual, expected = actual.detach()[keep].double(), expected.detach()[keep].double()
-    assert torch.isfinite(expected).all()
-    assert torch.isfinite(actual).all()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
-
-
 def padded_mask(batch: int, seq_len: int) -> Tensor:
     """int64 [batch, seq]: the first sample is whole, the others end earlier and earlier."""
     lengths = torch.tensor([max(1, seq_len - 7 * i) for i in range(batch)])

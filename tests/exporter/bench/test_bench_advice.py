@@ -11,7 +11,7 @@ from typing import Any
 
 import bench_results
 import pytest
-from build_words import options_from_words
+from command_lines import options_from_words
 
 from effexport.base.errors import UserError
 from effexport.bench import advice as advise_module

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-from build_words import options_from_words
+from command_lines import options_from_words
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.base.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell_words import words_in_bash
+from command_lines import words_in_bash
 
 from effexport.artifact import EngineEntry
 from effexport.base.errors import UserError

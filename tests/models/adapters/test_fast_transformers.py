@@ -16,7 +16,8 @@ import fast_transformers_standin
 import pytest
 import torch
 import torch.nn.functional as F
-from exported_layers import OnnxFile, padded_mask, relative_error, trained_like
+from comparison import relative_error
+from exported_layers import OnnxFile, padded_mask, trained_like
 from slow_cases import slow_after
 from torch import Tensor, nn
 

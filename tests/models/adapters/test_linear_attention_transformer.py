@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from exported_layers import OnnxFile, padded_mask, relative_error, trained_like
+from comparison import relative_error
+from exported_layers import OnnxFile, padded_mask, trained_like
 from torch import Tensor, nn
 
 from effexport.models.adapters.replace import with_our_layers

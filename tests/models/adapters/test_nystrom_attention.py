@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparison import relative_error, tokens
 from slow_cases import slow_after, soak
 from torch import Tensor, nn
 
@@ -48,10 +49,6 @@ def replaced(layer: nn.Module, seq_len: int = SEQ_LEN) -> Replacement:
     return adapted.module
 
 
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def masks(seq_len: int) -> dict[str, Tensor | None]:
     """For a batch of three; the first sample has no padding."""
     right, left = torch.ones(3, seq_len, dtype=torch.bool), torch.ones(3, seq_len, dtype=torch.bool)
@@ -62,13 +59,6 @@ def masks(seq_len: int) -> dict[str, Tensor | None]:
     empty = right.clone()
     empty[1] = False
     return {"none": None, "right": right, "left": left, "holes": holes, "empty sample": empty}
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a fraction of the RMS of `expected`; the original also defines the rows of padding."""
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
 
 
 OPTIONS: dict[str, dict[str, object]] = {

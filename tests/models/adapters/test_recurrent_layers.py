@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapted_models import padding, random_states, relative_error, trained_like
+from adapted_models import padding, random_states, trained_like
+from comparison import relative_error
 from torch import Tensor, nn
 
 import effexport

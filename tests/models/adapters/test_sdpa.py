@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from adapted_models import exported, padding, random_states, relative_error, trained_like
+from adapted_models import exported, padding, random_states, trained_like
+from comparison import relative_error
 from torch import Tensor, nn
 
 from effexport.models.adapters.sdpa import attention_calls_as_operators
