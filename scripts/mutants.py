@@ -411,10 +411,21 @@ MUTANTS = (
     *mutants_of(
         "aft_window_attention/kernel_cuda.cu",
         ("token - (first + query) + reach;", "token - (first + query) + reach - 1;"),
-        ("other < tile::warp(); ++other", "other <= tile::warp(); ++other"),
+        ("other = 1; other < kWarps; ++other", "other = 2; other < kWarps; ++other"),
+        ("i < part; ++i", "i + 1 < part; ++i"),
+        ("i < tile::warp(); ++i", "i <= tile::warp(); ++i"),
+        ("i > part; --i", "i >= part; --i"),
+        ("int i = kWarps - 1; i > tile::warp(); --i", "int i = kWarps - 2; i > tile::warp(); --i"),
+        ("(tile::warp() + 1) * each, all_runs)", "tile::warp() * each + 1, all_runs)"),
+        (
+            "parts_of(block * kBlock + reach(), queries_of(causal))",
+            "parts_of(block * kBlock + reach() + 1, queries_of(causal))",
+        ),
+        ("(block * kBlock - reach()) / queries_of(causal)", "(block * kBlock - reach() - 1) / queries_of(causal)"),
         ("const float share = ptx::exp2_approx(-largest_bias[query]);", "const float share = 1.0f;"),
         ("others.n *= scale;", ""),
-        ("x.after, last_block - 1, lane", "x.after, last_block, lane"),
+        ("if (!kCausal) all.add(sums_of(x.others", "if (kCausal) all.add(sums_of(x.others"),
+        ("sums_of(x.others, rows, units + unit, lane)", "sums_of(x.others, rows, unit, lane)"),
         ("all.d == 0.0f ? all.n : all.n / all.d", "all.n / all.d"),
     ),
     *mutants_of(

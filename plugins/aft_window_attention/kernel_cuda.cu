@@ -1,7 +1,7 @@
-// CUDA kernels of effexport::AFTWindowAttention, in three steps. The first reads k and v once and writes maximum and
-// sums of every block of 32 tokens; the second, a launch for each direction, makes of them the sums of all blocks
-// before and after each; the third multiplies e^bias with e^k v of the keys near a few queries, and adds the sums of
-// all others.
+// CUDA kernels of effexport::AFTWindowAttention, in three launches. The first reads k and v once and writes maximum and
+// sums of every block of 32 tokens, and of every run of 8 blocks; the second makes of them, for every unit of queries,
+// the sums of all blocks before its window and of all after it; the third multiplies e^bias with e^k v of the keys in
+// the window, and adds the sums of all others.
 //
 // Everything is float32, and products are fused multiply-adds: e^k spans more than float16 can hold. Keys and biases
 // are in base 2. The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs.
@@ -17,7 +17,7 @@ using tile::kLog2E;
 constexpr int kChannels = 32;  // of a block of threads: one per lane
 constexpr int kBlock = 32;     // tokens
 constexpr int kThreads = 256;  // of the first two launches
-constexpr int kWarps = kThreads / tile::kWarpSize;
+constexpr int kWarps = kThreads / tile::kWarpSize;  // also the blocks of a run, and the parts of a sequence
 constexpr int kParts = 3;      // maximum, n and d
 // A key that is not there, and the maximum of no keys. Finite, because −inf − (−inf) is NaN.
 constexpr float kAbsent = -1e30f;
@@ -27,6 +27,31 @@ constexpr float kFloor = -1e29f;
 // are taken pair by pair.
 __host__ __device__ constexpr int warps_of(bool causal) { return causal ? 2 : 4; }
 __host__ __device__ constexpr int queries_of(bool causal) { return warps_of(causal) * tile::kRows; }
+
+// The units of queries of a sequence, one for a block of threads of the third launch, and their windows: the blocks of
+// keys for which some query of a unit has biases, but none from the unit on if causal.
+struct Windows {
+  int blocks;
+  int taps;
+  bool causal;
+
+  __device__ int reach() const { return causal ? taps - 1 : taps / 2; }
+  __device__ int units() const { return parts_of(blocks, queries_of(causal) / kBlock); }
+  __device__ int first(int unit) const { return max(0, unit * queries_of(causal) - reach()) / kBlock; }
+  // The block after the last one.
+  __device__ int last(int unit) const {
+    if (causal) return unit * queries_of(causal) / kBlock;
+    return min(blocks, parts_of((unit + 1) * queries_of(causal) + reach(), kBlock));
+  }
+  // The units whose windows begin at a block or later begin with this one.
+  __device__ int first_from(int block) const {
+    return block == 0 ? 0 : parts_of(block * kBlock + reach(), queries_of(causal));
+  }
+  // Those whose windows end before a block or at it end before this one, which may be negative. Not if causal.
+  __device__ int last_until(int block) const {
+    return block == blocks ? units() : (block * kBlock - reach()) / queries_of(causal);
+  }
+};
 
 struct Sums {
   float top = kFloor;
@@ -58,70 +83,109 @@ __device__ float key_of(const T* k, bool visible, std::int64_t at) {
   return visible ? widen(k[at]) * kLog2E : kAbsent;
 }
 
-// 1. A warp takes a block of tokens, a lane a channel. sums [groups, blocks, kParts, channels]
+// The sums of some rows of one channel. keys, values and visible: those of the first row.
+template <class T>
+__device__ Sums sums_of_rows(const T* keys, const T* values, const bool* visible, int rows, int channels,
+                             int key_channels) {
+  Sums own;
+#pragma unroll 8
+  for (int row = 0; row < rows; ++row) {
+    own.top = fmaxf(own.top, key_of(keys, is_set(visible + row), static_cast<std::int64_t>(row) * key_channels));
+  }
+#pragma unroll 8
+  for (int row = 0; row < rows; ++row) {
+    const bool seen = is_set(visible + row);
+    const float key = key_of(keys, seen, static_cast<std::int64_t>(row) * key_channels);
+    const float weight = ptx::exp2_approx(key - own.top);
+    own.n = fmaf(weight, seen ? widen(values[static_cast<std::int64_t>(row) * channels]) : 0.0f, own.n);
+    own.d += weight;
+  }
+  return own;
+}
+
+// 1. A block of threads takes 32 channels of a run of blocks of tokens, a warp a block, a lane a channel.
+// sums [groups, blocks, kParts, channels], runs [groups, parts_of(blocks, kWarps), kParts, channels]
 template <class T>
 __device__ void sum_blocks(const T* k, const T* v, const bool* keep, int groups, int heads, int seq, int channels,
-                           int key_channels, float* sums) {
-  const int blocks = parts_of(seq, kBlock), tiles = parts_of(channels, kChannels);
-  const std::int64_t works = static_cast<std::int64_t>(groups) * blocks * tiles;
-  for (std::int64_t work = static_cast<std::int64_t>(blockIdx.x) * kWarps + tile::warp(); work < works;
-       work += static_cast<std::int64_t>(gridDim.x) * kWarps) {
+                           int key_channels, float* sums, float* runs) {
+  Sums* const of_warps = reinterpret_cast<Sums*>(tile_memory);  // [kWarps, kChannels]
+  const int blocks = parts_of(seq, kBlock), all_runs = parts_of(blocks, kWarps), tiles = parts_of(channels, kChannels);
+  const std::int64_t works = static_cast<std::int64_t>(groups) * all_runs * tiles;
+  for (std::int64_t work = blockIdx.x; work < works; work += gridDim.x) {
     const int channel = static_cast<int>(work % tiles) * kChannels + tile::lane();
-    const std::int64_t block = work / tiles;  // among those of all groups
-    const std::int64_t group = block / blocks;
-    const int first = static_cast<int>(block % blocks) * kBlock;
-    if (channel >= channels) continue;
-    const T* const keys = k + (group * seq + first) * key_channels + (key_channels == 1 ? 0 : channel);
-    const T* const values = v + (group * seq + first) * channels + channel;
-    const bool* const visible = keep + group / heads * seq + first;
-    const int rows = min(kBlock, seq - first);
+    const int run = static_cast<int>(work / tiles % all_runs), block = run * kWarps + tile::warp();
+    const std::int64_t group = work / tiles / all_runs;
     Sums own;
-#pragma unroll 8
-    for (int row = 0; row < rows; ++row) {
-      own.top = fmaxf(own.top, key_of(keys, is_set(visible + row), static_cast<std::int64_t>(row) * key_channels));
+    if (channel < channels && block < blocks) {
+      const int first = block * kBlock;
+      own = sums_of_rows(k + (group * seq + first) * key_channels + (key_channels == 1 ? 0 : channel),
+                         v + (group * seq + first) * channels + channel, keep + group / heads * seq + first,
+                         min(kBlock, seq - first), channels, key_channels);
+      write(own, sums + group * blocks * kParts * channels + channel, block, channels);
     }
-#pragma unroll 8
-    for (int row = 0; row < rows; ++row) {
-      const bool seen = is_set(visible + row);
-      const float key = key_of(keys, seen, static_cast<std::int64_t>(row) * key_channels);
-      const float weight = ptx::exp2_approx(key - own.top);
-      own.n = fmaf(weight, seen ? widen(values[static_cast<std::int64_t>(row) * channels]) : 0.0f, own.n);
-      own.d += weight;
+    of_warps[threadIdx.x] = own;
+    __syncthreads();
+    if (tile::warp() == 0 && channel < channels) {
+      for (int other = 1; other < kWarps; ++other) own.add(of_warps[other * kChannels + tile::lane()]);
+      write(own, runs + group * all_runs * kParts * channels + channel, run, channels);
     }
-    write(own, sums + group * blocks * kParts * channels + channel, static_cast<int>(block % blocks), channels);
+    __syncthreads();  // the next work may take the shared memory
   }
 }
 
-// 2. A block of threads takes 32 channels of a group, a warp a part of all blocks, `forward` or backward: `others` of a
-// block become the sums of all blocks before it, or after it.
-__device__ void sum_others(const float* sums, int groups, int blocks, int channels, bool forward, float* others) {
-  Sums* const all_parts = reinterpret_cast<Sums*>(tile_memory);  // [kWarps, kChannels]
-  const int tiles = parts_of(channels, kChannels), each = parts_of(blocks, kWarps);
-  const int first = tile::warp() * each, last = min(first + each, blocks);
-  for (std::int64_t work = blockIdx.x; work < static_cast<std::int64_t>(groups) * tiles; work += gridDim.x) {
+// 2. A block of threads takes 32 channels of one of kWarps parts of a sequence, each of as many runs as a warp of it
+// takes blocks: so it scans the parts, then its warps' blocks, and writes the sums before and after each window that
+// begins or ends there. others [groups, units before, then units after unless causal, kParts, channels]
+__device__ void sum_others(const float* sums, const float* runs, int groups, int channels, const Windows& windows,
+                           float* others) {
+  Sums* const of_parts = reinterpret_cast<Sums*>(tile_memory);  // [kWarps, kChannels], of the sequence
+  Sums* const own_parts = of_parts + kThreads;                  // of its part that this block of threads takes
+  const int blocks = windows.blocks, units = windows.units(), tiles = parts_of(channels, kChannels);
+  const int all_runs = parts_of(blocks, kWarps), each = parts_of(all_runs, kWarps), all_parts = min(all_runs, kWarps);
+  const std::int64_t works = static_cast<std::int64_t>(groups) * all_parts * tiles;
+  for (std::int64_t work = blockIdx.x; work < works; work += gridDim.x) {
     const int channel = static_cast<int>(work % tiles) * kChannels + tile::lane();
-    const std::int64_t start = work / tiles * blocks * kParts * channels + channel;
-    const auto block_of = [&](int i) { return forward ? i : blocks - 1 - i; };
-    Sums own;
+    const int part = static_cast<int>(work / tiles % all_parts);
+    const std::int64_t group = work / tiles / all_parts;
+    const float* const of_blocks = sums + group * blocks * kParts * channels + channel;
+    const float* const of_runs = runs + group * all_runs * kParts * channels + channel;
+    float* const before = others + group * (windows.causal ? 1 : 2) * units * kParts * channels + channel;
+    const int first = min((part * kWarps + tile::warp()) * each, blocks), last = min(first + each, blocks);
+    Sums whole, own;
     if (channel < channels) {
-      for (int i = first; i < last; ++i) own.add(read(sums + start, block_of(i), channels));
+      for (int i = tile::warp() * each; i < min((tile::warp() + 1) * each, all_runs); ++i) {
+        whole.add(read(of_runs, i, channels));
+      }
+      for (int i = first; i < last; ++i) own.add(read(of_blocks, i, channels));
     }
-    all_parts[tile::warp() * kChannels + tile::lane()] = own;
+    of_parts[threadIdx.x] = whole;
+    own_parts[threadIdx.x] = own;
     __syncthreads();
-    Sums all;
-    for (int other = 0; other < tile::warp(); ++other) all.add(all_parts[other * kChannels + tile::lane()]);
     if (channel < channels) {
+      Sums all;
+      for (int i = 0; i < part; ++i) all.add(of_parts[i * kChannels + tile::lane()]);
+      for (int i = 0; i < tile::warp(); ++i) all.add(own_parts[i * kChannels + tile::lane()]);
+      int unit = windows.first_from(first);
       for (int i = first; i < last; ++i) {
-        const Sums next = read(sums + start, block_of(i), channels);
-        write(all, others + start, block_of(i), channels);
-        all.add(next);
+        for (; unit < units && windows.first(unit) == i; ++unit) write(all, before, unit, channels);
+        all.add(read(of_blocks, i, channels));
+      }
+    }
+    if (channel < channels && !windows.causal) {
+      Sums all;
+      for (int i = kWarps - 1; i > part; --i) all.add(of_parts[i * kChannels + tile::lane()]);
+      for (int i = kWarps - 1; i > tile::warp(); --i) all.add(own_parts[i * kChannels + tile::lane()]);
+      int unit = windows.last_until(last) - 1;
+      for (int i = last - 1; i >= first; --i) {
+        for (; unit >= 0 && windows.last(unit) == i + 1; --unit) write(all, before, units + unit, channels);
+        all.add(read(of_blocks, i, channels));
       }
     }
     __syncthreads();  // the next work may take the shared memory
   }
 }
 
-// What the third launch reads and writes. sums, before and after: [groups, blocks, kParts, channels].
+// What the third launch reads and writes.
 template <class T>
 struct Inputs {
   const T* q;
@@ -130,8 +194,7 @@ struct Inputs {
   const bool* keep;
   const float* bias;
   const float* sums;
-  const float* before;
-  const float* after;
+  const float* others;
   int groups, heads, seq, channels, key_channels, bias_heads, positions, taps;
   T* out;
 };
@@ -153,19 +216,20 @@ struct Attention {
   float* largest_bias = columns.elements + kBlock * kColumns;  // of a query, and at least 0
   float* top = largest_bias + kQueries;                        // of the keys in a channel
   float* own_keys = top + kChannels;                           // those of the queries' own block
-  int group, first, channel;                                   // the first query, the first channel
-  int blocks, reach, first_block, last_block;                  // of the keys that go into products
+  Windows windows;
+  int group, unit, first, channel;                             // the first query, the first channel
+  int reach, first_block, last_block;                          // of the keys that go into products
 
-  __device__ Attention(const Inputs<T>& inputs, std::int64_t work) : x(inputs) {
-    const int tiles = parts_of(x.channels, kChannels), units = parts_of(x.seq, kQueries);
+  __device__ Attention(const Inputs<T>& inputs, std::int64_t work)
+      : x(inputs), windows{parts_of(x.seq, kBlock), x.taps, kCausal} {
+    const int tiles = parts_of(x.channels, kChannels), units = windows.units();
     channel = static_cast<int>(work % tiles) * kChannels;
-    first = static_cast<int>(work / tiles % units) * kQueries;
+    unit = static_cast<int>(work / tiles % units);
+    first = unit * kQueries;
     group = static_cast<int>(work / tiles / units);
-    blocks = parts_of(x.seq, kBlock);
-    reach = kCausal ? x.taps - 1 : x.taps / 2;
-    const int near = min(reach, x.seq);
-    first_block = max(0, first - near) / kBlock;
-    last_block = kCausal ? first / kBlock : min(blocks, parts_of(min(x.seq, first + kQueries) + near, kBlock));
+    reach = windows.reach();
+    first_block = windows.first(unit);
+    last_block = windows.last(unit);
   }
 
   __device__ const float* bias_row(int query) const {
@@ -190,15 +254,16 @@ struct Attention {
     if (channel + lane >= x.channels || !visible(token)) return 0.0f;
     return widen(x.v[(static_cast<std::int64_t>(group) * x.seq + token) * x.channels + channel + lane]);
   }
-  __device__ Sums sums_of(const float* sums, int block, int lane) const {
-    if (channel + lane >= x.channels || block < 0 || block >= blocks) return {};
-    return read(sums + static_cast<std::int64_t>(group) * blocks * kParts * x.channels + channel + lane, block,
-                x.channels);
+  // A row of sums, of which a group has `rows`.
+  __device__ Sums sums_of(const float* sums, int rows, int row, int lane) const {
+    if (channel + lane >= x.channels) return {};
+    return read(sums + static_cast<std::int64_t>(group) * rows * kParts * x.channels + channel + lane, row, x.channels);
   }
   // The sums over the keys that do not go into products.
   __device__ Sums far(int lane) const {
-    Sums all = sums_of(x.before, first_block, lane);
-    if (!kCausal) all.add(sums_of(x.after, last_block - 1, lane));
+    const int units = windows.units(), rows = kCausal ? units : 2 * units;
+    Sums all = sums_of(x.others, rows, unit, lane);
+    if (!kCausal) all.add(sums_of(x.others, rows, units + unit, lane));
     return all;
   }
 
@@ -217,7 +282,7 @@ struct Attention {
     if (tile::warp() == 0) {
       float highest = far(tile::lane()).top;
       for (int block = first_block; block < last_block; ++block) {
-        highest = fmaxf(highest, sums_of(x.sums, block, tile::lane()).top);
+        highest = fmaxf(highest, sums_of(x.sums, windows.blocks, block, tile::lane()).top);
       }
       top[tile::lane()] = highest;
     }
@@ -327,11 +392,11 @@ __device__ void attend(const Inputs<T>& x) {
   extern "C" __global__ void __launch_bounds__(warps_of(causal) * tile::kWarpSize, causal ? 4 : 3)                     \
       effexport_aft_window_##name(                                                                                     \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
-      const float* __restrict__ bias, const float* __restrict__ sums, const float* __restrict__ before,                \
-      const float* __restrict__ after, std::int32_t groups, std::int32_t heads, std::int32_t seq,                      \
+      const float* __restrict__ bias, const float* __restrict__ sums, const float* __restrict__ others,                \
+      std::int32_t groups, std::int32_t heads, std::int32_t seq,                                                       \
       std::int32_t channels, std::int32_t key_channels, std::int32_t bias_heads, std::int32_t positions,               \
       std::int32_t taps, T* __restrict__ out) {                                                                        \
-    attend<T, causal>({q, k, v, keep, bias, sums, before, after, groups, heads, seq, channels, key_channels,           \
+    attend<T, causal>({q, k, v, keep, bias, sums, others, groups, heads, seq, channels, key_channels,                  \
                        bias_heads, positions, taps, out});                                                             \
   }
 
@@ -339,8 +404,8 @@ __device__ void attend(const Inputs<T>& x) {
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_aft_window_sums_##dtype(                            \
       const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep, std::int32_t groups,            \
       std::int32_t heads, std::int32_t seq, std::int32_t channels, std::int32_t key_channels,                          \
-      float* __restrict__ sums) {                                                                                      \
-    sum_blocks(k, v, keep, groups, heads, seq, channels, key_channels, sums);                                          \
+      float* __restrict__ sums, float* __restrict__ runs) {                                                            \
+    sum_blocks(k, v, keep, groups, heads, seq, channels, key_channels, sums, runs);                                    \
   }                                                                                                                    \
   EFFEXPORT_AFT_WINDOW_ATTEND(attend_##dtype, T, false)                                                                \
   EFFEXPORT_AFT_WINDOW_ATTEND(causal_##dtype, T, true)
@@ -353,9 +418,10 @@ EFFEXPORT_AFT_WINDOW(bfloat16, BFloat16)
 #undef EFFEXPORT_AFT_WINDOW_ATTEND
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    effexport_aft_window_others(const float* __restrict__ sums, std::int32_t groups, std::int32_t blocks,
-                                std::int32_t channels, std::int32_t forward, float* __restrict__ others) {
-  sum_others(sums, groups, blocks, channels, forward != 0, others);
+    effexport_aft_window_others(const float* __restrict__ sums, const float* __restrict__ runs, std::int32_t groups,
+                                std::int32_t blocks, std::int32_t channels, std::int32_t taps, std::int32_t causal,
+                                float* __restrict__ others) {
+  sum_others(sums, runs, groups, channels, {blocks, taps, causal != 0}, others);
 }
 
 #ifndef EFFEXPORT_FOR_TENSORRT
@@ -365,49 +431,65 @@ bool countable(const Problem& p) {
   return fit_int32({p.groups, p.heads, p.seq + p.taps + kThreads, p.channels, p.bias_heads, p.positions});
 }
 
-std::size_t sums_floats(const Problem& p) {
-  return static_cast<std::size_t>(p.groups * parts(p.seq, kBlock) * kParts * p.channels);
-}
+// The arrays in scratch memory.
+struct Scratch {
+  std::int64_t blocks, runs, units;
+  std::int64_t row;  // floats
+  float* memory;
+
+  Scratch(const Problem& p, void* memory)
+      : blocks(parts(p.seq, kBlock)),
+        runs(parts(blocks, kWarps)),
+        units(parts(p.seq, queries_of(p.causal))),
+        row(p.groups * kParts * p.channels),
+        memory(static_cast<float*>(memory)) {}
+
+  float* sums() const { return memory; }
+  float* of_runs() const { return sums() + blocks * row; }
+  float* others() const { return of_runs() + runs * row; }
+  std::size_t bytes(bool causal) const {
+    return static_cast<std::size_t>((blocks + runs + (causal ? 1 : 2) * units) * row) * sizeof(float);
+  }
+};
 
 template <class T, bool kCausal>
-cudaError_t launch_attention(const Problem& p, const Arrays<T>& a, const float* sums, void* stream) {
-  const float* const before = sums + sums_floats(p);
-  const float* const after = kCausal ? before : before + sums_floats(p);
-  const std::int64_t works = p.groups * parts(p.seq, queries_of(kCausal)) * parts(p.channels, kChannels);
+cudaError_t launch_attention(const Problem& p, const Arrays<T>& a, const Scratch& scratch, void* stream) {
+  const std::int64_t works = p.groups * scratch.units * parts(p.channels, kChannels);
   const cudaLaunchConfig_t launch = launch_of(works, warps_of(kCausal) * tile::kWarpSize,
                                               Attention<T, kCausal>::kMemoryBytes, stream);
   const auto entry = kCausal ? EFFEXPORT_KERNEL(T, effexport_aft_window_causal)
                              : EFFEXPORT_KERNEL(T, effexport_aft_window_attend);
-  return cudaLaunchKernelEx(&launch, entry, a.q, a.k, a.v, a.keep, a.bias, sums, before, after, int32(p.groups),
-                            int32(p.heads), int32(p.seq), int32(p.channels), int32(p.key_channels), int32(p.bias_heads),
-                            int32(p.positions), int32(p.taps), a.out);
+  return cudaLaunchKernelEx(&launch, entry, a.q, a.k, a.v, a.keep, a.bias, static_cast<const float*>(scratch.sums()),
+                            static_cast<const float*>(scratch.others()), int32(p.groups), int32(p.heads), int32(p.seq),
+                            int32(p.channels), int32(p.key_channels), int32(p.bias_heads), int32(p.positions),
+                            int32(p.taps), a.out);
 }
 
 }  // namespace
 
 std::size_t cuda_scratch_bytes(const Problem& problem) {
-  if (!countable(problem)) return 0;
-  return (problem.causal ? 2 : 3) * sums_floats(problem) * sizeof(float);
+  return countable(problem) ? Scratch(problem, nullptr).bytes(problem.causal) : 0;
 }
 
 template <class T>
-int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* stream) {
+int launch_cuda(const Problem& p, const Arrays<T>& a, void* memory, void* stream) {
   if (!countable(p)) return cudaErrorInvalidValue;
   if (p.groups == 0 || p.seq == 0 || p.channels == 0) return cudaSuccess;
-  const std::int64_t blocks = parts(p.seq, kBlock), tiles = parts(p.channels, kChannels);
-  float* const sums = static_cast<float*>(scratch);
-  const cudaLaunchConfig_t first = launch_of(parts(p.groups * blocks * tiles, kWarps), kThreads, 0, stream);
+  const Scratch scratch(p, memory);
+  const std::int64_t panels = p.groups * parts(p.channels, kChannels);
+  const cudaLaunchConfig_t first = launch_of(panels * scratch.runs, kThreads, kThreads * sizeof(Sums), stream);
   cudaError_t error = cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_aft_window_sums), a.k, a.v, a.keep,
                                          int32(p.groups), int32(p.heads), int32(p.seq), int32(p.channels),
-                                         int32(p.key_channels), sums);
-  for (int backward = 0; backward < (p.causal ? 1 : 2) && error == cudaSuccess; ++backward) {
-    const cudaLaunchConfig_t second = launch_of(p.groups * tiles, kThreads, kThreads * sizeof(Sums), stream);
-    error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_window_others), static_cast<const float*>(sums), int32(p.groups),
-                               int32(blocks), int32(p.channels), std::int32_t{1 - backward},
-                               sums + static_cast<std::size_t>(1 + backward) * sums_floats(p));
-  }
+                                         int32(p.key_channels), scratch.sums(), scratch.of_runs());
   if (error != cudaSuccess) return error;
-  return p.causal ? launch_attention<T, true>(p, a, sums, stream) : launch_attention<T, false>(p, a, sums, stream);
+  const cudaLaunchConfig_t second = launch_of(panels * std::min<std::int64_t>(scratch.runs, kWarps), kThreads,
+                                              2 * kThreads * sizeof(Sums), stream);
+  error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_window_others),
+                             static_cast<const float*>(scratch.sums()), static_cast<const float*>(scratch.of_runs()),
+                             int32(p.groups), int32(scratch.blocks), int32(p.channels), int32(p.taps),
+                             std::int32_t{p.causal}, scratch.others());
+  if (error != cudaSuccess) return error;
+  return p.causal ? launch_attention<T, true>(p, a, scratch, stream) : launch_attention<T, false>(p, a, scratch, stream);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*, void*);
