@@ -45,16 +45,12 @@ def others(s: Sizes) -> Launch:
 def attend(s: Sizes, causal: bool) -> Launch:
     groups = s.batch * s.heads
     queries = queries_of(causal)
+    threads = queries // ROWS_OF_A_WARP * WARP
     own = 2 * BLOCK * CHANNELS if causal else 0
     # weights, columns, the largest bias of each query, the largest key of each channel, and own keys
     shared_bytes = 4 * (queries * BLOCK + BLOCK * COLUMNS + queries + CHANNELS + own)
     scalars = (groups, s.heads, s.seq, s.channels, s.key_channels, s.bias_heads, s.positions, s.taps)
-    return Launch(
-        groups * cdiv(s.seq, queries) * cdiv(s.channels, CHANNELS),
-        queries // ROWS_OF_A_WARP * WARP,
-        scalars,
-        shared_bytes,
-    )
+    return Launch(groups * cdiv(s.seq, queries) * cdiv(s.channels, CHANNELS), threads, scalars, shared_bytes)
 
 
 SUMS = Plugin(
