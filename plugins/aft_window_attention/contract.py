@@ -11,6 +11,7 @@ from torch import Tensor
 
 from effexport.plugins.aft_window_attention import SIGNATURE
 from effexport.plugins.contract import (
+    COLUMNS,
     PEAK_LOGIT,
     AtMost,
     Case,
@@ -110,7 +111,9 @@ def limit(case: Case) -> Limit:
     blocks = -(-case.sizes[2] // 32)
     reason = (
         "the contract's 5e-6: 32 keys of a block and those of a product are added up, one after another, and 2^x is "
-        "off by 2^-22; one rounding of float32 for a tenth of the blocks of 32 tokens; and one of the result"
+        "off by 2^-22; on tensor cores, numbers of a tile whose weights differ by up to 2^14 are off by 2^-20 in sum, "
+        "products of halves by 3 * 2^-22, and sums of 16, rounded towards zero, by 17 * 2^-24; "
+        "one rounding of float32 for a tenth of the blocks of 32 tokens; and one of the result"
     )
     return Limit(5e-6 + blocks / 10 * 2**-24 + case.rounding, reason)
 
@@ -164,8 +167,13 @@ def work(case: Case) -> Work:
     for first in range(0, seq, queries):
         last = first // 32 if causal else parts(min(seq, min(seq, first + queries) + reach), 32)
         near += panels * (last - max(0, first - reach) // 32)
-    made = moved(4 * 32 * (queries + 64)) + accesses(queries + 32)
-    products = (made + product(4, queries, 64, 32)) * near + moved(2 * 4 * queries * 64) * windows
+    warps = queries // 16
+    # halves of weights, two at a time, with the largest bias; of columns, one at a time; largest numbers of each warp
+    made = accesses(1.5 * queries + 4 * 32 + warps * (warps + 2))
+    # three products of halves, of which one is read twice; and the factors of their columns
+    halves = product(2, queries, 64, 32)
+    products = halves * 2 + Work(tensor=halves.tensor) + accesses(2 + warps * 2 * 64 / COLUMNS)
+    products = (made + products) * near + moved(2 * 4 * queries * 64) * windows
     blocks = parts(seq, 32)
     runs = parts(blocks, 8)
     # a table of eight warps' sums for each run; then two, from which each warp reads seven on average, either way

@@ -3,10 +3,13 @@
 // the sums of all blocks before its window and of all after it; the third multiplies e^bias with e^k v of the keys in
 // the window, and adds the sums of all others.
 //
-// Everything is float32, and products are fused multiply-adds: e^k spans more than float16 can hold. Keys and biases
-// are in base 2. The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs.
+// Everything is float32. Products are of numbers that are sums of two halves (native/split_halves.h), on tensor cores,
+// where the biases of each query lie near enough to each other, and otherwise fused multiply-adds: e^k spans more than
+// float16 can hold. Keys and biases are in base 2. The kernels compile to PTX as they are. Their arguments are inputs,
+// int32 scalars, outputs.
 #include "aft_window_attention/kernel.h"
 #include "native/cuda.h"
+#include "native/split_halves.h"
 #include "native/tile.h"
 
 namespace effexport::aft_window_attention {
@@ -22,6 +25,12 @@ constexpr int kParts = 3;      // maximum, n and d
 // A key that is not there, and the maximum of no keys. Finite, because −inf − (−inf) is NaN.
 constexpr float kAbsent = -1e30f;
 constexpr float kFloor = -1e29f;
+// How far the biases of a query, and 0, may be from each other, in base 2, for products of halves. Those keep numbers
+// of a column of 32 keys to 2^-39 of its largest magnitude. The largest e^k counts in every query, with a weight of
+// at least 2^-14, so this error is at most 32 · 2^-39 · 2^14 = 2^-20 of the sum. That of products of numbers with 22
+// bits is 3 · 2^-22.
+constexpr float kMostRange = 14.0f;
+constexpr float kHalfScale = 32768.0f;  // of numbers from 0 to 1 as halves
 
 // The warps of a block of the third launch; 16 queries for each. A causal block has few queries, because their own keys
 // are taken pair by pair.
@@ -202,23 +211,39 @@ struct Inputs {
 // 3. A block of threads takes some queries and 32 channels. Of keys, x has the columns e^k v, then e^k.
 template <class T, bool kCausal>
 struct Attention {
+  static constexpr int kWarpsHere = warps_of(kCausal);
   static constexpr int kQueries = queries_of(kCausal);
   static constexpr int kColumns = 2 * kChannels;
+  static constexpr int kTiles = kColumns / tile::kColumns;
+  static constexpr int kRowsOfWarp = kBlock / kWarpsHere;  // of the columns
   using Weights = tile::Tile<float, kBlock>;
   using Columns = tile::Tile<float, kColumns>;
+  using Halves = tile::Tile<Half, 2 * kBlock>;
   static constexpr int kOwnFloats = kCausal ? 2 * kBlock * kChannels : 0;
-  static constexpr std::size_t kMemoryBytes = Weights::bytes(kQueries) + Columns::bytes(kBlock) +
-                                              (kQueries + kChannels + kOwnFloats) * sizeof(float);
+  static constexpr std::size_t kMemoryBytes =
+      Weights::bytes(kQueries) + Columns::bytes(kBlock) +
+      (kQueries + kChannels + kWarpsHere + kWarpsHere * kChannels + kColumns + kOwnFloats) * sizeof(float);
+  static_assert(sizeof(float) == 2 * sizeof(Half) && kColumns == 2 * kBlock, "halves take the place of floats");
 
   const Inputs<T>& x;
   Weights weights{reinterpret_cast<float*>(tile_memory)};
   Columns columns{weights.elements + kQueries * kBlock};
+  Halves half_weights{reinterpret_cast<Half*>(weights.elements)};  // in each row the high ones, then the low ones
+  Halves high_columns{reinterpret_cast<Half*>(columns.elements)};
+  Halves low_columns{high_columns.elements + kBlock * kColumns};
   float* largest_bias = columns.elements + kBlock * kColumns;  // of a query, and at least 0
   float* top = largest_bias + kQueries;                        // of the keys in a channel
-  float* own_keys = top + kChannels;                           // those of the queries' own block
+  float* ranges = top + kChannels;                             // the largest of a warp's queries' ranges of biases
+  float* largest = ranges + kWarpsHere;                        // of a warp's |e^k v| in a channel
+  float* factors = largest + kWarpsHere * kChannels;           // of the products of halves of a column
+  float* own_keys = factors + kColumns;                        // those of the queries' own block
   Windows windows;
   int group, unit, first, channel;                             // the first query, the first channel
-  int reach, first_block, last_block;                          // of the keys that go into products
+  int first_block, last_block;                                 // of the keys that go into products
+  const T* keys;                                               // of the group, from the first channel on
+  const T* values;
+  const bool* keep;
+  const float* biases;                                         // of the first query
 
   __device__ Attention(const Inputs<T>& inputs, std::int64_t work)
       : x(inputs), windows{parts_of(x.seq, kBlock), x.taps, kCausal} {
@@ -227,38 +252,40 @@ struct Attention {
     unit = static_cast<int>(work / tiles % units);
     first = unit * kQueries;
     group = static_cast<int>(work / tiles / units);
-    reach = windows.reach();
     first_block = windows.first(unit);
     last_block = windows.last(unit);
+    const std::int64_t start = static_cast<std::int64_t>(group) * x.seq;
+    keys = x.k + start * x.key_channels + (x.key_channels == 1 ? 0 : channel);
+    values = x.v + start * x.channels + channel;
+    keep = x.keep + static_cast<std::int64_t>(group / x.heads) * x.seq;
+    const std::int64_t head = x.bias_heads == 1 ? 0 : group % x.heads;
+    biases = x.bias + (head * x.positions + (x.positions == 1 ? 0 : first)) * x.taps;
   }
 
   __device__ const float* bias_row(int query) const {
-    const int head = x.bias_heads == 1 ? 0 : group % x.heads;
-    const int row = x.positions == 1 ? 0 : first + query;
-    return x.bias + (static_cast<std::int64_t>(head) * x.positions + row) * x.taps;
+    return biases + (x.positions == 1 ? 0 : static_cast<std::int64_t>(query) * x.taps);
   }
   // In base 2; 0 for a key without a bias.
   __device__ float bias_of(const float* row, int query, int token) const {
-    const int tap = token - (first + query) + reach;
+    const int tap = token - (first + query) + windows.reach();
     return tap >= 0 && tap < x.taps ? row[tap] * kLog2E : 0.0f;
   }
-  __device__ bool visible(int token) const {
-    return token < x.seq && is_set(x.keep + static_cast<std::int64_t>(group / x.heads) * x.seq + token);
+  __device__ bool visible(int token, int lane) const {
+    return channel + lane < x.channels && token < x.seq && is_set(keep + token);
   }
   __device__ float key(int token, int lane) const {
-    if (channel + lane >= x.channels || !visible(token)) return kAbsent;
-    const std::int64_t row = (static_cast<std::int64_t>(group) * x.seq + token) * x.key_channels;
-    return widen(x.k[row + (x.key_channels == 1 ? 0 : channel + lane)]) * kLog2E;
+    const std::int64_t at = static_cast<std::int64_t>(token) * x.key_channels + (x.key_channels == 1 ? 0 : lane);
+    return key_of(keys, visible(token, lane), at);
   }
   __device__ float value(int token, int lane) const {
-    if (channel + lane >= x.channels || !visible(token)) return 0.0f;
-    return widen(x.v[(static_cast<std::int64_t>(group) * x.seq + token) * x.channels + channel + lane]);
+    return visible(token, lane) ? widen(values[static_cast<std::int64_t>(token) * x.channels + lane]) : 0.0f;
   }
   // A row of sums, of which a group has `rows`.
   __device__ Sums sums_of(const float* sums, int rows, int row, int lane) const {
     if (channel + lane >= x.channels) return {};
     return read(sums + static_cast<std::int64_t>(group) * rows * kParts * x.channels + channel + lane, row, x.channels);
   }
+  __device__ float top_of_block(int block, int lane) const { return sums_of(x.sums, windows.blocks, block, lane).top; }
   // The sums over the keys that do not go into products.
   __device__ Sums far(int lane) const {
     const int units = windows.units(), rows = kCausal ? units : 2 * units;
@@ -268,51 +295,142 @@ struct Attention {
   }
 
   __device__ void prepare() const {
-    for (int query = tile::warp(); query < kQueries; query += warps_of(kCausal)) {
-      float highest = 0.0f;
+    float range = 0.0f;
+    for (int query = tile::warp(); query < kQueries; query += kWarpsHere) {
+      float highest = 0.0f, lowest = 0.0f;
       if (first + query < x.seq) {
         const float* const row = bias_row(query);
-        for (int tap = tile::lane(); tap < x.taps; tap += tile::kWarpSize) highest = fmaxf(highest, row[tap] * kLog2E);
+        for (int tap = tile::lane(); tap < x.taps; tap += tile::kWarpSize) {
+          highest = fmaxf(highest, row[tap] * kLog2E);
+          lowest = fminf(lowest, row[tap] * kLog2E);
+        }
       }
       for (int step = tile::kWarpSize / 2; step > 0; step /= 2) {
         highest = fmaxf(highest, __shfl_xor_sync(tile::kAllLanes, highest, step));
+        lowest = fminf(lowest, __shfl_xor_sync(tile::kAllLanes, lowest, step));
       }
+      range = fmaxf(range, highest - lowest);
       if (tile::lane() == 0) largest_bias[query] = highest;
     }
+    if (tile::lane() == 0) ranges[tile::warp()] = range;
     if (tile::warp() == 0) {
       float highest = far(tile::lane()).top;
       for (int block = first_block; block < last_block; ++block) {
-        highest = fmaxf(highest, sums_of(x.sums, windows.blocks, block, tile::lane()).top);
+        highest = fmaxf(highest, top_of_block(block, tile::lane()));
       }
       top[tile::lane()] = highest;
     }
   }
 
-  // Weights and columns for the keys of one block.
-  __device__ void load(int block) const {
-    const int lane = tile::lane();
-    for (int query = tile::warp(); query < kQueries; query += warps_of(kCausal)) {
-      const bool exists = first + query < x.seq;
-      const float bias = exists ? bias_of(bias_row(query), query, block * kBlock + lane) : 0.0f;
-      *weights.at(query, lane) = ptx::exp2_approx(bias - largest_bias[query]);
+  // Weights and columns for the keys of one block, as halves if they may and can be. Returns whether they are.
+  __device__ bool load(int block, bool may_be_halves) const {
+    const int lane = ptx::opaque(tile::lane()), warp = ptx::opaque(tile::warp());
+    const float highest = may_be_halves ? top_of_block(block, lane) : top[lane];
+    float n[kRowsOfWarp], d[kRowsOfWarp], most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRowsOfWarp; ++i) {
+      const int token = block * kBlock + warp + i * kWarpsHere;
+      d[i] = ptx::exp2_approx(key(token, lane) - highest);
+      n[i] = d[i] * value(token, lane);
+      most = fmaxf(most, fabsf(n[i]));
     }
-    for (int row = tile::warp(); row < kBlock; row += warps_of(kCausal)) {
-      const int token = block * kBlock + row;
-      const float weight = ptx::exp2_approx(key(token, lane) - top[lane]);
-      *columns.at(row, lane) = weight * value(token, lane);
-      *columns.at(row, kChannels + lane) = weight;
+    bool halves = false;
+    if (may_be_halves) {
+      largest[warp * kChannels + lane] = most;
+      __syncthreads();
+      for (int other = 0; other < kWarpsHere; ++other) most = fmaxf(most, largest[other * kChannels + lane]);
+      halves = __ballot_sync(tile::kAllLanes, most < INFINITY) == tile::kAllLanes;
+      const float factor = ptx::exp2_approx(highest - top[lane]);
+      const tile::Scale scale = tile::scale_of(most);
+      if (warp == 0) {
+        factors[lane] = factor / kHalfScale * scale.value;
+        factors[kChannels + lane] = factor / (kHalfScale * kHalfScale);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsOfWarp; ++i) {
+        n[i] *= halves ? scale.inverse : factor;
+        d[i] *= halves ? kHalfScale : factor;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsOfWarp; ++i) store_columns(lane, warp + i * kWarpsHere, n[i], d[i], halves);
+    for (int i = warp; i < kQueries / 2; i += kWarpsHere) store_weights(lane, block, i / 4 * 8 + i % 4, halves);
+    return halves;
+  }
+
+  // Of the lane's channel.
+  __device__ void store_columns(int lane, int row, float n, float d, bool halves) const {
+    if (halves) {
+      const tile::Split split(n, d);
+      high_columns.at(row, lane)->bits = static_cast<std::uint16_t>(split.high);
+      high_columns.at(row, kChannels + lane)->bits = static_cast<std::uint16_t>(split.high >> 16);
+      low_columns.at(row, lane)->bits = static_cast<std::uint16_t>(split.low);
+      low_columns.at(row, kChannels + lane)->bits = static_cast<std::uint16_t>(split.low >> 16);
+    } else {
+      *columns.at(row, lane) = n;
+      *columns.at(row, kChannels + lane) = d;
+    }
+  }
+
+  // Of a query and the fourth after it, whose halves lie in other banks: two keys for each lane.
+  __device__ void store_weights(int lane, int block, int query, bool halves) const {
+    query += lane / (kBlock / 2) * 4;
+    const int key = lane % (kBlock / 2) * 2;
+    float pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float bias = first + query < x.seq ? bias_of(bias_row(query), query, block * kBlock + key + i) : 0.0f;
+      pair[i] = ptx::exp2_approx(bias - largest_bias[query]);
+    }
+    if (halves) {
+      const tile::Split split(kHalfScale * pair[0], kHalfScale * pair[1]);
+      *reinterpret_cast<std::uint32_t*>(half_weights.at(query, key)) = split.high;
+      *reinterpret_cast<std::uint32_t*>(half_weights.at(query, kBlock + key)) = split.low;
+    } else {
+      weights.at(query, key)[0] = pair[0];
+      weights.at(query, key)[1] = pair[1];
+    }
+  }
+
+  __device__ void multiply_halves(tile::Sums (&sums)[kTiles]) const {
+#pragma unroll 1
+    for (int k = 0; k < kBlock; k += tile::kDepth) {
+      const int row = tile::warp() * tile::kRows;
+      const tile::SplitLeft left = {tile::load_left(half_weights, row, k),
+                                    tile::load_left(half_weights, row, kBlock + k)};
+#pragma unroll
+      for (int j = 0; j < kTiles; j += 2) {
+        tile::Right high[2], low[2];
+        tile::load_rights(high_columns, k, j * tile::kColumns, high);
+        tile::load_rights(low_columns, k, j * tile::kColumns, low);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const tile::Sums products = tile::split_product(left, high[i], low[i]);
+          const float* const factor = factors + (j + i) * tile::kColumns + tile::sums_column();
+          float(&own)[4] = sums[j + i].values;
+          own[0] = fmaf(products.values[0], factor[0], own[0]);
+          own[1] = fmaf(products.values[1], factor[1], own[1]);
+          own[2] = fmaf(products.values[2], factor[0], own[2]);
+          own[3] = fmaf(products.values[3], factor[1], own[3]);
+        }
+      }
     }
   }
 
   __device__ void run() const {
-    constexpr int kTiles = kColumns / tile::kColumns;
     prepare();
     __syncthreads();
+    float range = ranges[0];
+    for (int warp = 1; warp < kWarpsHere; ++warp) range = fmaxf(range, ranges[warp]);
     tile::Sums sums[kTiles] = {};
     for (int block = first_block; block < last_block; ++block) {
-      load(block);
+      const bool halves = load(block, range <= kMostRange);
       __syncthreads();
-      tile::multiply(sums, weights, tile::warp() * tile::kRows, columns, 0, kBlock);
+      if (halves) {
+        multiply_halves(sums);
+      } else {
+        tile::multiply(sums, weights, tile::warp() * tile::kRows, columns, 0, kBlock);
+      }
       __syncthreads();
     }
     // the sums take the place of the weights and columns, a row for every query
@@ -339,7 +457,7 @@ struct Attention {
     others.n *= scale;
     others.d *= scale;
     if (kCausal) load_own();
-    for (int query = tile::warp(); query < kQueries; query += warps_of(kCausal)) {
+    for (int query = tile::warp(); query < kQueries; query += kWarpsHere) {
       if (first + query >= x.seq || channel + lane >= x.channels) continue;
       const float share = ptx::exp2_approx(-largest_bias[query]);
       Sums all = {top[lane] + largest_bias[query], fmaf(share, others.n, rows[query * kColumns + lane]),
@@ -355,7 +473,7 @@ struct Attention {
   __device__ float* own_values() const { return own_keys + kBlock * kChannels; }
 
   __device__ void load_own() const {
-    for (int row = tile::warp(); row < kBlock; row += warps_of(kCausal)) {
+    for (int row = tile::warp(); row < kBlock; row += kWarpsHere) {
       own_keys[row * kChannels + tile::lane()] = key(first + row, tile::lane());
       own_values()[row * kChannels + tile::lane()] = value(first + row, tile::lane());
     }
@@ -489,7 +607,8 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* memory, void* stream
                              int32(p.groups), int32(scratch.blocks), int32(p.channels), int32(p.taps),
                              std::int32_t{p.causal}, scratch.others());
   if (error != cudaSuccess) return error;
-  return p.causal ? launch_attention<T, true>(p, a, scratch, stream) : launch_attention<T, false>(p, a, scratch, stream);
+  return p.causal ? launch_attention<T, true>(p, a, scratch, stream)
+                  : launch_attention<T, false>(p, a, scratch, stream);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*, void*);

@@ -45,12 +45,14 @@ def others(s: Sizes) -> Launch:
 def attend(s: Sizes, causal: bool) -> Launch:
     groups = s.batch * s.heads
     queries = queries_of(causal)
-    threads = queries // ROWS_OF_A_WARP * WARP
+    warps = queries // ROWS_OF_A_WARP
     own = 2 * BLOCK * CHANNELS if causal else 0
-    # weights, columns, the largest bias of each query, the largest key of each channel, and own keys
-    shared_bytes = 4 * (queries * BLOCK + BLOCK * COLUMNS + queries + CHANNELS + own)
+    # weights, columns, the largest bias of each query, the largest key of each channel; of each warp the range of
+    # biases and the largest numbers; factors of columns; and own keys
+    shared_floats = queries * BLOCK + BLOCK * COLUMNS + queries + CHANNELS + warps * (1 + CHANNELS) + COLUMNS + own
     scalars = (groups, s.heads, s.seq, s.channels, s.key_channels, s.bias_heads, s.positions, s.taps)
-    return Launch(groups * cdiv(s.seq, queries) * cdiv(s.channels, CHANNELS), threads, scalars, shared_bytes)
+    blocks = groups * cdiv(s.seq, queries) * cdiv(s.channels, CHANNELS)
+    return Launch(blocks, warps * WARP, scalars, 4 * shared_floats)
 
 
 SUMS = Plugin(
