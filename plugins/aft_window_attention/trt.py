@@ -1,4 +1,4 @@
-"""The TensorRT plugins of `effexport::AFTWindowAttention`: sums of blocks, of those around each, and the outputs."""
+"""The TensorRT plugins of `effexport::AFTWindowAttention`: sums of blocks, those around windows, and the outputs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from effexport.plugins.aft_window_attention import SIGNATURE
-from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Rewrite, Sizes, cdiv
+from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Rewrite, Sizes, cdiv, minimum
 
 # as in kernel_cuda.cu; a test compares the launches
 CHANNELS = 32
 BLOCK = 32
 WARP = 32
-BLOCK_THREADS = 256
+WARPS = 8
+BLOCK_THREADS = WARPS * WARP
 PARTS = 3
 ROWS_OF_A_WARP = 16
 COLUMNS = 2 * CHANNELS
@@ -20,34 +21,38 @@ COLUMNS = 2 * CHANNELS
 OPERATOR, INPUTS = SIGNATURE.onnx_name, tuple(map(str, SIGNATURE.inputs))
 
 
-def sums_of_blocks(name: str) -> str:
-    return f"{name}: float32 [batch heads blocks {PARTS} channels]"
+def queries_of(causal: bool) -> int:
+    return (2 if causal else 4) * ROWS_OF_A_WARP
+
+
+def sums_of(rows: str, name: str) -> str:
+    return f"{name}: float32 [batch heads {rows} {PARTS} channels]"
 
 
 def sums(s: Sizes) -> Launch:
     groups = s.batch * s.heads
-    works = groups * s.blocks * cdiv(s.channels, CHANNELS)
-    return Launch(
-        cdiv(works, BLOCK_THREADS // WARP), BLOCK_THREADS, (groups, s.heads, s.seq, s.channels, s.key_channels)
-    )
+    scalars = (groups, s.heads, s.seq, s.channels, s.key_channels)
+    return Launch(groups * cdiv(s.channels, CHANNELS) * s.runs, BLOCK_THREADS, scalars, BLOCK_THREADS * PARTS * 4)
 
 
 def others(s: Sizes) -> Launch:
     groups = s.batch * s.heads
-    shared_bytes = BLOCK_THREADS * PARTS * 4
-    scalars = (groups, s.blocks, s.channels, s.forward)
-    return Launch(groups * cdiv(s.channels, CHANNELS), BLOCK_THREADS, scalars, shared_bytes)
+    scalars = (groups, s.blocks, s.channels, s.taps, s.causal)
+    blocks = groups * cdiv(s.channels, CHANNELS) * minimum(s.runs, WARPS)
+    return Launch(blocks, BLOCK_THREADS, scalars, 2 * BLOCK_THREADS * PARTS * 4)
 
 
 def attend(s: Sizes, causal: bool) -> Launch:
     groups = s.batch * s.heads
-    warps = 2 if causal else 4
-    queries = warps * ROWS_OF_A_WARP
+    queries = queries_of(causal)
+    warps = queries // ROWS_OF_A_WARP
     own = 2 * BLOCK * CHANNELS if causal else 0
-    # weights, columns, the largest bias of each query, the largest key of each channel, and own keys
-    shared_bytes = 4 * (queries * BLOCK + BLOCK * COLUMNS + queries + CHANNELS + own)
+    # weights, columns, the largest bias of each query, the largest key of each channel; of each warp the range of
+    # biases and the largest numbers; factors of columns; and own keys
+    shared_floats = queries * BLOCK + BLOCK * COLUMNS + queries + CHANNELS + warps * (1 + CHANNELS) + COLUMNS + own
     scalars = (groups, s.heads, s.seq, s.channels, s.key_channels, s.bias_heads, s.positions, s.taps)
-    return Launch(groups * cdiv(s.seq, queries) * cdiv(s.channels, CHANNELS), warps * WARP, scalars, shared_bytes)
+    blocks = groups * cdiv(s.seq, queries) * cdiv(s.channels, CHANNELS)
+    return Launch(blocks, warps * WARP, scalars, 4 * shared_floats)
 
 
 SUMS = Plugin(
@@ -55,17 +60,19 @@ SUMS = Plugin(
     op=OPERATOR,
     entry="effexport_aft_window_sums_{T}",
     inputs=INPUTS[1:4],
-    outputs=(sums_of_blocks("sums"),),
-    sizes=lambda s: {"blocks": cdiv(s.seq, BLOCK)},
+    outputs=(sums_of("blocks", "sums"), sums_of("runs", "runs")),
+    sizes=lambda s: {"blocks": cdiv(s.seq, BLOCK), "runs": cdiv(s.seq, BLOCK * WARPS)},
     launch=sums,
 )
 OTHERS = Plugin(
     name="AFTWindowAttentionOthers",
     op=OPERATOR,
     entry="effexport_aft_window_others",
-    inputs=(sums_of_blocks("sums"),),
-    outputs=(sums_of_blocks("others"),),
-    attributes={"forward": int},
+    inputs=(sums_of("blocks", "sums"), sums_of("runs", "runs")),
+    outputs=(sums_of("windows", "others"),),
+    attributes={"taps": int, "causal": int},
+    # before each, and after each unless causal
+    sizes=lambda s: {"windows": cdiv(s.blocks, queries_of(s.causal) // BLOCK) * (1 if s.causal else 2)},
     launch=others,
 )
 ATTEND, CAUSAL = (
@@ -73,7 +80,7 @@ ATTEND, CAUSAL = (
         name=f"AFTWindowAttention{name}",
         op=OPERATOR,
         entry=f"effexport_aft_window_{name.lower()}_{{T}}",
-        inputs=(*INPUTS, *map(sums_of_blocks, ("sums", "before", "after"))),
+        inputs=(*INPUTS, sums_of("blocks", "sums"), sums_of("windows", "others")),
         outputs=("out: T [batch heads seq channels]",),
         launch=launch,
     )
@@ -82,13 +89,10 @@ ATTEND, CAUSAL = (
 
 
 def nodes(s: Sizes) -> str:
-    """A causal kernel reads no sums of later blocks."""
-    name, after = ("Causal", "before") if s.causal else ("Attend", "after")
     return f"""
-        sums = effexport.AFTWindowAttentionSums (k, v, keep)
-        before = effexport.AFTWindowAttentionOthers <forward = 1> (sums)
-        {"" if s.causal else "after = effexport.AFTWindowAttentionOthers <forward = 0> (sums)"}
-        out = effexport.AFTWindowAttention{name} (q, k, v, keep, bias, sums, before, {after})
+        sums, runs = effexport.AFTWindowAttentionSums (k, v, keep)
+        others = effexport.AFTWindowAttentionOthers <taps = {s.taps}, causal = {s.causal}> (sums, runs)
+        out = effexport.AFTWindowAttention{"Causal" if s.causal else "Attend"} (q, k, v, keep, bias, sums, others)
     """
 
 

@@ -62,12 +62,17 @@ struct SplitLeft {
   }
 };
 
-// sums += left [16, 16] · right [16, 8]
-inline __device__ void add_split_product(Sums& sums, const SplitLeft& left, const Right& high, const Right& low) {
+// left [16, 16] · right [16, 8]
+inline __device__ Sums split_product(const SplitLeft& left, const Right& high, const Right& low) {
   Sums products = {};
   multiply_add<Half>(products, left.high, low);
   multiply_add<Half>(products, left.low, high);
   multiply_add<Half>(products, left.high, high);
+  return products;
+}
+
+inline __device__ void add_split_product(Sums& sums, const SplitLeft& left, const Right& high, const Right& low) {
+  const Sums products = split_product(left, high, low);
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums.values[i] += products.values[i];
 }

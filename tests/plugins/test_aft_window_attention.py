@@ -54,10 +54,14 @@ def test_keys_far_apart_neither_overflow_nor_vanish(causal: bool, how: str) -> N
 @pytest.mark.parametrize("how", ["kernel", "cuda"])
 @both_forms
 def test_a_strongly_negative_bias_keeps_every_weight(causal: bool, how: str) -> None:
-    feeds = made_inputs(Sizes(1, 1, 100, 3, taps=9), bias_scale=0.5)
-    feeds["k"][:, :, 5], feeds["v"][:, :, 5], feeds["keep"][:, 5] = 60, 2, True
-    feeds["bias"] -= 30
-    assert error(run(how, feeds, causal), feeds, causal) <= 3e-5  # logits of 60 have a spacing of 4e-6
+    # of all queries, or of one: what others allow must not decide for it
+    for queries in (slice(None), 33):
+        feeds = made_inputs(Sizes(1, 1, 100, 3, taps=9, positions=100), key_scale=1, bias_scale=0.5)
+        feeds["k"][:, :, 30], feeds["v"][:, :, 30], feeds["keep"][:, 30] = 60, 2, True
+        feeds["bias"][:, queries] -= 30
+        with named(queries):
+            # logits of 60 have a spacing of 4e-6
+            assert error(run(how, feeds, causal), feeds, causal) <= 3e-5
 
 
 # The first and the last of a block of 32 or of 64, one between, and those of the row.
@@ -135,6 +139,19 @@ def test_nan_spreads_over_its_channel_and_no_further(how: str) -> None:
         expected = np.zeros(feeds["q"].shape, bool)
         expected[1, 0, -1 if name == "q" else slice(None), 7] = True
         np.testing.assert_array_equal(np.isnan(run(how, feeds, False)), expected, name)
+
+
+@native
+@pytest.mark.parametrize("how", ["torch", "kernel", "cuda"])
+def test_an_infinite_value_is_one_in_its_channel_and_no_further(how: str) -> None:
+    feeds = made_inputs(Sizes(1, 1, 80, 20, taps=5), key_scale=1, bias_scale=0.5)
+    feeds["v"][0, 0, 40, 7], feeds["keep"][0, 40], feeds["k"][0, 0, 40] = np.inf, True, 1
+    expected = np.zeros(feeds["q"].shape, bool)
+    expected[0, 0, :, 7] = True
+    out = run(how, feeds, False)
+    np.testing.assert_array_equal(np.isposinf(out), expected)
+    feeds["v"][0, 0, 40, 7] = 0
+    np.testing.assert_allclose(out[~expected], run(how, feeds, False)[~expected], rtol=0, atol=1e-5)
 
 
 def layers() -> list[AttentionLayer]:
