@@ -217,7 +217,8 @@ MUTANTS = (
         ("* right.scale(k, own.half);", "* right.scale(own.row, own.half);"),
         ("+ i % 2 - i / 2 * 8;", "+ i % 2;"),
         ("own.half * kColumns + j * tile::kColumns;", "j * tile::kColumns;"),
-        ("if (product != 2) __syncthreads();", "if (product == 0) __syncthreads();"),
+        ("left.scale(own.row, k / kColumns)", "left.scale(own.row, own.half)"),
+        ("tile::load_left(left.low(), own.row, k,", "tile::load_left(left.low(), own.row, 0,"),
     ),
     *mutants_of(
         "iterative_pinv/scratch.h",
