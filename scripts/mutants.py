@@ -213,9 +213,12 @@ MUTANTS = (
     *mutants_of("masked_attention/ort.cc", ("batch heads m e", "batch heads e e")),
     *mutants_of(
         "iterative_pinv/tensor_cores.h",
-        ("row < m && column < m ? widen", "row < m && row * m + column < m * m ? widen"),
-        ("sums.values[i] *= left.scales[i / 2].value;", "sums.values[i] *= 1.0f;"),
-        ("i / 2 == j % 2 && tile::warp() == j / 2", "i / 2 == j % 2 && tile::warp() == j % 4 / 2"),
+        ("row < m && first_column + column < m", "row < m"),
+        ("* right.scale(k, own.half);", "* right.scale(own.row, own.half);"),
+        ("+ i % 2 - i / 2 * 8;", "+ i % 2;"),
+        ("own.half * kColumns + j * tile::kColumns;", "j * tile::kColumns;"),
+        ("left.scale(own.row, k / kColumns)", "left.scale(own.row, own.half)"),
+        ("tile::load_left(left.low(), own.row, k,", "tile::load_left(left.low(), own.row, 0,"),
     ),
     *mutants_of(
         "iterative_pinv/scratch.h",

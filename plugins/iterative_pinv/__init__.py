@@ -3,7 +3,8 @@
 from effexport.plugins.ops import Op
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
-# beyond 64 columns, the matrices do not fit into shared memory, and the body's products by cuBLAS should win
+# beyond 64 columns, the matrices do not fit into the shared memory of every GPU, and without it the body's products by
+# cuBLAS should win
 OP = Op(
     "iterative_pinv",
     "IterativePinv",

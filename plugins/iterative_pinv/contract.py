@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.contract import (
-    COLUMNS,
     ROWS,
     AtMost,
     Case,
@@ -87,20 +86,22 @@ def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], o
 
 
 def work(case: Case) -> Work:
-    """Four products a step. Up to m = 64 each is three products of halves, of a whole side of 32 or 64, whose right
+    """Four products a step. Up to m = 128 each is three products of halves, of a whole side of 32, 64, 96 or 128, whose
     factors lie in shared memory; larger matrices are multiplied by way of scratch memory, panel by panel of 64 × 64."""
     count, m, iterations = case.sizes
-    if m > 64:
+    if m > 128:
         side = parts(m, 8) * 8
         products = 4.0 * count * iterations * side**3
         # four matrices of each block
         return Work(fused=products, scratch=16.0 * min(count, 256) * side**2)
-    side = 32 if m <= 32 else 64
-    warps = side // ROWS
-    # both halves of a right factor, by every warp; and its scales
-    multiply = Work(tensor=3.0 * side**3) + moved(warps * 2 * 2 * side**2) + accesses(warps * side / COLUMNS)
-    stored = moved(2 * 2 * side**2)
-    return (multiply * 4 + stored * 2) * (count * iterations)
+    side = parts(m, 32) * 32
+    warps = side // ROWS * 2
+    # by every warp, as halves: 16 rows of the left factor and half of the right one; and two scales for every 16 terms
+    multiply = Work(tensor=3.0 * side**3)
+    multiply += moved(warps * 2 * 2 * (ROWS * side + side**2 / 2)) + accesses(warps * 2 * side / ROWS)
+    # A, P, X twice, and Z as right and as left factor
+    stored = moved(2 * 2 * side**2) + accesses(warps)
+    return (multiply * 4 + stored * 6) * (count * iterations)
 
 
 def timed(count: int, m: int, *goals: AtMost | FasterThan) -> Timed:
@@ -119,15 +120,22 @@ CONTRACT = Contract(
     limit=limit,
     baselines=baselines,
     work=work,
-    raced=in_all_types(*(Case((3, m, steps), kind="softmax") for m, steps in ((24, 2), (40, 1), (70, 1)))),
-    small=in_all_types(*(Case((2, m, 6), kind=kind) for m in (1, 31, 65) for kind in KINDS)),
+    raced=(
+        *in_all_types(*(Case((3, m, steps), kind="softmax") for m, steps in ((24, 2), (40, 1)))),
+        *(Case((3, m, 1), kind="softmax") for m in (70, 129)),
+    ),
+    small=in_all_types(
+        *(Case((2, m, 6), kind=kind) for m in (1, 31) for kind in KINDS),
+        *(Case((2, m, 1), kind="softmax") for m in (65, 129)),
+    ),
     cases=(
-        # around the sides of tiles, of 16 and of 32; above 64 another kernel computes
+        # around the sides of tiles, of 16 and of 32; above 64 and above 128 other kernels compute
         *(Case((2, m, 6), kind="softmax") for m in (7, 8, 9, 15, 16, 32, 33, 48)),
         *in_all_types(*(Case((2, m, 6), kind="softmax") for m in (2, 63, 64))),
         *(Case((3, 17, iterations), kind="softmax") for iterations in range(1, 9)),
-        *(Case((1, m, 1), kind="softmax") for m in (31, 64, 65)),
+        *(Case((1, m, 1), kind="softmax") for m in (31, 64, 65, 96, 97, 129)),
         *(Case((1, m, 6), kind=kind) for m in (31, 64, 65) for kind in ("equal rows", "identity")),
+        *in_all_types(*(Case((1, m, 6), kind=kind) for m in (65, 128) for kind in ("softmax", "nearly equal rows"))),
     ),
     larger=(
         Case((70, 17, 1), kind="softmax"),
@@ -140,9 +148,9 @@ CONTRACT = Contract(
         ({"iterations": "6"}, "attribute iterations has another type"),
     ),
     uncountable=((2**31, 4, 6), (1, 46337, 6), (1, 4, 0), (1, 4, 2**31), (-1, 4, 6)),
-    # shared memory serves m up to 64, scratch memory more
+    # shared memory serves m up to 64, 96 or 128, depending on the GPU, and scratch memory more
     checked=in_all_types(
-        *(Case((5, m, 6), kind=kind) for m in (2, 63, 64, 100, 128) for kind in KINDS),
+        *(Case((5, m, 6), kind=kind) for m in (2, 63, 64, 96, 100, 128, 130) for kind in KINDS),
         Case((768, 64, 1), kind="softmax"),
         Case((768, 64, 6), kind="softmax"),
     ),

@@ -51,9 +51,9 @@ void iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x, std::
 
 template <class T>
 void iterate_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
-  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(x.count, x.m));
-  check_launch(
-      launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, context.GetGPUComputeStream()));
+  void* const stream = context.GetGPUComputeStream();
+  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes<T>(x.count, x.m, stream));
+  check_launch(launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, stream));
 }
 
 template <class T, Device kOn>
@@ -65,7 +65,9 @@ class Kernel {
   static constexpr Parameter kOutputs[] = {{"Z", kElementType<T>, "N m m"}};
 
   explicit Kernel(Ort::ConstKernelInfo info)
-      : iterations_(integer_attribute(info, "iterations", {1}, &kIterations)) {}
+      : iterations_(integer_attribute(info, "iterations", {1}, &kIterations)) {
+    if constexpr (kOn == Device::kCuda) allow_cuda_shared_memory<T>(nullptr);
+  }
 
   void compute(const Ort::KernelContext& context) {
     const auto [count, m] = sizes_of<Kernel>(context);

@@ -38,6 +38,9 @@ struct Driver {
   int (*pop)(void** context);
   int (*device)(int* device);
   int (*attribute)(int* value, int attribute, int device);
+  int (*count)(int* devices);
+  int (*device_at)(int* device, int index);
+  int (*set_attribute)(int attribute, int value, void* kernel, int device);
   int (*error_name)(int error, const char** text);
   int (*error_string)(int error, const char** text);
 
@@ -56,6 +59,9 @@ struct Driver {
     find(pop, "cuCtxPopCurrent_v2");
     find(device, "cuCtxGetDevice");
     find(attribute, "cuDeviceGetAttribute");
+    find(count, "cuDeviceGetCount");
+    find(device_at, "cuDeviceGet");
+    find(set_attribute, "cuKernelSetAttribute");
     find(error_name, "cuGetErrorName");
     find(error_string, "cuGetErrorString");
   }
@@ -147,6 +153,7 @@ struct Kernels {
   bool loaded = false;
   std::vector<void*> libraries;
   std::unordered_map<std::string_view, void*> found;
+  std::unordered_map<void*, std::unordered_map<int, std::size_t>> shared_memory;  // of kernels by device, where allowed
 
   const std::string& examine() {
     if (!examined) problem = problem_of(path);
@@ -190,7 +197,34 @@ struct Kernels {
     }
     return nullptr;
   }
+
+  // By device, how many bytes blocks of a kernel may have from now on; nothing of devices where it does not run.
+  const std::unordered_map<int, std::size_t>& allow_shared_memory(void* kernel) {
+    constexpr int kMostSharedMemory = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    constexpr int kDynamicBytes = 8;       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    const auto [own, is_new] = shared_memory.try_emplace(kernel);
+    int count = 0;
+    if (!is_new || driver().count(&count) != 0) return own->second;
+    for (int i = 0; i < count; ++i) {
+      int device = 0, bytes = 0;
+      if (driver().device_at(&device, i) == 0 && driver().attribute(&bytes, kMostSharedMemory, device) == 0 &&
+          driver().set_attribute(kDynamicBytes, bytes, kernel, device) == 0) {
+        own->second[device] = static_cast<std::size_t>(bytes);
+      }
+    }
+    return own->second;
+  }
 };
+
+// The device of a stream, or −1.
+int device_of(void* stream) {
+  void* context = nullptr;
+  if (driver().context(stream, &context) != 0 || driver().push(context) != 0) return -1;
+  int device = 0;
+  const bool found = driver().device(&device) == 0;
+  driver().pop(&context);
+  return found ? device : -1;
+}
 
 // Never destroyed: other threads may launch while the process ends.
 Kernels& kernels() {
@@ -243,12 +277,20 @@ int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t sh
 int multiprocessors(void* stream) {
   constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
   load_kernels();                           // which initialises the driver
-  void* context = nullptr;
-  if (driver().context(stream, &context) != 0 || driver().push(context) != 0) return 0;
-  int device = 0, count = 0;
-  const bool found = driver().device(&device) == 0 && driver().attribute(&count, kMultiprocessorCount, device) == 0;
-  driver().pop(&context);
-  return found ? count : 0;
+  int count = 0;
+  const int device = device_of(stream);
+  return device >= 0 && driver().attribute(&count, kMultiprocessorCount, device) == 0 ? count : 0;
+}
+
+std::size_t shared_memory_of(const char* kernel, void* stream) {
+  Kernels& all = kernels();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.load();
+  void* const found = all.find(kernel);
+  if (found == nullptr) return 0;
+  const auto& allowed = all.allow_shared_memory(found);
+  const auto own = allowed.find(device_of(stream));
+  return own == allowed.end() ? 0 : own->second;
 }
 
 std::string error_text(int error) {

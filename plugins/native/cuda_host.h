@@ -118,6 +118,11 @@ struct Kernel {
 };
 #define EFFEXPORT_ENTRY(name) (effexport::Kernel<decltype(name)>{#name})
 
+template <class Function>
+std::size_t shared_memory_of(Kernel<Function> kernel, void* stream) {
+  return cuda_driver::shared_memory_of(kernel.name, stream);
+}
+
 }  // namespace effexport
 
 // Arguments are converted to the types of the kernel's parameters.

@@ -21,15 +21,21 @@ inline __device__ Scale scale_of(float largest) {
   return {__uint_as_float((exponent - 14) << 23), __uint_as_float((268 - exponent) << 23)};
 }
 
-// Of row sums_row() + 8 i.
+// The largest magnitude that this lane has of row sums_row() + 8 i.
 template <int kTiles>
-__device__ Scale scale_of_row(const Sums (&rows)[kTiles], int i) {
+__device__ float largest_of_row(const Sums (&rows)[kTiles], int i) {
   float largest = 0.0f;
 #pragma unroll
   for (const Sums& sums : rows) {
     largest = fmaxf(largest, fmaxf(fabsf(sums.values[2 * i]), fabsf(sums.values[2 * i + 1])));
   }
-  return scale_of(largest_in_row(largest));
+  return largest;
+}
+
+// Of row sums_row() + 8 i.
+template <int kTiles>
+__device__ Scale scale_of_row(const Sums (&rows)[kTiles], int i) {
+  return scale_of(largest_in_row(largest_of_row(rows, i)));
 }
 
 // Two neighbours, each as a sum of halves.
@@ -71,10 +77,12 @@ inline __device__ Sums split_product(const SplitLeft& left, const Right& high, c
   return products;
 }
 
-inline __device__ void add_split_product(Sums& sums, const SplitLeft& left, const Right& high, const Right& low) {
+// sums += scale · left [16, 16] · right [16, 8]
+inline __device__ void add_split_product(Sums& sums, const SplitLeft& left, const Right& high, const Right& low,
+                                         float scale = 1.0f) {
   const Sums products = split_product(left, high, low);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sums.values[i] += products.values[i];
+  for (int i = 0; i < 4; ++i) sums.values[i] = fmaf(scale, products.values[i], sums.values[i]);
 }
 
 }  // namespace effexport::tile

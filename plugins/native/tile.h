@@ -165,11 +165,11 @@ __device__ void wait_for_tiles() {
 
 // ---- Fragments, for types with tensor cores
 
-// Rows [row, row + 16) and columns [column, column + 16) of a tile.
+// Rows [row, row + 16) and columns [column, column + 16) of a tile. lane: the caller's, which may be ptx::opaque.
 template <class T, int kWidth>
-__device__ Left load_left(const Tile<T, kWidth>& from, int row, int column) {
+__device__ Left load_left(const Tile<T, kWidth>& from, int row, int column, int lane = tile::lane()) {
   Left left;
-  ptx::load_matrices(left.pairs, from.chunk(row + lane() % 16, column / 8 + lane() / 16));
+  ptx::load_matrices(left.pairs, from.chunk(row + lane % 16, column / 8 + lane / 16));
   return left;
 }
 
@@ -181,8 +181,7 @@ __device__ Left load_left_transposed(const Tile<T, kWidth>& from, int row, int c
   return left;
 }
 
-// Rows [row, row + 16) of a tile and its columns [column, column + 8) and [column + 8, column + 16). lane: the caller's,
-// which may be ptx::opaque.
+// Rows [row, row + 16) of a tile and its columns [column, column + 8) and [column + 8, column + 16).
 template <class T, int kWidth>
 __device__ void load_rights(const Tile<T, kWidth>& from, int row, int column, Right (&rights)[2],
                             int lane = tile::lane()) {

@@ -78,7 +78,7 @@ def test_pseudo_inverses_are_held_to_what_their_contract_says() -> None:
     stated = {
         bool(above): float(value)
         for above, value in re.findall(
-            r"^\| CUDA kernel (?:up to|(above)) m = 64.*\| (\de-\d) [^|]*\|$", contract, re.M
+            r"^\| CUDA kernel (?:up to|(above)) m = 128.*\| (\de-\d) [^|]*\|$", contract, re.M
         )
     }
     check = load_contract(OPS["IterativePinv"])

@@ -32,6 +32,7 @@ OLD = (
 )
 # One with several launches and types, one of integers with one kernel, one that asks how large the GPU is.
 LAUNCHED = ("MaskedAttention", "LSHSort", "EluLinearAttention")
+MUCH_SHARED_MEMORY = "IterativePinv"
 NO_DRIVER = "there is no NVIDIA driver (libcuda.so.1); install one for CUDA 13 (580 or later)"
 CPU_ONLY = "effexport: the kernel library has kernels for the CPU only here, because {}\n"
 CHOOSE = """
@@ -98,9 +99,10 @@ def build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
     (folder / "driver").mkdir()
     (folder / CUDA_NAME).write_bytes(cuda_kernels(["effexport_gated_rms_norm_float32 pppiifp"]))
     (folder / "ort_ops.inc").write_text("EFFEXPORT_OP(gated_rms_norm)\n")
-    launches = [folder / f"{OPS[name].torch_name}_launches.cc" for name in LAUNCHED]
-    for name, path in zip(LAUNCHED, launches, strict=True):
-        path.write_text("".join(f'#include "{OPS[name].torch_name}/{x}"\n' for x in ("kernel_cuda.cu", "gpu_check.cc")))
+    launches = [folder / f"{OPS[name].torch_name}_launches.cc" for name in (*LAUNCHED, MUCH_SHARED_MEMORY)]
+    for path in launches:
+        op = path.stem.removesuffix("_launches")
+        path.write_text("".join(f'#include "{op}/{x}"\n' for x in ("kernel_cuda.cu", "gpu_check.cc")))
     launches.append(folder / "use_file.cc")
     launches[-1].write_text('extern "C" void use_file(const char* path) { effexport::cuda_driver::use_file(path); }\n')
     includes = [f"-I{path}" for path in (folder, PLUGINS, EXAMPLE, headers)]
@@ -276,6 +278,29 @@ def test_the_driver_gets_the_launches_of_the_emulation_on_every_stream(built: Bu
     found = [Call(line[1], (int(line[2]), int(line[3]), int(line[4])), tuple(map(int, line[6:]))) for line in launches]
     assert found == expected * 2
     assert [line[5] for line in launches] == ["101"] * len(expected) + ["202"] * len(expected)
+
+
+@pytest.mark.requires("torch")
+def test_more_shared_memory_is_asked_for_once_on_every_gpu_before_a_stream_is_captured(
+    built: Built, tmp_path: Path
+) -> None:
+    """The second GPU, whose stream is captured, has 99 KiB: too little for m = 100, which takes scratch memory."""
+    path, name = tmp_path / "kernels.fatbin", "effexport_iterative_pinv_{}_float32"
+    path.write_bytes(cuda_kernels([f"{name.format('wide')} ppiiip", f"{name.format('scratch')} ppiiipp"]))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CALL, built.folder / "launches.so", path],
+        input=json.dumps([("iterative_pinv", 0, (3, m, 6), ()) for m in (96, 100)]),
+        env=built.environment(13000),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[1:] == [
+        f"launch {name.format('wide')} 3 512 98560 101 3 96 6",
+        f"launch {name.format('wide')} 3 512 131328 101 3 100 6",
+        f"launch {name.format('wide')} 3 512 98560 202 3 96 6",
+        f"launch {name.format('scratch')} 3 256 0 202 3 100 6",
+    ]
 
 
 @pytest.mark.requires("ort", "nvcc")

@@ -60,7 +60,7 @@ def test_a_kernel_compiles_without_warnings_for_every_gpu(kernel: str, architect
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_spills_no_registers_and_fixes_no_shared_memory(kernel: str, architectures: tuple[int, ...]) -> None:
     for (entry, architecture), usage in kept_usages([BY_NAME[kernel]], known(architectures)).items():
-        # shared memory is all dynamic, and the launches stay within 48 KiB of it
+        # shared memory is all dynamic, and launches opt in to more than 48 KiB of it
         assert usage.shared_bytes == 0, (entry, architecture, usage)
         # otherwise a tile would not fit in registers
         assert usage.spilled_bytes == 0, (entry, architecture, usage)

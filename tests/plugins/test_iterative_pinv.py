@@ -114,7 +114,7 @@ def test_the_kernel_refuses_nan_and_infinity_in_every_type(dtype: str) -> None:
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("m", [31, 64])
+@pytest.mark.parametrize("m", [31, 64, 65])
 def test_tensor_cores_that_round_towards_zero_keep_the_stated_errors(m: int) -> None:
     library = implementation(OP, "cuda").library
     library.set_truncation.argtypes = [ctypes.c_bool]
@@ -136,8 +136,8 @@ def test_numbers_beyond_the_range_of_halves_are_as_exact_as_others(shape: tuple[
 
 
 @pytest.mark.requires("native")
-# Up to m = 64, numbers are sums of two halves: 22 bits. Above, adding zeros does not round, so all bits are known.
-@pytest.mark.parametrize(("m", "limit"), [(5, 2**-21), (64, 2**-21), (65, 0)])
+# Up to m = 128, numbers are sums of two halves: 22 bits. Above, adding zeros does not round, so all bits are known.
+@pytest.mark.parametrize(("m", "limit"), [(5, 2**-21), (64, 2**-21), (65, 2**-21), (129, 0)])
 def test_the_start_divides_before_it_multiplies(m: int, limit: float) -> None:
     # the steps of a diagonal matrix are those of its entries
     sigma = np.float32(0.7) + np.arange(m, dtype=np.float32) / np.float32(3 * m)
@@ -149,7 +149,7 @@ def test_the_start_divides_before_it_multiplies(m: int, limit: float) -> None:
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("m", [2, 31, 64, 100])
+@pytest.mark.parametrize("m", [2, 31, 64, 65, 129])
 def test_what_is_not_finite_stays_in_its_matrix(m: int) -> None:
     a, scale = softmax_matrices(4, m)
     # one block after the other, so that remains of the poisoned matrix would be found
@@ -170,9 +170,9 @@ def test_scratch_memory_does_not_grow_with_the_batch() -> None:
     def scratch_bytes(count: int, m: int) -> int:
         return int(cuda.scratch_bytes(Case((count, m, 6))))
 
-    assert scratch_bytes(1000, 64) == scratch_bytes(0, 100) == scratch_bytes(3, 0) == 0
-    assert scratch_bytes(1, 65) == 4 * 72 * 72 * 4  # four buffers, padded to a multiple of 8
-    assert scratch_bytes(256, 128) == scratch_bytes(100_000, 128) == 256 * scratch_bytes(1, 128)
+    assert scratch_bytes(1000, 128) == scratch_bytes(0, 130) == scratch_bytes(3, 0) == 0
+    assert scratch_bytes(1, 129) == 4 * 136 * 136 * 4  # four buffers, padded to a multiple of 8
+    assert scratch_bytes(256, 130) == scratch_bytes(100_000, 130) == 256 * scratch_bytes(1, 130)
     assert scratch_bytes(1, 46336) == 4 * 46336**2 * 4
 
 

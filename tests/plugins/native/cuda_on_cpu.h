@@ -41,6 +41,7 @@
 #include <memory>
 #include <queue>
 #include <random>
+#include <set>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -106,7 +107,8 @@ namespace cuda_on_cpu {
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr unsigned kMaxThreads = 1024;
-constexpr std::size_t kMaxSharedBytes = 48 * 1024;
+constexpr std::size_t kSharedBytes = 48 * 1024;  // of a block whose kernel has not asked for more
+constexpr std::size_t kMaxSharedBytes = (EFFEXPORT_EMULATED >= 800 ? 160 : 64) * 1024;  // of 163 KiB, whole pages
 constexpr std::size_t kStackBytes = 128 * 1024;
 
 // How tests steer the launches that follow.
@@ -122,6 +124,8 @@ EFFEXPORT_OWN Settings settings;
 EFFEXPORT_OWN std::vector<cudaLaunchConfig_t> launches;  // all so far
 EFFEXPORT_OWN std::vector<const void*> launched;         // their kernels
 EFFEXPORT_OWN std::vector<std::vector<std::int32_t>> scalars;  // and their arguments that are numbers, as bits
+
+EFFEXPORT_OWN std::set<const void*> with_all_shared_memory;    // kernels that have asked for it
 
 // The argument of a kernel's parameter, noted down if it is a number.
 template <class Parameter, class Argument>
@@ -408,8 +412,8 @@ inline void poison_shared_memory(std::size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_UNPOISON_MEMORY_REGION(settings.shared, kMaxSharedBytes);
 #endif
-  forget_accesses(settings.shared, kMaxSharedBytes);
-  std::memset(settings.shared, 0xff, kMaxSharedBytes);
+  forget_accesses(settings.shared, std::max(bytes, kSharedBytes));
+  std::memset(settings.shared, 0xff, std::max(bytes, kSharedBytes));
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(static_cast<char*>(settings.shared) + bytes, kMaxSharedBytes - bytes);
 #endif
@@ -429,7 +433,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
   (note_scalar<Parameters>(arguments, scalars.back()), ...);
   const unsigned threads = launch->blockDim.x;
   if (threads == 0 || threads > kMaxThreads || threads % kWarpSize != 0 || launch->gridDim.x == 0 ||
-      launch->gridDim.x > 0x7fffffffu || launch->dynamicSmemBytes > kMaxSharedBytes) {
+      launch->gridDim.x > 0x7fffffffu ||
+      launch->dynamicSmemBytes > (with_all_shared_memory.count(launched.back()) ? kMaxSharedBytes : kSharedBytes)) {
     return cudaErrorInvalidValue;
   }
   blockDim = launch->blockDim;
@@ -527,6 +532,12 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {effexport::from_
 
 namespace effexport {
 inline int multiprocessors(void*) { return cuda_on_cpu::settings.multiprocessors; }
+
+template <class Function>
+std::size_t shared_memory_of(Function* kernel, void*) {
+  cuda_on_cpu::with_all_shared_memory.insert(reinterpret_cast<const void*>(kernel));
+  return cuda_on_cpu::kMaxSharedBytes;
+}
 }  // namespace effexport
 
 // The functions of plugins/native/ptx.h, which says what they do.

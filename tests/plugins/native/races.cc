@@ -37,7 +37,7 @@ void run(Kernel kernel, int blocks, int threads, int* global) {
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(static_cast<unsigned>(blocks));
   launch.blockDim = dim3(static_cast<unsigned>(threads));
-  launch.dynamicSmemBytes = sizeof tile_memory;
+  launch.dynamicSmemBytes = cuda_on_cpu::kSharedBytes;
   if (cudaLaunchKernelEx(&launch, kernel, global) != cudaSuccess) std::exit(1);
 }
 
