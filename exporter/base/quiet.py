@@ -19,6 +19,7 @@ from typing import Any, TextIO
 _DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
 # Packages whose loggers have handlers of their own, or may get some from a program that calls us.
 LOGGERS = ("torch", "transformers", "onnxscript", "onnx_ir", "onnx")
+_EXPORTING = threading.RLock()
 
 
 class MutedStream:
@@ -104,17 +105,18 @@ def few_lookups() -> Iterator[None]:
 
     torch.onnx parses the sources of all its 560 translations for each graph, in 0.6 s: here, once a process.
     torch.export asks for all operators for each of 30 namespaces: once an export. It keeps the shapes of every call:
-    with lengths that stay free, that costs up to a third of the time and hardly ever hits.
+    with lengths that stay free, that costs up to a third of the time and hardly ever hits. Functions of PyTorch are
+    replaced for that, so threads export one after the other.
     """
     import torch._dynamo.config
     from torch._export import utils
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    # PyTorch 2.9 to 2.13; there is nothing to keep where it is gone
-    look_up = getattr(utils, "_materialize_cpp_cia_ops", None)
-    kept: list[tuple[Any, str, Any]] = [(ONNXRegistry, "from_torchlib", _kept_registry(ONNXRegistry.from_torchlib))]
-    kept += [(utils, "_materialize_cpp_cia_ops", functools.cache(look_up))] if look_up else []
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), contextlib.ExitStack() as stack:
+    with _EXPORTING, torch._dynamo.config.patch(fake_tensor_cache_enabled=False), contextlib.ExitStack() as stack:
+        # PyTorch 2.9 to 2.13; there is nothing to keep where it is gone
+        look_up = getattr(utils, "_materialize_cpp_cia_ops", None)
+        kept: list[tuple[Any, str, Any]] = [(ONNXRegistry, "from_torchlib", _kept_registry(ONNXRegistry.from_torchlib))]
+        kept += [(utils, "_materialize_cpp_cia_ops", functools.cache(look_up))] if look_up else []
         for owner, name, value in kept:
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, value)

@@ -31,6 +31,7 @@ constexpr float kFloor = -1e29f;
 // bits is 3 · 2^-22.
 constexpr float kMostRange = 14.0f;
 constexpr float kHalfScale = 32768.0f;  // of numbers from 0 to 1 as halves
+constexpr float kLeastOfHalves = 0x1p-90f;
 
 // The warps of a block of the third launch; 16 queries for each. A causal block has few queries, because their own keys
 // are taken pair by pair.
@@ -339,7 +340,9 @@ struct Attention {
       largest[warp * kChannels + lane] = most;
       __syncthreads();
       for (int other = 0; other < kWarpsHere; ++other) most = fmaxf(most, largest[other * kChannels + lane]);
-      halves = __ballot_sync(tile::kAllLanes, most < INFINITY) == tile::kAllLanes;
+      // of numbers so small that their scale, or a product with it, would be subnormal, halves keep too few bits
+      const bool fits = most == 0.0f || (most >= kLeastOfHalves && most < INFINITY);
+      halves = __ballot_sync(tile::kAllLanes, fits) == tile::kAllLanes;
       const float factor = ptx::exp2_approx(highest - top[lane]);
       const tile::Scale scale = tile::scale_of(most);
       if (warp == 0) {

@@ -33,7 +33,7 @@ EFFEXPORT_ITERATIVE_PINV(float16, Half)
 EFFEXPORT_ITERATIVE_PINV(bfloat16, BFloat16)
 
 #ifndef EFFEXPORT_FOR_TENSORRT
-// For 64 < m ≤ 128. On SM 75, a block has 64 KiB at most, which is too little: this would not be launched.
+// For 64 < m ≤ 128. Empty in code for SM 75, whose blocks have 64 KiB at most; see `shared_memory_of`.
 #define EFFEXPORT_ITERATIVE_PINV_WIDE(dtype, T)                                                                        \
   extern "C" __global__ void __launch_bounds__(tensor_cores::threads_of(128), 1)                                       \
       effexport_iterative_pinv_wide_##dtype(const T* __restrict__ a, const T* __restrict__ scale, std::int32_t count,  \
@@ -73,6 +73,8 @@ namespace {
 // As in cuda_host.h, for scripts/gpu: of the thread's GPU, the only one.
 template <class Function>
 std::size_t shared_memory_of(Function* kernel, void*) {
+  cudaFuncAttributes compiled;
+  if (cudaFuncGetAttributes(&compiled, kernel) != cudaSuccess || compiled.ptxVersion < 80) return 0;
   int device = 0, bytes = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);

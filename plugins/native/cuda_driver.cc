@@ -41,6 +41,7 @@ struct Driver {
   int (*count)(int* devices);
   int (*device_at)(int* device, int index);
   int (*set_attribute)(int attribute, int value, void* kernel, int device);
+  int (*get_attribute)(int* value, int attribute, void* kernel, int device);
   int (*error_name)(int error, const char** text);
   int (*error_string)(int error, const char** text);
 
@@ -62,6 +63,7 @@ struct Driver {
     find(count, "cuDeviceGetCount");
     find(device_at, "cuDeviceGet");
     find(set_attribute, "cuKernelSetAttribute");
+    find(get_attribute, "cuKernelGetAttribute");
     find(error_name, "cuGetErrorName");
     find(error_string, "cuGetErrorString");
   }
@@ -87,6 +89,9 @@ struct FatbinHeader {
 constexpr std::uint32_t kFatbinMagic = 0xBA55ED50;
 
 std::string release_text(int major, int minor) { return std::to_string(major) + "." + std::to_string(minor); }
+
+// Of kernels with more than 48 KiB of shared memory: those compiled for SM 75 are empty, on later GPUs, too.
+constexpr int kLeastOfShared = 80;
 
 struct Head {
   int major = 0, minor = 0;
@@ -202,12 +207,14 @@ struct Kernels {
   const std::unordered_map<int, std::size_t>& allow_shared_memory(void* kernel) {
     constexpr int kMostSharedMemory = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     constexpr int kDynamicBytes = 8;       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    constexpr int kPtxVersion = 5;         // CU_FUNC_ATTRIBUTE_PTX_VERSION, of the code that was chosen for a GPU
     const auto [own, is_new] = shared_memory.try_emplace(kernel);
     int count = 0;
     if (!is_new || driver().count(&count) != 0) return own->second;
     for (int i = 0; i < count; ++i) {
-      int device = 0, bytes = 0;
+      int device = 0, bytes = 0, version = 0;
       if (driver().device_at(&device, i) == 0 && driver().attribute(&bytes, kMostSharedMemory, device) == 0 &&
+          driver().get_attribute(&version, kPtxVersion, kernel, device) == 0 && version >= kLeastOfShared &&
           driver().set_attribute(kDynamicBytes, bytes, kernel, device) == 0) {
         own->second[device] = static_cast<std::size_t>(bytes);
       }

@@ -33,8 +33,8 @@ int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t sh
 int multiprocessors(void* stream);
 
 // Lets the blocks of a kernel have all shared memory of each GPU, instead of 48 KiB, at the first call for this kernel;
-// returns how many bytes that is on the GPU of a stream, or 0 if it is not known. Sessions call it when they are made,
-// because the first call may load code.
+// returns how many bytes that is on the GPU of a stream, or 0 if it is not known or the kernel was compiled for SM 75, as it
+// may be for any GPU. Sessions call it when they are made, because the first call may load code.
 std::size_t shared_memory_of(const char* kernel, void* stream);
 
 // Name and description of a CUresult.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from aft_window_inputs import Sizes, error, made_inputs
+from aft_window_inputs import Sizes, error, made_inputs, slow_attention
 from implementations import implementation
 from slow_cases import named
 
@@ -152,6 +152,20 @@ def test_an_infinite_value_is_one_in_its_channel_and_no_further(how: str) -> Non
     np.testing.assert_array_equal(np.isposinf(out), expected)
     feeds["v"][0, 0, 40, 7] = 0
     np.testing.assert_allclose(out[~expected], run(how, feeds, False)[~expected], rtol=0, atol=1e-5)
+
+
+@native
+@both_forms
+@pytest.mark.parametrize("how", ["kernel", "cuda"])
+def test_values_near_the_smallest_of_float32_keep_their_bits(causal: bool, how: str) -> None:
+    """Some channels or all: halves of them, or their scale, would be subnormal."""
+    for channels in (slice(None), slice(3, 4)):
+        feeds = made_inputs(Sizes(1, 1, 100, 8, taps=7), key_scale=1, bias_scale=1)
+        feeds["v"] = np.nan_to_num(feeds["v"], nan=1, posinf=1, neginf=1)
+        feeds["v"][..., channels] *= np.float32(1e-33)
+        difference = np.abs(run(how, feeds, causal) - slow_attention(**feeds, causal=causal))[..., channels]
+        # the contract's own limit, of these channels
+        assert difference.max() <= 5e-6 * np.abs(feeds["v"][..., channels]).max()
 
 
 def layers() -> list[AttentionLayer]:
