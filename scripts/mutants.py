@@ -435,6 +435,7 @@ MUTANTS = (
         ("factors[kChannels + lane] = factor /", "factors[kChannels + lane] = 1 /"),
         ("tile::load_left(half_weights, row, kBlock + k)", "tile::load_left(half_weights, row, k)"),
         ("most < INFINITY", "most <= INFINITY"),
+        ("most >= kLeastOfHalves", "most >= 0.0f"),
         ("if (!kCausal) all.add(sums_of(x.others", "if (kCausal) all.add(sums_of(x.others"),
         ("sums_of(x.others, rows, units + unit, lane)", "sums_of(x.others, rows, unit, lane)"),
         ("all.d == 0.0f ? all.n : all.n / all.d", "all.n / all.d"),

@@ -424,7 +424,7 @@ class Execution:
     def new_work(
         self, max_graphs: int, buffers: Buffers | None = None, largest: Mapping[str, Shape] | None = None
     ) -> RunMemory:
-        """Work, by default with new memory, that is freed once it is in `abandoned`, or when this is closed."""
+        """Memory of runs, by default with own buffers, freed once it is in `abandoned`, or when this is closed."""
         buffers = buffers or Buffers(self.cuda)
         buffers.add((*self._source.info.inputs, *self._source.info.outputs), largest or {})
         most_graphs = max_graphs if self.captures else 0

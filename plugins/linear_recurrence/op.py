@@ -17,6 +17,8 @@ from effexport.plugins.linear_recurrence import OP, SIGNATURE
 if TYPE_CHECKING:
     import onnx
 
+# Tokens: of a chunk of the function body, and the most that it takes.
+CHUNK_LENGTH, LONGEST = 32, 131072
 # As onnx.TensorProto numbers it.
 FLOAT = 1
 # The name of a rule in ONNX, by whether there is a decay, and whether the delta rule applies.
@@ -50,8 +52,8 @@ def check(
     scale: float,
     delta: bool,
     per_channel: bool = False,
-    chunk_length: int = 32,
-    longest: int = 131072,
+    chunk_length: int = CHUNK_LENGTH,
+    longest: int = LONGEST,
 ) -> None:
     """Raise ValueError for what `linear_recurrence` refuses."""
     SIGNATURE.check(query, key, value, past, decay, beta, scale=scale, chunk_length=chunk_length, longest=longest)
@@ -76,8 +78,8 @@ def linear_recurrence(
     scale: float,
     delta: bool,
     per_channel: bool = False,
-    chunk_length: int = 32,
-    longest: int = 131072,
+    chunk_length: int = CHUNK_LENGTH,
+    longest: int = LONGEST,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention with decay, by the delta rule if `delta` (arXiv 2412.06464, eq. 10).
 

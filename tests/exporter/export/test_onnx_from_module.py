@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -387,8 +388,13 @@ def test_a_declared_operator_that_is_not_there_is_found(built: Built) -> None:
         check_graph(artifact.model_path, GraphSignature(spec.inputs, spec.outputs, {"LSHSort": 1}))
 
 
-def test_translations_of_torch_onnx_are_collected_once_and_those_of_one_export_stay_its_own() -> None:
-    whole = ONNXRegistry.from_torchlib(opset_version=18)
+def test_translations_of_torch_onnx_are_collected_once_and_those_of_one_export_stay_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collect, collected = ONNXRegistry.from_torchlib, []
+    whole = collect(opset_version=18)
+    counted = classmethod(lambda cls, opset_version: collected.append(opset_version) or collect(opset_version))
+    monkeypatch.setattr(ONNXRegistry, "from_torchlib", counted)
     with few_lookups():
         first, second = (ONNXRegistry().from_torchlib(opset_version=18) for _ in range(2))
         first.register_op(torch.ops.aten.relu.default, lambda x: x)
@@ -398,7 +404,24 @@ def test_translations_of_torch_onnx_are_collected_once_and_those_of_one_export_s
         assert registry.functions.keys() == whole.functions.keys()
         assert len(registry.get_decomps(torch.ops.aten.relu.default)) == 1
     assert of_another_opset.opset_version == 20
-    assert isinstance(ONNXRegistry.__dict__["from_torchlib"], classmethod)
+    assert collected == [18, 20]
+    assert ONNXRegistry.__dict__["from_torchlib"] is counted
+
+
+def test_threads_export_one_after_the_other_and_leave_pytorch_as_it_was() -> None:
+    original, entered = ONNXRegistry.__dict__["from_torchlib"], threading.Event()
+
+    def export() -> None:
+        with few_lookups():
+            entered.set()
+
+    thread = threading.Thread(target=export)
+    with few_lookups():
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join()
+    assert entered.is_set()
+    assert ONNXRegistry.__dict__["from_torchlib"] is original
 
 
 def test_an_exporter_failure_names_its_stage(small_spec: Specs, tmp_path: Path) -> None:
