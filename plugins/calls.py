@@ -25,13 +25,11 @@ ProofInputs = Iterator[tuple[str, Inputs]]
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A valid call of an operator. outputs: the right answer. float32: inputs that are so whatever the type of the
-    others; all arrays of floats are given in float32."""
+    """A valid call of an operator, whose arrays of floats are given in float32. outputs: the right answer."""
 
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
     attributes: Attributes = field(default_factory=dict)
-    float32: tuple[str, ...] = ()
 
 
 def ones(*shape: int) -> Array:

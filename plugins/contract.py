@@ -255,12 +255,12 @@ class Contract:
     inputs: Callable[[Case, str], dict[str, Tensor]]
     exact: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]
     limit: Callable[[Case], Limit]
-    work: Callable[[Case], Work]
-    baselines: Callable[[Case, dict[str, Tensor]], dict[str, Callable[[], object]]]
     small: tuple[Case, ...]
-    checked: tuple[Case, ...]
-    timed: tuple[Timed, ...]
-    raced: tuple[Case, ...]
+    work: Callable[[Case], Work] = lambda case: Work()
+    baselines: Callable[[Case, dict[str, Tensor]], dict[str, Callable[[], object]]] = lambda case, inputs: {}
+    checked: tuple[Case, ...] = ()
+    timed: tuple[Timed, ...] = ()
+    raced: tuple[Case, ...] = ()
     numbers: str = ""
     derived: Mapping[str, Callable[[Mapping[str, Any]], int]] = field(default_factory=dict)
     huge: tuple[Case, ...] = ()

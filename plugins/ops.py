@@ -33,6 +33,7 @@ class Op:
     or one for each.
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
     the first input is known and at most this. None: the kernel should be faster. Not measured yet.
+    cuda: it has CUDA kernels and TensorRT plugins; otherwise its body runs on a GPU.
     in_float: why it takes and returns floating-point numbers where the model around it is quantised.
     around_in_float32: why its inputs must be computed in float32 even if the rest is not; "": they need not be.
     body_in_float32: its body computes in float32 whatever its type T is, and rounds only the result to T.
@@ -48,6 +49,7 @@ class Op:
     element_types: tuple[str, ...] = FLOAT_TYPES
     output_type: str = "T"
     cuda_up_to: int | None = None
+    cuda: bool = True
     in_float: str = "an operator takes and returns floating-point numbers"
     around_in_float32: str = ""
     body_in_float32: bool = False
@@ -106,12 +108,16 @@ def _found() -> dict[str, Op]:
 
 
 OPS: dict[str, Op]
+# Those with CUDA kernels and TensorRT plugins.
+CUDA_OPS: dict[str, Op]
 
 
 def __getattr__(name: str) -> dict[str, Op]:
-    """OPS, made on first use: an operator's package, which imports this module, may be the first to be imported."""
-    if name != "OPS":
+    """The tables, made on first use: an operator's package, which imports this module, may be the first to be
+    imported."""
+    if name not in ("OPS", "CUDA_OPS"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = _found()
-    globals()["OPS"] = found
-    return found
+    globals().update(OPS=found, CUDA_OPS={op: row for op, row in found.items() if row.cuda})
+    tables: dict[str, dict[str, Op]] = globals()
+    return tables[name]

@@ -52,7 +52,7 @@ def choose(
     ("float32", "bfloat16"), and a name or None for a dynamic dimension. attributes: the node's own, by name.
     """
     op, reason = known_ops()[op_name], ""
-    if op.package and not (op.user_folder / "trt.py").is_file():
+    if not op.cuda or (op.package and not (op.user_folder / "trt.py").is_file()):
         return f"{op_name} has no TensorRT plugin."
     for choice in op.load_trt().CHOICES:
         reason = choice.why_not(dtypes, dims, attributes)

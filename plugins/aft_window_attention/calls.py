@@ -6,7 +6,7 @@ import numpy as np
 
 from effexport.plugins.calls import GATED, HEADS, Q_K_V_KEEP, Attributes, KernelCall, ProofInputs, keeps, ones
 
-TRIAL = KernelCall(Q_K_V_KEEP | {"bias": ones(1, 1, 3)}, {"out": GATED}, {"causal": 0}, float32=("bias",))
+TRIAL = KernelCall(Q_K_V_KEEP | {"bias": ones(1, 1, 3)}, {"out": GATED}, {"causal": 0})
 
 
 def proof_inputs(rng: np.random.Generator, attributes: Attributes) -> ProofInputs:

@@ -38,12 +38,15 @@ SHARED_FILES = (
     "native/workspace.h",
 )
 NATIVE_SUFFIXES = (".h", ".cc", ".cu")
-FILES_PER_OP = ("kernel.h", "kernel_cpu.cc", "kernel_cuda.cu", "ort.cc")
+FILES_PER_OP, CUDA_FILE = ("kernel.h", "kernel_cpu.cc", "ort.cc"), "kernel_cuda.cu"
 
 
 def required_sources() -> list[str]:
     """The files without which nothing compiles, as paths below FOLDER."""
-    return [*SHARED_FILES, *(f"{op.torch_name}/{name}" for op in OPS.values() for name in FILES_PER_OP)]
+    return [
+        *SHARED_FILES,
+        *(f"{op.torch_name}/{name}" for op in OPS.values() for name in (*FILES_PER_OP, *[CUDA_FILE] * op.cuda)),
+    ]
 
 
 def all_sources() -> list[str]:

@@ -19,7 +19,6 @@ TRIAL = KernelCall(
     },
     {"out": np.broadcast_to(TOKENS, (1, 64, 2, 8)).copy(), "present": np.full((1, 2, 8, 8), 64, np.float32)},
     {"scale": 0.125, "delta": 0},
-    float32=("past",),
 )
 
 

@@ -11,7 +11,6 @@ TRIAL = KernelCall(
     {"qk": X, "rotations": ones(2, 8, 2, 4), "keep": KEEP},
     {"buckets": np.zeros_like(ORDER)},
     {"bucket_factors": [8], "chunk_length": 16},
-    float32=("rotations",),
 )
 
 

@@ -47,6 +47,7 @@ class CpuDispatch {
 struct X86Features {
   bool avx2;  // with FMA
   bool avx512f;
+  bool avx512_bf16;  // with AVX-512F
 };
 
 // What the processor has and the system saves, as in Intel's manual, volume 1, 14.3 and 15.2. Not
@@ -54,16 +55,20 @@ struct X86Features {
 inline X86Features x86_features() {
   constexpr unsigned kFma = 1u << 12, kOsxsave = 1u << 27;    // of leaf 1, ECX
   constexpr unsigned kAvx2 = 1u << 5, kAvx512f = 1u << 16;    // of leaf 7, EBX
+  constexpr unsigned kAvx512Bf16 = 1u << 5;                   // of leaf 7, subleaf 1, EAX
   constexpr unsigned kYmm = 0x06, kZmm = 0xe6;                // of XCR0: registers that the system saves
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, saved = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kFma) == 0 || (ecx & kOsxsave) == 0) {
-    return {false, false};
+    return {};
   }
   __asm__("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0));
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
-    return {false, false};
+    return {};
   }
-  return {(ebx & kAvx2) != 0 && (saved & kYmm) == kYmm, (ebx & kAvx512f) != 0 && (saved & kZmm) == kZmm};
+  const unsigned more = eax, features = ebx;
+  const bool avx512f = (features & kAvx512f) != 0 && (saved & kZmm) == kZmm;
+  if (more == 0 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) eax = 0;
+  return {(features & kAvx2) != 0 && (saved & kYmm) == kYmm, avx512f, avx512f && (eax & kAvx512Bf16) != 0};
 }
 
 #define EFFEXPORT_CPU_SETS(make)                                                                           \

@@ -33,7 +33,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import gpu  # noqa: E402, F401, makes effexport importable
 
 # isort: split
-from effexport.plugins.ops import OPS  # noqa: E402
+from effexport.plugins.ops import CUDA_OPS  # noqa: E402
 from gpu import ROOT  # noqa: E402
 from gpu.carrying import carry  # noqa: E402
 from gpu.device import Device, SetupError  # noqa: E402
@@ -52,7 +52,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     mode.add_argument("--carry", metavar="PYTHON", help="prepare the second call for a machine with this Python")
     parser.add_argument("--artifacts", action="store_true", help="the second call: real artifacts in ONNX Runtime")
     table = ARTIFACT_STAGES if "--artifacts" in arguments else STAGES
-    stages, ops = [stage.name for stage in table], [op.torch_name for op in OPS.values()]
+    stages, ops = [stage.name for stage in table], [op.torch_name for op in CUDA_OPS.values()]
     parser.add_argument("--stages", type=names_among(stages), default=stages, metavar="NAME,…", help="default: all")
     parser.add_argument("--ops", type=names_among(ops), metavar="NAME,…", help="default: all operators")
     options = parser.parse_args(arguments)

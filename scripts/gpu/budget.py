@@ -25,7 +25,7 @@ from gpu import ROOT
 
 # isort: split
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu.bounds import Rates, bound_of
 from gpu.building import call
 from gpu.compiled import MULTIPROCESSOR, Launch, Recorder, Usage, compile_kernels
@@ -80,7 +80,7 @@ def operators(recorder: Recorder, measured: dict[tuple[str, str], float]) -> lis
         f"| shared memory, GB | {' | '.join(f'bound, {name}' for name in GPUS)} | goal | measured |",
         f"|{'---|' * (9 + len(GPUS))}",
     ]
-    for op in OPS.values():
+    for op in CUDA_OPS.values():
         check = load_contract(op)
         for timed in check.timed:
             work = check.work(timed.case)
@@ -131,7 +131,7 @@ def resources(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> list[
 def first_launches(recorder: Recorder) -> dict[str, Launch]:
     """One launch of every kernel, in the first of its operator's cases that has one, in each type."""
     found: dict[str, Launch] = {}
-    for op in OPS.values():
+    for op in CUDA_OPS.values():
         check = load_contract(op)
         cases = [timed.case for timed in check.timed] + [*check.checked]
         for case in (replace(case, dtype=dtype) for case in cases for dtype in op.element_types):
@@ -170,7 +170,7 @@ def page() -> str:
     require_torch()
     where, measured = measurements()
     with tempfile.TemporaryDirectory() as folder:
-        usages = compile_kernels(list(OPS.values()), ARCHITECTURES, Path(folder))
+        usages = compile_kernels(list(CUDA_OPS.values()), ARCHITECTURES, Path(folder))
         recorder = Recorder(Path(folder))
         cuda = re.search(r"release ([\d.]+)", call([find_nvcc() or "", "--version"]))
         return TEMPLATE.format(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.base.environment import usable_cores
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu import ROOT
 from gpu.device import Kernels, SetupError, find_compiler, find_nvcc
 from gpu.programs import run_program
@@ -103,7 +103,7 @@ def shared_memory_aliases() -> list[str]:
 
 def shared_memory_names() -> list[str]:
     """The kernels' names for their dynamic shared memory, which C++ needs and CUDA does not."""
-    sources = [path for op in OPS.values() for path in (PLUGINS / op.torch_name).glob("*.cu")]
+    sources = [path for op in CUDA_OPS.values() for path in (PLUGINS / op.torch_name).glob("*.cu")]
     sources += PLUGINS.glob("**/*.h")
     return sorted(
         {name for path in sources for name in re.findall(r"extern __shared__[^;]*?(\w+)\[\];", path.read_text())}
@@ -111,7 +111,7 @@ def shared_memory_names() -> list[str]:
 
 
 def make_library(
-    run: Run, toolchain: Toolchain, library: Path, ops: Sequence[str] = tuple(op.torch_name for op in OPS.values())
+    run: Run, toolchain: Toolchain, library: Path, ops: Sequence[str] = tuple(op.torch_name for op in CUDA_OPS.values())
 ) -> tuple[dict[str, float], str]:
     """Compile the files of operators in parallel and link them. Returns the seconds of each, and the compilers'
     messages."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.contract import Case, Contract, Output, load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu.building import load_kernels
 from gpu.device import ALL_BLOCKS, FEW_BLOCKS, KernelError, Kernels
 from gpu.samples import pieces, relative_error
@@ -47,7 +47,7 @@ class Guarded:
 def check(run: Run) -> Result:
     kernels = load_kernels(run)
     found: list[dict[str, Any]] = []
-    checks = [(op.torch_name, load_contract(op)) for op in OPS.values() if op.torch_name in run.ops]
+    checks = [(op.torch_name, load_contract(op)) for op in CUDA_OPS.values() if op.torch_name in run.ops]
     cases = [
         (name, check, case)
         for name, check in checks

@@ -22,14 +22,14 @@ from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.models.variants.softmax.spec import SoftmaxSpec
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu.building import load_kernels
 from gpu.device import Kernels
 from gpu.stages import Result, Run
 from gpu.stopwatch import copies_of, forbid_tf32, nbytes, number_of_copies, readings
 from gpu.timing import KERNEL, outputs_of, result_of
 
-OPERATORS = {op.torch_name: op for op in OPS.values()}
+OPERATORS = {op.torch_name: op for op in CUDA_OPS.values()}
 DTYPE = torch.float16
 # of the results, as a share of the largest value: standard operators round to float16 several times
 AGREEMENT = 2e-2

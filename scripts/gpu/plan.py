@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu import ROOT
 from gpu.carrying import MEGABYTE, print_parts, tree_bytes
 from gpu.device import require_torch
@@ -68,7 +68,7 @@ def print_operators() -> None:
     require_torch()
     from effexport.plugins.contract import load_contract
 
-    for op in OPS.values():
+    for op in CUDA_OPS.values():
         check = load_contract(op)
         goals = sum(len(timed.goals) for timed in check.timed)
         cases = f"{len(check.small)} small cases, {len(check.checked)} larger ones, {len(check.huge)} huge"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu.building import driver_path, library_path
 from gpu.calls import write_calls
 from gpu.programs import run_program
@@ -32,7 +32,7 @@ LOG_CHARACTERS = 20_000
 def profile(run: Run) -> Result:
     """One call of every operator: its first timed case."""
     calls = run.work / "timed.calls"
-    checks = [(op.torch_name, load_contract(op)) for op in OPS.values() if op.torch_name in run.ops]
+    checks = [(op.torch_name, load_contract(op)) for op in CUDA_OPS.values() if op.torch_name in run.ops]
     first = [(name, check, check.timed[0]) for name, check in checks]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [(name, check, one.small if run.device.emulated else one.case) for name, check, one in first]

@@ -16,7 +16,7 @@ from typing import Any
 
 from effexport.base.environment import usable_cores
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library
 from gpu.calls import write_calls
 from gpu.device import FEW_BLOCKS
@@ -40,7 +40,7 @@ def sanitize(run: Run) -> Result:
     if not run.device.emulated and not shutil.which("compute-sanitizer"):
         return Result(NOT_RUN, "compute-sanitizer is missing; expected it on PATH, as the CUDA toolkit installs it", {})
     programs = {}
-    for op in OPS.values():
+    for op in CUDA_OPS.values():
         if op.torch_name in run.ops:
             check, calls = load_contract(op), run.work / f"{op.torch_name}.calls"
             write_calls(calls, ((op.torch_name, check, case) for case in check.small))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Timed, Work, load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 from gpu.bounds import Rates, bound_of
 from gpu.building import load_kernels
 from gpu.device import Device, Kernels
@@ -28,7 +28,7 @@ def time_operators(run: Run) -> Result:
     forbid_tf32()
     ceilings = measured_ceilings(run.device)
     found: list[dict[str, Any]] = []
-    checks = [(op.torch_name, load_contract(op)) for op in OPS.values() if op.torch_name in run.ops]
+    checks = [(op.torch_name, load_contract(op)) for op in CUDA_OPS.values() if op.torch_name in run.ops]
     cases = [(name, check, timed) for name, check in checks for timed in check.timed]
     for (name, check, timed), in_time in run.in_time(cases):
         if not in_time:

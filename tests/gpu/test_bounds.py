@@ -9,13 +9,13 @@ from gpu.bounds import Rates, bound_of
 from gpu.budget import GPUS
 
 from effexport.plugins.contract import ACCESS_BYTES, Case, Work, attention_core, load_contract, product
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
 RATES = Rates(copied=1e12, tensor=1e14, fused=1e13, shared=1e13, cache_bytes=50e6)
 
 
 def work_of(name: str, *sizes: int, numbers: tuple[float, ...] = (), dtype: str = "float16") -> Work:
-    return load_contract(OPS[name]).work(Case(sizes, numbers, dtype=dtype))
+    return load_contract(CUDA_OPS[name]).work(Case(sizes, numbers, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_known_cases_have_known_bounds() -> None:
     assert hashed.fused == 8 * 32768 * 64 * 4 * 32
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
+@pytest.mark.parametrize("op", CUDA_OPS.values(), ids=lambda op: op.torch_name)
 def test_twice_as_many_samples_are_twice_the_work(op) -> None:
     check = load_contract(op)
     for timed in check.timed:

@@ -14,7 +14,7 @@ from gpu.device import SetupError
 from kernel_ptx import kept_usages
 
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu_budget.md"
 
@@ -82,8 +82,8 @@ def test_times_are_those_of_the_last_run_on_a_gpu(tmp_path: Path, monkeypatch: p
 def test_the_page_has_a_row_for_every_kernel_and_every_timed_case() -> None:
     text = PAGE.read_text(encoding="utf-8")
     kernels = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    assert kernels >= {entry.removeprefix("effexport_") for op in OPS.values() for entry in plugin_entries(op)}
-    cases = [(op.torch_name, timed.case.name) for op in OPS.values() for timed in load_contract(op).timed]
+    assert kernels >= {entry.removeprefix("effexport_") for op in CUDA_OPS.values() for entry in plugin_entries(op)}
+    cases = [(op.torch_name, timed.case.name) for op in CUDA_OPS.values() for timed in load_contract(op).timed]
     assert re.findall(r"^\| `(\w+)` (\w+ \d[^|]*) \|", text, re.MULTILINE) == cases
 
 

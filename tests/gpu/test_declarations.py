@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from effexport.plugins.contract import ROUNDING, FasterThan, load_contract
-from effexport.plugins.ops import OPS, Op
+from effexport.plugins.ops import CUDA_OPS, Op
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 HUGE = 2**31
 
-every_operator = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
+every_operator = pytest.mark.parametrize("op", CUDA_OPS.values(), ids=lambda op: op.torch_name)
 
 
 @every_operator
@@ -66,11 +66,11 @@ def test_the_shim_stands_beside_the_kernel(op: Op) -> None:
 
 
 def test_some_operator_is_checked_with_more_elements_than_int32_counts() -> None:
-    for op in OPS.values():
+    for op in CUDA_OPS.values():
         check = load_contract(op)
         for case in check.huge:
             assert max(torch.Size(output.shape).numel() for output in check.outputs(case).values()) > HUGE
-    assert any(load_contract(op).huge for op in OPS.values())
+    assert any(load_contract(op).huge for op in CUDA_OPS.values())
 
 
 def test_pseudo_inverses_are_held_to_what_their_contract_says() -> None:
@@ -81,7 +81,7 @@ def test_pseudo_inverses_are_held_to_what_their_contract_says() -> None:
             r"^\| CUDA kernel (?:up to|(above)) m = 128.*\| (\de-\d) [^|]*\|$", contract, re.M
         )
     }
-    check = load_contract(OPS["IterativePinv"])
+    check = load_contract(CUDA_OPS["IterativePinv"])
     cases = [case for case in (*check.small, *check.checked) if case.kind != "softmax" and case.dtype == "float32"]
     assert {case.sizes[1] > 64 for case in cases} == {False, True}
     for case in cases:

@@ -11,7 +11,7 @@ from gpu import building
 from gpu.device import Device
 from gpu.stages import Run
 
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
 # One of one launch and one of several; test_cuda_kernels.py compiles every kernel in every run.
 SOME = ("lsh_sort", "segment_means")
@@ -21,7 +21,7 @@ SOME = ("lsh_sort", "segment_means")
 @pytest.mark.requires("nvcc")
 @pytest.mark.parametrize(
     "names",
-    [SOME, pytest.param(tuple(op.torch_name for op in OPS.values()), marks=pytest.mark.soak)],
+    [SOME, pytest.param(tuple(op.torch_name for op in CUDA_OPS.values()), marks=pytest.mark.soak)],
     ids=["some", "all"],
 )
 def test_nvcc_makes_one_library_with_a_function_for_every_operator(names: tuple[str, ...], tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def test_every_stage_can_be_loaded_with_pytorch_alone(bare_environment: dict[str
     load = (
         "import sys; sys.path.insert(0, sys.argv[1]); from gpu.plan import STAGES; import pkgutil;"
         "[pkgutil.resolve_name(stage.work) for stage in STAGES];"
-        "from effexport.plugins.contract import load_contract; from effexport.plugins.ops import OPS;"
-        "[load_contract(op) for op in OPS.values()]"
+        "from effexport.plugins.contract import load_contract; from effexport.plugins.ops import CUDA_OPS;"
+        "[load_contract(op) for op in CUDA_OPS.values()]"
     )
     subprocess.run([sys.executable, "-c", load, SCRIPT.parent], check=True, env=bare_environment)
 

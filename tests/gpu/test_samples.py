@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from effexport.plugins.contract import Case, Contract, load_contract
-from effexport.plugins.ops import OPS, Op
+from effexport.plugins.ops import CUDA_OPS, Op
 
 MOST_CALLS = 2000
 # Slices of a recurrence need more than 1000 tokens, and its formula makes 20 calls for each: half a second on a GPU.
 MOST_CALLS_OF_RECURRENCES = 45_000
 # Of 80 GB: a huge case is alone with those of three other processes, which are not huge.
 MOST_BYTES, MOST_BYTES_AT_ONCE = 35e9, 8e9
-MASKED = load_contract(OPS["MaskedAttention"])
+MASKED = load_contract(CUDA_OPS["MaskedAttention"])
 CASE = Case((7, 2, 3, 5, 4, 4), (0.5,))
 
-every_operator = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
+every_operator = pytest.mark.parametrize("op", CUDA_OPS.values(), ids=lambda op: op.torch_name)
 
 
 class Account(TorchDispatchMode):
@@ -120,7 +120,7 @@ def test_an_unwritten_element_is_found_in_a_sample_that_is_not_compared(value: f
 
 
 def test_an_unwritten_integer_is_found_in_a_sample_that_is_not_compared() -> None:
-    check = load_contract(OPS["LSHSort"])
+    check = load_contract(CUDA_OPS["LSHSort"])
     case = Case((6, 20, 3), dtype="int32")
     check = replace(check, huge=(case,), compared=2)
     inputs = check.inputs(case, "cpu")
@@ -140,7 +140,7 @@ def test_samples_lie_on_both_sides_of_every_overflow_and_at_equal_distances() ->
 
 
 def test_samples_that_are_compared_lie_beyond_what_32_bits_count() -> None:
-    for op in OPS.values():
+    for op in CUDA_OPS.values():
         check = load_contract(op)
         for case in check.huge:
             if check.compared is not None:

@@ -18,10 +18,10 @@ from gpu.stopwatch import FEWEST_TURNS, MOST_CALLS, MOST_TURNS, readings, repeat
 from torch import Tensor
 
 from effexport.plugins.contract import Case, load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
 EMULATION = Device(emulated=True)
-OPERATORS = {op.torch_name: op for op in OPS.values()}
+OPERATORS = {op.torch_name: op for op in CUDA_OPS.values()}
 
 
 class ReferenceKernels:
@@ -92,7 +92,7 @@ def test_layers_run_with_the_kernels_and_agree_with_pytorch(run: Run, monkeypatc
         withdraw_kernels()
     assert result.status == PASSED, result.summary
     fused = {op for spec in layers.specs(small=True).values() for op in spec.operators(fused=True)}
-    assert set(kernels.launched) == {OPS[op].torch_name for op in fused}
+    assert set(kernels.launched) == {CUDA_OPS[op].torch_name for op in fused}
     assert [found["readings"].keys() for found in result.details["timings"]] == 4 * [
         {"kernel", "eager", "compile", "SDPA"}
     ]

@@ -21,7 +21,7 @@ from effexport.plugins.building.build import find_headers
 from effexport.plugins.building.library import CUDA_NAME, CudaKernels, Library, find_library, sha256_of
 from effexport.plugins.building.toolchain import examine_compiler
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
 pytestmark = pytest.mark.requires("native")
 EXAMPLE = ROOT / "examples" / "my_operator"
@@ -99,7 +99,7 @@ def build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
     (folder / "driver").mkdir()
     (folder / CUDA_NAME).write_bytes(cuda_kernels(["effexport_gated_rms_norm_float32 pppiifp"]))
     (folder / "ort_ops.inc").write_text("EFFEXPORT_OP(gated_rms_norm)\n")
-    launches = [folder / f"{OPS[name].torch_name}_launches.cc" for name in (*LAUNCHED, MUCH_SHARED_MEMORY)]
+    launches = [folder / f"{CUDA_OPS[name].torch_name}_launches.cc" for name in (*LAUNCHED, MUCH_SHARED_MEMORY)]
     for path in launches:
         op = path.stem.removesuffix("_launches")
         path.write_text("".join(f'#include "{op}/{x}"\n' for x in ("kernel_cuda.cu", "gpu_check.cc")))
@@ -257,7 +257,7 @@ def test_the_driver_gets_the_launches_of_the_emulation_on_every_stream(built: Bu
     are loaded once, for all contexts, and not while a stream is captured."""
     calls, expected, fatbins = [], [], []
     for name in LAUNCHED:
-        op, emulated = OPS[name], emulated_op(OPS[name])
+        op, emulated = CUDA_OPS[name], emulated_op(CUDA_OPS[name])
         fatbins.append([f"{entry} {emulated.kinds(entry)}" for entry in plugin_entries(op)])
         for case in load_contract(op).small:
             calls.append((op.torch_name, NUMBERS.get(case.dtype, 0), case.sizes, case.numbers))
@@ -319,7 +319,7 @@ def test_the_library_of_this_installation_looks_at_the_driver(built: Built) -> N
     assert problem.startswith(f"its CUDA kernels were compiled by CUDA {compiled_by}, and the NVIDIA driver here is ")
     first, *loaded = built.registered(library.path, older + 1000).stdout.splitlines()
     assert first == f"{cpu} {cpu} "
-    assert len(loaded) == len(OPS)
+    assert len(loaded) == len(CUDA_OPS)
     code = "import sys, onnxruntime as ort; ort.SessionOptions().register_custom_ops_library(sys.argv[1])"
     command = [sys.executable, "-P", "-c", code, library.path]
     done = subprocess.run(command, env=built.environment(older), capture_output=True, text=True, check=True)

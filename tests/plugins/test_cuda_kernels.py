@@ -20,9 +20,9 @@ from kernel_ptx import kept_usages
 
 from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
-BY_NAME = {op.torch_name: op for op in OPS.values()}
+BY_NAME = {op.torch_name: op for op in CUDA_OPS.values()}
 KERNELS = tuple(sorted(BY_NAME))
 for_some_and_every_architecture = pytest.mark.parametrize(
     "architectures",

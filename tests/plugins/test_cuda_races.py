@@ -22,7 +22,7 @@ from gpu.calls import write_calls
 from gpu.device import FEW_BLOCKS
 
 from effexport.plugins.contract import Case, load_contract
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
 OPTIONS = ("-O1", "-g1", "-fsanitize=thread")
 NEWEST, OLDEST = 800, 750  # the paths with and without asynchronous copies and bfloat16 on tensor cores
@@ -78,7 +78,7 @@ def included(source: Path) -> set[Path]:
     return found
 
 
-BY_NAME = {op.torch_name: op for op in OPS.values()}
+BY_NAME = {op.torch_name: op for op in CUDA_OPS.values()}
 CONTRACTS = {name: load_contract(op) for name, op in BY_NAME.items()}
 SOURCES = {name: included(PLUGINS / name / "kernel_cuda.cu") for name in CONTRACTS}
 # One of a launch, one of atomic counts, and one with the attention core: to compile one takes up to a minute.

@@ -24,7 +24,7 @@ from effexport.plugins import tensorrt_plugins
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
 from effexport.plugins.contract import Case, Contract, load_contract
-from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS
+from effexport.plugins.ops import CUDA_OPS, DOMAIN, FLOAT_TYPES
 from effexport.plugins.tensorrt_plugins import DATA_TYPES, plugins_of, timing_cache_id_of
 from effexport.plugins.trt_plugin import Plugin, Rewrite, int32_bits
 
@@ -56,10 +56,10 @@ def sample_sizes(plugin: Plugin, dynamic: bool) -> list[dict[str, int]]:
 def attributes_of(plugin: Plugin) -> list[dict[str, Any]]:
     """The attributes of a plugin in the cases of its operator's contract, and at the ends of what it takes."""
     found: dict[str, dict[str, Any]] = {}
-    contract = load_contract(OPS[plugin.op])
+    contract = load_contract(CUDA_OPS[plugin.op])
     for case in (*contract.small, *contract.cases):
         given = contract.attributes(case)
-        for choice in OPS[plugin.op].load_trt().CHOICES:
+        for choice in CUDA_OPS[plugin.op].load_trt().CHOICES:
             nodes = [given] if choice is plugin else nodes_of(plugin.name, choice, contract, case)
             found |= {json.dumps(x, sort_keys=True): x for x in nodes}
     assert found, f"no case of {plugin.op} has a node {plugin.name}"
@@ -81,7 +81,7 @@ def nodes_of(name: str, choice: Plugin | Rewrite, contract: Contract, case: Case
 
 @functools.cache
 def dims_of(op: str, case: Case) -> list[list[int]]:
-    return [[*x.shape] for x in load_contract(OPS[op]).inputs(case, "cpu").values()]
+    return [[*x.shape] for x in load_contract(CUDA_OPS[op]).inputs(case, "cpu").values()]
 
 
 def case_of_plugin(plugin: Plugin, dtype: str, attributes: dict[str, Any], dynamic: bool) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def case_of_plugin(plugin: Plugin, dtype: str, attributes: dict[str, Any], dynam
     return {"op": plugin.name, "attributes": attributes, "inputs": inputs, "sizes": sizes}
 
 
-ROWS = {plugin.name: plugin for plugin in plugins_of(OPS)}
+ROWS = {plugin.name: plugin for plugin in plugins_of(CUDA_OPS)}
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By major version of TensorRT. The older one is given the PTX that NVRTC made beside the newer."""
     folder = tmp_path_factory.mktemp("conformance")
-    request = {"ops": list(OPS), "cases": [*cases().values(), *refused().values()], "ptx": None}
+    request = {"ops": list(CUDA_OPS), "cases": [*cases().values(), *refused().values()], "ptx": None}
     newer = run_in("11", "conformance.py", request, NVRTC_CACHE, folder)
     older = run_in("10", "conformance.py", {**request, "ptx": newer["whole_ptx"]}, folder / "older", folder)
     return {"11": newer, "10": older}
@@ -202,12 +202,12 @@ def test_the_fields_are_the_attributes_in_their_order(answers: dict[str, Any], m
 
 
 @pytest.mark.requires("onnx", "torch")
-@pytest.mark.parametrize("name", sorted(OPS))
+@pytest.mark.parametrize("name", sorted(CUDA_OPS))
 def test_what_plugins_say_of_an_operator_is_what_its_signature_says(name: str) -> None:
-    signature = OPS[name].load().SIGNATURE
-    types = {"T": "T" if OPS[name].element_types != ("int32",) else "int32"}
+    signature = CUDA_OPS[name].load().SIGNATURE
+    types = {"T": "T" if CUDA_OPS[name].element_types != ("int32",) else "int32"}
     given = [(x.name, types.get(x.dtype, x.dtype), len(x.dims.split())) for x in signature.inputs]
-    for choice in OPS[name].load_trt().CHOICES:
+    for choice in CUDA_OPS[name].load_trt().CHOICES:
         assert [(x.name, x.dtype, len(x.dims)) for x in choice.tensors] == given
         # TensorRT passes attributes by position
         assert [*choice.attributes.items()] == [

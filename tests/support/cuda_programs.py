@@ -11,9 +11,9 @@ from gpu.device import Device, find_compiler
 from gpu.stages import Run
 from kept import kept, native_sources
 
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import CUDA_OPS
 
-ALL_OPS = tuple(op.torch_name for op in OPS.values())
+ALL_OPS = tuple(op.torch_name for op in CUDA_OPS.values())
 
 
 def sanitized_programs(name: str, options: Sequence[str], ops: Sequence[str] = ALL_OPS) -> Path:

@@ -15,7 +15,7 @@ import onnx.reference
 import onnx.reference.op_run
 from cuda_kernels import ALL_BLOCKS, DTYPES, assert_guard_is_intact, emulated_library, guarded
 
-from effexport.plugins.ops import DOMAIN, OPS, Op
+from effexport.plugins.ops import CUDA_OPS, DOMAIN, Op
 from effexport.plugins.tensorrt_plugins import plugins_of
 from effexport.plugins.trt_plugin import Plugin, int32_bits
 
@@ -152,7 +152,7 @@ class Executed:
 def execute(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], seed: int = 0, dry: bool = False) -> Executed:
     """Run a graph that was prepared for TensorRT, or one of standard operators. dry: plugins leave outputs poisoned."""
     executed = Executed()
-    plugins = plugins_of(OPS)
+    plugins = plugins_of(CUDA_OPS)
     run_of = {plugin.name: _kernel_of(plugin, executed, seed, dry) for plugin in plugins}
     without_bodies = onnx.ModelProto()
     without_bodies.CopyFrom(model)
@@ -172,7 +172,7 @@ def _kernel_of(plugin: Plugin, executed: Executed, seed: int, dry: bool) -> Call
         assert attributes.pop("plugin_namespace") == DOMAIN, "TensorRT would not take the plugin"
         given = {name: kind(attributes.pop(name)) for name, kind in plugin.attributes.items()}
         assert not attributes, f"{plugin.name} does not take {list(attributes)}"
-        outputs, call = emulated_op(OPS[plugin.op]).run_plugin(plugin, inputs, given, seed, dry)
+        outputs, call = emulated_op(CUDA_OPS[plugin.op]).run_plugin(plugin, inputs, given, seed, dry)
         executed.calls.append(call)
         return tuple(outputs)
 

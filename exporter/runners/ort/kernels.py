@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -278,13 +279,14 @@ def model_of_call(op: str, call: KernelCall) -> onnx.ModelProto:
         return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
 
     nodes, outputs = [], []
+    signature = importlib.import_module(f"effexport.plugins.{OPS[op].torch_name}").SIGNATURE
+    own_types = {x.name: x.dtype for x in signature.inputs if x.dtype != "T"}
     for element in OPS[op].element_types:
-        cast = {
-            name: f"{name}_{element}" if array.dtype.kind == "f" and name not in call.float32 else name
-            for name, array in call.inputs.items()
-        }
-        to = getattr(TensorProto, element.replace("float32", "float").upper())
-        nodes += [helper.make_node("Cast", [a], [b], to=to) for a, b in cast.items() if a != b]
+        cast = {}
+        for name, array in call.inputs.items():
+            cast[name] = name if array.dtype.kind != "f" else f"{name}_{element}"
+            to = getattr(TensorProto, own_types.get(name, element).replace("float32", "float").upper())
+            nodes += [helper.make_node("Cast", [name], [cast[name]], to=to)] * (cast[name] != name)
         made = [f"{name}_{element}" for name in call.outputs]
         nodes.append(helper.make_node(op, list(cast.values()), made, domain=DOMAIN, **call.attributes))
         for name, (of, array) in zip(made, call.outputs.items(), strict=True):

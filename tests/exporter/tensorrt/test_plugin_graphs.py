@@ -22,7 +22,7 @@ from small_specs import BUILT_VARIANTS, spec_of
 from effexport.base.errors import StageError
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.contract import Case, load_contract
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import CUDA_OPS, DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.tensorrt.preparation import prepared_model
 from effexport.tensorrt.spec import EngineSpec, Profile, Range
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.requires("torch", "onnx"), pytest.mark.usefixtures("re
 SPEC = EngineSpec(target="trt", profiles=(Profile({"batch": Range(1, 2, 4)}),))
 GPUS = (80,)
 OPSET = 20
-PLUGINS = list(OPS)
+PLUGINS = list(CUDA_OPS)
 ONE_TYPE = ("float32", "int32")
 
 # The largest error relative to the results' own size, beside the body. float32: sums in another order, and 2^x to
@@ -47,13 +47,13 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """A model of one node with its function body, and inputs. dynamic: no dimension is a number but those of the plugin
     that must be."""
-    signature = OPS[op].load().SIGNATURE
-    inputs = {name: array_of(x) for name, x in load_contract(OPS[op]).inputs(case, "cpu").items()}
+    signature = CUDA_OPS[op].load().SIGNATURE
+    inputs = {name: array_of(x) for name, x in load_contract(CUDA_OPS[op]).inputs(case, "cpu").items()}
     given = dict(zip([x.name for x in signature.inputs], inputs.values(), strict=True))
-    attributes = load_contract(OPS[op]).attributes(case)
+    attributes = load_contract(CUDA_OPS[op]).attributes(case)
     names = [x.name for x in signature.outputs]
     node = onnx.helper.make_node(op, list(given), names, domain=DOMAIN, **attributes, **{PLUGIN_NAMESPACE: DOMAIN})
-    values, fixed = [], OPS[op].load_trt().CHOICES[-1].fixed
+    values, fixed = [], CUDA_OPS[op].load_trt().CHOICES[-1].fixed
     for parameter, (name, array) in zip(signature.inputs, given.items(), strict=True):
         elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
         sizes = zip(parameter.dims.split(), array.shape, strict=True)
@@ -67,7 +67,7 @@ def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProt
     ]
     graph = onnx.helper.make_graph([node], "graph", values, outputs)
     opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, OPSET_VERSION)]
-    body = OPS[op].load().onnx_function_body([node], OPSET)
+    body = CUDA_OPS[op].load().onnx_function_body([node], OPSET)
     return onnx.helper.make_model(graph, opset_imports=opsets, functions=[body], ir_version=10), given
 
 
@@ -84,7 +84,7 @@ def run_as_plugins(op: str, case: Case, dynamic: bool = False) -> list[Call] | N
     # a NaN in a hidden token is multiplied by zero in some bodies, as their contracts say
     visible = {name: np.where(x == x, x, x.dtype.type(0)) for name, x in inputs.items()}
     expected = execute(prepared_model(model, replace(SPEC, target="trt-rtx"), GPUS).model, visible)
-    check = load_contract(OPS[op])
+    check = load_contract(CUDA_OPS[op])
     # what a matrix amplifies, it amplifies of both
     limit = check.limit(case).value if case.kind == "nearly equal rows" else LIMITS[case.dtype]
     for output, value in zip(found.outputs.values(), expected.outputs.values(), strict=True):
@@ -105,9 +105,9 @@ def test_plugins_compute_what_the_body_and_the_definition_do(op: str, every: boo
     """Of the cases that launch the same kernels, with inputs of one kind in float32 or int32, the last is computed: if
     plugins launch what launch_cuda does, which is held in all cases, they compute what it does, as test_contract.py
     shows."""
-    cases = load_contract(OPS[op]).small
+    cases = load_contract(CUDA_OPS[op]).small
     calls = {case: found for case in cases if (found := launched(op, case)) is not None}
-    assert {case.dtype for case in calls} in (set(OPS[op].load_trt().PLUGINS[0].types), {"int32"})
+    assert {case.dtype for case in calls} in (set(CUDA_OPS[op].load_trt().PLUGINS[0].types), {"int32"})
     forms = {(case.dtype in ONE_TYPE and case.kind, *(call.entry for call in calls[case])): case for case in calls}
     for case in calls if every else forms.values():
         with named(case.name):
@@ -130,7 +130,7 @@ def launched(op: str, case: Case) -> list[Call] | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", PLUGINS)
 def test_plugins_launch_what_launch_cuda_does(op: str) -> None:
-    for case in load_contract(OPS[op]).checked:
+    for case in load_contract(CUDA_OPS[op]).checked:
         if np.prod(case.sizes[:5], dtype=object) <= 10**8:  # the inputs of others take too long to make
             launched(op, case)
 
@@ -138,7 +138,7 @@ def test_plugins_launch_what_launch_cuda_does(op: str) -> None:
 def in_one_type() -> Iterator[Any]:
     """The small cases of each operator in float32 or int32; two of each in every run."""
     for op in PLUGINS:
-        small = [case for case in load_contract(OPS[op]).small if case.dtype in ONE_TYPE]
+        small = [case for case in load_contract(CUDA_OPS[op]).small if case.dtype in ONE_TYPE]
         for i, case in enumerate(small):
             yield pytest.param(op, case, id=f"{op} {case.name}", marks=[pytest.mark.soak] * (i >= 2))
 
@@ -151,7 +151,7 @@ def test_plugins_compute_it_where_sizes_are_not_known(op: str, case: Case) -> No
 def calls_of_launch_cuda(op: str, case: Case, calls: list[Call]) -> list[Call]:
     """Launches of launch_cuda for a case. calls: those of the plugins, where they may be others."""
     # whatever the call, it does not occupy the GPU: plugins do not ask for one
-    found = emulated_op(OPS[op]).calls_of_launch_cuda(case.dtype, case.sizes, case.numbers, multiprocessors=2**20)
+    found = emulated_op(CUDA_OPS[op]).calls_of_launch_cuda(case.dtype, case.sizes, case.numbers, multiprocessors=2**20)
     if op == "MaskedAttention" and len(calls) > len(found):
         # one slice, of more keys than one slice has for any number of queries: launch_cuda does without the merge.
         # No keys at all: it does without the other kernel

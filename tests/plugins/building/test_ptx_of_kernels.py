@@ -12,11 +12,11 @@ from kernel_ptx import assembled, bodies_of, entries_of, ptx_by_nvcc, ptx_by_nvr
 
 from effexport.plugins.building import ptx, sources
 from effexport.plugins.building.ptx import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
-from effexport.plugins.ops import OPS, Op
+from effexport.plugins.ops import CUDA_OPS, Op
 
 # in one group with test_tensorrt_plugins.py, which takes what NVRTC makes to TensorRT
 pytestmark = [pytest.mark.requires("nvcc", "tensorrt", "onnx", "torch"), pytest.mark.xdist_group("tensorrt")]
-every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
+every_op = pytest.mark.parametrize("op", CUDA_OPS.values(), ids=lambda op: op.torch_name)
 # For SM 80 in every run: attention's tiles with asynchronous copies, and products of split numbers.
 NEWER_IN_EVERY_RUN = ("iterative_pinv", "masked_attention")
 
@@ -53,7 +53,7 @@ def entries_expected(op: Op) -> dict[str, list[str]]:
     ("op", "architecture"),
     [
         pytest.param(op, architecture, marks=marks_of(op, architecture), id=f"{architecture}-{op.torch_name}")
-        for op in OPS.values()
+        for op in CUDA_OPS.values()
         for architecture in ARCHITECTURES
     ],
 )
@@ -91,11 +91,11 @@ def test_a_kernel_that_is_compiled_with_fast_math_is_found(monkeypatch: pytest.M
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-use_fast_math")
     compiler = ptx.find_ptx_compiler()
     with pytest.raises(AssertionError, match=r"div\.approx\.ftz\.f32"):
-        assert_arithmetic_is_exact(compiler.compile(sources.FOLDER / OPS["AFTSimpleAttention"].cuda_source, 80))
+        assert_arithmetic_is_exact(compiler.compile(sources.FOLDER / CUDA_OPS["AFTSimpleAttention"].cuda_source, 80))
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=marks_of(op, ARCHITECTURES[-1]), id=op.torch_name) for op in OPS.values()]
+    "op", [pytest.param(op, marks=marks_of(op, ARCHITECTURES[-1]), id=op.torch_name) for op in CUDA_OPS.values()]
 )
 def test_what_an_architecture_lacks_is_not_in_its_ptx_and_what_it_has_is_used(op: Op) -> None:
     older, newer = (bodies_of(ptx_of(op, architecture)) for architecture in ARCHITECTURES)
@@ -115,7 +115,7 @@ def test_what_an_architecture_lacks_is_not_in_its_ptx_and_what_it_has_is_used(op
 
 def test_the_pseudo_inverse_splits_every_type_into_products_of_float16() -> None:
     for architecture, shape in zip(ARCHITECTURES, ("m16n8k8", "m16n8k16"), strict=True):
-        for body in bodies_of(ptx_of(OPS["IterativePinv"], architecture)).values():
+        for body in bodies_of(ptx_of(CUDA_OPS["IterativePinv"], architecture)).values():
             assert set(re.findall(r"mma\.sync\.aligned\.([\w.]+)", body)) == {f"{shape}.row.col.f32.f16.f16.f32"}
 
 
@@ -137,7 +137,10 @@ def test_every_gpu_can_run_the_ptx_that_is_chosen_for_it(op: Op, sm: int, tmp_pa
 
 @pytest.mark.parametrize(
     "op",
-    [pytest.param(op, marks=[pytest.mark.soak] * (name != "LSHHash"), id=op.torch_name) for name, op in OPS.items()],
+    [
+        pytest.param(op, marks=[pytest.mark.soak] * (name != "LSHHash"), id=op.torch_name)
+        for name, op in CUDA_OPS.items()
+    ],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nvcc_and_nvrtc_make_the_same_entries(op: Op, architecture: int) -> None:
