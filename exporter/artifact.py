@@ -23,6 +23,7 @@ from effexport.base.runtimes import engine_name
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import (
     GraphSignature,
+    counted,
     external_sizes,
     graph_inputs,
     graph_outline,
@@ -234,7 +235,7 @@ def open_artifact(path: Path) -> Artifact:
     expected = {name: getattr(spec, name) for name in ("precision", "inputs", "outputs", "custom_ops")}
     expected["opset"] = spec.opset_of_file
     # what the graph is held to; earlier releases wrote some of them out in standard operators
-    if Counter(manifest.custom_ops) <= Counter(spec.custom_ops):
+    if Counter(counted(manifest.custom_ops)) <= Counter(counted(spec.custom_ops)):
         del expected["custom_ops"]
     for name, value in {"variant": spec.attention.variant, **expected}.items():
         if getattr(manifest, name) != value:

@@ -115,6 +115,9 @@ class SpecOptions(Options):
     precision: Precision | None = option(
         None, "fp32 (default), fp16, bf16, int8 or fp8.", FILE, metavar="TYPE", in_file=True
     )
+    bf16: Literal["linear", "graph"] | None = file_option(
+        None, "With --precision bf16: linear layers only (default without an engine), or the graph, for GPUs.", FILE
+    )
     opset: int | None = option(None, "ONNX opset, 18 to 24.", FILE, metavar=A_NUMBER, in_file=True)
     external_data: bool | None = option(None, "Weights in a file of their own.", FILE, in_file=True)
     fused: bool | None = option(

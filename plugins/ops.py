@@ -40,6 +40,7 @@ class Op:
     decides: its first input, buckets of hashes, decides which tokens attend to each other: proofs prescribe it.
     carrier: an operator of ONNX and of ONNX Runtime that can stand for it, which `carrier_body` of its op.py calls; "":
     there is none.
+    linear: exports with quantised linear layers put it in their place, as often as the record of these says.
     place: of its function body in exported files, among those of other operators; new ones come last.
     package: the Python package of a user's operator, which is its folder; "" for ours. See `user_operators.py`.
     """
@@ -55,6 +56,7 @@ class Op:
     body_in_float32: bool = False
     decides: bool = False
     carrier: str = ""
+    linear: bool = False
     place: int = 1000
     package: str = ""
 

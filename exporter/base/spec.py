@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from effexport.models.user.spec import ModuleSpec
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# What --precision bf16 applies to: linear layers, of a model that is float32 otherwise, or the whole graph.
+Bfloat16 = Literal["linear", "graph"]
 # What computes a linear recurrence: our operator ("own", for which "auto" stands), ONNX Runtime's or ONNX's.
 Carrier = Literal["auto", "own", "contrib", "standard"]
 CARRIERS: tuple[str, ...] = get_args(Carrier)
@@ -74,6 +76,8 @@ class BuildSpec(ShortRepr):
     tools that support neither our kernels nor function bodies.
     inline: whether the file has the bodies of custom operators in place of the operators, so that it contains standard
     operators only.
+    bf16: what is bfloat16 in that precision: linear layers, which any CPU runs, or the whole graph, for GPUs. None:
+    a build decides, and an artifact has the whole graph.
     carrier: what computes operators that ONNX Runtime and ONNX have too. "auto" is "own", which is faster; see
     plugins/linear_recurrence/README.md.
     pool, truncate_dim, normalize, top_k: of the `head`.
@@ -94,6 +98,7 @@ class BuildSpec(ShortRepr):
     external_data: bool = False
     fused: bool = True
     inline: bool = False
+    bf16: Bfloat16 | None = None
     carrier: Carrier = "auto"
     pool: Pooling | None = None
     truncate_dim: int | None = None
@@ -128,10 +133,24 @@ class BuildSpec(ShortRepr):
             f"--precision {self.precision} does not apply to {self.model.title}, whose decode step is not quantised; "
             "use fp16, bf16 or fp32",
         )
+        require(
+            self.bf16 in (None, *get_args(Bfloat16)),
+            f"bf16 is {shown(self.bf16)}; expected {' or '.join(get_args(Bfloat16))}",
+        )
+        require(
+            self.bf16 is None or self.precision == "bf16",
+            f"bf16 is {self.bf16}, which applies to --precision bf16 only; this is {self.precision}",
+        )
         given = [name for name in QUANTIZATION_FIELDS if getattr(self, name) not in (None, (), False)]
+        where = ", and to linear layers in bf16"
         require(
             self.is_quantized or not given,
-            f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {self.precision}",
+            f"{' and '.join(given)} applies to --precision int8 and fp8 only{where}; this is {self.precision}",
+        )
+        scaled = [name for name in given if name not in ("keep_float", "max_loss")]
+        require(
+            not scaled or self.precision in QUANTIZED,
+            f"{' and '.join(scaled)} applies to --precision int8 and fp8 only; numbers of bf16 have no scales",
         )
         require(
             isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),
@@ -195,11 +214,14 @@ class BuildSpec(ShortRepr):
 
     @property
     def is_quantized(self) -> bool:
-        return self.precision in QUANTIZED
+        """True if only products with weights are computed in the precision, and everything else in float32."""
+        return self.precision in QUANTIZED or self.bf16 == "linear"
 
     @property
-    def scales(self) -> Scales:
-        """Of the inputs of quantised layers."""
+    def scales(self) -> Scales | None:
+        """Of the inputs of quantised layers; None for bfloat16, which has none."""
+        if self.precision == "bf16":
+            return None
         return self.quantization or ("static" if self.precision == "fp8" else "dynamic")
 
     @property
@@ -220,7 +242,7 @@ class BuildSpec(ShortRepr):
     @property
     def dtype(self) -> str:
         """Element type of the float inputs and outputs."""
-        return DTYPE_OF_PRECISION[self.precision]
+        return DTYPE_OF_PRECISION[self.arithmetic]
 
     @property
     def custom_ops(self) -> dict[str, int]:
@@ -318,7 +340,7 @@ class BuildSpec(ShortRepr):
         """Ready for JSON; `from_dict` reads it back."""
         # without what it does not use, an older effexport can read it
         left_out = [*(() if self.is_quantized else QUANTIZATION_FIELDS), *["golden"] * (self.golden == "full")]
-        left_out += ["carrier"] * (self.carrier == "auto")
+        left_out += ["carrier"] * (self.carrier == "auto") + ["bf16"] * (self.bf16 is None)
         plain = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("model", *left_out)
         }

@@ -32,7 +32,7 @@ def onnx_with_state(
 
     traced, quantization: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
     """
-    model: DecodeStep | Prefill = kind(at_precision(module, spec.precision))  # type: ignore[arg-type]
+    model: DecodeStep | Prefill = kind(at_precision(module, spec.arithmetic))  # type: ignore[arg-type]
     states = tuple(
         TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
         for name, tensor in zip(model.state_names, model.initial_state(1), strict=True)
@@ -53,7 +53,7 @@ def onnx_with_state(
 
 def onnx_of_decoder(module: nn.Module, spec: BuildSpec, encoder: Path, step: Path, traced: Path | None = None) -> None:
     """Export the two graphs of an encoder-decoder. traced, errors: as of `onnx_with_state`."""
-    module = at_precision(module, spec.precision)
+    module = at_precision(module, spec.arithmetic)
     reading = GraphSignature(*spec.source_tensors, spec.model.custom_ops(spec.fused))
     decoding = GraphSignature(*spec.step_tensors, {})
     for kind, path, signature in ((SourceEncoder, encoder, reading), (TargetStep, step, decoding)):

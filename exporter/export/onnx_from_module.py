@@ -69,7 +69,7 @@ def onnx_from_module(
     Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
     signature = GraphSignature(spec.inputs, spec.outputs, spec.model.custom_ops(spec.fused))
-    module = at_precision(module, spec.precision)
+    module = at_precision(module, spec.arithmetic)
     return write_graph(module, example_inputs(spec), signature, spec, path, traced, quantization)
 
 
@@ -78,6 +78,7 @@ class Written:
     """Differences of a written graph from the traced one. replaced: see `attach_function_bodies`. carried: see
     `use_carriers`.
 
+    linear: the number of nodes of each operator that stands for linear layers.
     unrounded: values that are rounded before a quantised product, in the order of the graph.
     products: every product that stays float beside quantised ones, with the reason.
     changes: facts that the trace of a user's own module shows, and its spec lacks.
@@ -85,6 +86,7 @@ class Written:
 
     replaced: Counter[str]
     carried: Counter[str] = field(default_factory=Counter)
+    linear: dict[str, int] = field(default_factory=dict)
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
     changes: SpecChanges = NO_CHANGES
@@ -145,16 +147,18 @@ def finish_graph(
     """Put the weights of a module into its traced graph, complete it, save it and check its signature."""
     model = optimized_graph(traced, module)
     make_portable(model)
-    if spec.precision == "bf16":
+    if spec.arithmetic == "bf16":
         avoid_missing_bfloat16(model)
     mark_custom_nodes(model)
     carried = use_carriers(model, spec.carrier) if spec.is_carried else Counter[str]()
     name_output_axes(model, signature)
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
+    linear: dict[str, int] = {}
     if quantization is not None:
         use_first_paths(model, module)
         unrounded = quantize_graph(model, quantization, {node: module_path(node) for node in model.graph})
+        linear = {name: n for name, op in OPS.items() if op.linear and (n := count_of(model, name))}
     replaced = attach_function_bodies(model, spec.opset_of_file)
     strip_metadata(model)
     if spec.inline:
@@ -171,7 +175,7 @@ def finish_graph(
         check_portable(path)
     else:
         check_graph(path, signature, RANDOM_OPS)
-    return Written(replaced, carried, unrounded, products)
+    return Written(replaced, carried, {} if spec.inline else linear, unrounded, products)
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:
@@ -370,6 +374,10 @@ def use_first_paths(model: ir.Model, module: nn.Module) -> None:
         if first.get(path, path) != path:
             scopes = ast.literal_eval(node.metadata_props[SCOPES_KEY])
             node.metadata_props[SCOPES_KEY] = repr([*scopes[:-2], first[path], scopes[-1]])
+
+
+def count_of(model: ir.Model, op: str) -> int:
+    return sum(node.domain == DOMAIN and node.op_type == op for node in model.graph)
 
 
 def declared_products(model: ir.Model, module: nn.Module) -> tuple[FloatProduct, ...]:

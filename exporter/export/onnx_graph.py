@@ -59,7 +59,7 @@ ValueType = tuple[str, tuple[int | str | None, ...]]
 class GraphSignature:
     """The signature that a graph must have: inputs, outputs, and a number of nodes for each of our operators.
 
-    Operators of users may occur any number of times: no spec says which a module calls.
+    Those of users and quantised linear layers may occur any number of times: no spec says which a module calls.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -113,7 +113,7 @@ def why_invalid(path: Path, *, infer_shapes: bool = False) -> str:
 def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
     """The difference of a graph from its signature; "" if there is none."""
     found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
-    ours, declared = ({op: n for op, n in ops.items() if op in OPS} for ops in (found, signature.custom_ops))
+    ours, declared = counted(found), counted(signature.custom_ops)
     if ours != declared:
         return f"custom operators are {ours}; declared are {declared}"
     for what, actual, expected in (
@@ -123,6 +123,12 @@ def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
         if actual != expected:
             return f"{what} are {', '.join(map(str, actual))}; expected {', '.join(map(str, expected))}"
     return ""
+
+
+def counted(ops: Mapping[str, int]) -> dict[str, int]:
+    """Operators of ours whose number a spec says: those of users and quantised linear layers may occur any number of
+    times."""
+    return {op: n for op, n in ops.items() if op in OPS and not OPS[op].linear}
 
 
 def why_not_traced(traced: bytes, signature: GraphSignature, opset: int, weights: Mapping[str, TensorInfo]) -> str:

@@ -1,4 +1,4 @@
-"""Writes quantised products into a graph: int8 with a scale for each token, or Q/DQ pairs with static scales.
+"""Writes quantised products into a graph: bfloat16, int8 with a scale for each token, or Q/DQ pairs with static scales.
 
 A scale for each token: x → codes uint8 around 128, and MatMulInteger with int8 weights, which CPUs have instructions
 for. ONNX Runtime's own quantiser has one scale for all tokens of a batch, so that a token's result would depend on
@@ -9,16 +9,17 @@ a zero point of 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from effexport.base.dtypes import Array
+from effexport.base.dtypes import Array, numpy_dtype
 from effexport.base.errors import StageError
 from effexport.plugins.building.library import known_ops
-from effexport.plugins.ops import DOMAIN, MODULE_KEY
+from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.packed_linear import ACTIVATIONS
 from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
 from effexport.quantize.rounding import LARGEST_CODE, SMALLEST_MAXIMUM, codes_of
 
@@ -91,6 +92,9 @@ class QuantizedRewrite:
             weight = self.plain_weight(node, weight)
         own = node.inputs[1].name  # type: ignore[union-attr]
         dims = node.outputs[0].shape
+        if self.record.precision == "bf16":
+            self.packed_product(node, x, weight, f"{own}", name, bias)
+            return
         if scale is None:
             product = self.dynamic_product(x, weight, f"{own}", name, dims)
         else:
@@ -116,6 +120,47 @@ class QuantizedRewrite:
         of_columns = self.add("Mul", [number, self.constant(f"{own}.scale", weight_scale)], dims)
         assert scales is not None
         return self.add("Mul", [of_columns, scales], dims)
+
+    def packed_product(
+        self, node: ir.Node, x: ir.Value, weight: Array, own: str, name: str, bias: ir.Value | None
+    ) -> None:
+        """Replace a product, and what follows it as far as the operator computes that, by one PackedLinear."""
+        tail = Tail(node, bias, weight.shape[1])
+        self._before = tail.last
+        if (x, None) not in self._inputs:
+            self._before = node  # another layer that reads it may come before the end of this one's tail
+            self._inputs[x, None] = self.named(x, name), None
+            self._before = tail.last
+        given, dims = self._inputs[x, None][0], tail.last.outputs[0].shape
+        nothing = np.full(weight.shape[1], -0.0, np.float32)  # what may be added to −0
+        inputs = [
+            self.as_tokens(given, weight.shape[0]),
+            self.constant(f"{own}.bf16", weight.astype(numpy_dtype("bfloat16"))),
+            tail.bias or self.constant(f"effexport.no_bias.{len(nothing)}", nothing),
+            tail.residual or self.constant(f"effexport.no_residual.{len(nothing)}", nothing[None, None]),
+        ]
+        whole = dims if dims is not None and len(dims) == 3 else None
+        options = {"activation": tail.activation, PLUGIN_NAMESPACE: DOMAIN}
+        product = self.add("PackedLinear", inputs, whole, attributes=options, domain=DOMAIN)
+        product.producer().name = node.name  # type: ignore[union-attr]
+        self.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
+        self.replace_all([node, *tail.nodes], self.from_tokens(product, given, dims, weight.shape[1]))
+
+    def as_tokens(self, x: ir.Value, width: int) -> ir.Value:
+        """x with the three axes that PackedLinear takes."""
+        if x.shape is not None and len(x.shape) == 3:
+            return x
+        one_sample = self.constant(f"effexport.one_sample.{width}", np.array([1, -1, width], np.int64))
+        return self.add("Reshape", [x, one_sample], None)
+
+    def from_tokens(self, y: ir.Value, x: ir.Value, dims: Any, width: int) -> ir.Value:
+        """y with the axes of x, all but the last one."""
+        if x.shape is not None and len(x.shape) == 3:
+            return y
+        shape = self.add("Shape", [x], None, ir.DataType.INT64, {"start": 0, "end": -1})
+        last = self.constant(f"effexport.width.{width}", np.array([width], np.int64))
+        whole = self.add("Concat", [shape, last], None, ir.DataType.INT64, {"axis": 0})
+        return self.add("Reshape", [y, whole], dims, attributes={"allowzero": 1})
 
     def rounded_rows(self, x: ir.Value, name: str) -> tuple[ir.Value, ir.Value | None]:
         """The codes of x, uint8 around ZERO_CODE, and the scales of its rows, [..., 1]; written once for each x."""
@@ -197,10 +242,16 @@ class QuantizedRewrite:
         return value
 
     def add(
-        self, op: str, inputs: list[Any], shape: Any, dtype: Any = None, attributes: Mapping[str, Any] | None = None
+        self,
+        op: str,
+        inputs: list[Any],
+        shape: Any,
+        dtype: Any = None,
+        attributes: Mapping[str, Any] | None = None,
+        domain: str = "",
     ) -> ir.Value:
         """A node before the product that is being replaced; its output, float32 unless dtype says otherwise."""
-        node = ir.node(op, inputs, attributes or {})
+        node = ir.node(op, inputs, attributes or {}, domain=domain)
         node.metadata_props.update(self._metadata)
         value = node.outputs[0]
         value.type = ir.TensorType(ir.DataType.FLOAT if dtype is None else dtype)
@@ -225,7 +276,12 @@ class QuantizedRewrite:
         last = product.producer()
         assert last is not None
         last.name = node.name
-        ir.convenience.replace_nodes_and_values(self.graph, node, [node], [], node.outputs, [product])
+        self.replace_all([node], product)
+
+    def replace_all(self, nodes: Sequence[ir.Node], product: ir.Value) -> None:
+        """Replace a node and those that follow it by what `product` comes from."""
+        last = nodes[-1]
+        ir.convenience.replace_nodes_and_values(self.graph, last, list(nodes), [], last.outputs, [product])
 
     def remove_unused(self) -> None:
         """Remove the float weights that nothing reads any more."""
@@ -233,6 +289,82 @@ class QuantizedRewrite:
         for name, value in list(self.graph.initializers.items()):
             if not value.uses() and name not in outputs:
                 del self.graph.initializers[name]
+
+
+class Tail:
+    """The nodes after a product that PackedLinear computes as well: bias, activation and residual, in this order.
+
+    nodes: those after the product, in order. last: the last of them, or the product. bias, residual: None without them.
+    activation: an index into ACTIVATIONS.
+    """
+
+    def __init__(self, product: ir.Node, bias: ir.Value | None, width: int) -> None:
+        self.bias, self.residual, self.activation = bias, None, 0
+        self.nodes: list[ir.Node] = []
+        self.last = product
+        added = self.only_reader("Add")
+        if bias is None and added is not None and is_vector(other := self.other_input(added), width):
+            self.bias = other
+            self.take(added)
+        self.take_activation()
+        added, made = self.only_reader("Add"), self.last.outputs[0]
+        if added is None or made.shape is None or len(made.shape) != 3:
+            return
+        other = self.other_input(added)
+        if other is not None and other.const_value is None and same_known_shape(other.shape, made.shape):
+            self.residual = other
+            self.take(added)
+
+    def take(self, node: ir.Node) -> None:
+        self.nodes.append(node)
+        self.last = node
+
+    def take_activation(self) -> None:
+        if (node := self.only_reader("Gelu")) is not None:
+            kind = node.attributes.get("approximate")
+            self.activation = ACTIVATIONS.index("gelu_tanh" if kind is not None and kind.value == "tanh" else "gelu")
+            self.take(node)
+        elif (node := self.only_reader("Relu")) is not None:
+            self.activation = ACTIVATIONS.index("relu")
+            self.take(node)
+        elif nodes := self.silu():
+            self.activation = ACTIVATIONS.index("silu")
+            self.nodes += nodes
+            self.last = nodes[-1]
+
+    def silu(self) -> list[ir.Node]:
+        """The nodes of x · sigmoid (x), where x is what was made so far."""
+        made = self.last.outputs[0]
+        readers = sorted((use.node for use in made.uses()), key=lambda node: node.op_type)
+        if made.is_graph_output() or [node.op_type for node in readers] != ["Mul", "Sigmoid"]:
+            return []
+        product, share = readers
+        is_whole = len(share.outputs[0].uses()) == 1 and set(product.inputs) == {made, share.outputs[0]}
+        return [share, product] if is_whole and not share.outputs[0].is_graph_output() else []
+
+    def only_reader(self, op: str) -> ir.Node | None:
+        """The node of a type that alone reads what was made so far."""
+        made = self.last.outputs[0]
+        if made.is_graph_output() or len(made.uses()) != 1:
+            return None
+        node = made.uses()[0].node
+        return node if node.op_type == op and node.domain == "" else None
+
+    def other_input(self, node: ir.Node) -> ir.Value | None:
+        return next((x for x in node.inputs if x is not self.last.outputs[0]), None)
+
+
+def same_known_shape(one: ir.Shape | None, other: ir.Shape) -> bool:
+    """True for equal sizes, all of which are known or have names."""
+    if one is None or len(one) != len(other) or any(dim in (None, ir.SymbolicDim(None)) for dim in one):
+        return False
+    return all(a == b for a, b in zip(one, other, strict=True))
+
+
+def is_vector(value: ir.Value | None, width: int) -> bool:
+    """True for an initializer of so many float32 numbers, without other axes."""
+    tensor = None if value is None else value.const_value
+    return tensor is not None and tuple(tensor.shape) == (width,) and tensor.dtype == ir.DataType.FLOAT
 
 
 def weight_scales(weight: Array, precision: str) -> Array:
@@ -261,6 +393,8 @@ def float_products(model: ir.Model, reason_of: Callable[[str], str]) -> tuple[Fl
     found: dict[FloatProduct, None] = {}
     for node in model.graph:
         path = node.metadata_props.get(MODULE_KEY, "")
+        if node.domain == DOMAIN and ops[node.op_type].linear:
+            continue
         if node.domain == DOMAIN:
             product = FloatProduct(layer=path, operator=node.op_type, reason=ops[node.op_type].in_float)
         elif node.domain == "" and node.op_type in PRODUCTS and not reads_codes(node):

@@ -337,7 +337,9 @@ def write_graphs(build: Build) -> tuple[Written, Build]:
     if quantized is not None and record is not None:
         known = {product.layer for product in record.products}
         products = (*record.products, *(p for p in written.products if p.layer not in known))
-        record = msgspec.structs.replace(record, unrounded=written.unrounded, products=products)
+        record = msgspec.structs.replace(
+            record, unrounded=written.unrounded, products=products, custom_ops=written.linear
+        )
         build = replace(build, quantized=replace(quantized, record=record))
     return written, build
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class BuildRequest:
     flags: fields of the spec; None means "not given". spec: options of a file, or a spec that needs no flags. module: a
     module, or `package.module:factory`. inputs: a TOML file that describes the inputs of the module. examples, dynamic:
     what the module was called with, and the free axes of that. tokenizer: a folder, "none", or None for that of the
-    checkpoint.
+    checkpoint. has_engines: an engine is asked for, too.
     """
 
     flags: Mapping[str, Any]
@@ -65,6 +65,7 @@ class BuildRequest:
     examples: object = None
     dynamic: Mapping[str, object] | None = None
     tokenizer: str | Path | None = None
+    has_engines: bool = False
 
     @classmethod
     def of(cls, options: BuildOptions) -> BuildRequest:
@@ -81,8 +82,9 @@ class BuildRequest:
         spec = None if isinstance(options.spec, BuildSpec) or options.spec is None else read_spec_file(options.spec)
         if spec is not None and (options.checkpoint is not None or options.module is not None):
             flags, spec = spec.values | flags, None
+        engines = (*(one for one in options.targets if one != NO_ENGINE), *options.engines)
         return cls(
-            with_scales_for_engines(flags, (*(one for one in options.targets if one != NO_ENGINE), *options.engines)),
+            with_scales_for_engines(flags, engines),
             options.spec if isinstance(options.spec, BuildSpec) else spec,
             optional_path("checkpoint", options.checkpoint),
             optional_path("weights", options.weights),
@@ -91,6 +93,7 @@ class BuildRequest:
             options.examples,
             options.dynamic,
             options.tokenizer,
+            bool(engines),
         )
 
     @property
@@ -105,9 +108,12 @@ class BuildRequest:
         Raises SpecError and UserError for requests that contradict themselves or cannot work, and for models that this
         machine has no memory for.
         """
-        resolved = self.resolve_sizes(on_stage)
-        check_memory(resolved[0])
-        return resolved
+        spec, source = self.resolve_sizes(on_stage)
+        if spec.precision == "bf16" and spec.bf16 is None:
+            whole = self.has_engines or spec.model.decoder is not None
+            spec = replace(spec, bf16="graph" if whole else "linear")
+        check_memory(spec)
+        return spec, source
 
     def resolve_sizes(self, on_stage: Callable[[str], None] = lambda name: None) -> tuple[BuildSpec, ModelSource]:
         """As `resolve`, for models of any size."""

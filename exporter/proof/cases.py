@@ -49,7 +49,8 @@ class Case:
     pooled: outputs that have no axis of tokens, even if one of their axes is as long.
     ranked: for an output of the likeliest indices, the reference's score of every index, [batch, …, indices].
     codes and scales: of a quantised model, what every rounding gave, by the name of the value before it is rounded:
-    codes int8, or uint8 for the bytes of float8, and float32 scales that broadcast to them. They need not be there.
+    codes int8, or uint8 and uint16 for the bits of float8 and bfloat16, and float32 scales that broadcast to them. They
+    need not be there.
     exact: of a quantised model, the outputs of the float model and the buckets of its hashes.
     allows_nan: whether the outputs may have NaN, of a user's own model: nothing is compared there, see `kept`.
     """
@@ -266,7 +267,7 @@ def why_parts_contradict(case: Case) -> str:
             fits = np.broadcast_shapes(codes.shape, scales.shape) == codes.shape
         except ValueError:
             fits = False
-        if codes.dtype not in (np.int8, np.uint8) or scales.dtype != np.float32 or not fits:
+        if codes.dtype not in (np.int8, np.uint8, np.uint16) or scales.dtype != np.float32 or not fits:
             return f"{name} has {codes.dtype} codes {list(codes.shape)} with {scales.dtype} scales {list(scales.shape)}"
     return ""
 

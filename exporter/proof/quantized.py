@@ -18,6 +18,7 @@ from effexport.base.dtypes import Array
 from effexport.base.errors import StageError
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import load_graph, module_of_node
+from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Answers, Arrays, Case
 from effexport.proof.check import RMS_METRIC, CaseLabel, Check, Kind, Status, judged, not_run
@@ -102,10 +103,10 @@ def quantized_case(
     for name in record.unrounded:
         layer = record.layer(name.rpartition(".")[0])
         assert layer is not None
-        if layer.input_scale is None:
+        if layer.input_scale is None and record.precision == "int8":
             codes[name], scales[name] = rounded_rows(numbers[name])
         else:
-            scales[name] = np.array(layer.input_scale, dtype=np.float32)
+            scales[name] = np.array(layer.input_scale or 1, dtype=np.float32)
             codes[name] = codes_of(numbers[name], record.precision, scales[name])
     exact = {**case.outputs, **case.buckets}
     found = dataclasses.replace(
@@ -261,7 +262,7 @@ def undeclared_products(path: Path, record: Quantization) -> list[str] | None:
 
 
 def is_quantized(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> bool:
-    if node.op_type == "MatMulInteger":
+    if node.op_type == "MatMulInteger" or (node.domain == DOMAIN and known_ops()[node.op_type].linear):
         return True
     return node.op_type == "MatMul" and all(
         name in makers and makers[name].op_type == "DequantizeLinear" for name in node.input[:2]

@@ -210,7 +210,7 @@ class Original:
         self._user, self._spec, self._runs = model, spec, runs
         self._hashed = spec.attention.is_hashed
         self._mixes_types = mixes_types(model)
-        self._rounded = at_precision(model.module, spec.precision) if self._hashed else model.module
+        self._rounded = at_precision(model.module, spec.arithmetic) if self._hashed else model.module
 
     def answer(self, case: Case) -> OwnAnswer:
         """Raises OriginalFailedError for a user's original without an answer, and StageError for a module of ours."""
@@ -307,7 +307,7 @@ class Original:
                 raise
             raise StageError(
                 STAGE,
-                f"{self.name} does not run in PyTorch at {self._spec.precision}, so nothing says which buckets its "
+                f"{self.name} does not run in PyTorch at {self._spec.arithmetic}, so nothing says which buckets its "
                 f"rounding changes: {first_paragraph(str(error))}; build with --precision fp32",
             ) from error
         # float32 alone is another precision than that of an original under autocast
@@ -384,6 +384,6 @@ def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec, runs: Rep
     other = with_rounded_weights(module, spec.arithmetic)
     changes = [largest_change(case, repeated_outputs(case, other, spec, runs))]
     if spec.arithmetic != "fp32":
-        lower = at_precision(module, spec.precision)
+        lower = at_precision(module, spec.arithmetic)
         changes.append(largest_change(case, repeated_outputs(case, lower, spec, runs)))
     return float(np.max(changes))

@@ -54,7 +54,7 @@ class TracedModule:
 
     def __init__(self, module: nn.Module, spec: BuildSpec) -> None:
         signature = GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
-        exported = program_from_module(at_precision(module, spec.precision), example_inputs(spec), signature, spec)
+        exported = program_from_module(at_precision(module, spec.arithmetic), example_inputs(spec), signature, spec)
         program = exported.exported_program
         assert program is not None
         mark_custom_nodes(exported.model)
@@ -71,7 +71,7 @@ class TracedModule:
     @property
     def is_rounded(self) -> bool:
         """True for a precision below float32, where rounding differs most."""
-        return self.spec.precision != "fp32"
+        return self.spec.arithmetic != "fp32"
 
     def run(
         self,

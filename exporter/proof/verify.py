@@ -286,7 +286,7 @@ def check_with_bodies(
         else:
             outputs = candidate.run(case.inputs)
     except (RuntimeUnsupportedError, RuntimeFailedError) as error:
-        if spec.precision == "bf16" and "NOT_IMPLEMENTED" in str(error):
+        if spec.arithmetic == "bf16" and "NOT_IMPLEMENTED" in str(error):
             return not_run_in_bfloat16(kind, spec, error)
         detail = f"the model does not run without the kernel library: {str(error).splitlines()[0]}"
         return Check(kind, case.label, METRIC, "failed", detail=detail)
@@ -328,7 +328,7 @@ def verify_decoding(artifact: Artifact, cases: Sequence[Case], options: RunOptio
 
 def not_run_in_bfloat16(kind: str, spec: BuildSpec, error: EffexportError) -> Check:
     """A check that was not run because this CPU has no kernels for bfloat16. Raises any other error again."""
-    if spec.precision != "bf16" or "NOT_IMPLEMENTED" not in str(error):
+    if spec.arithmetic != "bf16" or "NOT_IMPLEMENTED" not in str(error):
         raise error
     reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
     return not_run(kind, reason)

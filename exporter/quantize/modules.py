@@ -33,7 +33,11 @@ def rounded_to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return scaled.to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-def rounded(x: Tensor, scale: Tensor, precision: str) -> Tensor:
+def rounded(x: Tensor, scale: Tensor | None, precision: str) -> Tensor:
+    """scale: not of bfloat16."""
+    if precision == "bf16":
+        return x.bfloat16().float()
+    assert scale is not None
     return rounded_to_int8(x, scale) if precision == "int8" else rounded_to_fp8(x, scale)
 
 
@@ -47,8 +51,8 @@ def weight_scales(weight: Tensor, precision: str) -> Tensor:
 class RoundedLinear(nn.Linear):
     """A linear layer with quantised weights and inputs.
 
-    input_scale: of all inputs; None gives each row of the last axis one of its own, so that a token's result depends
-    neither on the rest of its batch nor on padding.
+    input_scale: of all inputs; None gives each row of the last axis in int8 one of its own, so that a token's result
+    depends neither on the rest of its batch nor on padding.
     active: otherwise it computes what the float layer does.
     """
 
@@ -65,7 +69,7 @@ class RoundedLinear(nn.Linear):
 
     def rounded(self, x: Tensor) -> Tensor:
         """The input as the numbers that its codes stand for."""
-        if self.input_scale is not None:
+        if self.input_scale is not None or self.precision == "bf16":
             return rounded(x, self.input_scale, self.precision)
         largest = x.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_MAXIMUM)
         # torch makes number / tensor a product with the reciprocal, which rounds twice

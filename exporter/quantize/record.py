@@ -84,9 +84,11 @@ class TaskFigure(msgspec.Struct, frozen=True, kw_only=True):
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     """All decisions of a quantised build, from which PyTorch's model with the same roundings can be made again.
 
+    scales: of int8 and fp8; None for bf16, which has none.
     layers: what is quantised.
     embeddings: tables that are, by path.
     products: every product that stays float, and why.
+    custom_ops: the number of nodes in model.onnx of each operator of ours that stands for linear layers.
     unrounded: graph values that are rounded before a product, in the order of the graph.
     smooth: α of SmoothQuant, None without it.
     smoothing: what it changed.
@@ -96,11 +98,12 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     task_data: the name of that file.
     """
 
-    precision: Literal["int8", "fp8"]
-    scales: Scales
+    precision: Literal["int8", "fp8", "bf16"]
+    scales: Scales | None = None
     layers: tuple[QuantizedLayer, ...] = ()
     embeddings: tuple[QuantizedLayer, ...] = ()
     products: tuple[FloatProduct, ...] = ()
+    custom_ops: dict[str, int] = {}
     unrounded: tuple[str, ...] = ()
     samples: Samples
     smooth: float | None = None

@@ -11,6 +11,7 @@ OP = Op(
     cuda=False,
     in_float="its product is in bfloat16",
     body_in_float32=True,
+    linear=True,
     place=13,
 )
 # By the value of the attribute; GELU by the distribution function, and by tanh.

@@ -27,6 +27,7 @@ from effexport.proof.module_runs import Answer, RepeatedRuns, torch_threads
 from effexport.proof.tolerances import function_body_limit, relative_error
 from effexport.runners.options import RunOptions
 from effexport.runners.ort import import_onnxruntime
+from effexport.runners.ort.runner import value_from_array
 from effexport.runners.ort.session import session_from_model
 
 if TYPE_CHECKING:
@@ -125,16 +126,17 @@ def call_in_ort(use: OperatorUse, implementation: str, inputs: Mapping[str, Arra
     # one thread: the inputs are small
     settings = RunOptions(implementation=implementation, threads=1, memory_arena=False)
     # what fails is reported as a check; without this ONNX Runtime would print it as well
-    silent = import_onnxruntime().RunOptions()
+    ort = import_onnxruntime()
+    silent = ort.RunOptions()
     silent.log_severity_level = 4
     session = session_from_model(one_node_model(use, inputs), settings).inference
 
     def run(inputs: Mapping[str, Array]) -> Sequence[Array]:
         try:
-            outputs: Sequence[Array] = session.run(None, dict(inputs), silent)
+            values = {name: value_from_array(ort, array) for name, array in inputs.items()}
+            return [value.numpy() for value in session.run_with_ort_values(None, values, silent)]
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise RuntimeFailedError(str(error)) from error
-        return outputs
 
     return run
 

@@ -272,8 +272,8 @@ def quantization_facts(record: Quantization) -> list[tuple[str, str]]:
     floats = sum(product.operator == "Linear" for product in record.products)
     rows = [
         ("Quantised", f"{len(record.layers)} of {len(record.layers) + floats} linear layers to {record.precision}"),
-        ("Weights", "one scale for each output channel, symmetric"),
-        ("Activations", SCALES[record.scales]),
+        ("Weights", "one scale for each output channel, symmetric" if record.scales else "rounded to bfloat16"),
+        ("Activations", SCALES[record.scales] if record.scales else "rounded to bfloat16 before each product"),
         ("Embeddings", ", ".join(table.layer for table in record.embeddings) or "float"),
         ("Samples", samples_text(record)),
     ]
@@ -323,8 +323,9 @@ def quantization_text(record: Quantization) -> str:
     parts = [f"{name}: {value}" for name, value in loss_rows(record)]
     floats = Counter(product.reason for product in record.products if product.operator == "Linear")
     kept = f"; {counted(floats.total(), 'linear layer')} in float" if floats else ""
+    scales = f" ({record.scales} scales)" if record.scales else ""
     return (
-        f"{len(record.layers)} linear layers in {record.precision} ({record.scales} scales){kept}; "
+        f"{len(record.layers)} linear layers in {record.precision}{scales}{kept}; "
         f"samples: {samples_text(record)}. {'; '.join(parts)}"
     )
 

@@ -110,7 +110,7 @@ def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backen
 def onnxruntime_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     model = artifact.model_path
     kind = spec.kind or "cpu"
-    if artifact.spec.precision == "bf16" and kind == "cpu":
+    if artifact.spec.arithmetic == "bf16" and kind == "cpu":
         raise UserError(
             "ONNX Runtime does not support bfloat16 on the CPU; expected --kind gpu, or a build with fp32 or fp16"
         )
@@ -124,7 +124,7 @@ def onnxruntime_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
 
 
 def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
-    if artifact.spec.precision == "bf16":
+    if artifact.spec.arithmetic == "bf16":
         raise UserError(
             "Triton's Python backend uses NumPy arrays, which do not support bfloat16; build with fp32 or fp16"
         )
