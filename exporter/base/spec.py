@@ -142,15 +142,16 @@ class BuildSpec(ShortRepr):
             f"bf16 is {self.bf16}, which applies to --precision bf16 only; this is {self.precision}",
         )
         given = [name for name in QUANTIZATION_FIELDS if getattr(self, name) not in (None, (), False)]
-        where = ", and to linear layers in bf16"
-        require(
-            self.is_quantized or not given,
-            f"{' and '.join(given)} applies to --precision int8 and fp8 only{where}; this is {self.precision}",
-        )
         scaled = [name for name in given if name not in ("keep_float", "max_loss")]
+        is_open = self.precision == "bf16" and self.bf16 is None  # until the build decides
         require(
-            not scaled or self.precision in QUANTIZED,
-            f"{' and '.join(scaled)} applies to --precision int8 and fp8 only; numbers of bf16 have no scales",
+            self.precision in QUANTIZED or not scaled,
+            f"{' and '.join(scaled)} applies to --precision int8 and fp8 only; this is {self.precision}",
+        )
+        require(
+            self.is_quantized or is_open or not given,
+            f"{' and '.join(given)} applies to --precision int8, fp8 and linear layers in bf16 only; this is "
+            f"{self.precision}{' of the whole graph' * (self.precision == 'bf16')}",
         )
         require(
             isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),

@@ -406,7 +406,15 @@ def float_products(model: ir.Model, reason_of: Callable[[str], str]) -> tuple[Fl
 
 
 def reads_codes(node: ir.Node) -> bool:
-    """True if both factors of a product come from codes."""
-    return all(
-        x is not None and (p := x.producer()) is not None and p.op_type == "DequantizeLinear" for x in node.inputs[:2]
-    )
+    """True if both factors of a product come from codes, or from bfloat16 by a cast, as in the body of PackedLinear."""
+
+    def is_rounded(x: ir.Value | None) -> bool:
+        maker = None if x is None else x.producer()
+        if maker is None:
+            return False
+        given = maker.inputs[0]
+        return maker.op_type == "DequantizeLinear" or (
+            maker.op_type == "Cast" and given is not None and given.dtype == ir.DataType.BFLOAT16
+        )
+
+    return all(map(is_rounded, node.inputs[:2]))

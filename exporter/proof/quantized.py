@@ -7,7 +7,7 @@ a share of the loss. As with buckets, the arithmetic is therefore compared with 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,13 +239,14 @@ def undeclared_products(path: Path, record: Quantization) -> list[str] | None:
     if products and not any(map(module_of_node, products)):
         return None
     makers = {name: node for node in model.graph.node for name in node.output}
+    halves = values_in_bfloat16(model)
     # by layer: where functions are inlined, the products of a body stand for its operator
     declared = {product.layer for product in record.products}
     quantized = {layer.layer for layer in record.layers}
     wrong = []
     for node in products:
         owner = module_of_node(node)
-        kind = "quantised" if is_quantized(node, makers) else "float"
+        kind = "quantised" if is_quantized(node, makers, halves) else "float"
         if kind == "quantised" and owner not in quantized:
             wrong.append(f"{node.op_type} of {owner or 'the model'} is quantised and should be float")
         elif kind == "float" and owner in quantized:
@@ -261,12 +262,26 @@ def undeclared_products(path: Path, record: Quantization) -> list[str] | None:
     return wrong
 
 
-def is_quantized(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> bool:
+def is_quantized(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], halves: Collection[str]) -> bool:
     if node.op_type == "MatMulInteger" or (node.domain == DOMAIN and known_ops()[node.op_type].linear):
         return True
-    return node.op_type == "MatMul" and all(
-        name in makers and makers[name].op_type == "DequantizeLinear" for name in node.input[:2]
-    )
+    factors = [makers[name] for name in node.input[:2] if name in makers]
+    # of an inlined PackedLinear, both are cast back from bfloat16
+    is_rounded = [
+        factor.op_type == "DequantizeLinear" or (factor.op_type == "Cast" and factor.input[0] in halves)
+        for factor in factors
+    ]
+    return node.op_type == "MatMul" and len(factors) == 2 and all(is_rounded)
+
+
+def values_in_bfloat16(model: onnx.ModelProto) -> set[str]:
+    """Initializers, and what a Cast makes."""
+    import onnx
+
+    kind = onnx.TensorProto.BFLOAT16
+    casts = (node for node in model.graph.node if node.op_type == "Cast" and node.attribute[0].i == kind)
+    stored = {tensor.name for tensor in model.graph.initializer if tensor.data_type == kind}
+    return stored | {node.output[0] for node in casts}
 
 
 def integer_tables(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
