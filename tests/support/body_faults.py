@@ -77,6 +77,11 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "LSHSort, one digit": ("LSHSort", {"num_buckets": 17}),
     "LSHSort, two digits": ("LSHSort", {"num_buckets": 100}),
     "MaskedAttention": ("MaskedAttention", {"scale": 0.25}),
+    "PackedLinear": ("PackedLinear", {"activation": 0}),
+    "PackedLinear, GELU or none": ("PackedLinear", {"activation": 1}),
+    "PackedLinear, GELU by tanh": ("PackedLinear", {"activation": 2}),
+    "PackedLinear, ReLU or GELU": ("PackedLinear", {"activation": 3}),
+    "PackedLinear, SiLU": ("PackedLinear", {"activation": 4}),
     "SegmentMeans": ("SegmentMeans", {"num_segments": 16}),
     "SequenceConv": ("SequenceConv", {}),
 }
@@ -84,6 +89,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 OTHER_NODES: dict[str, dict[str, Any]] = {
     "BandedAttention, bands of several widths": {"left": 4, "right": 5},
     "BandedAttention, causal bands of several widths": {"left": 4, "right": 7},
+    "PackedLinear, GELU or none": {"activation": 0},
+    "PackedLinear, ReLU or GELU": {"activation": 1},
 }
 # Those whose body works in the element type of the model: the others are called in float32, or are for integers.
 HALF = tuple(name for name, (op, _) in FORMS.items() if op != "IterativePinv" and OPS[op].element_types != ("int32",))

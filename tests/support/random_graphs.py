@@ -16,7 +16,7 @@ from emulated_plugins import NUMPY_TYPES
 
 from effexport.plugins.banded_attention.op import offsets
 from effexport.plugins.contract import load_contract
-from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import CUDA_OPS, DOMAIN, FLOAT_TYPES, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.signature import Parameter
 
 OPSET = 20
@@ -180,8 +180,8 @@ class RandomGraph:
 def attributes_of(source: random.Random) -> dict[str, dict[str, Any]]:
     """As in a case of each contract; those that hash and attend have the same chunks."""
     drawn = {}
-    for op in OPS:
-        contract = load_contract(OPS[op])
+    for op in CUDA_OPS:
+        contract = load_contract(CUDA_OPS[op])
         drawn[op] = contract.attributes(source.choice([*contract.small, *contract.cases]))
     factors = [2 * source.randint(1, 8) for _ in range(source.randint(1, 3))]
     drawn["LSHHash"] = {"bucket_factors": factors, "chunk_length": source.randint(1, 20)}
@@ -375,7 +375,7 @@ def random_graph(seed: int) -> RandomGraph:
     source = random.Random(seed)
     sizes = {"batch": source.randint(1, 2), "seq": source.randint(1, LARGEST_SEQ)}
     g = RandomGraph(source, np.random.default_rng(seed), sizes, attributes_of(source))
-    names = list(OPS)
+    names = list(CUDA_OPS)
     first = names[seed % len(names)]
     choices = [first, *source.sample(names, source.randint(0, 2))]
     steps = [first, *source.choices(choices, k=source.randint(1, 4))]

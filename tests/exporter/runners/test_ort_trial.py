@@ -56,7 +56,9 @@ def test_the_answers_are_those_of_the_torch_operators(op: str) -> None:
     OPS[op].load()
     call = CALLS[op]
     operator = getattr(torch.ops.effexport, OPS[op].torch_name)
-    arguments = [torch.from_numpy(np.ascontiguousarray(array)) for array in call.inputs.values()]
+    inputs = [torch.from_numpy(np.ascontiguousarray(array)) for array in call.inputs.values()]
+    weights = [x.dtype == "bfloat16" for x in OPS[op].load().SIGNATURE.inputs]
+    arguments = [x.bfloat16() if half else x for x, half in zip(inputs, weights, strict=True)]
     found = operator(*arguments, **call.attributes)
     for result, right in zip(found if isinstance(found, tuple) else (found,), call.outputs.values(), strict=True):
         np.testing.assert_allclose(result.numpy(), right, rtol=0, atol=1e-6)  # a few roundings of float32

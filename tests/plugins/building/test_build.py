@@ -42,7 +42,7 @@ def test_the_sources_are_all_native_files_on_disk() -> None:
 def test_every_operator_has_the_same_files() -> None:
     for op in OPS.values():
         folder = ROOT / "plugins" / op.torch_name
-        assert (folder / "trt.py").is_file()
+        assert (folder / "trt.py").is_file() == (folder / "kernel_cuda.cu").is_file() == op.cuda
         assert (folder / "README.md").is_file()
         assert (folder / "op.py").is_file()
     assert sources.missing_sources() == []
