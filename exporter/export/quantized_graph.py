@@ -17,9 +17,9 @@ import onnx_ir as ir
 
 from effexport.base.dtypes import Array, numpy_dtype
 from effexport.base.errors import StageError
+from effexport.plugins.activations import ACTIVATIONS
 from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.plugins.packed_linear import ACTIVATIONS
 from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
 from effexport.quantize.rounding import LARGEST_CODE, SMALLEST_MAXIMUM, codes_of
 
