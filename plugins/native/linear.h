@@ -15,7 +15,8 @@ enum class Activation : std::int64_t { kNone, kGelu, kGeluTanh, kRelu, kSilu };
 constexpr std::int64_t kActivations = 5;
 
 // x [rows, inputs]; weight [inputs, outputs], as it is and, where `packed_bytes` of the operator is not 0, as its
-// `pack_cpu` has written it; bias [outputs]; residual [rows, outputs], or [outputs] for all rows; y [rows, outputs].
+// `pack_cpu` has written it; bias [outputs]; residual [rows, outputs], or [outputs] for all rows; y [rows, outputs]; scale
+// [outputs], of an int8 weight.
 template <class T, class WeightType>
 struct Call {
   using Element = T;
@@ -32,6 +33,7 @@ struct Call {
   std::int64_t outputs;
   bool residual_of_rows;
   Activation activation;
+  const float* scale = nullptr;
 };
 
 // Of a tile, in any instruction set.

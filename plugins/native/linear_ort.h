@@ -13,10 +13,11 @@ struct Functions {
   std::size_t (*packed_bytes)(std::int64_t inputs, std::int64_t outputs);
   void (*pack)(const Weight* weight, std::int64_t inputs, std::int64_t outputs, void* packed);
   void (*multiply)(const Call<T, Weight>& call, std::int64_t unit, void* workspace);
+  std::int64_t most_inputs;
 };
 
-// Layer has the types Element and Weight, kName, kInputs (x and weight first, bias and residual last), kOutputs and
-// kFunctions.
+// Layer has the types Element and Weight, kName, kInputs (x and weight first, bias and residual last, before them the
+// scale of an int8 weight), kOutputs and kFunctions.
 template <class Layer>
 class Kernel {
   using T = typename Layer::Element;
@@ -48,6 +49,10 @@ class Kernel {
       throw_invalid("residual has shape ", shape_text({samples, tokens, outputs}), "; expected ",
                     shape_text({batch, seq, outputs}), " or ", shape_text({1, 1, outputs}));
     }
+    if (inputs > Layer::kFunctions.most_inputs) {
+      throw_invalid("x has shape ", shape_text({batch, seq, inputs}), "; expected at most ",
+                    Layer::kFunctions.most_inputs, " numbers in a row");
+    }
     Call<T, Weight> call{input<T>(context, 0),
                          input<Weight>(context, 1),
                          packed_.get(),
@@ -58,7 +63,8 @@ class Kernel {
                          inputs,
                          outputs,
                          of_rows,
-                         static_cast<Activation>(activation_)};
+                         static_cast<Activation>(activation_),
+                         kBias == 3 ? input<float>(context, 2) : nullptr};
     if (call.rows == 0 || outputs == 0) return;
     AlignedBlock once;
     if (call.packed == nullptr) call.packed = (once = packed(call.weight, inputs, outputs)).get();

@@ -17,7 +17,8 @@ struct Layer {
                                           {"bias", kElementType<float>, "outputs"},
                                           {"residual", kElementType<T>, "samples tokens outputs"}};
   static constexpr Parameter kOutputs[] = {{"y", kElementType<T>, "batch seq outputs"}};
-  static constexpr linear::Functions<T, BFloat16> kFunctions{packed_bytes, pack_cpu, multiply_cpu<T>};
+  static constexpr linear::Functions<T, BFloat16> kFunctions{packed_bytes, pack_cpu, multiply_cpu<T>,
+                                                            std::int64_t{1} << 40};
 };
 
 }  // namespace
