@@ -23,7 +23,6 @@ from effexport.base.runtimes import engine_name
 from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import (
     GraphSignature,
-    counted,
     external_sizes,
     graph_inputs,
     graph_outline,
@@ -35,6 +34,7 @@ from effexport.export.onnx_graph import (
 )
 from effexport.models.checkpoints.spec import is_checkpoint
 from effexport.models.validation import near_path
+from effexport.plugins.ops import counted
 from effexport.quantize.record import Quantization
 
 FORMAT_VERSION = 1

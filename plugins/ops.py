@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +91,13 @@ class Op:
     @property
     def _module(self) -> str:
         return self.package or f"effexport.plugins.{self.torch_name}"
+
+
+def counted(ops: Mapping[str, int]) -> dict[str, int]:
+    """The operators, with their numbers of nodes, whose number a spec says. Those of users, and those in the place of
+    linear layers, may occur any number of times."""
+    rows = sys.modules[__name__].OPS
+    return {op: n for op, n in ops.items() if op in rows and not rows[op].linear}
 
 
 def with_domain(op: str) -> str:

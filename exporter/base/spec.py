@@ -133,25 +133,18 @@ class BuildSpec(ShortRepr):
             f"--precision {self.precision} does not apply to {self.model.title}, whose decode step is not quantised; "
             "use fp16, bf16 or fp32",
         )
-        require(
-            self.bf16 in (None, *get_args(Bfloat16)),
-            f"bf16 is {shown(self.bf16)}; expected {' or '.join(get_args(Bfloat16))}",
-        )
+        require(self.bf16 in (None, "linear", "graph"), f"bf16 is {shown(self.bf16)}; expected linear or graph")
         require(
             self.bf16 is None or self.precision == "bf16",
             f"bf16 is {self.bf16}, which applies to --precision bf16 only; this is {self.precision}",
         )
         given = [name for name in QUANTIZATION_FIELDS if getattr(self, name) not in (None, (), False)]
-        scaled = [name for name in given if name not in ("keep_float", "max_loss")]
-        is_open = self.precision == "bf16" and self.bf16 is None  # until the build decides
+        if self.is_quantized or (self.precision == "bf16" and self.bf16 is None):
+            given = [name for name in given if self.precision == "bf16" and name not in ("keep_float", "max_loss")]
+        whole = " of the whole graph" * (self.bf16 == "graph")
         require(
-            self.precision in QUANTIZED or not scaled,
-            f"{' and '.join(scaled)} applies to --precision int8 and fp8 only; this is {self.precision}",
-        )
-        require(
-            self.is_quantized or is_open or not given,
-            f"{' and '.join(given)} applies to --precision int8, fp8 and linear layers in bf16 only; this is "
-            f"{self.precision}{' of the whole graph' * (self.precision == 'bf16')}",
+            not given,
+            f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {self.precision}{whole}",
         )
         require(
             isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),

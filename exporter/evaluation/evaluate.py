@@ -39,7 +39,7 @@ from effexport.proof.tolerances import arithmetic_limit
 from effexport.quantize.record import TaskFigure
 from effexport.runners.artifact_runner import model_opener, runner_from_artifact
 from effexport.runners.options import RunOptions
-from effexport.runners.runner import checked_feeds, limits_from_spec
+from effexport.runners.runner import checked_feeds, limits_from_spec, limits_of_runner
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -293,7 +293,7 @@ def opened_candidate(candidate: ArtifactCandidate) -> Iterator[Run]:
             yield runner.run
         return
     open_model = model_opener(options)
-    with open_model(candidate.path, limits_from_spec(artifact.spec), None) as runner:
+    with open_model(candidate.path, limits_of_runner(artifact.spec), None) as runner:
         yield runner.run
 
 

@@ -20,7 +20,7 @@ from effexport.base.spec import NEXT_PREFIX, BuildSpec
 from effexport.export.failures import GRAPH_CHECK
 from effexport.models.encoder.spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
-from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPS, PLUGIN_NAMESPACE, SCOPES_KEY
+from effexport.plugins.ops import DOMAIN, MODULE_KEY, PLUGIN_NAMESPACE, SCOPES_KEY, counted
 
 if TYPE_CHECKING:
     import onnx
@@ -123,12 +123,6 @@ def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
         if actual != expected:
             return f"{what} are {', '.join(map(str, actual))}; expected {', '.join(map(str, expected))}"
     return ""
-
-
-def counted(ops: Mapping[str, int]) -> dict[str, int]:
-    """Operators of ours whose number a spec says: those of users and quantised linear layers may occur any number of
-    times."""
-    return {op: n for op, n in ops.items() if op in OPS and not OPS[op].linear}
 
 
 def why_not_traced(traced: bytes, signature: GraphSignature, opset: int, weights: Mapping[str, TensorInfo]) -> str:

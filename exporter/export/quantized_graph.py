@@ -20,6 +20,8 @@ from effexport.base.errors import StageError
 from effexport.plugins.activations import ACTIVATIONS
 from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.packed_linear import OP as PACKED_LINEAR
+from effexport.plugins.quantized_linear import OP as QUANTIZED_LINEAR
 from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
 from effexport.quantize.rounding import LARGEST_CODE, SMALLEST_MAXIMUM, codes_of
 
@@ -141,7 +143,7 @@ class QuantizedRewrite:
         ]
         whole = dims if dims is not None and len(dims) == 3 else None
         options = {"activation": tail.activation, PLUGIN_NAMESPACE: DOMAIN}
-        product = self.add("PackedLinear", inputs, whole, attributes=options, domain=DOMAIN)
+        product = self.add(PACKED_LINEAR.onnx_name, inputs, whole, attributes=options, domain=DOMAIN)
         product.producer().name = node.name  # type: ignore[union-attr]
         self.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
         self.replace_all([node, *tail.nodes], self.from_tokens(product, given, dims, weight.shape[1]))
@@ -345,10 +347,9 @@ class Tail:
     def only_reader(self, op: str) -> ir.Node | None:
         """The node of a type that alone reads what was made so far."""
         made = self.last.outputs[0]
-        if made.is_graph_output() or len(made.uses()) != 1:
-            return None
-        node = made.uses()[0].node
-        return node if node.op_type == op and node.domain == "" else None
+        readers = [use.node for use in made.uses()]
+        fits = len(readers) == 1 and (readers[0].domain, readers[0].op_type) == ("", op)
+        return readers[0] if fits and not made.is_graph_output() else None
 
     def other_input(self, node: ir.Node) -> ir.Value | None:
         return next((x for x in node.inputs if x is not self.last.outputs[0]), None)

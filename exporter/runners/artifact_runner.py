@@ -89,11 +89,16 @@ def check_precision_hint(runtime: Runtime, hint: str) -> None:
 
 
 def check_precision_of_model(spec: BuildSpec, options: RunOptions) -> None:
-    """Raises UserError for a model of which a part must be computed in float32, and a hint of less.
+    """Raises UserError for a hint of less than float32, and a quantised model or one with a part that needs float32.
 
     OpenVINO can mark operators to be kept in float32, but its fusions lose the mark: with all operators of a Nyström
     layer marked, 13 of 29 matrix products still ran in bfloat16 (2026.4.1).
     """
+    if options.precision_hint and spec.is_quantized:
+        raise UserError(
+            f"--precision-hint {options.precision_hint} does not apply to {spec.precision}, whose roundings are proven "
+            "beside float32; leave it out, or build the model without --precision"
+        )
     for op in spec.model.custom_ops(spec.fused):  # also those that are inlined
         if options.precision_hint and op in OPS and OPS[op].around_in_float32:
             raise UserError(
@@ -166,11 +171,11 @@ def encoder_decoder_from_artifact(artifact: Artifact, options: RunOptions = DEFA
             f"{', '.join(able)}"
         )
     check_precision_of_model(artifact.spec, options)
-    open_model = model_opener(options)
-    encoder, step = (
-        open_model(path, FeedLimits(), None) for path in (artifact.encoder_path, artifact.decode_step_path)
-    )
-    return EncoderDecoderRunner(artifact.spec, encoder, step)
+    spec, open_model = artifact.spec, model_opener(options)
+    (_, memory), (_, answer) = spec.source_tensors, spec.step_tensors
+    graphs = ((artifact.encoder_path, memory), (artifact.decode_step_path, answer))
+    encoder, step = (open_model(path, FeedLimits(outputs=outputs), None) for path, outputs in graphs)
+    return EncoderDecoderRunner(spec, encoder, step)
 
 
 def check_has_decode_step(artifact: Artifact) -> None:

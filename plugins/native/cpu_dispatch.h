@@ -1,6 +1,7 @@
 // Which instructions a CPU kernel uses: the best of the machine it runs on, or no better ones than a test asks for.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -24,11 +25,12 @@ class CpuDispatch {
     bool available;
   };
 
-  // Best first; the last one is always available.
+  // Best first; the last one is always available. A kernel that lacks the best allowed set has none that is better.
   explicit CpuDispatch(const std::vector<Set>& sets) {
-    bool allowed = best_instructions == nullptr;
+    const auto is_best = [](const Set& set) { return std::strcmp(set.name, best_instructions) == 0; };
+    bool allowed = best_instructions == nullptr || std::none_of(sets.begin(), sets.end(), is_best);
     for (const Set& set : sets) {
-      allowed = allowed || std::strcmp(set.name, best_instructions) == 0;
+      allowed = allowed || is_best(set);
       if (allowed && set.available) {
         selected_ = set.functions;
         return;

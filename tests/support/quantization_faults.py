@@ -52,6 +52,32 @@ def input_scale(weights: Weights) -> None:
     weights[name] = np.float32(1.1) * weights[name]
 
 
+def truncated(weights: Weights) -> None:
+    """A weight in bfloat16 is cut off in the place of rounded: towards 0 by up to one step."""
+    name = next(name for name in weights if name.endswith(".bf16"))
+    bits = weights[name].view(np.uint16)
+    weights[name] = (bits - (bits & 1)).view(weights[name].dtype)
+
+
+def other_tail(artifact: Artifact, edit: str) -> onnx.ModelProto:
+    """Something that follows a product is another: the activation of a layer, or its residual or bias is lost."""
+    model = onnx.load(str(artifact.model_path))
+    linear = [node for node in model.graph.node if node.op_type == "PackedLinear"]
+    if edit == "activation":
+        activation = next(a for node in linear for a in node.attribute if a.name == "activation" and a.i)
+        activation.i = 2  # GELU by tanh, within 5e-4 of GELU
+        return model
+    place = {"bias": 2, "residual": 3}[edit]
+    nothing = next(node.input[place] for node in linear if f"no_{edit}" in node.input[place])
+    width = nothing.rpartition(".")[2]
+    same = {x.name: x.dims for x in model.graph.initializer}
+    node = next(
+        node for node in linear if f"no_{edit}" not in node.input[place] and str(same[node.input[1]][1]) == width
+    )
+    node.input[place] = nothing
+    return model
+
+
 def zero_point_lost(artifact: Artifact) -> onnx.ModelProto:
     """The products do not subtract the code of zero."""
     model = onnx.load(str(artifact.model_path))
@@ -75,6 +101,10 @@ def with_layer(record: Quantization, path: str) -> Quantization:
     return msgspec.structs.replace(record, layers=(*record.layers, QuantizedLayer(layer=path, input_scale=scale)))
 
 
+def without_layer(record: Quantization) -> Quantization:
+    return msgspec.structs.replace(record, layers=record.layers[1:])
+
+
 def with_table(record: Quantization) -> Quantization:
     return msgspec.structs.replace(record, embeddings=(QuantizedLayer(layer="token_embedding"),))
 
@@ -94,6 +124,12 @@ def faults(artifact: Artifact, folder: Path) -> Iterator[tuple[str, onnx.ModelPr
     assert record is not None
     if spec.precision == "int8":
         yield "scale per tensor", changed(artifact, scale_per_tensor)
+    if spec.precision == "bf16":
+        yield "weight cut off", changed(artifact, truncated)
+        for edit in ("activation", "bias", "residual"):
+            yield f"other {edit}", other_tail(artifact, edit)
+        yield "layer left out", exported(artifact, without_layer, folder)
+        return
     yield "one scale × 1.1", changed(artifact, one_scale)
     if record.scales == "dynamic":
         yield "zero point lost", zero_point_lost(artifact)

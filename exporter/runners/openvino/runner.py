@@ -24,6 +24,7 @@ from effexport.base.errors import (
 from effexport.base.runtimes import BFLOAT16_RUNTIME
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import custom_ops_of_model, external_sizes, graph_tensors, load_graph
+from effexport.runners.openvino.places import keep_places
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import CheckedRunner, FeedLimits, check_bound_feeds, signature_of
 
@@ -66,7 +67,7 @@ def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: RunOpti
     """OpenVINO's compiled model. folder: of the external data, if there is any.
 
     Raises MissingExtraError without OpenVINO, UserError for a model without function bodies and for a precision that
-    this CPU does not support, and RuntimeUnsupportedError if OpenVINO refuses the model.
+    this CPU does not support or `keep_places` refuses, and RuntimeUnsupportedError if OpenVINO refuses the model.
     """
     core = core_of(import_openvino())
     check_precision(core, options.precision_hint)
@@ -80,13 +81,13 @@ def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: RunOpti
     try:
         # weights are read while the model is compiled, and not later
         with tempfile.TemporaryDirectory(prefix="effexport-") as name:
-            path = standard_file(proto, folder, Path(name))
+            path = standard_file(proto, folder, Path(name), options.precision_hint)
             return core.compile_model(core.read_model(path), DEVICE, properties)
     except RuntimeError as error:
         raise RuntimeUnsupportedError(f"OpenVINO {version()} refuses the model: {reason_of(error)}") from error
 
 
-def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> Path:
+def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path, precision_hint: str = "") -> Path:
     """Write a model into `output`, with standard operators only, beside its external data.
 
     OpenVINO does not know model-local functions, and does not follow symbolic links out of the model's folder.
@@ -98,8 +99,10 @@ def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> 
             os.link(source, output / location)
         except OSError:  # on another file system
             shutil.copyfile(source, output / location)
-    path = output / "model.onnx"
-    path.write_bytes(inlined(proto).SerializeToString())
+    path, standard = output / "model.onnx", inlined(proto)
+    if precision_hint:
+        keep_places(standard)
+    path.write_bytes(standard.SerializeToString())
     return path
 
 

@@ -27,7 +27,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "dynamic": {"precision": "int8"},
     "static": {"precision": "int8", "quantization": "static"},
     "fp8": {"precision": "fp8"},
+    "bf16": {"precision": "bf16", "bf16": "linear"},
 }
+SAMPLED = ("static", "fp8")
 STATIC_IN_EVERY_RUN = (("nystrom", "static"),)
 ENGINES_IN_EVERY_RUN = (("softmax", "int8"), ("lsh", "fp8"))
 
@@ -42,13 +44,14 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantised(variant: str, scheme: str = "dynamic", **fields: Any) -> Artifact:
     spec = spec_of(variant, **SCHEMES[scheme], **fields)
-    return open_artifact(built_artifact(spec) if scheme == "dynamic" else calibrated_artifact(spec))
+    return open_artifact(calibrated_artifact(spec) if scheme in SAMPLED else built_artifact(spec))
 
 
 # layers of products alone, a hash that stays float, and a convolution
 @pytest.mark.parametrize("name", some_variants(fast=("linear", "lsh"), slowly=("aft-conv",)))
-def test_every_variant_computes_its_quantised_model(name: str) -> None:
-    artifact = quantised(name)
+@pytest.mark.parametrize("scheme", ["dynamic", "bf16"])
+def test_every_variant_computes_its_quantised_model(name: str, scheme: str) -> None:
+    artifact = quantised(name, scheme)
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["verdict"] == "passed"
     found = report["summary"]
@@ -98,8 +101,9 @@ def test_verify_rebuilds_the_quantised_module() -> None:
     assert {Kind.GIVEN_ROUNDINGS, Kind.QUANTIZED_RUN, Kind.QUANTIZATION_LOSS, Kind.QUANTIZED_PRODUCTS} <= kinds
 
 
-def test_a_decoder_is_quantised_too() -> None:
-    artifact = quantised("linear", "dynamic", causal=True)
+@pytest.mark.parametrize("scheme", ["dynamic", "bf16"])
+def test_a_decoder_is_quantised_too(scheme: str) -> None:
+    artifact = quantised("linear", scheme, causal=True)
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["summary"][Kind.DECODE_STEP]["passed"] == 1
     whole, step = ((artifact.path / name).stat().st_size for name in ("model.onnx", "decode_step.onnx"))
@@ -107,7 +111,11 @@ def test_a_decoder_is_quantised_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme"), [("lsh", "dynamic"), ("softmax", "static"), ("aft-simple", "fp8"), soak(("linear", "dynamic"))]
+    ("name", "scheme"),
+    [
+        *(("lsh", "dynamic"), ("softmax", "static"), ("aft-simple", "fp8"), ("linear", "bf16")),
+        *(soak(("linear", "dynamic")), soak(("lsh", "bf16"))),
+    ],
 )
 def test_every_planted_fault_is_caught(name: str, scheme: str, tmp_path: Path) -> None:
     artifact = quantised(name, scheme)

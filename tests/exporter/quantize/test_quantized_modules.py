@@ -76,9 +76,12 @@ def samples(folder: Path, scale: float = 1.0) -> Path:
     return path
 
 
-@pytest.mark.parametrize("module", [Asked, Named, Shared], ids=lambda kind: str(kind.__name__))
-def test_roundings_are_compared_whatever_the_module_does_with_its_layers(module: Any, tmp_path: Path) -> None:
-    report = built(module(), tmp_path, precision="int8").report
+@pytest.mark.parametrize("precision", ["int8", "bf16"])
+@pytest.mark.parametrize("module", [Asked, Named, Shared, OneInputOfTwo], ids=lambda kind: str(kind.__name__))
+def test_roundings_are_compared_whatever_the_module_does_with_its_layers(
+    module: Any, precision: str, tmp_path: Path
+) -> None:
+    report = built(module(), tmp_path, precision=precision).report
     assert {check.status for check in report.checks if check.kind == Kind.GIVEN_ROUNDINGS} == {"passed"}
 
 

@@ -13,10 +13,11 @@ from checkpoint_artifacts import CheckpointArtifact, checkpoint_artifact
 
 import effexport
 from effexport.artifact import open_artifact
-from effexport.base.errors import UserError
+from effexport.base.errors import RuntimeFailedError, UserError
 from effexport.proof.cases import stored_cases
 from effexport.proof.checks.invariance import check_encoder_decoder
 from effexport.runners.decode import EncoderDecoderRunner
+from effexport.runners.ort.runner import OrtRunner
 
 # the artifact takes half a minute
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.slow]
@@ -104,6 +105,16 @@ def test_the_state_of_a_caller_s_beam_search_gives_the_scores_of_transformers(
         model.state = {name: array[rows] for name, array in model.state.items()}
     np.testing.assert_array_equal(target[::beams], expected.sequences.numpy())
     np.testing.assert_allclose(scores[:, 0], expected.sequences_scores.numpy(), atol=count * LIMIT)
+
+
+def test_an_empty_answer_is_an_error(model: EncoderDecoderRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, run = arrays(source(2, 9)), OrtRunner._run
+    model.encode(inputs)
+    monkeypatch.setattr(OrtRunner, "_run", lambda *given: {k: v[:0] for k, v in run(*given).items()})
+    with pytest.raises(RuntimeFailedError, match=r"'logits' is \[0, 1, 420\]; expected \[2, 1, 420\]"):
+        model.step({TOKEN: np.full((2, 1), 2)})
+    with pytest.raises(RuntimeFailedError, match=r" is \[0, .*; expected \[2, "):
+        model.encode(inputs)
 
 
 @pytest.mark.parametrize(

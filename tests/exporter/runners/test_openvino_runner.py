@@ -21,7 +21,13 @@ from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.artifact import Artifact
 from effexport.base.dtypes import TensorInfo
-from effexport.base.errors import EffexportError, MissingExtraError, RuntimeUnsupportedError, UserError
+from effexport.base.errors import (
+    EffexportError,
+    MissingExtraError,
+    RuntimeFailedError,
+    RuntimeUnsupportedError,
+    UserError,
+)
 from effexport.base.runtimes import RUNTIMES
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Check
@@ -143,6 +149,17 @@ def test_inputs_that_do_not_fit_are_refused_as_by_every_runner(attention: OpenVi
         attention.run({"hidden": hidden()["hidden_states"]})
     with pytest.raises(UserError, match="expected rank 3"):
         attention.run({"hidden_states": np.zeros((2, 32), np.float32)})
+
+
+def test_an_empty_answer_is_an_error(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO has returned one in bfloat16."""
+    empty = {"last_hidden_state": np.zeros((0, 0, 32), np.float32)}
+    monkeypatch.setattr(OpenVinoRunner, "_run", lambda *_: empty)
+    with (
+        runner_from_artifact(built("softmax", "attention"), ONE_THREAD) as runner,
+        pytest.raises(RuntimeFailedError, match=r"'last_hidden_state' is \[0, 0, 32\]; expected \[2, 10, 32\]"),
+    ):
+        runner.run(hidden())
 
 
 def test_a_closed_runner_says_so(built: Built) -> None:
@@ -275,6 +292,13 @@ def test_models_that_need_float32_are_refused_in_bfloat16(fused: bool, inline: b
             check_precision_of_model(spec, BF16)
         check_precision_of_model(spec, ONE_THREAD)
     check_precision_of_model(spec_of("linear", fused=fused, inline=inline), BF16)
+
+
+def test_quantised_models_are_refused_in_bfloat16() -> None:
+    spec = spec_of("linear", precision="int8")
+    with pytest.raises(UserError, match=r"--precision-hint bf16 does not apply to int8, .*leave it out"):
+        check_precision_of_model(spec, BF16)
+    check_precision_of_model(spec, ONE_THREAD)
 
 
 @pytest.mark.parametrize(

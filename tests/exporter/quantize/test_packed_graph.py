@@ -1,0 +1,90 @@
+"""What PackedLinear takes over from the graph around a linear layer, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import helper
+
+import effexport
+from effexport.options import BuildOptions
+from effexport.pipeline.request import BuildRequest
+from effexport.plugins.activations import ACTIVATIONS
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+F = nn.functional
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+
+
+class Between(nn.Module):  # type: ignore[name-defined, misc]
+    """x and two linear layers, in some way."""
+
+    def __init__(self, way: Callable[[Any, Any, Any], Any], bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Linear(32, 32, bias=bias) for _ in range(2))
+        self.way = way
+
+    def forward(self, x: Any) -> Any:
+        return self.way(x, self.a, self.b)
+
+
+WAYS: dict[str, tuple[Callable[[Any, Any, Any], Any], list[str], list[str]]] = {
+    "gelu": (lambda x, a, b: x + b(F.gelu(a(x))), ["gelu", "none, residual"], []),
+    "gelu_tanh": (lambda x, a, b: b(F.gelu(a(x), approximate="tanh")) + x, ["gelu_tanh", "none, residual"], []),
+    "relu": (lambda x, a, b: b(torch.relu(a(x))), ["relu", "none"], []),
+    "silu": (lambda x, a, b: b(F.silu(a(x))), ["silu", "none"], []),
+    "activation and residual": (lambda x, a, b: b(x) + F.silu(a(x)), ["none, residual", "silu"], []),
+    "read twice": (lambda x, a, b: F.gelu(y := a(x)) * y + b(x), ["none", "none, residual"], ["Gelu", "Mul"]),
+    "not SiLU": (lambda x, a, b: b(torch.sigmoid(a(x)) * x), ["none", "none"], ["Sigmoid", "Mul"]),
+    "another shape": (lambda x, a, b: b(a(x)) + x[:1], ["none", "none"], ["Add"]),
+    "of all tokens": (lambda x, a, b: b(a(x)) + x.mean(1, keepdim=True), ["none", "none"], ["Add"]),
+}
+
+
+def built(module: Any, x: Any, folder: Path) -> tuple[effexport.Artifact, list[str], list[str]]:
+    """The artifact, what each PackedLinear computes, and the types of the other nodes."""
+    result = effexport.export(module.eval(), x, folder / "built", precision="bf16")
+    assert result.report.verdict == "passed"
+    graph = onnx.load(str(result.artifact.model_path)).graph
+    packed = [node for node in graph.node if node.op_type == "PackedLinear"]
+    words = [
+        ACTIVATIONS[helper.get_node_attr_value(node, "activation")]
+        + ", residual" * ("no_residual" not in node.input[3])
+        for node in packed
+    ]
+    return result.artifact, words, [node.op_type for node in graph.node if node not in packed]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_what_follows_a_layer_is_part_of_it(way: str, bias: bool, tmp_path: Path) -> None:
+    function, expected, left = WAYS[way]
+    artifact, words, others = built(Between(function, bias), torch.randn(2, 5, 32), tmp_path)
+    assert (sorted(words), set(left) <= set(others)) == (sorted(expected), True), others
+    assert artifact.manifest.custom_ops == {"PackedLinear": 2}
+    assert not {"MatMul", "Gemm"} & set(others)
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (2, 3, 5, 32)], ids=str)
+def test_other_ranks_are_reshaped(shape: tuple[int, ...], tmp_path: Path) -> None:
+    way = WAYS["gelu"][0]
+    _, words, others = built(Between(way, True), torch.randn(shape), tmp_path)
+    assert words == ["gelu", "none"]  # a residual has three axes
+    assert "Reshape" in others
+
+
+def test_linear_layers_are_the_default_without_engines() -> None:
+    def resolved(**options: Any) -> str | None:
+        return BuildRequest.of(BuildOptions(variant="linear", **options)).resolve()[0].bf16
+
+    assert resolved(precision="bf16") == "linear"
+    assert resolved(precision="bf16", bf16="graph") == "graph"
+    assert resolved(precision="bf16", targets=("trt-rtx",)) == "graph"
+    assert resolved(precision="fp32") is None
