@@ -128,8 +128,8 @@ def built(options: BuildOptions) -> BuildResult:
     request = BuildRequest.of(options)
     options.run_options()  # refuses, before any work, what cannot run the check
     spec, source = request.resolve(lambda stage: options.progress(stage, None))
-    packs = spec.bf16 == "linear" and not spec.inline
-    if options.implementation == "kernel" and not spec.custom_ops and not packs:
+    quantizes = spec.is_quantized and spec.scales != "static" and not spec.inline
+    if options.implementation == "kernel" and not spec.custom_ops and not quantizes:
         why = " with --inline" if spec.inline else f" with --carrier {spec.carrier}" if spec.is_carried else ""
         raise UserError(f"--implementation kernel: {spec.model.title}{why} has no custom operators; leave it out")
     engines = [*options.engines, *engines_of(options, spec)]

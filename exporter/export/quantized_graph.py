@@ -1,9 +1,8 @@
 """Writes quantised products into a graph: bfloat16, int8 with a scale for each token, or Q/DQ pairs with static scales.
 
-A scale for each token: x → codes uint8 around 128, and MatMulInteger with int8 weights, which CPUs have instructions
-for. ONNX Runtime's own quantiser has one scale for all tokens of a batch, so that a token's result would depend on
-the others; and on x86 its kernels are slow for signed activations. Q/DQ pairs are what TensorRT reads: symmetric, with
-a zero point of 0.
+The first two are operators of ours, which also compute what follows a product. ONNX Runtime's own quantiser has one scale
+for all tokens of a batch, so that a token's result would depend on the others. Q/DQ pairs are what TensorRT reads:
+symmetric, with a zero point of 0.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import onnx_ir as ir
 
 from effexport.base.dtypes import Array, numpy_dtype
 from effexport.base.errors import StageError
+from effexport.plugins.activations import ACTIVATIONS
 from effexport.plugins.building.library import known_ops
-from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.plugins.packed_linear import ACTIVATIONS
+from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 from effexport.plugins.packed_linear import OP as PACKED_LINEAR
+from effexport.plugins.quantized_linear import MOST_INPUTS
+from effexport.plugins.quantized_linear import OP as QUANTIZED_LINEAR
 from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
-from effexport.quantize.rounding import LARGEST_CODE, SMALLEST_MAXIMUM, codes_of
+from effexport.quantize.rounding import LARGEST_CODE, codes_of
 
 STAGE = "quantization"
-# The code of zero: activations are unsigned in MatMulInteger.
-ZERO_CODE = 128
 
 
 def quantize_graph(model: ir.Model, record: Quantization, paths: Mapping[ir.Node, str]) -> tuple[str, ...]:
@@ -77,7 +76,7 @@ class QuantizedRewrite:
         self.record = record
         self.unrounded: list[str] = []
         # by the input and its static scale: two layers may read one input, and one of them others, too
-        self._inputs: dict[tuple[ir.Value, float | None], tuple[ir.Value, ir.Value | None]] = {}
+        self._inputs: dict[tuple[ir.Value, float | None], ir.Value] = {}
         self._constants: dict[str, ir.Value] = {}
         self._before: ir.Node | None = None
         self._metadata: dict[str, str] = {}
@@ -93,13 +92,10 @@ class QuantizedRewrite:
             weight = self.plain_weight(node, weight)
         own = node.inputs[1].name  # type: ignore[union-attr]
         dims = node.outputs[0].shape
-        if self.record.precision == "bf16":
-            self.packed_product(node, x, weight, f"{own}", name, bias)
-            return
         if scale is None:
-            product = self.dynamic_product(x, weight, f"{own}", name, dims)
-        else:
-            product = self.static_product(x, weight, f"{own}", name, scale, dims)
+            self.operator_product(node, x, weight, f"{own}", name, bias)
+            return
+        product = self.static_product(x, weight, f"{own}", name, scale, dims)
         if bias is not None:
             product = self.add("Add", [product, bias], dims)
         self.replace(node, product)
@@ -111,44 +107,47 @@ class QuantizedRewrite:
             raise StageError(STAGE, f"{gemm.name} scales or transposes; expected a plain linear layer")
         return weight.T if options.get("transB", 0) else weight
 
-    def dynamic_product(self, x: ir.Value, weight: Array, own: str, name: str, dims: Any) -> ir.Value:
-        codes, scales = self.rounded_rows(x, name)
-        weight_scale = weight_scales(weight, "int8")
-        stored = self.constant(f"{own}.int8", codes_of(weight, "int8", weight_scale))
-        zero = self.constant("zero_code", np.array(ZERO_CODE, dtype=np.uint8))
-        whole = self.add("MatMulInteger", [codes, stored, zero], dims, ir.DataType.INT32)
-        number = self.add("Cast", [whole], dims, attributes={"to": int(ir.DataType.FLOAT)})
-        of_columns = self.add("Mul", [number, self.constant(f"{own}.scale", weight_scale)], dims)
-        assert scales is not None
-        return self.add("Mul", [of_columns, scales], dims)
-
-    def packed_product(
+    def operator_product(
         self, node: ir.Node, x: ir.Value, weight: Array, own: str, name: str, bias: ir.Value | None
     ) -> None:
-        """Replace a product, and what follows it as far as the operator computes that, by one PackedLinear."""
+        """Replace a product, and what follows it as far as the operator computes that, by one PackedLinear or
+        QuantizedLinear."""
         tail = Tail(node, bias, weight.shape[1])
         self._before = tail.last
         if (x, None) not in self._inputs:
             self._before = node  # another layer that reads it may come before the end of this one's tail
-            self._inputs[x, None] = self.named(x, name), None
+            self._inputs[x, None] = self.named(x, name)
             self._before = tail.last
-        given, dims = self._inputs[x, None][0], tail.last.outputs[0].shape
+        given, dims = self._inputs[x, None], tail.last.outputs[0].shape
         nothing = np.full(weight.shape[1], -0.0, np.float32)  # what may be added to −0
+        op, factor = self.stored_weight(weight, own)
         inputs = [
             self.as_tokens(given, weight.shape[0]),
-            self.constant(f"{own}.bf16", weight.astype(numpy_dtype("bfloat16"))),
+            *factor,
             tail.bias or self.constant(f"effexport.no_bias.{len(nothing)}", nothing),
             tail.residual or self.constant(f"effexport.no_residual.{len(nothing)}", nothing[None, None]),
         ]
         whole = dims if dims is not None and len(dims) == 3 else None
         options = {"activation": tail.activation, PLUGIN_NAMESPACE: DOMAIN}
-        product = self.add(PACKED_LINEAR.onnx_name, inputs, whole, attributes=options, domain=DOMAIN)
+        product = self.add(op.onnx_name, inputs, whole, attributes=options, domain=DOMAIN)
         product.producer().name = node.name  # type: ignore[union-attr]
         self.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
         self.replace_all([node, *tail.nodes], self.from_tokens(product, given, dims, weight.shape[1]))
 
+    def stored_weight(self, weight: Array, own: str) -> tuple[Op, list[ir.Value]]:
+        """The operator of a product, and what it takes for a weight."""
+        if self.record.precision == "bf16":
+            return PACKED_LINEAR, [self.constant(f"{own}.bf16", weight.astype(numpy_dtype("bfloat16")))]
+        if len(weight) > MOST_INPUTS:
+            raise StageError(
+                STAGE, f"{own} has {len(weight)} inputs; expected at most {MOST_INPUTS}. Leave it float with --keep-float"
+            )
+        scale = weight_scales(weight, "int8")
+        codes = self.constant(f"{own}.int8", codes_of(weight, "int8", scale))
+        return QUANTIZED_LINEAR, [codes, self.constant(f"{own}.scale", scale)]
+
     def as_tokens(self, x: ir.Value, width: int) -> ir.Value:
-        """x with the three axes that PackedLinear takes."""
+        """x with the three axes that the operators take."""
         if x.shape is not None and len(x.shape) == 3:
             return x
         one_sample = self.constant(f"effexport.one_sample.{width}", np.array([1, -1, width], np.int64))
@@ -162,25 +161,6 @@ class QuantizedRewrite:
         last = self.constant(f"effexport.width.{width}", np.array([width], np.int64))
         whole = self.add("Concat", [shape, last], None, ir.DataType.INT64, {"axis": 0})
         return self.add("Reshape", [y, whole], dims, attributes={"allowzero": 1})
-
-    def rounded_rows(self, x: ir.Value, name: str) -> tuple[ir.Value, ir.Value | None]:
-        """The codes of x, uint8 around ZERO_CODE, and the scales of its rows, [..., 1]; written once for each x."""
-        if (x, None) not in self._inputs:
-            shape = x.shape
-            row = None if shape is None else ir.Shape([*shape[:-1], 1])
-            before = self.named(x, name)
-            axis = self.constant("last_axis", np.array([-1], dtype=np.int64))
-            least = self.constant("smallest_maximum", np.array(SMALLEST_MAXIMUM, dtype=np.float32))
-            steps = self.constant("largest_code", np.array(LARGEST_CODE["int8"], dtype=np.float32))
-            # from both ends, and by a product: absolute values and a division of all numbers take half as long again
-            highest, lowest = (self.add(op, [before, axis], row) for op in ("ReduceMax", "ReduceMin"))
-            largest = self.add("Max", [highest, self.add("Neg", [lowest], row), least], row)
-            scales = self.add("Div", [largest, steps], row)
-            scaled = self.add("Mul", [before, self.add("Div", [steps, largest], row)], shape)
-            one = self.constant("one_step", np.array(1, dtype=np.float32))
-            zero = self.constant("zero_code", np.array(ZERO_CODE, dtype=np.uint8))
-            self._inputs[x, None] = self.add("QuantizeLinear", [scaled, one, zero], shape, ir.DataType.UINT8), scales
-        return self._inputs[x, None]
 
     def static_product(self, x: ir.Value, weight: Array, own: str, name: str, scale: float, dims: Any) -> ir.Value:
         precision = self.record.precision
@@ -196,8 +176,8 @@ class QuantizedRewrite:
             step = self.constant(f"{name}.scale", np.array(scale, dtype=np.float32))
             zero = self.constant("zero_point", stored_codes(np.zeros((), np.float32), precision, 1.0))
             codes = self.add("QuantizeLinear", [before, step, zero], x.shape, zero.dtype)
-            self._inputs[x, scale] = self.add("DequantizeLinear", [codes, step, zero], x.shape), None
-        return self.add("MatMul", [self._inputs[x, scale][0], factor], dims)
+            self._inputs[x, scale] = self.add("DequantizeLinear", [codes, step, zero], x.shape)
+        return self.add("MatMul", [self._inputs[x, scale], factor], dims)
 
     def with_plain_bounds(self, x: ir.Value) -> ir.Value:
         """x, made by Max and Min if it was made by Relu or Clip: before a QuantizeLinear to float8, onnxruntime removes
@@ -293,7 +273,7 @@ class QuantizedRewrite:
 
 
 class Tail:
-    """The nodes after a product that PackedLinear computes as well: bias, activation and residual, in this order.
+    """The nodes after a product that the operators compute as well: bias, activation and residual, in this order.
 
     nodes: those after the product, in order. last: the last of them, or the product. bias, residual: None without them.
     activation: an index into ACTIVATIONS.

@@ -47,18 +47,21 @@ class CpuDispatch {
 // The sets of a kernel whose functions `make(namespace)` lists.
 #if defined(__x86_64__) && defined(__GNUC__)
 struct X86Features {
-  bool avx2;  // with FMA
-  bool avx512f;
-  bool avx512_bf16;  // with AVX-512F
+  bool avx2;         // with FMA
+  bool avx512;       // F and BW, as all processors but Xeon Phi have it
+  bool avx512_bf16;  // with AVX-512
+  bool avx512_vnni;  // with AVX-512
+  bool avx_vnni;     // with AVX2
 };
 
 // What the processor has and the system saves, as in Intel's manual, volume 1, 14.3 and 15.2. Not
 // __builtin_cpu_supports: it reads a table of the compiler's runtime library, which stays empty in that of zig.
 inline X86Features x86_features() {
   constexpr unsigned kFma = 1u << 12, kOsxsave = 1u << 27;    // of leaf 1, ECX
-  constexpr unsigned kAvx2 = 1u << 5, kAvx512f = 1u << 16;    // of leaf 7, EBX
-  constexpr unsigned kAvx512Bf16 = 1u << 5;                   // of leaf 7, subleaf 1, EAX
-  constexpr unsigned kYmm = 0x06, kZmm = 0xe6;                // of XCR0: registers that the system saves
+  constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 30;  // of leaf 7, EBX
+  constexpr unsigned kAvx512Vnni = 1u << 11;                          // of leaf 7, ECX
+  constexpr unsigned kAvxVnni = 1u << 4, kAvx512Bf16 = 1u << 5;       // of leaf 7, subleaf 1, EAX
+  constexpr unsigned kYmm = 0x06, kZmm = 0xe6;                        // of XCR0: registers that the system saves
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, saved = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kFma) == 0 || (ecx & kOsxsave) == 0) {
     return {};
@@ -67,15 +70,20 @@ inline X86Features x86_features() {
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
     return {};
   }
-  const unsigned more = eax, features = ebx;
-  const bool avx512f = (features & kAvx512f) != 0 && (saved & kZmm) == kZmm;
-  if (more == 0 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) eax = 0;
-  return {(features & kAvx2) != 0 && (saved & kYmm) == kYmm, avx512f, avx512f && (eax & kAvx512Bf16) != 0};
+  const unsigned more = eax;
+  X86Features found{};
+  found.avx2 = (ebx & kAvx2) != 0 && (saved & kYmm) == kYmm;
+  found.avx512 = (ebx & kAvx512) == kAvx512 && (saved & kZmm) == kZmm;
+  found.avx512_vnni = found.avx512 && (ecx & kAvx512Vnni) != 0;
+  if (more == 0 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return found;
+  found.avx512_bf16 = found.avx512 && (eax & kAvx512Bf16) != 0;
+  found.avx_vnni = found.avx2 && (eax & kAvxVnni) != 0;
+  return found;
 }
 
 #define EFFEXPORT_CPU_SETS(make)                                                                           \
   {                                                                                                        \
-    {"avx512", make(avx512), x86_features().avx512f}, {"avx2", make(avx2), x86_features().avx2}, {         \
+    {"avx512", make(avx512), x86_features().avx512}, {"avx2", make(avx2), x86_features().avx2}, {         \
       "baseline", make(baseline), true                                                                     \
     }                                                                                                      \
   }

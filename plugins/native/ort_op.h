@@ -36,6 +36,7 @@ constexpr ONNXTensorElementDataType kElementType =
     std::is_same_v<T, float>      ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
     : std::is_same_v<T, Half>     ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
     : std::is_same_v<T, BFloat16> ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16
+    : std::is_same_v<T, std::int8_t> ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8
                                   : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr ONNXTensorElementDataType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;

@@ -14,8 +14,6 @@ OP = Op(
     linear=True,
     place=13,
 )
-# By the value of the attribute; GELU by the distribution function, and by tanh.
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 SIGNATURE = Signature(
     "PackedLinear",
     "x in bfloat16 times a weight in bfloat16, summed in float32, with bias, activation and a residual.",

@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from effexport.plugins.activations import ACTIVATIONS
 from effexport.plugins.contract import Case, Contract, Limit
-from effexport.plugins.packed_linear import ACTIVATIONS, SIGNATURE
+from effexport.plugins.linear_layers import activated_exactly
+from effexport.plugins.packed_linear import SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
@@ -36,16 +38,7 @@ def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The formula in float64, with x rounded to bfloat16."""
     x, weight, bias, residual = inputs.values()
     z = torch.einsum("bsi,io->bso", x.bfloat16().double(), weight.double()) + bias.double()
-    name = ACTIVATIONS[case.sizes[-1]]
-    if name == "gelu":
-        z = z * torch.special.ndtr(z)
-    elif name == "gelu_tanh":
-        z = z / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
-    elif name == "relu":
-        z = z.clamp(min=0)
-    elif name == "silu":
-        z = z * torch.sigmoid(z)
-    return {"y": z + residual.double()}
+    return {"y": activated_exactly(z, case.sizes[-1]) + residual.double()}
 
 
 def limit(case: Case) -> Limit:

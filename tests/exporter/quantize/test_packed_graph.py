@@ -13,7 +13,7 @@ from onnx import helper
 import effexport
 from effexport.options import BuildOptions
 from effexport.pipeline.request import BuildRequest
-from effexport.plugins.packed_linear import ACTIVATIONS
+from effexport.plugins.activations import ACTIVATIONS
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -1,0 +1,35 @@
+"""What operators that are linear layers have in common in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effexport.plugins.activations import ACTIVATIONS
+
+# By the value of the attribute.
+ACTIVATED = (lambda z: z, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.relu, F.silu)
+
+
+def check_tail(op: str, x: Tensor, weight: Tensor, residual: Tensor, activation: int) -> None:
+    """Raise ValueError for an activation or a residual that a signature allows and the operator does not."""
+    if not 0 <= activation < len(ACTIVATIONS):
+        raise ValueError(f"{op}: activation is {activation}; expected at least 0 and at most {len(ACTIVATIONS) - 1}")
+    if residual.shape[:2] not in (x.shape[:2], (1, 1)):
+        raise ValueError(
+            f"{op}: residual has shape {tuple(residual.shape)}; expected {(*x.shape[:2], weight.shape[1])} or "
+            f"{(1, 1, weight.shape[1])}"
+        )
+
+
+def activated_exactly(z: Tensor, activation: int) -> Tensor:
+    """The activation in float64, by its formula."""
+    name = ACTIVATIONS[activation]
+    if name == "gelu":
+        return z * torch.special.ndtr(z)
+    if name == "gelu_tanh":
+        return z / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
+    if name == "relu":
+        return z.clamp(min=0)
+    return z * torch.sigmoid(z) if name == "silu" else z
