@@ -140,7 +140,8 @@ class QuantizedRewrite:
             return PACKED_LINEAR, [self.constant(f"{own}.bf16", weight.astype(numpy_dtype("bfloat16")))]
         if len(weight) > MOST_INPUTS:
             raise StageError(
-                STAGE, f"{own} has {len(weight)} inputs; expected at most {MOST_INPUTS}. Leave it float with --keep-float"
+                STAGE,
+                f"{own} has {len(weight)} inputs; expected at most {MOST_INPUTS}. Leave it float with --keep-float",
             )
         scale = weight_scales(weight, "int8")
         codes = self.constant(f"{own}.int8", codes_of(weight, "int8", scale))
