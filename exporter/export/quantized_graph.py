@@ -1,8 +1,8 @@
 """Writes quantised products into a graph: bfloat16, int8 with a scale for each token, or Q/DQ pairs with static scales.
 
-The first two are operators of ours, which also compute what follows a product. ONNX Runtime's own quantiser has one scale
-for all tokens of a batch, so that a token's result would depend on the others. Q/DQ pairs are what TensorRT reads:
-symmetric, with a zero point of 0.
+The first two are operators of ours, which also compute what follows a product. ONNX Runtime's own quantiser has one
+scale for all tokens of a batch, so that a token's result would depend on the others. Q/DQ pairs are what TensorRT
+reads: symmetric, with a zero point of 0.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class QuantizedRewrite:
             return PACKED_LINEAR, [self.constant(f"{own}.bf16", weight.astype(numpy_dtype("bfloat16")))]
         if len(weight) > MOST_INPUTS:
             raise StageError(
-                STAGE, f"{own} has {len(weight)} inputs; expected at most {MOST_INPUTS}. Leave it float with --keep-float"
+                STAGE,
+                f"{own} has {len(weight)} inputs; expected at most {MOST_INPUTS}. Leave it float with --keep-float",
             )
         scale = weight_scales(weight, "int8")
         codes = self.constant(f"{own}.int8", codes_of(weight, "int8", scale))
