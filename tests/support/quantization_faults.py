@@ -14,8 +14,8 @@ from onnx import numpy_helper
 from effexport.artifact import Artifact
 from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
-from effexport.export.onnx_graph import all_nodes
 from effexport.export.onnx_from_module import onnx_from_module
+from effexport.export.onnx_graph import all_nodes
 from effexport.quantize.record import Quantization, QuantizedLayer
 
 Weights = dict[str, np.ndarray]
