@@ -206,6 +206,12 @@ class BuildSpec(ShortRepr):
         """The opset of the file, which may be newer than that of the trace."""
         return opset_with(self.carrier, self.opset)
 
+    def decided(self, *, has_engines: bool) -> BuildSpec:
+        """The spec with what a build decides: where bfloat16 is, if that was left open."""
+        if self.precision != "bf16" or self.bf16 is not None:
+            return self
+        return replace(self, bf16="graph" if has_engines or self.model.decoder is not None else "linear")
+
     @property
     def is_quantized(self) -> bool:
         """True if only products with weights are computed in the precision, and everything else in float32."""

@@ -317,7 +317,7 @@ def cell_of(point: Combination, build: Mapping[str, Any], engine: Mapping[str, A
     flags = {**build, **point.own, **model.options}
     flags |= {"seq_len": point.seq_len, "precision": point.precision, "variant": model.variant}
     try:
-        spec = build_spec_from_options(flags, None)
+        spec = build_spec_from_options(flags, None).decided(has_engines=point.target != ONNX_ONLY)
         of_target = engine_of(point, spec, dict(engine))
     except SpecError as error:
         problem = f"the cell {point} cannot be built: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +109,7 @@ class BuildRequest:
         machine has no memory for.
         """
         spec, source = self.resolve_sizes(on_stage)
-        if spec.precision == "bf16" and spec.bf16 is None:
-            whole = self.has_engines or spec.model.decoder is not None
-            spec = replace(spec, bf16="graph" if whole else "linear")
+        spec = spec.decided(has_engines=self.has_engines)
         check_memory(spec)
         return spec, source
 

@@ -192,6 +192,8 @@ def _checkpoint_command(report: Report, output: str, record: type) -> str:
 def _command(values: dict[str, Any], report: Report, output: str, record: type) -> str:
     """`effexport build` with these values of options; a spec file has those that are not on the command line."""
     known = options_of(record)
+    decided = "graph" if report.engines else "linear"
+    values = {name: value for name, value in values.items() if (name, value) != ("bf16", decided)}
     in_file = {name: value for name, value in values.items() if name not in known or not known[name].flags}
     words: list[Word] = ["effexport", "build", *words_of(record, values)]
     if in_file:

@@ -29,6 +29,11 @@ def message_of(text: str) -> str:
     return str(error.value)
 
 
+def test_bfloat16_is_of_linear_layers_without_an_engine() -> None:
+    cells = cells_of('variants = ["softmax"]\nprecisions = ["bf16"]\ntargets = ["onnx", "trt-rtx"]')
+    assert [cell.spec.bf16 for cell in cells] == ["linear", "graph"]
+
+
 def test_cells_are_the_product_of_the_axes_in_the_order_of_the_file() -> None:
     text = PLAIN + 'precisions = ["fp32", "fp16"]\ntargets = ["onnx", "trt-rtx", "trt"]\ngpus = ["sm_86", "sm_89"]'
     cells = cells_of(text)

@@ -39,7 +39,15 @@ from effexport.runners.artifact_runner import (
     options_from_flags,
     runner_from_artifact,
 )
-from effexport.runners.openvino.runner import OpenVinoRunner, check_precision, reason_of
+from effexport.runners.openvino import runner as openvino_runner
+from effexport.runners.openvino.runner import (
+    OpenVinoRunner,
+    check_precision,
+    core_of,
+    import_openvino,
+    reason_of,
+    rounds_to_bfloat16,
+)
 from effexport.runners.options import RunOptions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "openvino")
@@ -374,3 +382,15 @@ def test_verify_in_bfloat16_says_so(cli: Callable[..., Any], built: Built) -> No
     assert result.code == 0, result.err
     assert result.json["precision_hint"] == "bf16"
     assert "within the limits of bf16" in result.err
+
+
+def test_linear_layers_in_bfloat16_are_right_or_refused(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO 2026.4 rounds wrongly on some processors."""
+    artifact = built("linear", precision="bf16", bf16="linear")
+    core = core_of(import_openvino())
+    if rounds_to_bfloat16(core):
+        assert {check.status for check in verified(artifact)} <= {"passed", "not run"}
+    monkeypatch.setattr(openvino_runner, "rounds_to_bfloat16", lambda core: False)
+    with pytest.raises(UserError, match="does not round to the nearest bfloat16 on this CPU; use --runtime ort"):
+        OpenVinoRunner(artifact.model_path, ONE_THREAD)
+    OpenVinoRunner(built("linear").model_path, ONE_THREAD).close()
