@@ -33,6 +33,7 @@ TEXT = ROOT / "CHANGELOG.md"
 SCHEMES: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "fp16": {"precision": "fp16"},
+    "bf16": {"precision": "bf16"},
     "int8 dynamic": {"precision": "int8"},
     "int8 static": {"precision": "int8", "quantization": "static"},
     "fp8": {"precision": "fp8"},
@@ -65,7 +66,7 @@ def default_rows(variants: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def build(variant: str, fields: Mapping[str, Any], folder: Path) -> effexport.BuildResult:
-    spec = build_spec_from_options({"variant": variant, "seq_len": SEQ_LEN, **fields}, None)
+    spec = build_spec_from_options({"variant": variant, "seq_len": SEQ_LEN, **fields}, None).decided(has_engines=False)
     return effexport.build(spec, folder, calibration=TEXT if spec.is_quantized else None)
 
 
@@ -104,7 +105,7 @@ def trained_rows() -> Iterator[tuple[str, ...]]:
     yield "model", "precision", "against float: RMS error", "task: loss", "float", "change"
     yield ("---",) * 6
     for name in TRAINED:
-        for scheme in ("int8 dynamic", "int8 static", "fp8"):
+        for scheme in ("bf16", "int8 dynamic", "int8 static", "fp8"):
             with tempfile.TemporaryDirectory() as folder:
                 text = Path(folder) / "text"
                 text.write_bytes((ROOT / "README.md").read_bytes()[: 16 * 512])

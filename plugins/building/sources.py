@@ -16,6 +16,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 
 SHARED_FILES = (
     "CMakeLists.txt",
+    "native/amx.h",
     "native/attention.h",
     "native/attention_slices.h",
     "native/cpu_dispatch.h",

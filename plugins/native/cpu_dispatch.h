@@ -52,6 +52,7 @@ struct X86Features {
   bool avx512_bf16;  // with AVX-512
   bool avx512_vnni;  // with AVX-512
   bool avx_vnni;     // with AVX2
+  bool amx;          // products of bfloat16 and of int8, with AVX-512; the system must also permit it, see amx.h
 };
 
 // What the processor has and the system saves, as in Intel's manual, volume 1, 14.3 and 15.2. Not
@@ -60,8 +61,9 @@ inline X86Features x86_features() {
   constexpr unsigned kFma = 1u << 12, kOsxsave = 1u << 27;    // of leaf 1, ECX
   constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 30;  // of leaf 7, EBX
   constexpr unsigned kAvx512Vnni = 1u << 11;                          // of leaf 7, ECX
+  constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;           // of leaf 7, EDX
   constexpr unsigned kAvxVnni = 1u << 4, kAvx512Bf16 = 1u << 5;       // of leaf 7, subleaf 1, EAX
-  constexpr unsigned kYmm = 0x06, kZmm = 0xe6;                        // of XCR0: registers that the system saves
+  constexpr unsigned kYmm = 0x06, kZmm = 0xe6, kTiles = 0x60000;      // of XCR0: registers that the system saves
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, saved = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kFma) == 0 || (ecx & kOsxsave) == 0) {
     return {};
@@ -75,6 +77,7 @@ inline X86Features x86_features() {
   found.avx2 = (ebx & kAvx2) != 0 && (saved & kYmm) == kYmm;
   found.avx512 = (ebx & kAvx512) == kAvx512 && (saved & kZmm) == kZmm;
   found.avx512_vnni = found.avx512 && (ecx & kAvx512Vnni) != 0;
+  found.amx = found.avx512 && (edx & kAmx) == kAmx && (saved & kTiles) == kTiles;
   if (more == 0 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return found;
   found.avx512_bf16 = found.avx512 && (eax & kAvx512Bf16) != 0;
   found.avx_vnni = found.avx2 && (eax & kAvxVnni) != 0;

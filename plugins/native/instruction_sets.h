@@ -8,6 +8,19 @@
 #define EFFEXPORT_X86 1
 #endif
 
+// Around code for more instructions, such as "avx2,fma".
+#ifndef EFFEXPORT_BEGIN_SET
+#define EFFEXPORT_PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define EFFEXPORT_BEGIN_SET(set) \
+  EFFEXPORT_PRAGMA(clang attribute push(__attribute__((target(set))), apply_to = function))
+#define EFFEXPORT_END_SET EFFEXPORT_PRAGMA(clang attribute pop)
+#else
+#define EFFEXPORT_BEGIN_SET(set) EFFEXPORT_PRAGMA(GCC push_options) EFFEXPORT_PRAGMA(GCC target(set))
+#define EFFEXPORT_END_SET EFFEXPORT_PRAGMA(GCC pop_options)
+#endif
+#endif
+
 namespace baseline {
 #define REGISTER_BYTES 16
 #define REGISTERS 3
@@ -18,12 +31,7 @@ namespace baseline {
 }  // namespace baseline
 
 #ifdef EFFEXPORT_X86
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
+EFFEXPORT_BEGIN_SET("avx2,fma")
 namespace avx2 {
 #define REGISTER_BYTES 32
 #define REGISTERS 3
@@ -32,14 +40,8 @@ namespace avx2 {
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx2
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw")
-#endif
+EFFEXPORT_END_SET
+EFFEXPORT_BEGIN_SET("avx512f,avx512bw")
 namespace avx512 {
 #define REGISTER_BYTES 64
 #define REGISTERS 4
@@ -48,9 +50,5 @@ namespace avx512 {
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx512
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+EFFEXPORT_END_SET
 #endif

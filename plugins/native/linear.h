@@ -37,7 +37,7 @@ struct Call {
 };
 
 // Of a tile, in any instruction set.
-constexpr std::int64_t kMostRows = 6, kMostColumns = 64;
+constexpr std::int64_t kMostRows = 32, kMostColumns = 64;
 
 // The blocks of rows and columns that a product is divided into. A row is rounded once for each block of columns, and a
 // panel that must be unpacked once for each block of rows.

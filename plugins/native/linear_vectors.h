@@ -11,20 +11,28 @@
 //   steps_of(rows)                   the steps of kOfStep rows of a weight, each of a register's columns
 //   round_row(x, inputs, steps)      writes the steps of a row, and returns what else is known of it
 //   numbers_of(call, sums, row, c)   a register of sums as numbers, of columns from c on
+// and AMX, if native/amx.h multiplies.
 
 using Sums = Register<Sum>;
 
 // Columns and rows of a tile, whose sums stay in registers.
 constexpr int kVectors = kLanes == 16 ? 4 : 2;
 constexpr int kColumns = kVectors * kLanes;
-constexpr int kRows = 6;
+#ifdef AMX
+constexpr int kRows = amx::kRows, kStepsAtOnce = amx::kSteps;
+#else
+constexpr int kRows = 6, kStepsAtOnce = 1;
+#endif
 
-inline std::int64_t steps_in(std::int64_t inputs) { return (inputs + kOfStep - 1) / kOfStep; }
+// Those of a row, with zeros after its end.
+inline std::int64_t steps_in(std::int64_t inputs) {
+  return round_up((inputs + kOfStep - 1) / kOfStep, kStepsAtOnce);
+}
 
 // A panel of a weight, from a column on. Columns and numbers that do not exist are zeros.
 template <class Weight>
 inline void pack_panel(const Weight* weight, std::int64_t inputs, std::int64_t outputs, std::int64_t column, Step* to) {
-  for (std::int64_t i = 0; i < inputs; i += kOfStep) {
+  for (std::int64_t i = 0; i < steps_in(inputs) * kOfStep; i += kOfStep) {
     for (int v = 0; v < kVectors; ++v, to += kLanes) {
       const std::int64_t first = column + v * kLanes;
       Weight few[kOfStep][kLanes] = {};
@@ -100,6 +108,9 @@ struct GivenPanel {
   }
 };
 
+#ifdef AMX
+using Tiles = amx::Tiles;
+#else
 // The sums of kOf rows of a block times a panel, [kOf, kColumns]. steps: of the first row, whose next one begins
 // `stride` steps later. Not with what becomes of them: around a call, compilers keep sums in memory, in this loop too.
 template <int kOf, class Panel>
@@ -141,6 +152,13 @@ inline void multiply_tile(int rows, const Step* steps, std::int64_t stride, std:
   }
 }
 
+struct Tiles {
+  void multiply_rows(int rows, const Step* steps, std::int64_t stride, std::int64_t count, const Step* panel, Sum* to) {
+    multiply_tile(rows, steps, stride, count, PackedPanel{panel}, to);
+  }
+};
+#endif
+
 // Bias, activation and residual of some rows and columns of sums, [rows, kColumns]. known: of the first of these rows.
 template <class Call>
 inline void finish_tile(const Call& call, const Sum* sums, int rows, const linear::Row* known, std::int64_t row,
@@ -169,7 +187,9 @@ inline void multiply_unit(const Call& call, std::int64_t unit, void* memory) {
   for (std::int64_t row = first; row < last; ++row) {
     const std::int64_t i = row - first;
     workspace.known[i] = round_row(call.x + row * call.inputs, call.inputs, steps + i * stride);
+    std::fill(steps + i * stride + (call.inputs + kOfStep - 1) / kOfStep, steps + i * stride + count, Step{});
   }
+  Tiles tiles;
   for (std::int64_t column = left; column < right; column += kColumns) {
     const Step* panel = static_cast<const Step*>(call.packed) + column * count;
     if constexpr (kOfStep == 1) {
@@ -187,7 +207,7 @@ inline void multiply_unit(const Call& call, std::int64_t unit, void* memory) {
     for (std::int64_t row = first; row < last; row += kRows) {
       const std::int64_t i = row - first;
       const int rows = static_cast<int>(std::min<std::int64_t>(kRows, last - row));
-      multiply_tile(rows, steps + i * stride, stride, count, PackedPanel{panel}, sums);
+      tiles.multiply_rows(rows, steps + i * stride, stride, count, panel, sums);
       finish_tile(call, sums, rows, workspace.known + i, row, column);
     }
   }

@@ -14,6 +14,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
+
+#include "native/amx.h"
 #endif
 
 namespace effexport::packed_linear {
@@ -24,25 +26,24 @@ namespace {
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
 #ifdef EFFEXPORT_X86
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bf16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bf16")
-#endif
-namespace avx512_bf16 {
+EFFEXPORT_BEGIN_SET("avx512f,avx512bf16")
 #define REGISTER_BYTES 64
 #define DOTS
+namespace avx512_bf16 {
 #include "packed_linear/vectors.h"
 #undef EFFEXPORT_SIMD
+}  // namespace avx512_bf16
+EFFEXPORT_END_SET
+EFFEXPORT_BEGIN_SET(EFFEXPORT_AROUND_TILES)
+#define AMX
+namespace tiles {
+#include "packed_linear/vectors.h"
+#undef EFFEXPORT_SIMD
+}  // namespace tiles
+#undef AMX
+EFFEXPORT_END_SET
 #undef DOTS
 #undef REGISTER_BYTES
-}  // namespace avx512_bf16
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
 #endif
 
 template <class T>
@@ -61,7 +62,9 @@ const CpuDispatch<Functions>& dispatch() {
   static const CpuDispatch<Functions> made([] {
     std::vector<CpuDispatch<Functions>::Set> sets EFFEXPORT_CPU_SETS(FUNCTIONS);
 #ifdef EFFEXPORT_X86
-    sets.insert(sets.begin(), {"avx512_bf16", FUNCTIONS(avx512_bf16), x86_features().avx512_bf16});
+    const X86Features found = x86_features();
+    sets.insert(sets.begin(), {{"amx", FUNCTIONS(tiles), amx::is_there(found)},
+                               {"avx512_bf16", FUNCTIONS(avx512_bf16), found.avx512_bf16}});
 #endif
     return sets;
   }());

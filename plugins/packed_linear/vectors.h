@@ -10,11 +10,13 @@ using Step = std::uint32_t;
 using Steps = Ints;
 constexpr int kOfStep = 2;
 
+#ifndef AMX
 // sums + x₀ w₀ + x₁ w₁ of the pairs of a register.
 inline Floats multiply(Floats sums, Step x, Steps w) {
   const __m512i pairs = _mm512_set1_epi32(static_cast<int>(x));
   return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(pairs));
 }
+#endif
 
 inline Steps steps_of(const BFloat16* const* rows) {
   return read_half_words(rows[0]) | read_half_words(rows[1]) << 16;

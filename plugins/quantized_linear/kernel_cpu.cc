@@ -15,6 +15,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
+
+#include "native/amx.h"
 #endif
 
 namespace effexport::quantized_linear {
@@ -29,37 +31,30 @@ constexpr float kLargestCode = 127.0f, kSmallestMaximum = kLargestCode * std::nu
 
 #ifdef EFFEXPORT_X86
 #define DOTS
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,avxvnni"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avxvnni")
-#endif
+EFFEXPORT_BEGIN_SET("avx2,fma,avxvnni")
 namespace avx_vnni {
 #define REGISTER_BYTES 32
 #include "quantized_linear/vectors.h"
 #undef EFFEXPORT_SIMD
 #undef REGISTER_BYTES
 }  // namespace avx_vnni
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vnni"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vnni")
-#endif
-namespace avx512_vnni {
+EFFEXPORT_END_SET
+EFFEXPORT_BEGIN_SET("avx512f,avx512bw,avx512vnni")
 #define REGISTER_BYTES 64
+namespace avx512_vnni {
 #include "quantized_linear/vectors.h"
 #undef EFFEXPORT_SIMD
-#undef REGISTER_BYTES
 }  // namespace avx512_vnni
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+EFFEXPORT_END_SET
+EFFEXPORT_BEGIN_SET(EFFEXPORT_AROUND_TILES)
+#define AMX
+namespace tiles {
+#include "quantized_linear/vectors.h"
+#undef EFFEXPORT_SIMD
+}  // namespace tiles
+#undef AMX
+EFFEXPORT_END_SET
+#undef REGISTER_BYTES
 #undef DOTS
 #endif
 
@@ -76,7 +71,8 @@ const CpuDispatch<Functions>& dispatch() {
 #ifdef EFFEXPORT_X86
     const X86Features found = x86_features();
     // a register of 64 bytes without dot products is slower than one of 32 with them
-    sets.insert(sets.begin(), {{"avx512_vnni", FUNCTIONS(avx512_vnni), found.avx512_vnni},
+    sets.insert(sets.begin(), {{"amx", FUNCTIONS(tiles), amx::is_there(found)},
+                               {"avx512_vnni", FUNCTIONS(avx512_vnni), found.avx512_vnni},
                                {"avx_vnni", FUNCTIONS(avx_vnni), found.avx_vnni}});
 #endif
     return sets;

@@ -18,6 +18,9 @@ inline Ints codes_of(const std::int8_t* weight) {
 using Step = std::uint32_t;
 using Code = std::int8_t;
 constexpr int kOfStep = 4;
+#ifdef AMX
+constexpr std::uint32_t kWeightZero = 0;
+#else
 // The instruction multiplies unsigned numbers with signed ones: to a weight, this is added.
 constexpr std::uint32_t kWeightZero = 128;
 
@@ -32,11 +35,15 @@ inline Ints multiply(Ints sums, Step x, Steps w) {
       _mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums), reinterpret_cast<__m256i>(w), of_row));
 #endif
 }
+#endif
 
 inline Steps steps_of(const std::int8_t* const* rows) {
   Unsigned steps{};
 #pragma GCC unroll 4
-  for (int part = 0; part < kOfStep; ++part) steps |= (reinterpret_cast<Unsigned>(codes_of(rows[part])) + kWeightZero) << 8 * part;
+  for (int part = 0; part < kOfStep; ++part) {
+    const Unsigned own = reinterpret_cast<Unsigned>(codes_of(rows[part])) + kWeightZero;
+    steps |= (own & 0xff) << 8 * part;
+  }
   return reinterpret_cast<Ints>(steps);
 }
 #elif REGISTER_BYTES > 16
@@ -73,7 +80,7 @@ inline Steps steps_of(const std::int8_t* const* rows) { return codes_of(rows[0])
 
 // The nearest integers, of two the even one. Conversions of C++ round toward zero.
 inline Ints nearest(Floats x) {
-#if !defined(EFFEXPORT_X86)
+#if !defined(EFFEXPORT_X86) || (defined(AMX) && defined(EFFEXPORT_EMULATED_AMX))
   Ints found{};
   for (int lane = 0; lane < kLanes; ++lane) found[lane] = static_cast<std::int32_t>(__builtin_nearbyintf(x[lane]));
   return found;
