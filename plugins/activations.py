@@ -3,6 +3,7 @@ framework."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,11 @@ if TYPE_CHECKING:
 
 # By the value of the attribute; GELU by the distribution function, and by tanh.
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
-# Activations of z0 as z with the number of the activation.
+# Nodes that make z of z0, with the number of the activation in the names of other values.
 NODES = {
     0: "z = Identity (z0)",
     1: """
-        scaled1 = Mul (z0, root)
+        scaled1 = Div (z0, root)
         erf1 = Erf (scaled1)
         share1 = Add (erf1, full)
         half1 = Mul (z0, half)
@@ -37,7 +38,7 @@ CONSTANTS = """
         half = 0.5
         full = 1.0
         nothing = 0.0
-        root = 0.70710678
+        root = 1.4142135
         cubed = 0.044715
         slope = 1.5957691"""
 
@@ -45,27 +46,32 @@ CONSTANTS = """
 def activation_nodes(nodes: Sequence[onnx.NodeProto]) -> str:
     """Nodes of a function body that make z of z0, and their constants.
 
-    nodes: the operator's nodes in a model. They may differ in their activations: the body computes those that occur, and
-    takes a node's own.
+    nodes: the operator's nodes in a model. They may differ in their activations: of those that occur, the body computes
+    a node's own.
     """
     import onnx
 
-    wanted = {onnx.helper.get_node_attr_value(node, "activation") if node.attribute else 0 for node in nodes}
-    return f"{CONSTANTS}\n{_chosen(sorted(wanted))}"
-
-
-def _chosen(wanted: Sequence[int]) -> str:
+    wanted = sorted({onnx.helper.get_node_attr_value(node, "activation") if node.attribute else 0 for node in nodes})
     if len(wanted) == 1:
-        return NODES[wanted[0]]
-    nodes = ["own = Constant <value_int: int = @activation> ()"]
-    last = "z0"
-    for i, number in enumerate(wanted):
-        if number == 0:
-            continue
-        result = "z" if i == len(wanted) - 1 else f"until{number}"
-        nodes.append(NODES[number].replace("z = ", f"z{number} = "))
-        nodes.append(f"number{number} = {number}")
-        nodes.append(f"is{number} = Equal (own, number{number})")
-        nodes.append(f"{result} = Where (is{number}, z{number}, {last})")
-        last = result
-    return "\n".join(nodes)
+        return f"{CONSTANTS}\n{NODES[wanted[0]]}"
+    choices = [chosen_if(number, other) for other, number in itertools.pairwise(wanted)]
+    first = NODES[wanted[0]].replace("z = ", f"until{wanted[0]} = ")
+    last = choices[-1].replace(f"until{wanted[-1]}", "z")
+    own = "own = Constant <value_int: int = @activation> ()"
+    return "\n".join([CONSTANTS, own, first, *choices[:-1], last])
+
+
+def chosen_if(number: int, other: int) -> str:
+    """Nodes for the activation of a number if it is the node's own, else what was chosen until another number.
+
+    Not by Where: runtimes remove an If whose condition is constant, with the branch that is not taken.
+    """
+    nodes = NODES[number].replace("z = ", f"z{number} = ")
+    return f"""
+        number{number} = {number}
+        is{number} = Equal (own, number{number})
+        until{number} = If (is{number}) <
+            then_branch = then{number} () => (z{number}) {{{nodes}
+            }},
+            else_branch = else{number} () => (other{number}) {{ other{number} = Identity (until{other}) }}
+        >"""

@@ -38,6 +38,7 @@ CUDA_FILES |= {"attention.h", "chunk.h", "token_by_token.h"}
 TESTED_BY = {
     "native/attention.h": "masked_attention",
     "native/attention_slices.h": "masked_attention",
+    "native/linear_vectors.h": "quantized_linear",
     "native/split_halves.h": "iterative_pinv",
     "native/online_softmax.h": "masked_attention",
     "native/online_softmax_vectors.h": "masked_attention",
@@ -447,6 +448,28 @@ MUTANTS = (
         ("if (raises(token)) last = std::max(token, first + 1);", "if (raises(token)) last = token + 1;"),
         ("for (; block > s.last_block(unit); --block)", "for (; block >= s.last_block(unit) + 2; --block)"),
     ),
+    *mutants_of(
+        "native/linear_vectors.h",
+        # a share of negative numbers, exponents that overflow, the residual and the scale of another row, and a panel
+        # that is not padded
+        ("z < 0.0f ? beyond : 1.0f - beyond", "1.0f - beyond"),
+        ("exponential(a < 0.0f ? a : -a)", "exponential(-a)"),
+        ("call.residual_of_rows ? row * call.outputs : 0", "call.residual_of_rows ? 0 : 0"),
+        ("workspace.known + i, row, column", "workspace.known, row, column"),
+        ("if (first + kLanes <= outputs) continue;", "if (first <= outputs) continue;"),
+    ),
+    *mutants_of(
+        "quantized_linear/vectors.h",
+        # the last numbers of a row for the largest, a scale of 0, a scale that is rounded twice, and codes by it
+        ("own > magnitudes ? own : magnitudes", "own"),
+        ("found < kSmallestMaximum ? kSmallestMaximum : found", "found"),
+        ("{largest / kLargestCode, excess}", "{1.0f / factor, excess}"),
+        ("part_of_row(x, i, inputs) * factor", "part_of_row(x, i, inputs) / (largest / kLargestCode)"),
+        ("excess += kWeightZero * total[lane]", "excess = kWeightZero * total[lane]"),
+        ("reinterpret_cast<Unsigned>(sums) - row.excess", "reinterpret_cast<Unsigned>(sums)"),
+        ("std::numeric_limits<float>::quiet_NaN(), 0}", "largest / kLargestCode, 1u}"),
+    ),
+    *mutants_of("quantized_linear/ort.cc", ("multiply_cpu, kMostInputs", "multiply_cpu, 2 * kMostInputs")),
     *mutants_of(
         "lsh_attention/kernel_cuda.cu",
         ("min(after, s.chunks() - 1 - in_round)", "min(after, s.chunks() - in_round)"),

@@ -1,8 +1,8 @@
 """Writes quantised products into a graph: bfloat16, int8 with a scale for each token, or Q/DQ pairs with static scales.
 
-The first two are operators of ours, which also compute what follows a product. ONNX Runtime's own quantiser has one scale
-for all tokens of a batch, so that a token's result would depend on the others. Q/DQ pairs are what TensorRT reads:
-symmetric, with a zero point of 0.
+The first two are operators of ours, which also compute what follows a product. ONNX Runtime's own quantiser has one
+scale for all tokens of a batch, so that a token's result would depend on the others. Q/DQ pairs are what TensorRT
+reads: symmetric, with a zero point of 0.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ struct Blocks {
 // too much. Of rows without codes, nothing.
 struct Row {
   float scale;
-  std::int32_t excess;
+  std::uint32_t excess;
 };
 
 // The arrays of a workspace, of which all instruction sets need less than this: numbers of four bytes.

@@ -20,20 +20,27 @@ TRIAL = KernelCall(
 
 
 def proof_inputs(rng: np.random.Generator, attributes: Attributes) -> ProofInputs:
-    """A residual of every token and one for all; odd sizes, and one of each. A row's largest number is negative or
-    positive; a row of zeros, and one below the least scale."""
+    """A residual of every token and one for all; odd sizes, and one of each. Then nothing but tokens at the least scale
+    and below it."""
     for batch, seq, inputs, outputs, of_rows in ((2, 5, 33, 7, True), (3, 4, 64, 40, False), (1, 1, 1, 1, True)):
         residual = (batch, seq, outputs) if of_rows else (1, 1, outputs)
-        x = rng.standard_normal((batch, seq, inputs))
-        if seq > 1:
-            x[0, :4] *= np.array([1, 1e-37, 0, 30])[:, None]
         yield (
             f"{inputs} × {outputs}",
             {
-                "x": x,
+                "x": rng.standard_normal((batch, seq, inputs)),
                 "weight": rng.integers(-127, 128, (inputs, outputs)).astype(np.int8),
                 "scale": (rng.uniform(0.5, 1.5, outputs) / (64 * np.sqrt(inputs))).astype(np.float32),
                 "bias": rng.standard_normal(outputs).astype(np.float32),
                 "residual": rng.standard_normal(residual),
             },
         )
+    yield (
+        "tiny",
+        {
+            "x": rng.standard_normal((1, 4, 20)) * np.array([1e-36, 3e-37, 0, 1e-38])[:, None],
+            "weight": rng.integers(-127, 128, (20, 6)).astype(np.int8),
+            "scale": rng.uniform(1e31, 2e31, 6).astype(np.float32),
+            "bias": np.zeros(6, np.float32),
+            "residual": np.zeros((1, 1, 6)),
+        },
+    )

@@ -12,10 +12,10 @@ from effexport.plugins.quantized_linear import MOST_INPUTS, SIGNATURE
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """Kind "halfway": every number of x lies in the middle between two codes, of which the even one is taken. "extreme":
-    codes of ±127 and weights of −128 to 127, which reach the largest sums, and overflow where two products are added in
-    16 bits. "rows": of zeros, of −0, of numbers below the least scale, and of single numbers far above the others. "large":
-    values of about 100, where activations have reached their limits.
+    """Kind "halfway": every number of x lies in the middle between two codes, of which the even one is taken.
+    "extreme": codes of ±127 and weights of −128 to 127, which reach the largest sums, and overflow where two products
+    are added in 16 bits. "rows": of zeros, of −0, of numbers below the least scale, and of single numbers far above the
+    others. "large": values of about 100, where activations have reached their limits.
     """
     batch, seq, width, outputs, samples, tokens, _ = case.sizes
     source = case.generator(device)
@@ -52,8 +52,8 @@ def exact(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def limit(case: Case) -> Limit:
     reason = (
-        "sums of codes are exact, and then become float32, are multiplied by both scales and get a bias and a residual: "
-        "six roundings, also of the scale; an activation within 4e-7"
+        "sums of codes are exact, and then become float32, are multiplied by both scales and get a bias and a "
+        "residual: six roundings, also of the scale; an activation within 4e-7"
     )
     return Limit(6 * case.rounding + 4e-7, reason)
 

@@ -19,10 +19,10 @@ using Step = std::uint32_t;
 using Code = std::int8_t;
 constexpr int kOfStep = 4;
 #ifdef AMX
-constexpr int kWeightZero = 0;
+constexpr std::uint32_t kWeightZero = 0;
 #else
 // The instruction multiplies unsigned numbers with signed ones: to a weight, this is added.
-constexpr int kWeightZero = 128;
+constexpr std::uint32_t kWeightZero = 128;
 
 inline Ints multiply(Ints sums, Step x, Steps w) {
 #if REGISTER_BYTES == 64
@@ -38,16 +38,19 @@ inline Ints multiply(Ints sums, Step x, Steps w) {
 #endif
 
 inline Steps steps_of(const std::int8_t* const* rows) {
-  Ints steps{};
+  Unsigned steps{};
 #pragma GCC unroll 4
-  for (int part = 0; part < kOfStep; ++part) steps |= ((codes_of(rows[part]) + kWeightZero) & 0xff) << 8 * part;
-  return steps;
+  for (int part = 0; part < kOfStep; ++part) {
+    const Unsigned own = reinterpret_cast<Unsigned>(codes_of(rows[part])) + kWeightZero;
+    steps |= (own & 0xff) << 8 * part;
+  }
+  return reinterpret_cast<Ints>(steps);
 }
 #elif REGISTER_BYTES > 16
 using Step = std::uint32_t;
 using Code = std::int16_t;
 constexpr int kOfStep = 2;
-constexpr int kWeightZero = 0;
+constexpr std::uint32_t kWeightZero = 0;
 
 // Not by products of int8 (vpmaddubsw), whose sums of two are cut off at 16 bits.
 inline Ints multiply(Ints sums, Step x, Steps w) {
@@ -61,13 +64,14 @@ inline Ints multiply(Ints sums, Step x, Steps w) {
 }
 
 inline Steps steps_of(const std::int8_t* const* rows) {
-  return (codes_of(rows[0]) & 0xffff) | codes_of(rows[1]) << 16;
+  const auto second = reinterpret_cast<Unsigned>(codes_of(rows[1])) << 16;
+  return (codes_of(rows[0]) & 0xffff) | reinterpret_cast<Ints>(second);
 }
 #else
 using Step = std::int32_t;
 using Code = std::int32_t;
 constexpr int kOfStep = 1;
-constexpr int kWeightZero = 0;
+constexpr std::uint32_t kWeightZero = 0;
 
 inline Ints multiply(Ints sums, Step x, Steps w) { return sums + x * w; }
 
@@ -110,23 +114,22 @@ inline linear::Row round_row(const float* x, std::int64_t inputs, Step* to) {
   const float largest = found < kSmallestMaximum ? kSmallestMaximum : found;
   const float factor = kLargestCode / largest;
   auto* const codes = reinterpret_cast<char*>(to);
-  Ints total{};
+  Unsigned total{};  // of a row that is not finite, it overflows
   for (std::int64_t i = 0; i < inputs; i += kLanes) {
     const Ints own = nearest(part_of_row(x, i, inputs) * factor);
-    total += own;
+    total += reinterpret_cast<Unsigned>(own);
     const auto narrow = __builtin_convertvector(own, typename VectorOf<Code, kLanes * sizeof(Code)>::type);
     std::memcpy(codes + i * sizeof(Code), &narrow, sizeof narrow);
   }
   if (!(largest < std::numeric_limits<float>::infinity())) return {std::numeric_limits<float>::quiet_NaN(), 0};
-  std::int32_t excess = 0;
+  std::uint32_t excess = 0;
   for (int lane = 0; lane < kLanes; ++lane) excess += kWeightZero * total[lane];
   return {largest / kLargestCode, excess};
 }
 
 inline Floats numbers_of(const Call& call, Ints sums, linear::Row row, std::int64_t column) {
   // unsigned, because a sum with its excess may be beyond int32
-  const Unsigned excess = Unsigned{} + static_cast<std::uint32_t>(row.excess);
-  const Ints exact = reinterpret_cast<Ints>(reinterpret_cast<Unsigned>(sums) - excess);
+  const Ints exact = reinterpret_cast<Ints>(reinterpret_cast<Unsigned>(sums) - row.excess);
   return __builtin_convertvector(exact, Floats) * read(call.scale, column, call.outputs) * row.scale;
 }
 

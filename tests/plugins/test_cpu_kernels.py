@@ -22,8 +22,10 @@ ROOT = Path(__file__).parents[2]
 FLAGS = processor_from_file(CPU_INFO, platform.machine()).flags
 # What a set needs, as the kernel of Linux names it.
 INSTRUCTIONS = {
-    "avx512_bf16": {"avx512f", "avx512_bf16"},
-    "avx512": {"avx512f"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512_bf16"},
+    "avx512_vnni": {"avx512f", "avx512bw", "avx512_vnni"},
+    "avx_vnni": {"avx2", "fma", "avx_vnni"},
+    "avx512": {"avx512f", "avx512bw"},
     "avx2": {"avx2", "fma"},
     "baseline": set(),
 }
@@ -62,7 +64,10 @@ def test_the_kernels_are_right_and_clean_with_every_instruction_set(
 
 
 # Their pages promise the bits of AVX2 on a machine with AVX-512, too; of PackedLinear, without AVX512-BF16.
-SAME_BITS = ("AFTSimpleAttention", "AFTWindowAttention", "IterativePinv", "PackedLinear")
+SAME_BITS = {
+    ("avx512", "avx2"): ("AFTSimpleAttention", "AFTWindowAttention", "IterativePinv", "PackedLinear"),
+    ("avx512_vnni", "avx_vnni", "avx512", "avx2"): ("QuantizedLinear",),
+}
 DIGESTS = """
 import hashlib, sys
 from implementations import implementation
@@ -76,20 +81,21 @@ for name in sys.argv[1:]:
 """
 
 
-def test_vectors_of_every_width_give_the_same_bits() -> None:
+@pytest.mark.parametrize("sets", SAME_BITS, ids=" ".join)
+def test_vectors_of_every_width_give_the_same_bits(sets: tuple[str, ...]) -> None:
     """On a machine without AVX-512 this only says that a limit leaves AVX2 as it is."""
     printed = {}
-    for instructions in ("avx512", "avx2"):
+    for instructions in sets:
         environment = os.environ | {
             "EFFEXPORT_TEST_INSTRUCTIONS": instructions,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        command = [sys.executable, "-c", DIGESTS, *SAME_BITS]
+        command = [sys.executable, "-c", DIGESTS, *SAME_BITS[sets]]
         printed[instructions] = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=True
         ).stdout
     assert len(set(printed.values())) == 1
-    assert all(name in printed["avx2"] for name in SAME_BITS)
+    assert all(name in printed["avx2"] for name in SAME_BITS[sets])
 
 
 def test_linear_layers_are_right_on_tiles_of_amx() -> None:

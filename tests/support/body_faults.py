@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,11 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "PackedLinear, GELU by tanh": ("PackedLinear", {"activation": 2}),
     "PackedLinear, ReLU or GELU": ("PackedLinear", {"activation": 3}),
     "PackedLinear, SiLU": ("PackedLinear", {"activation": 4}),
+    "QuantizedLinear": ("QuantizedLinear", {"activation": 0}),
+    "QuantizedLinear, GELU or none": ("QuantizedLinear", {"activation": 1}),
+    "QuantizedLinear, GELU by tanh": ("QuantizedLinear", {"activation": 2}),
+    "QuantizedLinear, ReLU or GELU": ("QuantizedLinear", {"activation": 3}),
+    "QuantizedLinear, SiLU": ("QuantizedLinear", {"activation": 4}),
     "SegmentMeans": ("SegmentMeans", {"num_segments": 16}),
     "SequenceConv": ("SequenceConv", {}),
 }
@@ -91,9 +96,11 @@ OTHER_NODES: dict[str, dict[str, Any]] = {
     "BandedAttention, causal bands of several widths": {"left": 4, "right": 7},
     "PackedLinear, GELU or none": {"activation": 0},
     "PackedLinear, ReLU or GELU": {"activation": 1},
+    "QuantizedLinear, GELU or none": {"activation": 0},
+    "QuantizedLinear, ReLU or GELU": {"activation": 1},
 }
 # Those whose body works in the element type of the model: the others are called in float32, or are for integers.
-HALF = tuple(name for name, (op, _) in FORMS.items() if op != "IterativePinv" and OPS[op].element_types != ("int32",))
+HALF = tuple(name for name, (op, _) in FORMS.items() if op != "IterativePinv" and len(OPS[op].element_types) > 1)
 
 COMMUTATIVE = {"Add", "Mul", "Max", "Min", "And", "Or", "Equal"}
 UNARY = {"Abs", "Neg", "Reciprocal", "Relu", "Sqrt", "Tanh"}
@@ -333,6 +340,13 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         "hidden tokens, which nothing reads, share places with kept ones, which ONNX Runtime writes after them",
     ),
     (r"SegmentMeans: Constant one_float: another constant, halved", "a count is 0, of nothing, or at least 1"),
+    (
+        r"Linear, ReLU or GELU \| .*(Constant (half|full|root)|Div scaled1|Erf erf1|Add share1|Mul (half1|until1)): ",
+        "in the branch of the other node's activation",
+    ),
+    (r"Linear, .*Equal is\d: another operator", "the other node's number would be in the wrong branch, not its own"),
+    (r"QuantizedL.* Constant largest_code: another constant, negative", "codes and scales change their signs"),
+    (r"QuantizedL.* Constant zero_code: another constant, minus 1", "codes reach from −127, which is 0 then"),
 )
 NO_OPS_IN_HALF = ((r"Constant key_eps: another constant, a hundredth more", "below the rounding of float16"),)
 
@@ -364,8 +378,10 @@ def reason_for_no_op(fault: BodyFault, form: str, precision: str) -> str:
 def unread(form: str) -> frozenset[str]:
     """Values of a body that no node reads and that are not its outputs."""
     (function,) = healthy_use(form).model.functions
-    read = {value for node in function.node for value in node.input} | set(function.output)
-    return frozenset(value for node in function.node for value in node.output if value not in read)
+    nodes = list(with_branches(function.node))
+    read = {value for node in nodes for value in node.input} | set(function.output)
+    read |= {value.name for node in nodes for attribute in node.attribute for value in attribute.g.output}
+    return frozenset(value for node in nodes for value in node.output if value not in read)
 
 
 def healthy_use(form: str, precision: str = "fp32") -> OperatorUse:
@@ -413,12 +429,20 @@ def body_faults(use: OperatorUse) -> Iterator[BodyFault]:
     """Every edit of every node of a body."""
     (function,) = use.model.functions
     types = element_types(function, use.dtype)
-    for index, node in enumerate(function.node):
+    for index, node in enumerate(with_branches(function.node)):
         for edit, detail, new in edits(node, types, ranks(function)):
             damaged = onnx.FunctionProto()
             damaged.CopyFrom(function)
-            damaged.node[index].CopyFrom(new)
+            next(itertools.islice(with_branches(damaged.node), index, None)).CopyFrom(new)
             yield BodyFault(function.name, edit, node.op_type, node.output[0], detail, damaged)
+
+
+def with_branches(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes, those of branches before the If that has them."""
+    for node in nodes:
+        for attribute in node.attribute:
+            yield from with_branches(attribute.g.node)
+        yield node
 
 
 def ranks(function: onnx.FunctionProto) -> dict[str, int]:
@@ -436,8 +460,10 @@ def element_types(function: onnx.FunctionProto, dtype: str) -> dict[str, int]:
         item.name: own if item.dtype == "T" else helper.np_dtype_to_tensor_dtype(np.dtype(item.dtype))
         for item in OPS[function.name].load().SIGNATURE.inputs
     }
-    for node in function.node:
-        if node.op_type == "Cast":
+    for node in with_branches(function.node):
+        if node.op_type == "If":
+            kind = types[node.attribute[0].g.output[0].name]
+        elif node.op_type == "Cast":
             kind = helper.get_node_attr_value(node, "to")
         elif node.op_type == "CastLike":
             kind = types[node.input[1]]
@@ -448,6 +474,8 @@ def element_types(function: onnx.FunctionProto, dtype: str) -> dict[str, int]:
             kind = untyped.get(node.attribute[0].name, node.attribute[0].t.data_type)
         elif node.op_type in ("Equal", "Less", "LessOrEqual", "GreaterOrEqual", "And"):
             kind = TensorProto.BOOL
+        elif node.op_type in ("QuantizeLinear", "MatMulInteger"):
+            kind = TensorProto.UINT8 if node.op_type == "QuantizeLinear" else TensorProto.INT32
         else:
             kind = types[node.input[1 if node.op_type == "Where" else 0]]
         types |= dict.fromkeys(node.output, kind)

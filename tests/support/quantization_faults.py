@@ -15,6 +15,7 @@ from effexport.artifact import Artifact
 from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import onnx_from_module
+from effexport.export.onnx_graph import all_nodes
 from effexport.quantize.record import Quantization, QuantizedLayer
 
 Weights = dict[str, np.ndarray]
@@ -62,12 +63,12 @@ def truncated(weights: Weights) -> None:
 def other_tail(artifact: Artifact, edit: str) -> onnx.ModelProto:
     """Something that follows a product is another: the activation of a layer, or its residual or bias is lost."""
     model = onnx.load(str(artifact.model_path))
-    linear = [node for node in model.graph.node if node.op_type == "PackedLinear"]
+    linear = [node for node in model.graph.node if node.op_type in ("PackedLinear", "QuantizedLinear")]
     if edit == "activation":
         activation = next(a for node in linear for a in node.attribute if a.name == "activation" and a.i)
         activation.i = 2  # GELU by tanh, within 5e-4 of GELU
         return model
-    place = {"bias": 2, "residual": 3}[edit]
+    place = {"bias": -2, "residual": -1}[edit]
     nothing = next(node.input[place] for node in linear if f"no_{edit}" in node.input[place])
     width = nothing.rpartition(".")[2]
     same = {x.name: x.dims for x in model.graph.initializer}
@@ -81,7 +82,7 @@ def other_tail(artifact: Artifact, edit: str) -> onnx.ModelProto:
 def zero_point_lost(artifact: Artifact) -> onnx.ModelProto:
     """The products do not subtract the code of zero."""
     model = onnx.load(str(artifact.model_path))
-    for node in model.graph.node:
+    for node in all_nodes(model):
         if node.op_type == "MatMulInteger":
             del node.input[2:]
     return model
@@ -124,10 +125,11 @@ def faults(artifact: Artifact, folder: Path) -> Iterator[tuple[str, onnx.ModelPr
     assert record is not None
     if spec.precision == "int8":
         yield "scale per tensor", changed(artifact, scale_per_tensor)
-    if spec.precision == "bf16":
-        yield "weight cut off", changed(artifact, truncated)
+    if record.scales != "static":
         for edit in ("activation", "bias", "residual"):
             yield f"other {edit}", other_tail(artifact, edit)
+    if spec.precision == "bf16":
+        yield "weight cut off", changed(artifact, truncated)
         yield "layer left out", exported(artifact, without_layer, folder)
         return
     yield "one scale × 1.1", changed(artifact, one_scale)

@@ -34,6 +34,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "aft-conv causal": ("aft-conv", {"causal": True}),
     "window": ("window", {}),
     "softmax bf16": ("softmax", {"precision": "bf16", "bf16": "linear"}),
+    "softmax int8": ("softmax", {"precision": "int8"}),
     "softmax fp16": ("softmax", {"precision": "fp16"}),
     "linear fp16": ("linear", {"precision": "fp16"}),
     "nystrom fp16": ("nystrom", {"precision": "fp16"}),
