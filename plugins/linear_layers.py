@@ -27,9 +27,9 @@ def activated_exactly(z: Tensor, activation: int) -> Tensor:
     """The activation in float64, by its formula."""
     name = ACTIVATIONS[activation]
     if name == "gelu":
-        return z * torch.special.ndtr(z)
+        return z * (1 + torch.erf(z / 2**0.5)) / 2
     if name == "gelu_tanh":
         return z / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
     if name == "relu":
         return z.clamp(min=0)
-    return z * torch.sigmoid(z) if name == "silu" else z
+    return z * z.sigmoid() if name == "silu" else z

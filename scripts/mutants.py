@@ -450,13 +450,13 @@ MUTANTS = (
     ),
     *mutants_of(
         "native/linear_vectors.h",
-        # a share of negative numbers, exponents that overflow, the residual and the scale of another row, and a panel
-        # that is not padded
+        # a share of negative numbers, exponents that overflow, the residual and the scale of another row, and steps of
+        # one row
         ("z < 0.0f ? beyond : 1.0f - beyond", "1.0f - beyond"),
         ("exponential(a < 0.0f ? a : -a)", "exponential(-a)"),
         ("call.residual_of_rows ? row * call.outputs : 0", "call.residual_of_rows ? 0 : 0"),
         ("workspace.known + i, row, column", "workspace.known, row, column"),
-        ("if (first + kLanes <= outputs) continue;", "if (first <= outputs) continue;"),
+        ("weight + (i + part) * outputs + first;", "weight + i * outputs + first;"),
     ),
     *mutants_of(
         "quantized_linear/vectors.h",

@@ -39,7 +39,7 @@ DRAWN_NOTE = (
 )
 SLOW_INT8_NOTE = (
     "the processor of this machine has no int8 dot products (AVX512-VNNI, AVX-VNNI or AMX): the file is right here, "
-    "but slow, hardly faster than float32"
+    "but gains less, and hardly anything over float32 without the kernels"
 )
 NEEDS_SAMPLES = (
     "--calibration is missing: {precision} with static scales needs at least 64 samples of what the model will read; "

@@ -1,18 +1,11 @@
-"""QuantizedLinear: its roundings beside those of proofs, rows that are not finite, and weights that are constants."""
+"""QuantizedLinear: its roundings beside those of proofs, and rows that are not finite."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-import onnx
 import pytest
 import torch
-from emulated_plugins import array_of
 from implementations import implementation
-from kernel_sessions import run_values, session
-from one_node import one_node_model
-from onnx import numpy_helper
 
 from effexport.plugins.contract import Case, load_contract
 from effexport.plugins.ops import OPS
@@ -75,15 +68,3 @@ def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_sees_it(how: str, n
             assert np.isnan(y[1, 4]).all()
             y[1, 4] = expected[1, 4]
             np.testing.assert_array_equal(y, expected)
-
-
-def test_a_constant_weight_gives_the_bits_of_one_that_is_an_input() -> None:
-    for sizes in ((2, 9, 35, 66), (1, 1, 64, 20), (1, 200, 130, 64)):
-        case = replace(CONTRACT.small[0], sizes=(*sizes, 1, 1, 1))
-        feeds = {name: array_of(x) for name, x in CONTRACT.inputs(case, "cpu").items()}
-        model = onnx.load_from_string(one_node_model(OP, feeds, body=False, **CONTRACT.attributes(case)))
-        expected = run_values(session(model.SerializeToString()), feeds)
-        model.graph.initializer.append(numpy_helper.from_array(feeds.pop("weight"), "weight"))
-        del model.graph.input[1]
-        found = run_values(session(model.SerializeToString()), feeds)
-        np.testing.assert_array_equal(found[0], expected[0])
