@@ -1,4 +1,4 @@
-"""What operators that are linear layers have in common in PyTorch."""
+"""Parts of the operators that are linear layers, in PyTorch: checks, and activations by their formulas."""
 
 from __future__ import annotations
 

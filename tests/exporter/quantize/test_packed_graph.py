@@ -1,4 +1,4 @@
-"""What PackedLinear takes over from the graph around a linear layer, and what it leaves."""
+"""Nodes after a linear layer that PackedLinear takes over from the graph, and those that it leaves."""
 
 from __future__ import annotations
 
