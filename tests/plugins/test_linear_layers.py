@@ -74,4 +74,3 @@ def test_what_is_no_number_stays_in_its_token(op: str, how: str, width: int) -> 
     # as its page says, ReduceMax of ONNX Runtime does not see every NaN
     if (op, how) != ("QuantizedLinear", "body"):
         assert np.isnan(found[0, 1]).all()
-
