@@ -1,5 +1,4 @@
-"""What operators that are linear layers apply to their sums: names, and the nodes of function bodies. Loads no
-framework."""
+"""The activations of operators that are linear layers: names, and the nodes of function bodies. Loads no framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators that are linear layers have in common in PyTorch."""
+"""The common part in PyTorch of operators that are linear layers: activations, and checks of arguments."""
 
 from __future__ import annotations
 
