@@ -1,4 +1,4 @@
-"""Activations of the operators that are linear layers: names, and the nodes of function bodies. Loads no framework."""
+"""The activations of operators that are linear layers: names, and the nodes of function bodies. Loads no framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the operators that are linear layers, in PyTorch: checks, and activations by their formulas."""
+"""The common part in PyTorch of operators that are linear layers: activations, and checks of arguments."""
 
 from __future__ import annotations
 

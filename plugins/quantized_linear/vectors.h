@@ -68,12 +68,15 @@ inline Steps steps_of(const std::int8_t* const* rows) {
   return (codes_of(rows[0]) & 0xffff) | reinterpret_cast<Ints>(second);
 }
 #else
-using Step = std::int32_t;
+using Step = std::uint32_t;
 using Code = std::int32_t;
 constexpr int kOfStep = 1;
 constexpr std::uint32_t kWeightZero = 0;
 
-inline Ints multiply(Ints sums, Step x, Steps w) { return sums + x * w; }
+// Unsigned, because codes of a row that is not finite overflow.
+inline Ints multiply(Ints sums, Step x, Steps w) {
+  return reinterpret_cast<Ints>(reinterpret_cast<Unsigned>(sums) + x * reinterpret_cast<Unsigned>(w));
+}
 
 inline Steps steps_of(const std::int8_t* const* rows) { return codes_of(rows[0]); }
 #endif
