@@ -459,6 +459,16 @@ MUTANTS = (
         ("weight + (i + part) * outputs + first;", "weight + i * outputs + first;"),
     ),
     *mutants_of(
+        "packed_linear/vectors.h",
+        # numbers cut off in the place of rounded, and pairs of one row
+        ("store(to + i, widen(rounded));", "store(to + i, floats_of_bits(bits_of_all(read(x, i, inputs)) & ~0xffff));"),
+        (
+            "read_half_words(rows[0]) | read_half_words(rows[1]) << 16",
+            "read_half_words(rows[0]) | read_half_words(rows[0]) << 16",
+        ),
+        ("if (inputs % 2 == 1) rounded[inputs] = {};", ""),
+    ),
+    *mutants_of(
         "quantized_linear/vectors.h",
         # the last numbers of a row for the largest, a scale of 0, a scale that is rounded twice, and codes by it
         ("own > magnitudes ? own : magnitudes", "own"),

@@ -17,9 +17,12 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Memory of exactly so many bytes that begins on a cache line.
+// Memory that begins on a cache line and holds NaN in every type.
 std::unique_ptr<void, Free> block(std::size_t bytes) {
-  return std::unique_ptr<void, Free>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+  const std::size_t whole = (bytes + 63) / 64 * 64;
+  void* const memory = std::aligned_alloc(64, whole);
+  std::memset(memory, 0xff, whole);
+  return std::unique_ptr<void, Free>(memory);
 }
 
 template <class Call, class Weight>
@@ -39,13 +42,13 @@ std::vector<float> product(std::int64_t rows, std::int64_t inputs, std::int64_t 
   return y;
 }
 
-// The largest difference from `exact` over the largest of its values.
+// The largest difference from `exact` over the largest of its values; infinite if there is NaN.
 template <class Exact>
 double error_of(const std::vector<float>& y, std::int64_t outputs, Exact exact) {
   double error = 0, largest = 0;
   for (std::size_t i = 0; i < y.size(); ++i) {
     const double right = exact(static_cast<std::int64_t>(i) / outputs, static_cast<std::int64_t>(i) % outputs);
-    error = std::max(error, std::abs(y[i] - right));
+    error = std::max(error, std::isnan(y[i]) ? std::numeric_limits<double>::infinity() : std::abs(y[i] - right));
     largest = std::max(largest, std::abs(right));
   }
   return error / largest;
