@@ -98,9 +98,11 @@ def test_vectors_of_every_width_give_the_same_bits(sets: tuple[str, ...]) -> Non
     assert all(name in printed["avx2"] for name in SAME_BITS[sets])
 
 
-def test_linear_layers_are_right_on_tiles_of_amx() -> None:
-    """Emulated, so that it says the same on any processor; no test has run on one with tiles yet."""
-    subprocess.run([build("tiles", *SANITIZERS, "-DEFFEXPORT_EMULATED_AMX", "-Wno-psabi")], check=True)
+@pytest.mark.parametrize("best", ["amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2", "baseline"])
+def test_linear_layers_are_right_with_every_instruction_set(best: str) -> None:
+    """AMX is emulated, so that it says the same on any processor; no test has run on one with tiles yet."""
+    program = build("linear_layers", *SANITIZERS, "-DEFFEXPORT_EMULATED_AMX", "-Wno-psabi")
+    subprocess.run([program, best], check=True)
 
 
 def test_every_number_of_a_half_type_is_rounded_to_nearest_even() -> None:

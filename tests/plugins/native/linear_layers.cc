@@ -1,5 +1,5 @@
-// Holds the linear layers on emulated tiles of AMX to their formulas. Prints a line for each size that is wrong, and exits
-// with their number.
+// Holds the linear layers to their formulas, with the best instructions named by the argument. Prints a line for each size
+// that is wrong, and exits with their number.
 #include "packed_linear/kernel_cpu.cc"
 #include "quantized_linear/kernel_cpu.cc"
 
@@ -32,7 +32,7 @@ std::vector<float> product(std::int64_t rows, std::int64_t inputs, std::int64_t 
                            void (*multiply)(const Call&, std::int64_t, void*)) {
   std::vector<float> nothing(static_cast<std::size_t>(outputs), -0.0f), y(static_cast<std::size_t>(rows * outputs));
   const auto packed = block(packed_bytes);
-  pack(weight.data(), inputs, outputs, packed.get());
+  if (packed_bytes != 0) pack(weight.data(), inputs, outputs, packed.get());
   const Call call{x.data(), weight.data(), packed.get(), nothing.data(), nothing.data(), y.data(), rows, inputs, outputs,
                   false, effexport::linear::Activation::kNone, scale.data()};
   for (std::int64_t unit = 0; unit < effexport::linear::cpu_units(rows, inputs, outputs); ++unit) {
@@ -103,7 +103,8 @@ int failures(std::int64_t rows, std::int64_t inputs, std::int64_t outputs) {
 
 }  // namespace
 
-int main() {
+int main(int, char** arguments) {
+  effexport::best_instructions = arguments[1];
   int failed = 0;
   for (const std::int64_t rows : {1, 15, 16, 17, 32, 33, 97, 200}) {
     for (const std::int64_t inputs : {1, 2, 3, 31, 64, 65, 130}) {
