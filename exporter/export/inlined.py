@@ -51,6 +51,7 @@ def inline_functions(model: ir.Model) -> None:
             "some tools remove functions, so inline the file before they change it"
         )
     make_casts_plain(model)
+    take_branches(model.graph)
     imports = model.graph.opset_imports
     for domain in set(imports) - {node.domain for node in model.graph.all_nodes()} - {""}:
         del imports[domain]
@@ -74,6 +75,29 @@ def make_casts_plain(model: ir.Model) -> None:
         cast = ir.Node("", "Cast", [value], [to], name=node.name, metadata_props=dict(node.metadata_props))
         assert node.graph is not None
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], [cast], node.outputs, cast.outputs)
+
+
+def take_branches(graph: ir.Graph) -> None:
+    """Replace each If that compares two constants by the nodes of its branch: bodies that serve nodes of several
+    attributes have them."""
+    import onnx_ir as ir
+
+    for node in [node for node in graph if (node.domain, node.op_type) == ("", "If")]:
+        condition = None if node.inputs[0] is None else node.inputs[0].producer()
+        if condition is None or condition.op_type != "Equal":
+            continue
+        compared = [ir.convenience.get_const_tensor(value) for value in condition.inputs if value is not None]
+        if None in compared or len(compared) != 2:
+            continue
+        one, other = (tensor.numpy() for tensor in compared if tensor is not None)
+        branch = node.attributes["then_branch" if bool((one == other).all()) else "else_branch"].as_graph()
+        nodes, outputs = list(branch), list(branch.outputs)
+        branch.outputs.clear()
+        branch.remove(nodes)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, outputs)
+        for unused in (condition, *(value.producer() for value in condition.inputs if value is not None)):
+            if unused is not None and not any(value.uses() or value.is_graph_output() for value in unused.outputs):
+                graph.remove(unused, safe=True)
 
 
 def save(model: ir.Model, spec: BuildSpec, path: Path) -> None:

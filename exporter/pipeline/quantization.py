@@ -69,9 +69,14 @@ class QuantizationData:
             given = ["--calibration"] * (self.calibration is not None) + ["--evaluate"] * (self.task is not None)
             if given:
                 raise UserError(
-                    f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {spec.precision}"
+                    f"{' and '.join(given)} applies to --precision int8, fp8 and linear layers in bf16 only; this is "
+                    f"{spec.precision}{' of the whole graph' * (spec.precision == 'bf16')}"
                 )
             return
+        if targets and spec.bf16 == "linear":
+            raise UserError(
+                f'--target {targets[0]} has bfloat16 in the whole graph; leave bf16 = "linear" out, which is for CPUs'
+            )
         if spec.scales == "static" and self.calibration is None:
             dynamic = ", or use --quantization dynamic" if spec.precision == "int8" and not targets else ""
             raise UserError(NEEDS_SAMPLES.format(precision=spec.precision, dynamic=dynamic))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -21,6 +21,7 @@ from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import all_nodes, graph_tensors, load_graph
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.candidate import given_values
+from effexport.proof.cases import load_reference
 from effexport.proof.inputs import random_inputs
 from effexport.proof.trace import module_of_node
 
@@ -78,6 +79,20 @@ def test_half_precision_computes_the_same_bits_too(name: str) -> None:
     inputs = random_inputs(spec, np.random.default_rng(0), 2, 50, [50, 7])
     for given, expected in zip(outputs_of(inlined(model), inputs), outputs_of(model, inputs), strict=True):
         np.testing.assert_array_equal(given, expected)
+
+
+@pytest.mark.parametrize("fields", [{"precision": "bf16", "bf16": "linear"}, {"precision": "int8"}], ids=str)
+def test_branches_of_constants_are_taken(built: Built, fields: dict[str, Any]) -> None:
+    """Linear layers with and without an activation share a body, which has an If of their attribute."""
+    artifact = built("softmax", **fields)
+    model = load_graph(artifact.model_path)
+    result = inlined(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert "If" in {node.op_type for node in all_nodes(model)}
+    assert "If" not in {node.op_type for node in all_nodes(result)}
+    inputs = load_reference(artifact.reference_path)[0].inputs
+    for mine, theirs in zip(outputs_of(result, inputs), outputs_of(model, inputs), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_the_nodes_of_a_body_belong_to_the_module_of_their_call(built: Built) -> None:
