@@ -130,8 +130,8 @@ class BuildSpec(ShortRepr):
         """Raise SpecError for options of quantisation that contradict each other or cannot work."""
         require(
             not self.is_quantized or self.model.decoder is None,
-            f"--precision {self.precision} does not apply to {self.model.title}, whose decode step is not quantised; "
-            "use fp16, bf16 or fp32",
+            f"--precision {self.precision}{' of linear layers' * (self.precision == 'bf16')} does not apply to "
+            f"{self.model.title}, whose decode step is not quantised; use fp16 or fp32, or bf16 of the whole graph",
         )
         require(self.bf16 in (None, "linear", "graph"), f"bf16 is {shown(self.bf16)}; expected linear or graph")
         require(
@@ -142,9 +142,11 @@ class BuildSpec(ShortRepr):
         if self.is_quantized or (self.precision == "bf16" and self.bf16 is None):
             given = [name for name in given if self.precision == "bf16" and name not in ("keep_float", "max_loss")]
         whole = " of the whole graph" * (self.bf16 == "graph")
+        in_bf16 = all(name in ("keep_float", "max_loss") for name in given)
+        kinds = f"int8{', linear layers in bf16' * in_bf16} and fp8"
         require(
             not given,
-            f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {self.precision}{whole}",
+            f"{' and '.join(given)} applies to --precision {kinds} only; this is {self.precision}{whole}",
         )
         require(
             isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),
@@ -211,6 +213,11 @@ class BuildSpec(ShortRepr):
         if self.precision != "bf16" or self.bf16 is not None:
             return self
         return replace(self, bf16="graph" if has_engines or self.model.decoder is not None else "linear")
+
+    def computed_in(self, precision: str) -> BuildSpec:
+        """The spec of a file that computes in another precision as a whole."""
+        unset = {item.name: item.default for item in fields(self) if item.name in (*QUANTIZATION_FIELDS, "bf16")}
+        return replace(self, precision=precision, **unset)  # type: ignore[arg-type]
 
     @property
     def is_quantized(self) -> bool:

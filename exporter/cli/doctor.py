@@ -77,6 +77,12 @@ def examine_tools() -> list[dict[str, str | None]]:
         ("cmake", "build the kernel library", found(require_cmake), "pip install 'effexport[kernels]'"),
         ("nvcc", "build CUDA kernels", nvcc, "install the CUDA toolkit"),
         ("int8 products", "run --precision int8 fast", int8_products(), "int8 runs, and is slow here"),
+        (
+            "bf16 products",
+            "run --precision bf16 fast",
+            bf16_products(),
+            "bf16 runs, and is hardly faster than fp32 here",
+        ),
         ("bf16 tiles", "run --precision-hint bf16 fast", *examine_bfloat16()),
         ("opset 27", "run --carrier standard", *examine_new_opsets()),
         ("GPU", "run on a GPU", gpus or None, ""),
@@ -84,6 +90,13 @@ def examine_tools() -> list[dict[str, str | None]]:
     )
     keys = ("name", "purpose", "found", "remedy")
     return [dict(zip(keys, (*row[:3], None if row[2] else row[3] or None), strict=True)) for row in rows]
+
+
+def bf16_products() -> str | None:
+    """The instructions with which our kernels multiply bfloat16 fast; None without any."""
+    from effexport.base.machine import BFLOAT16_TILES, Processor
+
+    return next((name for name in (BFLOAT16_TILES, "avx512_bf16") if name in Processor.here().flags), None)
 
 
 def int8_products() -> str | None:

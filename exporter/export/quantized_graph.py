@@ -20,7 +20,6 @@ from effexport.plugins.activations import ACTIVATIONS
 from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 from effexport.plugins.packed_linear import OP as PACKED_LINEAR
-from effexport.plugins.quantized_linear import MOST_INPUTS
 from effexport.plugins.quantized_linear import OP as QUANTIZED_LINEAR
 from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
 from effexport.quantize.rounding import LARGEST_CODE, codes_of
@@ -112,6 +111,8 @@ class QuantizedRewrite:
     ) -> None:
         """Replace a product, and what follows it as far as the operator computes that, by one PackedLinear or
         QuantizedLinear."""
+        if bias is not None and not is_vector(bias, weight.shape[1]):
+            bias = self.vector(bias, weight.shape[1])
         tail = Tail(node, bias, weight.shape[1])
         self._before = tail.last
         if (x, None) not in self._inputs:
@@ -134,15 +135,22 @@ class QuantizedRewrite:
         self.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
         self.replace_all([node, *tail.nodes], self.from_tokens(product, given, dims, weight.shape[1]))
 
+    def vector(self, bias: ir.Value, width: int) -> ir.Value:
+        """The bias of a Gemm with one number for each column. Raises StageError for one that has other axes, too."""
+        numbers = None if bias.const_value is None else bias.const_value.numpy()
+        if numbers is None or numbers.size not in (1, width) or numbers.shape[-1:] not in ((), (1,), (width,)):
+            raise StageError(
+                STAGE,
+                f"{bias.name} is added to a product of {width} columns and is not a bias of as many numbers; leave the "
+                "layer float with --keep-float",
+            )
+        whole = np.broadcast_to(numbers.reshape(-1), (width,)).astype(np.float32)
+        return self.constant(f"{bias.name}.of_columns", np.ascontiguousarray(whole))
+
     def stored_weight(self, weight: Array, own: str) -> tuple[Op, list[ir.Value]]:
         """The operator of a product, and what it takes for a weight."""
         if self.record.precision == "bf16":
             return PACKED_LINEAR, [self.constant(f"{own}.bf16", weight.astype(numpy_dtype("bfloat16")))]
-        if len(weight) > MOST_INPUTS:
-            raise StageError(
-                STAGE,
-                f"{own} has {len(weight)} inputs; expected at most {MOST_INPUTS}. Leave it float with --keep-float",
-            )
         scale = weight_scales(weight, "int8")
         codes = self.constant(f"{own}.int8", codes_of(weight, "int8", scale))
         return QUANTIZED_LINEAR, [codes, self.constant(f"{own}.scale", scale)]
@@ -329,6 +337,7 @@ class Tail:
         made = self.last.outputs[0]
         readers = [use.node for use in made.uses()]
         fits = len(readers) == 1 and (readers[0].domain, readers[0].op_type) == ("", op)
+        fits = fits and readers[0].graph is self.last.graph  # not in a branch
         return readers[0] if fits and not made.is_graph_output() else None
 
     def other_input(self, node: ir.Node) -> ir.Value | None:

@@ -109,7 +109,8 @@ class RenamedCandidate(ArtifactCandidate):
                 fitting.append(case)
             else:
                 result.checks.append(not_run(Kind.SHAPES, f"this case {OUTSIDE}", case.label))
-        hint = self.options.precision_hint or (self.precision if self.precision != spec.precision else "")
+        own = (spec.precision, spec.arithmetic)  # of a quantised artifact, whose file has numbers of both
+        hint = self.options.precision_hint or (self.precision if self.precision not in own else "")
         result += verify_in_runtime(self.path, fitting, spec, hashes, self.opener(self.options), hint)
         return result
 
@@ -233,7 +234,9 @@ def subject_of_artifact(asked: ProofRequest, folder: Path) -> Subject:
         raise UserError(f"{model} returns {', '.join(outputs.names)}; {folder} has answers for {expected}")
     precision = precision_of_file(outline)
     candidate = RenamedCandidate(artifact, asked.options, model, {**inputs.names, **outputs.names}, precision)
-    notes = (*inputs.notes, *outputs.notes, *notes_on_file(outline, precision))
+    # a quantised artifact has limits of its own
+    decisive = () if spec.is_quantized else notes_on_file(outline, precision)
+    notes = (*inputs.notes, *outputs.notes, *decisive)
     return candidate, VerifyRequest(ReferenceChoice("golden"), notes=notes)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from effexport.base.errors import (
     UserError,
     is_out_of_memory,
 )
-from effexport.base.spec import BuildSpec, Precision
+from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import custom_ops_of_model, load_graph, value_types
 from effexport.plugins.ops import DOMAIN, OPS
 from effexport.proof.candidate import (
@@ -117,7 +116,7 @@ def run_checks(
     candidate: ModelUnderTest, cases: Sequence[Case], spec: BuildSpec, precision_hint: str = ""
 ) -> Iterator[Check]:
     """Every check that applies, case by case. precision_hint: see RunOptions; its limits then apply."""
-    computed = replace(spec, precision=cast(Precision, precision_hint)) if precision_hint else spec
+    computed = spec.computed_in(precision_hint) if precision_hint else spec
     guarded = ShapeGuard(candidate, spec)
     for index, case in enumerate(cases):
         if not candidate.accepts(case.inputs):

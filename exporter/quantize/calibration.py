@@ -66,7 +66,7 @@ def prepared(
     Raises SpecError for a layer in `spec.keep_float` that does not exist, and StageError if nothing can be quantised,
     or nothing within `spec.max_loss`.
     """
-    chosen, floats = layers_to_quantize(module, spec.keep_float)
+    chosen, floats = layers_to_quantize(module, spec.keep_float, spec.precision)
     record = Quantization(
         precision=spec.precision,  # type: ignore[arg-type]
         scales=spec.scales,
@@ -211,9 +211,7 @@ def loss_of(exact: Sequence[Answer], answers: Sequence[Answer]) -> Loss:
             tokens += expected.size
     error, reference, answer = squares
     if not np.isfinite(error):
-        raise StageError(
-            STAGE, "the answers of the quantised model are not finite; build with --precision fp32 or bf16"
-        )
+        raise StageError(STAGE, "the answers of the quantised model are not finite; build with --precision fp32")
     tiny = np.finfo(np.float64).tiny
     return Loss(
         rms_error=float(np.sqrt(error / max(reference, tiny))),

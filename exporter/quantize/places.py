@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from effexport.models.validation import did_you_mean, require
+from effexport.plugins.quantized_linear import MOST_INPUTS
 from effexport.quantize.record import FloatProduct
 
 # Below this, the sums are too short for what scales cost; NVIDIA's ModelOpt draws the same line.
 SMALLEST_WIDTH = 16
-# Of 127 · 127 in 32 bits with a sign.
-MOST_PRODUCTS = (2**31 - 1) // 127**2
 COMPUTED = "both factors are computed as the model runs, or its weights are not those of a linear layer"
 ASKED = "asked for with --keep-float"
 
@@ -30,7 +29,7 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def layers_to_quantize(module: nn.Module, keep: Sequence[str]) -> tuple[list[str], list[FloatProduct]]:
+def layers_to_quantize(module: nn.Module, keep: Sequence[str], precision: str) -> tuple[list[str], list[FloatProduct]]:
     """Paths of the linear layers that are quantised, and the others with the reason why they stay float.
 
     keep: layers, or modules around them, that the user wants float. Raises SpecError for one that does not exist.
@@ -46,14 +45,14 @@ def layers_to_quantize(module: nn.Module, keep: Sequence[str]) -> tuple[list[str
         )
     chosen, others = [], []
     for path, layer in linear.items():
-        if reason := why_float(module, path, layer, keep):
+        if reason := why_float(module, path, layer, keep, precision):
             others.append(FloatProduct(layer=path, operator="Linear", reason=reason))
         else:
             chosen.append(path)
     return chosen, others
 
 
-def why_float(module: nn.Module, path: str, layer: nn.Linear, keep: Sequence[str]) -> str:
+def why_float(module: nn.Module, path: str, layer: nn.Linear, keep: Sequence[str], precision: str) -> str:
     """The reason why a linear layer stays float; "" if it is quantised."""
     if any(is_within(path, name) for name in keep):
         return ASKED
@@ -61,8 +60,8 @@ def why_float(module: nn.Module, path: str, layer: nn.Linear, keep: Sequence[str
         return "the model is itself a linear layer: put it into a module"
     if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
         return "it has hooks, or a forward of its own"
-    if layer.in_features > MOST_PRODUCTS:
-        return f"sums of more than {MOST_PRODUCTS:,} products of int8 overflow 32 bits"
+    if precision == "int8" and layer.in_features > MOST_INPUTS:
+        return f"sums of more than {MOST_INPUTS:,} products of int8 may overflow 32 bits"
     parent, _, name = path.rpartition(".")
     if declared := declared_by(module.get_submodule(parent)).get(name):
         return declared

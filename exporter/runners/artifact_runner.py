@@ -97,7 +97,7 @@ def check_precision_of_model(spec: BuildSpec, options: RunOptions) -> None:
     if options.precision_hint and spec.is_quantized:
         raise UserError(
             f"--precision-hint {options.precision_hint} does not apply to {spec.precision}, whose roundings are proven "
-            "beside float32; leave it out, or build the model without --precision"
+            "beside float32; leave it out, or build the model with --precision fp32"
         )
     for op in spec.model.custom_ops(spec.fused):  # also those that are inlined
         if options.precision_hint and op in OPS and OPS[op].around_in_float32:

@@ -91,7 +91,11 @@ void multiply() {
 }
 #else
 #define EFFEXPORT_AMX __attribute__((target("amx-tile,amx-bf16,amx-int8")))
-EFFEXPORT_AMX inline void configure(const Configuration& sizes) { _tile_loadconfig(&sizes); }
+// Compilers do not know that these instructions read memory, all of it: the empty ones before them say so.
+EFFEXPORT_AMX inline void configure(const Configuration& sizes) {
+  __asm__ volatile("" : : "r"(&sizes) : "memory");
+  _tile_loadconfig(&sizes);
+}
 EFFEXPORT_AMX inline void release() { _tile_release(); }
 template <int kTile>
 void zero();
@@ -177,6 +181,7 @@ class Tiles {
                                    const Step* panel, Sum* to) {
     static_assert(sizeof(Step) == 4 && sizeof(Sum) == 4);
     if (rows != rows_) resize(rows);
+    __asm__ volatile("" : : "r"(steps), "r"(panel) : "memory");
     const bool has_more = rows > kTileRows;
     const std::int64_t row_bytes = stride * 4, panel_bytes = kColumns * 4;
     for (int half = 0; half < kColumns; half += 2 * kSteps) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -15,6 +16,13 @@ namespace effexport {
 // call in the process.
 inline const char* best_instructions = nullptr;
 
+// The place of a set among all, best first.
+inline std::size_t place_of(const char* name) {
+  constexpr const char* kSets[] = {"amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2"};
+  const auto is_it = [&](const char* set) { return std::strcmp(set, name) == 0; };
+  return static_cast<std::size_t>(std::find_if(std::begin(kSets), std::end(kSets), is_it) - std::begin(kSets));
+}
+
 // The functions of a kernel for every instruction set, and the set that is used.
 template <class Functions>
 class CpuDispatch {
@@ -25,13 +33,10 @@ class CpuDispatch {
     bool available;
   };
 
-  // Best first; the last one is always available. A kernel that lacks the best allowed set has none that is better.
+  // Best first; the last one is always available.
   explicit CpuDispatch(const std::vector<Set>& sets) {
-    const auto is_best = [](const Set& set) { return std::strcmp(set.name, best_instructions) == 0; };
-    bool allowed = best_instructions == nullptr || std::none_of(sets.begin(), sets.end(), is_best);
     for (const Set& set : sets) {
-      allowed = allowed || is_best(set);
-      if (allowed && set.available) {
+      if (set.available && (best_instructions == nullptr || place_of(set.name) >= place_of(best_instructions))) {
         selected_ = set.functions;
         return;
       }

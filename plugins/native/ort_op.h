@@ -75,6 +75,11 @@ inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const ch
       Ort::Status(api.KernelInfoGetAttribute_string(info, name, nullptr, &length)).IsOK()) {
     throw_invalid("attribute ", name, " has another type; expected an integer");
   }
+  std::size_t count = 0;
+  if (Ort::Status(api.KernelInfoGetAttributeArray_int64(info, name, nullptr, &count)).IsOK() ||
+      Ort::Status(api.KernelInfoGetAttributeArray_float(info, name, nullptr, &count)).IsOK()) {
+    throw_invalid("attribute ", name, " is a list; expected an integer");
+  }
   if (absent == nullptr) throw_invalid("attribute ", name, " is missing; expected an integer");
   return *absent;
 }

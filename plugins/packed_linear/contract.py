@@ -79,6 +79,10 @@ CONTRACT = Contract(
     empty=tuple(Case((*sizes, 1, 1, 0)) for sizes in ((0, 5, 8, 4), (2, 0, 8, 4), (2, 5, 0, 4), (2, 5, 8, 0))),
     shared=("weight", "bias"),
     per_node=("activation",),
-    wrong_attributes=(({"activation": 5}, "activation is 5"), ({"activation": -1}, "activation is -1")),
+    wrong_attributes=(
+        ({"activation": 5}, "activation is 5"),
+        ({"activation": -1}, "activation is -1"),
+        ({"activation": [3]}, "activation is a list"),
+    ),
     wrong_sizes=({"residual": (2, 1, 20)}, {"residual": (1, 4, 20)}, {"bias": (1,)}, {"weight": (20, 48)}),
 )

@@ -151,8 +151,8 @@ def check_rounding(core: Any, model: onnx.ModelProto) -> None:
     to = [a.i for node in all_nodes(model) if node.op_type == "Cast" for a in node.attribute if a.name == "to"]
     if BFLOAT16 in to and not is_whole and not rounds_to_bfloat16(core):
         raise UserError(
-            f"the linear layers of this model are in bfloat16, and OpenVINO {version()} does not round to the nearest "
-            "bfloat16 on this CPU; use --runtime ort, or build the model with --precision fp32"
+            f"this model rounds numbers to bfloat16, as linear layers of --precision bf16 do, and OpenVINO {version()} "
+            "does not round to the nearest bfloat16 on this CPU; use --runtime ort, or build the model in fp32"
         )
 
 

@@ -19,11 +19,14 @@ import torch
 from onnx import TensorProto, helper
 from proven_models import Edit, edited
 from slow_cases import soak
+from small_builds import built_artifact
+from small_specs import spec_of
 
 import effexport
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.models.user.inputs import ModuleInput, ModuleInputs
+from effexport.proof.check import Kind
 from effexport.proof.free_sizes import with_sizes_of_module, with_sums
 from effexport.proof.matching import Offer, guessed_inputs, matched_inputs, named_axes, offers_of
 from effexport.proof.prove import precision_of_file
@@ -157,6 +160,16 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from effexport.cli.mai
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"precision": "int8"}, {"precision": "bf16", "bf16": "linear"}], ids=str)
+def test_the_file_of_a_quantised_artifact_has_the_limits_of_the_artifact(fields: dict[str, Any]) -> None:
+    """It keeps numbers in another precision than it computes everything else in."""
+    folder = built_artifact(spec_of("softmax", **fields))
+    report = effexport.prove(folder / "model.onnx", against=folder)
+    assert report.verdict == "passed"
+    assert not [note for note in report.notes if "limits" in note]
+    assert Kind.GIVEN_ROUNDINGS in {check.kind for check in report.checks}
+
+
 def test_the_command_writes_reports_and_exits_with_1(files: Files, tmp_path: Path, cli: Callable[..., Any]) -> None:
     xml, page = tmp_path / "report.xml", tmp_path / "report.html"
     wrong = files(proven_models.other_weights)

@@ -80,6 +80,27 @@ def test_other_ranks_are_reshaped(shape: tuple[int, ...], tmp_path: Path) -> Non
     assert "Reshape" in others
 
 
+@pytest.mark.parametrize("shape", [(1, 32), (1,), ()], ids=str)
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_bias_may_be_broadcast(shape: tuple[int, ...], precision: str, tmp_path: Path) -> None:
+    """Of two axes, the exporter writes a Gemm, whose bias may have more axes or fewer numbers than an operator's."""
+    module = Between(WAYS["relu"][0], True)
+    module.a.bias = nn.Parameter(torch.randn(shape))
+    result = effexport.export(module.eval(), torch.randn(4, 32), tmp_path / "built", precision=precision)
+    assert result.report.verdict == "passed"
+
+
+def test_a_layer_is_only_too_wide_for_int8() -> None:
+    from effexport.plugins.quantized_linear import MOST_INPUTS
+    from effexport.quantize.places import layers_to_quantize
+
+    wide = nn.ModuleDict({"a": nn.Linear(MOST_INPUTS + 1, 16, device="meta")})
+    assert layers_to_quantize(wide, (), "bf16")[0] == ["a"]
+    chosen, (kept,) = layers_to_quantize(wide, (), "int8")
+    assert (chosen, kept.layer) == ([], "a")
+    assert "products of int8 may overflow" in kept.reason
+
+
 def test_linear_layers_are_the_default_without_engines() -> None:
     def resolved(**options: Any) -> str | None:
         return BuildRequest.of(BuildOptions(variant="linear", **options)).resolve()[0].bf16
