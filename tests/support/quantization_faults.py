@@ -69,13 +69,11 @@ def other_tail(artifact: Artifact, edit: str) -> onnx.ModelProto:
         activation.i = 2  # GELU by tanh, within 5e-4 of GELU
         return model
     place = {"bias": -2, "residual": -1}[edit]
-    nothing = next(node.input[place] for node in linear if f"no_{edit}" in node.input[place])
-    width = nothing.rpartition(".")[2]
-    same = {x.name: x.dims for x in model.graph.initializer}
-    node = next(
-        node for node in linear if f"no_{edit}" not in node.input[place] and str(same[node.input[1]][1]) == width
-    )
-    node.input[place] = nothing
+    node = next(node for node in linear if f"no_{edit}" not in node.input[place])
+    width = next(x.dims[1] for x in model.graph.initializer if x.name == node.input[1])
+    nothing = np.zeros((width,) if edit == "bias" else (1, 1, width), np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(nothing, "nothing"))
+    node.input[place] = "nothing"
     return model
 
 
