@@ -100,7 +100,7 @@ OTHER_NODES: dict[str, dict[str, Any]] = {
     "QuantizedLinear, ReLU or GELU": {"activation": 1},
 }
 # Those whose body works in the element type of the model: the others are called in float32, or are for integers.
-HALF = tuple(name for name, (op, _) in FORMS.items() if op != "IterativePinv" and len(OPS[op].element_types) > 1)
+HALF = tuple(name for name, (op, _) in FORMS.items() if op != "IterativePinv" and "float16" in OPS[op].element_types)
 
 COMMUTATIVE = {"Add", "Mul", "Max", "Min", "And", "Or", "Equal"}
 UNARY = {"Abs", "Neg", "Reciprocal", "Relu", "Sqrt", "Tanh"}
