@@ -55,6 +55,8 @@ EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
 # Of users' own modules, which cannot say it themselves.
 INDEPENDENT = "independent_samples"
 QUANTIZATION_FIELDS = ("quantization", "keep_float", "quantize_embeddings", "smooth", "max_loss")
+# Those that linear layers in bfloat16 have, too.
+WITHOUT_SCALES = ("keep_float", "max_loss")
 
 
 def opset_with(carrier: str, opset: int) -> int:
@@ -138,15 +140,14 @@ class BuildSpec(ShortRepr):
             self.bf16 is None or self.precision == "bf16",
             f"bf16 is {self.bf16}, which applies to --precision bf16 only; this is {self.precision}",
         )
-        given = [name for name in QUANTIZATION_FIELDS if getattr(self, name) not in (None, (), False)]
-        if self.is_quantized or (self.precision == "bf16" and self.bf16 is None):
-            given = [name for name in given if self.precision == "bf16" and name not in ("keep_float", "max_loss")]
-        whole = " of the whole graph" * (self.bf16 == "graph")
-        in_bf16 = all(name in ("keep_float", "max_loss") for name in given)
-        kinds = f"int8{', linear layers in bf16' * in_bf16} and fp8"
+        in_linear = self.precision == "bf16" and self.bf16 != "graph"
+        allowed = QUANTIZATION_FIELDS if self.precision in QUANTIZED else WITHOUT_SCALES if in_linear else ()
+        wrong = [n for n in QUANTIZATION_FIELDS if n not in allowed and getattr(self, n) not in (None, (), False)]
+        kinds = f"int8{', linear layers in bf16' * (set(wrong) <= set(WITHOUT_SCALES))} and fp8"
         require(
-            not given,
-            f"{' and '.join(given)} applies to --precision {kinds} only; this is {self.precision}{whole}",
+            not wrong,
+            f"{' and '.join(wrong)} applies to --precision {kinds} only; this is {self.precision}"
+            f"{' of the whole graph' * (self.bf16 == 'graph')}",
         )
         require(
             isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),

@@ -91,11 +91,15 @@ def take_branches(graph: ir.Graph) -> None:
             continue
         one, other = (tensor.numpy() for tensor in compared if tensor is not None)
         branch = node.attributes["then_branch" if bool((one == other).all()) else "else_branch"].as_graph()
+        if branch.initializers:  # no body of ours has any
+            continue
         nodes, outputs = list(branch), list(branch.outputs)
         branch.outputs.clear()
         branch.remove(nodes)
         ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, outputs)
-        for unused in (condition, *(value.producer() for value in condition.inputs if value is not None)):
+        for unused in dict.fromkeys(
+            (condition, *(value.producer() for value in condition.inputs if value is not None))
+        ):
             if unused is not None and not any(value.uses() or value.is_graph_output() for value in unused.outputs):
                 graph.remove(unused, safe=True)
 

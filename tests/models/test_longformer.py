@@ -13,7 +13,7 @@ import pytest
 import torch
 from slow_cases import slow_after
 from torch import Tensor, nn
-from transformers_models import joined, largest_error, oracle_from_config, randomize, run_ours, with_weights
+from transformers_models import largest_error, oracle_from_config, randomize, run_ours, with_weights
 
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
@@ -132,11 +132,13 @@ def run_oracle(oracle: nn.Module, spec: LongformerSpec, inputs: Mapping[str, Ten
 
 @torch.no_grad()
 def error_against_transformers(config: dict[str, Any], sizes: list[tuple[int, int]], seed: int = 0) -> float:
-    """The largest error over batches of the given (batch, seq_len), with padding's own rows."""
+    """The largest error over batches of the given (batch, seq_len), with padding's own rows. In float64: a single logit
+    near zero is 2e-5 of itself off in float32, on either side."""
     oracle = oracle_from_config(config, seed)
     spec, _ = LongformerSpec.from_config(config, {})
-    module = module_from_weights(spec, oracle.state_dict())
-    ours, theirs = [], []
+    module = module_from_weights(spec, oracle.state_dict()).double()
+    oracle = oracle.double()
+    worst = 0.0
     for batch, seq_len in sizes:
         inputs = inputs_of(spec, batch, seq_len, seed)
         actual = run_ours(module, tuple(inputs.values()))
@@ -145,10 +147,8 @@ def error_against_transformers(config: dict[str, Any], sizes: list[tuple[int, in
         assert [tuple(x.shape) for x in actual] == declared
         # a row without global tokens has those of the rule here, which the next test compares
         expected = run_oracle(oracle, spec, with_global_tokens(spec, inputs))
-        assert [x.shape for x in actual] == [x.shape for x in expected]
-        ours.append(actual)
-        theirs.append(expected)
-    return largest_error(joined(ours), joined(theirs))
+        worst = max(worst, largest_error(actual, expected))
+    return worst
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -164,11 +164,6 @@ def run_ours(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
-def joined(calls: list[list[Tensor]]) -> list[Tensor]:
-    """Each output of all calls as one, whose RMS is that of the output: a call may have a single number, near zero."""
-    return [torch.cat([x.flatten() for x in outputs]) for outputs in zip(*calls, strict=True)]
-
-
 def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     """Over the RMS of each output."""
     assert [x.shape for x in actual] == [x.shape for x in expected]
