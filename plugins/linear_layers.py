@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.activations import ACTIVATIONS
+from effexport.plugins.contract import Case
 
 # By the value of the attribute.
 ACTIVATED = (lambda z: z, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.relu, F.silu)
@@ -21,6 +22,18 @@ def check_tail(op: str, x: Tensor, weight: Tensor, residual: Tensor, activation:
             f"{op}: residual has shape {tuple(residual.shape)}; expected {(*x.shape[:2], weight.shape[1])} or "
             f"{(1, 1, weight.shape[1])}"
         )
+
+
+def linear_cases(
+    *sizes: tuple[int, int, int, int], kind: str = "random", dtypes: tuple[str, ...] = ("float32",)
+) -> tuple[Case, ...]:
+    """Calls of contracts: with a residual for every row and one for all, each activation in turn, in these types."""
+    return tuple(
+        Case((*one, *(one[:2] if of_rows else (1, 1)), (i + of_rows) % len(ACTIVATIONS)), kind=kind, dtype=dtype)
+        for i, one in enumerate(sizes)
+        for of_rows in (1, 0)
+        for dtype in dtypes
+    )
 
 
 def activated_exactly(z: Tensor, activation: int) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.activations import ACTIVATIONS
 from effexport.plugins.contract import Case, Contract, Limit
-from effexport.plugins.linear_layers import activated_exactly
+from effexport.plugins.linear_layers import activated_exactly, linear_cases
 from effexport.plugins.packed_linear import SIGNATURE
 
 
@@ -49,16 +49,7 @@ def limit(case: Case) -> Limit:
     return Limit(4 * 6e-8 * (case.sizes[2] + 4) ** 0.5 + 4e-7 + case.rounding, reason)
 
 
-def cases_of(*sizes: tuple[int, int, int, int], kind: str = "random") -> tuple[Case, ...]:
-    """With a residual for every row and one for all, each activation in turn, in both types."""
-    turns = (
-        Case((*one, *(one[:2] if of_rows else (1, 1)), (i + of_rows) % len(ACTIVATIONS)), kind=kind, dtype=dtype)
-        for i, one in enumerate(sizes)
-        for of_rows in (1, 0)
-        for dtype in ("float32", "bfloat16")
-    )
-    return tuple(turns)
-
+cases_of = partial(linear_cases, dtypes=("float32", "bfloat16"))
 
 CONTRACT = Contract(
     signature=SIGNATURE,

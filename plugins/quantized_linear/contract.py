@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effexport.plugins.activations import ACTIVATIONS
 from effexport.plugins.contract import Case, Contract, Limit
-from effexport.plugins.linear_layers import activated_exactly
+from effexport.plugins.linear_layers import activated_exactly, linear_cases
 from effexport.plugins.quantized_linear import MOST_INPUTS, SIGNATURE
 
 
@@ -58,33 +57,25 @@ def limit(case: Case) -> Limit:
     return Limit(6 * case.rounding + 4e-7, reason)
 
 
-def cases_of(*sizes: tuple[int, int, int, int], kind: str = "random") -> tuple[Case, ...]:
-    """With a residual for every row and one for all, each activation in turn."""
-    turns = (
-        Case((*one, *(one[:2] if of_rows else (1, 1)), (i + of_rows) % len(ACTIVATIONS)), kind=kind)
-        for i, one in enumerate(sizes)
-        for of_rows in (1, 0)
-    )
-    return tuple(turns)
-
-
 CONTRACT = Contract(
     signature=SIGNATURE,
     sizes="batch seq inputs outputs samples tokens activation",
     inputs=inputs,
     exact=exact,
     limit=limit,
-    small=cases_of((2, 3, 1, 1), (1, 7, 33, 5), (2, 5, 16, 17), (1, 1, 40, 70)),
+    small=linear_cases((2, 3, 1, 1), (1, 7, 33, 5), (2, 5, 16, 17), (1, 1, 40, 70)),
     # tiles have 6 rows and up to 64 columns, blocks 48 or 96 rows and 64 or 512 columns; steps have 1, 2 or 4 numbers
     cases=(
-        *cases_of((1, 12, 64, 64), (1, 5, 31, 3), (2, 13, 130, 65), (3, 1, 7, 129), (2, 50, 34, 1), (1, 97, 513, 40)),
-        *cases_of((2, 5, 13, 9), (1, 3, 66, 20), kind="rows"),
-        *cases_of((2, 4, 48, 20), kind="halfway"),
-        *cases_of((2, 9, 35, 66), (1, 3, 64, 16), kind="large"),
-        *cases_of((2, 9, 35, 66), (1, 6, 64, 20), kind="extreme"),
+        *linear_cases(
+            (1, 12, 64, 64), (1, 5, 31, 3), (2, 13, 130, 65), (3, 1, 7, 129), (2, 50, 34, 1), (1, 97, 513, 40)
+        ),
+        *linear_cases((2, 5, 13, 9), (1, 3, 66, 20), kind="rows"),
+        *linear_cases((2, 4, 48, 20), kind="halfway"),
+        *linear_cases((2, 9, 35, 66), (1, 3, 64, 16), kind="large"),
+        *linear_cases((2, 9, 35, 66), (1, 6, 64, 20), kind="extreme"),
         Case((2, 4, 48, 20, 1, 1, 0)),
     ),
-    larger=(*cases_of((1, 1, 1024, 1000), (2, 300, 96, 530)), *cases_of((1, 7, 4099, 80), kind="extreme")),
+    larger=(*linear_cases((1, 1, 1024, 1000), (2, 300, 96, 530)), *linear_cases((1, 7, 4099, 80), kind="extreme")),
     empty=tuple(Case((*sizes, 1, 1, 0)) for sizes in ((0, 5, 8, 4), (2, 0, 8, 4), (2, 5, 0, 4), (2, 5, 8, 0))),
     shared=("weight", "scale", "bias"),
     per_node=("activation",),
