@@ -39,6 +39,7 @@ TESTED_BY = {
     "native/attention.h": "masked_attention",
     "native/attention_slices.h": "masked_attention",
     "native/linear_vectors.h": "quantized_linear",
+    "native/simd.h": "quantized_linear",
     "native/split_halves.h": "iterative_pinv",
     "native/online_softmax.h": "masked_attention",
     "native/online_softmax_vectors.h": "masked_attention",
@@ -448,12 +449,12 @@ MUTANTS = (
         ("if (raises(token)) last = std::max(token, first + 1);", "if (raises(token)) last = token + 1;"),
         ("for (; block > s.last_block(unit); --block)", "for (; block >= s.last_block(unit) + 2; --block)"),
     ),
+    *mutants_of("native/simd.h", ("exponential(a < 0.0f ? a : -a)", "exponential(-a)")),
     *mutants_of(
         "native/linear_vectors.h",
         # a share of negative numbers, exponents that overflow, the residual and the scale of another row, and steps of
         # one row
         ("z < 0.0f ? beyond : 1.0f - beyond", "1.0f - beyond"),
-        ("exponential(a < 0.0f ? a : -a)", "exponential(-a)"),
         ("call.residual_of_rows ? row * call.outputs : 0", "call.residual_of_rows ? 0 : 0"),
         ("workspace.known + i, row, column", "workspace.known, row, column"),
         ("weight + (i + part) * outputs + first;", "weight + i * outputs + first;"),

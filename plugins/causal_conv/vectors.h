@@ -3,12 +3,6 @@
 
 #include "native/vector_elements.h"
 
-// z / (1 + e^−z), or z e^z / (1 + e^z): with the exponent that cannot overflow.
-inline Floats silu_of(Floats z) {
-  const Floats small = exponential(z < 0.0f ? z : -z);
-  return z * (z < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
-}
-
 // Some tokens and channels of one sample. x, past, y and present: of the sample, from the first of these channels on.
 template <class T>
 struct Unit {
@@ -50,7 +44,7 @@ inline void convolve_token(const Workspace& w, std::int64_t any, const T* row, s
     const Floats own = read(row, c, channels);
     store(own_row + c, own);
     sum += load(filters + before * width + c) * own;
-    write(silu ? silu_of(sum) : sum, to, c, channels);
+    write(silu ? gated(sum, sum) : sum, to, c, channels);
   }
 }
 

@@ -74,12 +74,6 @@ inline Floats normal_share(Floats z) {
   return z < 0.0f ? beyond : 1.0f - beyond;
 }
 
-// z / (1 + e^−a), or z e^a / (1 + e^a): with the exponent that cannot overflow.
-inline Floats gated(Floats z, Floats a) {
-  const Floats small = exponential(a < 0.0f ? a : -a);
-  return z * (a < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
-}
-
 inline Floats activated(Floats z, linear::Activation activation) {
   switch (activation) {
     case linear::Activation::kGelu: return z * normal_share(z);

@@ -74,4 +74,10 @@ inline Floats exponential(Floats x) {
   std::memcpy(&scale, &power, sizeof scale);
   return x < lowest ? Floats{} : p * scale;
 }
+
+// z / (1 + e^−a), or z e^a / (1 + e^a): with the exponent that cannot overflow.
+inline Floats gated(Floats z, Floats a) {
+  const Floats small = exponential(a < 0.0f ? a : -a);
+  return z * (a < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
+}
 #endif
