@@ -452,8 +452,7 @@ MUTANTS = (
     *mutants_of("native/simd.h", ("exponential(a < 0.0f ? a : -a)", "exponential(-a)")),
     *mutants_of(
         "native/linear_vectors.h",
-        # a share of negative numbers, exponents that overflow, the residual and the scale of another row, and steps of
-        # one row
+        # a share of negative numbers, the residual and the scale of another row, and steps of one row
         ("z < 0.0f ? beyond : 1.0f - beyond", "1.0f - beyond"),
         ("call.residual_of_rows ? row * call.outputs : 0", "call.residual_of_rows ? 0 : 0"),
         ("workspace.known + i, row, column", "workspace.known, row, column"),
