@@ -15,7 +15,7 @@ from typing import Any
 from effexport.base.formatting import NOTHING, duration_with, three_digits
 from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
 from effexport.bench.grid import BenchResults, BenchRow, Grid, Model
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.nystrom import NystromSpec
 from effexport.render.document import Column, Line, Table
 
 

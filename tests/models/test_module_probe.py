@@ -17,10 +17,10 @@ from effexport.models.checkpoints.spec import checkpoint_from_dict
 from effexport.models.user.model import check_weights
 from effexport.models.user.spec_from_module import Calling, model_and_spec, spec_from_module
 from effexport.models.validation import SpecError
-from effexport.models.variants.aft_full.spec import AFTFullSpec
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.aft_full import AFTFullSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.nystrom import NystromSpec
 
 LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)
 FIXED = NystromSpec(

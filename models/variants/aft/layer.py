@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from effexport.models.attention_spec import AttentionSpec
 from effexport.models.layers import AttentionLayer, at_least_float32, split_heads
 from effexport.models.validation import SpecError
-from effexport.models.variants.aft.spec import AFTPositionSpec
+from effexport.models.variants.aft import AFTPositionSpec
 from effexport.models.variants.sums import ExpSums, average, block_count, sums_of_tokens
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.aft.contract import gated_sums
+from effexport.models.variants.aft_conv import AFTConvSpec
 from effexport.models.variants.aft_conv.layer import AFTConvAttention
-from effexport.models.variants.aft_conv.spec import AFTConvSpec
 from effexport.models.variants.contract import VariantContract
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from effexport.models.layers import at_least_float32
 from effexport.models.variants.aft.layer import AFTLayer
-from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft_conv import AFTConvSpec
 from effexport.models.variants.aft_local.layer import band_offsets, banded_block_size
 from effexport.models.variants.sums import ExpSums, banded_sums, block_count, causal_banded_sums
 from effexport.plugins.aft_window_attention.op import aft_window_attention

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from effexport.models.variants.aft.contract import bias_full, gated_sums
+from effexport.models.variants.aft_full import AFTFullSpec
 from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.variants.aft_full.spec import AFTFullSpec
 from effexport.models.variants.contract import VariantContract
 
 

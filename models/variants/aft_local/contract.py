@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.aft.contract import bias_full, gated_sums
+from effexport.models.variants.aft_local import AFTLocalSpec
 from effexport.models.variants.aft_local.layer import AFTLocalAttention
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
 from effexport.models.variants.contract import VariantContract
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from effexport.models.validation import SpecError
 from effexport.models.variants.aft.layer import AFTPositionLayer, later_columns, near_diagonal
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
 from effexport.models.variants.aft_simple.layer import simple_sums
 from effexport.models.variants.sums import (
     ABSENT,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.aft.contract import gated_sums
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 from effexport.models.variants.contract import VariantContract
 
 

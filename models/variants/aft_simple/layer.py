@@ -9,7 +9,7 @@ from torch import Tensor
 
 from effexport.models.layers import State, merge_heads
 from effexport.models.variants.aft.layer import AFTLayer
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.sums import ABSENT, ExpSums, average, merge, prefix_sums, sums_of_tokens, total
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention
 

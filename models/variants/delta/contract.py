@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.delta import DeltaSpec
 from effexport.models.variants.delta.layer import DeltaAttention
-from effexport.models.variants.delta.spec import DeltaSpec
 
 
 def projected(layer: torch.nn.Linear, x: Tensor) -> Tensor:

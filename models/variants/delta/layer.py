@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.variants.delta.spec import DeltaSpec
+from effexport.models.variants.delta import DeltaSpec
 from effexport.models.variants.recurrence import RecurrentAttention, Tokens
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.delta.contract import by_token, projected
+from effexport.models.variants.gated_delta import GatedDeltaSpec
 from effexport.models.variants.gated_delta.layer import GatedDeltaAttention
-from effexport.models.variants.gated_delta.spec import GatedDeltaSpec
 
 
 @torch.no_grad()

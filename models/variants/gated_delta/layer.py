@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from effexport.models.layers import at_least_float32
 from effexport.models.variants.delta.layer import DeltaAttention
-from effexport.models.variants.gated_delta.spec import GatedDeltaSpec
+from effexport.models.variants.gated_delta import GatedDeltaSpec
 from effexport.models.variants.recurrence import Tokens
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.gla import GLASpec
 from effexport.models.variants.gla.layer import GatedLinearAttention
-from effexport.models.variants.gla.spec import GLASpec
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.variants.gla.spec import GLASpec
+from effexport.models.variants.gla import GLASpec
 from effexport.models.variants.recurrence import RecurrentAttention, Tokens
 
 

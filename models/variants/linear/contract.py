@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.linear import LinearSpec
 from effexport.models.variants.linear.layer import LinearAttention
-from effexport.models.variants.linear.spec import LinearSpec
 
 
 def features(x: Tensor) -> Tensor:

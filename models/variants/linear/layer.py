@@ -19,7 +19,7 @@ from effexport.models.layers import (
     split_heads,
 )
 from effexport.models.validation import require
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.linear import LinearSpec
 from effexport.plugins.linear_attention.op import linear_attention as fused_linear_attention
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.local import LocalSpec
 from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.variants.local.spec import LocalSpec
 
 
 def visible_keys(spec: LocalSpec, t: int, keep: list[bool]) -> list[int]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.layers import MultiHeadAttention, at_least_float32
-from effexport.models.variants.local.spec import LocalSpec, LookAroundSpec
+from effexport.models.variants.local import LocalSpec, LookAroundSpec
 
 # Overwrites hidden logits, float32. The logit of a token itself lies between these and all others: a token attends to
 # itself only when nothing else is visible.

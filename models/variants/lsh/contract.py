@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.lsh import LSHSpec
 from effexport.models.variants.lsh.layer import LSHAttention
-from effexport.models.variants.lsh.spec import LSHSpec
 
 
 @torch.no_grad()

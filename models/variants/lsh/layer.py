@@ -20,7 +20,7 @@ from effexport.models.layers import (
     take_rows,
 )
 from effexport.models.variants.local.layer import chunk_count, look_around, window_attention
-from effexport.models.variants.lsh.spec import LSHSpec
+from effexport.models.variants.lsh import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention
 from effexport.plugins.lsh_hash.op import lsh_hash
 from effexport.plugins.lsh_sort.op import lsh_sort, sorted_rows

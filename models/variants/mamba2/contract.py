@@ -10,8 +10,8 @@ from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.delta.contract import convolved
+from effexport.models.variants.mamba2 import Mamba2Spec
 from effexport.models.variants.mamba2.layer import Mamba2
-from effexport.models.variants.mamba2.spec import Mamba2Spec
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.layers import at_least_float32
-from effexport.models.variants.mamba2.spec import Mamba2Spec
+from effexport.models.variants.mamba2 import Mamba2Spec
 from effexport.models.variants.recurrence import RecurrentAttention, RMSNorm, Tokens
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.nystrom import NystromSpec
 from effexport.models.variants.nystrom.layer import NystromAttention
-from effexport.models.variants.nystrom.spec import NystromSpec
 
 
 def naive_segments(keep: list[bool], num_landmarks: int) -> list[list[int]]:

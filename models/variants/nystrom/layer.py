@@ -12,7 +12,7 @@ from torch import Tensor
 
 from effexport.models.layers import DepthwiseConv, MultiHeadAttention, at_least_float32, masked_softmax
 from effexport.models.validation import SpecError
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.nystrom import NystromSpec
 from effexport.models.variants.softmax.layer import softmax_attention
 from effexport.plugins.iterative_pinv.op import iterative_pinv
 from effexport.plugins.iterative_pinv.op import reference as plain_iterative_pinv

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.retention import RetentionSpec
 from effexport.models.variants.retention.layer import Retention
-from effexport.models.variants.retention.spec import RetentionSpec
 
 
 @torch.no_grad()

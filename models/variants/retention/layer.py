@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from effexport.models.layers import at_least_float32, rotary_angles, rotate_pairs
 from effexport.models.variants.recurrence import RecurrentAttention, RMSNorm, Tokens, decay_of_heads
-from effexport.models.variants.retention.spec import RetentionSpec
+from effexport.models.variants.retention import RetentionSpec
 
 
 class Retention(RecurrentAttention):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.softmax import SoftmaxSpec
 from effexport.models.variants.softmax.layer import SoftmaxAttention
-from effexport.models.variants.softmax.spec import SoftmaxSpec
 
 
 def projected(layer: SoftmaxAttention, x: Tensor) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effexport.models.layers import DepthwiseConv, MultiHeadAttention, causal_mask, masked_softmax
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 from effexport.plugins.masked_attention.op import masked_attention
 from effexport.plugins.sequence_conv.op import sequence_conv
 

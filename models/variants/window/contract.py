@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.variants.contract import VariantContract
+from effexport.models.variants.window import WindowSpec
 from effexport.models.variants.window.layer import WindowAttention
-from effexport.models.variants.window.spec import WindowSpec
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from effexport.models.layers import MultiHeadAttention, State, masked_softmax, merge_heads
 from effexport.models.validation import require
-from effexport.models.variants.window.spec import WindowSpec
+from effexport.models.variants.window import WindowSpec
 from effexport.plugins.banded_attention.op import Band, attend_in_band
 
 

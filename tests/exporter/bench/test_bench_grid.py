@@ -9,7 +9,7 @@ from effexport.base.formatting import lengths, numbers, words
 from effexport.bench.grid import Grid, Model, models_from_text, spec_from_case
 from effexport.bench.presets import PRESETS, published_of
 from effexport.models.attention_spec import attention_spec
-from effexport.models.variants.lsh.spec import LSHSpec
+from effexport.models.variants.lsh import LSHSpec
 
 
 def test_cases_are_every_combination_shorter_sequences_first() -> None:
