@@ -18,8 +18,7 @@ from effexport.models.validation import SpecError
 from effexport.models.variants.chunked_recurrence import chunked_recurrence
 from effexport.models.variants.delta import DeltaSpec
 from effexport.models.variants.gated_delta import GatedDeltaSpec
-from effexport.models.variants.gated_delta.contract import exact
-from effexport.models.variants.gated_delta.layer import GatedDeltaAttention
+from effexport.models.variants.gated_delta.layer import GatedDeltaAttention, exact
 from effexport.models.variants.gla import GLASpec
 from effexport.models.variants.mamba2 import Mamba2Spec
 from effexport.models.variants.recurrence import RecurrentAttention
