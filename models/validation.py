@@ -82,7 +82,7 @@ def shown_reason(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error of the user's code says, with its type where that says more: a KeyError is the key alone."""
+    """The message of an error of the user's code, with its type where that says more: a KeyError is the key alone."""
     text, kind = " ".join(str(error).split()), type(error).__name__
     return f"{kind}: {text}" if text and isinstance(error, KeyError) else text or kind
 
