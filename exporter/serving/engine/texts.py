@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from effexport.base.errors import UserError
 from effexport.generation.sampling import ALIASES, Sampling
@@ -23,9 +21,8 @@ from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
 from effexport.runners.decode import Graph
-from effexport.runners.runner import Closeable
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError, stopping
-from effexport.serving.engine.queue import Batcher, Waiting, aside
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError
+from effexport.serving.engine.queue import Batcher, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, CONTEXT, OPTIONS, STREAM, TEXT, ServedSignature, unknown_name
 from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
@@ -199,7 +196,7 @@ class HasSession(Protocol):
 Waiter = TypeVar("Waiter", bound=HasSession)
 
 
-class GenerationLoop(Closeable, Generic[Waiter]):
+class GenerationLoop(Queue[Waiter]):
     """Generates many texts at a time, with one step of the model for all of them. Only its thread changes sessions.
 
     generator: warmed up, and closed with the loop. max_sessions: texts that grow at the same time; later ones wait.
@@ -222,32 +219,15 @@ class GenerationLoop(Closeable, Generic[Waiter]):
         self._max_sessions = max_sessions
         self._max_waiting = max_waiting
         self._on_step = on_step
-        self._waiting: deque[Waiter] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="effexport-generation", daemon=True)
-        self._thread.start()
+        super().__init__("effexport-generation", self._work)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def add(self, text: Waiter) -> None:
-        """Begin a text, from any thread. Raises RequestError if too many wait, or the server is stopping."""
-        with self._changed:
-            if self._closing:
-                raise stopping()
-            if self._max_waiting and len(self._waiting) >= self._max_waiting:
-                raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later", QUEUE_FULL)
-            self._waiting.append(text)
-            self._changed.notify()
+    def _check_room(self) -> None:
+        if self._max_waiting and len(self._waiting) >= self._max_waiting:
+            raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later", QUEUE_FULL)
 
     def close(self) -> None:
         """Finish the accepted texts or drop them, then stop and close the generator."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
+        super().close()
         self._generator.close()
 
     def _work(self) -> None:

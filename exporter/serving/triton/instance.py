@@ -29,7 +29,7 @@ from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
 from effexport.serving.engine.errors import refusal_of
-from effexport.serving.engine.queue import Key, expected_error, joining_key, rows_of, run_together
+from effexport.serving.engine.queue import Outcome, Queued, first_batch, run_together
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
@@ -53,8 +53,6 @@ ARTIFACT = "artifact"
 MOST_WINDOWS = 256
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
 CANCEL_CHECK_SECONDS = 0.05
-# The outputs of a request, or its error.
-Answer = Mapping[str, "Array"] | EffexportError
 TaskOf = Callable[[Mapping[str, Any]], Task]
 
 
@@ -122,7 +120,7 @@ class ModelInstance(Closeable):
         ]
         return [self._response(answer) for answer in run_requests(self.runner, self.task_of, given, self.max_batch)]
 
-    def _response(self, answer: Answer) -> Any:
+    def _response(self, answer: Outcome) -> Any:
         if isinstance(answer, EffexportError):
             return self._backend.InferenceResponse(error=triton_error(self._backend, answer))
         tensors = [self._backend.Tensor(name, value) for name, value in answer.items()]
@@ -157,7 +155,7 @@ class TritonRequest:
 
 def run_requests(
     runner: OrtRunner, task_of: TaskOf | None, requests: Sequence[TritonRequest], max_batch: int
-) -> list[Answer]:
+) -> list[Outcome]:
     """The outputs of each request, or its error. A bad request does not affect the others.
 
     A request has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context`
@@ -172,7 +170,7 @@ def run_requests(
 
 def job_from_request(
     task_of: TaskOf | None, request: TritonRequest, max_batch: int
-) -> tuple[Sequence[Mapping[str, Array]], Callable[[Sequence[Answer]], Answer]]:
+) -> tuple[Sequence[Mapping[str, Array]], Callable[[Sequence[Outcome]], Outcome]]:
     """The runs of a request with tensors or texts, none for one with an error; and what makes its answer of theirs."""
     tensors = request.tensors
     if task_of is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
@@ -186,7 +184,7 @@ def job_from_request(
     # of each text, at most as many windows as the model takes together
     runs = [one.rows(max(max_batch, 1)) for one in prepared]
 
-    def answer(answers: Sequence[Answer]) -> Answer:
+    def answer(answers: Sequence[Outcome]) -> Outcome:
         left = iter(answers)
         try:
             joined = [joined_outputs([outputs_or_raise(next(left)) for _ in of_text]) for of_text in runs]
@@ -197,7 +195,7 @@ def job_from_request(
     return [run for of_text in runs for run in of_text], answer
 
 
-def outputs_or_raise(answer: Answer) -> Mapping[str, Array]:
+def outputs_or_raise(answer: Outcome) -> Mapping[str, Array]:
     if isinstance(answer, EffexportError):
         raise answer
     return answer
@@ -248,27 +246,23 @@ def answers_of_texts(
     return found
 
 
-def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_batch: int) -> list[Answer]:
+def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_batch: int) -> list[Outcome]:
     """The outputs of each request, or its error; those of one shape run together. A bad request spoils no other one.
 
     max_batch: rows that run together, unless one request has more; 0 runs each request on its own, for models whose
     results depend on the rest of the batch.
     """
-    answers: dict[int, Answer] = {}
-    groups: dict[Key, list[dict[int, Mapping[str, Array]]]] = {}
+    answers: dict[int, Outcome] = {}
+    waiting: dict[Queued, int] = {}
     for i, request in enumerate(requests):
         try:
-            feeds = checked_feeds(request, runner.inputs, runner.limits)
+            waiting[Queued(checked_feeds(request, runner.inputs, runner.limits))] = i
         except EffexportError as error:
             answers[i] = error
-            continue
-        of_shape = groups.setdefault(joining_key(feeds), [{}])
-        if of_shape[-1] and sum(map(rows_of, [*of_shape[-1].values(), feeds])) > max_batch:
-            of_shape.append({})
-        of_shape[-1][i] = feeds
-    for group in (group for of_shape in groups.values() for group in of_shape):
-        for i, outcome in zip(group, run_together(runner.run, list(group.values())), strict=True):
-            answers[i] = expected_error(outcome) if isinstance(outcome, Exception) else outcome
+    while waiting:
+        batch = first_batch(list(waiting), lambda batch: sum(one.rows for one in batch) <= max_batch)
+        for one, outcome in zip(batch, run_together(runner.run, batch), strict=True):
+            answers[waiting.pop(one)] = outcome
     return [answers[i] for i in range(len(requests))]
 
 

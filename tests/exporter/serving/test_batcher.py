@@ -44,7 +44,7 @@ def batcher(runner: HeldRunner) -> Iterator[Callable[..., Batcher]]:
 
 
 def job(batcher: Batcher, value: int, length: int = 3, rows: int = 1, timeout_s: float = 30.0) -> Job:
-    return batcher.submit({"x": np.full((rows, length), value)}, rows, timeout_s)
+    return batcher.submit({"x": np.full((rows, length), value)}, timeout_s)
 
 
 async def held(batcher: Batcher, runner: HeldRunner) -> Job:

@@ -50,7 +50,7 @@ def joined_answers(run: Callable[..., Any], requests: list[dict[str, Any]], padd
     async def scenario() -> list[Any]:
         settings = ServingSettings(max_batch=sum(rows), max_padding=0.999, batch_delay_ms=60_000.0)
         batcher = Batcher(run, settings, Metrics("m"), joins=True, padding=padding)
-        jobs = [batcher.submit(feeds, count, 60.0) for feeds, count in zip(requests, rows, strict=True)]
+        jobs = [batcher.submit(feeds, 60.0) for feeds in requests]
         found = await asyncio.gather(*(job.answer for job in jobs), return_exceptions=True)
         await asyncio.to_thread(batcher.close)
         return found
@@ -105,7 +105,7 @@ def answers_of(lengths: list[int], runner: HeldRunner, cancelled: int = -1, **se
         batcher = Batcher(runner.run, ServingSettings(**settings), Metrics("m"), joins=True, padding=TOKENS)
 
         def submit(value: int, length: int) -> Job:
-            return batcher.submit({"x": np.full((1, length), value)}, 1, 30.0)
+            return batcher.submit({"x": np.full((1, length), value)}, 30.0)
 
         first = submit(0, 100)
         await asyncio.to_thread(runner.running.acquire)
@@ -156,7 +156,7 @@ def test_several_runs_go_on_at_once_and_all_end_before_a_stop() -> None:
 
     async def scenario() -> None:
         batcher = Batcher(runner.run, ServingSettings(concurrent_runs=2), Metrics("m"), joins=False)
-        jobs = [batcher.submit({"x": np.ones((1, 3))}, 1, 30.0) for _ in range(3)]
+        jobs = [batcher.submit({"x": np.ones((1, 3))}, 30.0) for _ in range(3)]
         for _ in range(2):
             await asyncio.to_thread(runner.running.acquire)
         assert not runner.running.acquire(blocking=False)
@@ -177,7 +177,7 @@ def test_a_delay_for_one_shape_does_not_keep_other_runners_from_sleeping_through
     async def scenario() -> None:
         settings = ServingSettings(batch_delay_ms=60_000.0, concurrent_runs=3)
         batcher = Batcher(runner.run, settings, Metrics("m"), joins=True, padding=TOKENS)
-        job = batcher.submit({"x": np.ones((1, 3))}, 1, 30.0)
+        job = batcher.submit({"x": np.ones((1, 3))}, 30.0)
         started = time.perf_counter()
         await asyncio.to_thread(batcher.close)
         assert (await job.answer)["y"].tolist() == [[2, 2, 2]]
