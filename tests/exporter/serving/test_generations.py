@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from alphabet import Alphabet
+from serving_load import events_of
 
 from effexport.base.errors import UserError
 from effexport.generation.sampling import Sampling
@@ -138,14 +138,6 @@ class Model:
     name, version = "letters", "1"
 
 
-def events_of(body: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, as a client reads them: lines `data: …`, each before an empty line."""
-    *lines, last = body.decode().split("\n\n")
-    assert last == ""
-    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
 async def sent(stream: Any) -> list[dict[str, Any]]:
     """The messages of a response."""
     messages = []
@@ -170,7 +162,7 @@ def test_what_fails_after_the_first_event_is_an_event_too(decoder: Alphabet, mad
 
     start, *parts = asyncio.run(check())
     assert start["status"] == 200
-    events = events_of(b"".join(part["body"] for part in parts))
+    events = events_of(b"".join(part["body"] for part in parts).decode())
     assert "".join(event.get("text_output", "") for event in events) == "bcd"
     assert events[-1] == {"error": "the GPU is gone"}
     assert [part["more_body"] for part in parts][-1] is False

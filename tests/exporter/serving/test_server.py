@@ -7,8 +7,6 @@ import gzip
 import json
 import resource
 import socket
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +19,8 @@ from serving_load import (
     Reply,
     Sample,
     ServerProcess,
+    check_malformed,
+    check_right_answers,
     closed_loop,
     exchange_once,
     json_of,
@@ -29,6 +29,7 @@ from serving_load import (
     post,
     running_server,
     stop_under_load,
+    wait_until,
 )
 
 from effexport.artifact import Artifact
@@ -84,30 +85,13 @@ def test_what_is_not_served_is_answered_in_json(server: ServerProcess, path: str
 
 
 def test_500_malformed_requests_each_get_a_4xx_and_nothing_leaks(server: ServerProcess, samples: list[Sample]) -> None:
-    requests = malformed_requests("small", 500)
-    # whatever is allocated once is there after the first hundred
-    for _, request in requests[:100]:
-        exchange(server, request)
-    rss, files = server.rss_bytes, server.open_files
-    answered = Counter()
-    for kind, request in requests:
-        reply = exchange(server, request)
-        assert 400 <= reply.status < 500, (kind, reply, request[:500])
-        answered[kind] += 1
-    assert answered.total() == 500
     # 500 bodies of up to 200 kB would be 10 MiB and more, were they kept
-    assert server.rss_bytes - rss < 8 * MIB
-    assert server.open_files <= files + 1
-    assert server.metric("effexport_queue_depth") == 0
-    assert "Traceback" not in server.log.read_text()
-    outcome = asyncio.run(closed_loop(server.port, samples, 4, 24))
-    assert (outcome.statuses, outcome.wrong) == ({200: 24}, 0)
+    check_malformed(server, malformed_requests("small", 500), 100, 8 * MIB)
+    check_right_answers(server, samples, 4)
 
 
 def test_64_clients_lose_nothing_and_get_right_answers(server: ServerProcess, samples: list[Sample]) -> None:
-    outcome = asyncio.run(closed_loop(server.port, samples, 64, 2000))
-    assert outcome.statuses == {200: 2000}
-    assert (outcome.wrong, outcome.lost) == (0, 0)
+    check_right_answers(server, samples, 64, 2000)
 
 
 def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> None:
@@ -121,8 +105,7 @@ def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> 
     assert (outcome.wrong, outcome.lost) == (0, 0)
     # ONNX Runtime keeps the memory of the first two full batches that run at once
     assert server.rss_bytes - rss < 128 * MIB
-    well = asyncio.run(closed_loop(server.port, samples, 1, 20))
-    assert well.statuses == {200: 20}
+    check_right_answers(server, samples, 1, 20)
 
 
 @pytest.mark.slow
@@ -231,12 +214,8 @@ def test_a_client_that_goes_away_takes_nothing_with_it(server: ServerProcess, sa
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", server.port)) as connection:
                 connection.sendall(samples[0].request[:cut])
-    outcome = asyncio.run(closed_loop(server.port, samples, 2, 24))
-    assert (outcome.statuses, outcome.wrong) == ({200: 24}, 0)
-    deadline = time.monotonic() + 30
-    while server.open_files > files + 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    check_right_answers(server, samples)
+    wait_until(lambda: server.open_files <= files + 1, 30)
     assert server.metric("effexport_queue_depth") == 0
 
 

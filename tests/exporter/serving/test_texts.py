@@ -17,7 +17,17 @@ import pytest
 from kept import kept
 from random_tokenizers import saved_tokenizer
 from serving_fuzz import malformed_texts
-from serving_load import Reply, Sample, ServerProcess, exchange_once, json_of, post, running_server, samples_of
+from serving_load import (
+    Reply,
+    Sample,
+    ServerProcess,
+    check_malformed,
+    exchange_once,
+    json_of,
+    post,
+    running_server,
+    samples_of,
+)
 from serving_traffic import SCORE_LIMIT, VECTOR_LIMIT, Oracle, check_load, mixed_traffic, sized, text_input
 from small_builds import what_decides_a_build
 from transformers_models import TINY_OF_TEXTS, saved
@@ -317,28 +327,8 @@ def test_what_openai_has_and_this_server_does_not_is_refused_in_the_form_of_open
 def test_malformed_requests_each_get_a_4xx_with_one_message_and_nothing_leaks(
     reading: ServerProcess, traffic: list[Sample]
 ) -> None:
-    requests = malformed_texts("pooled", 450)
-    index = ask(reading, "/v2/repository/index", {}).body
-    # whatever is allocated once is there after the first
-    for _, request in requests[:90]:
-        asyncio.run(exchange_once(reading.port, request))
-    rss, files = reading.rss_bytes, reading.open_files
-    for kind, request in requests:
-        reply = asyncio.run(exchange_once(reading.port, request))
-        assert 400 <= reply.status < 500, (kind, reply, request[:500])
-        error = json_of(reply)["error"]
-        if request.split()[1].startswith(b"/v1/"):
-            assert set(error) == {"message", "type", "param", "code"}
-            error = error["message"]
-        # a line, however long what it is about
-        assert 10 < len(error) < 500, (kind, error)
-        assert "\n" not in error
     # requests have half a megabyte at most; the allocator keeps some of what was freed
-    assert reading.rss_bytes - rss < 16 << 20
-    assert reading.open_files <= files + 1
-    assert reading.metric("effexport_queue_depth") == 0
-    assert "Traceback" not in reading.log.read_text()
-    assert ask(reading, "/v2/repository/index", {}).body == index
+    check_malformed(reading, malformed_texts("pooled", 450), 90, 16 << 20)
     check_load(reading.port, traffic, 120)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from alphabet import Alphabet
+from serving_load import wait_until
 
 import effexport
 from effexport.artifact import Artifact
@@ -190,10 +191,7 @@ def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.Monk
         last = KeptReply()
         loop.begin("x", Sampling(max_new_tokens=2, temperature=0), True, last)
         assert last.text == "yz"
-        deadline = time.monotonic() + SECONDS
-        while generator.stepper.is_busy:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not generator.stepper.is_busy, SECONDS)
         steps = decoder.steps
         time.sleep(0.1)
         assert decoder.steps == steps
