@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.base.errors import UserError
 from effexport.generation.sampling import ALIASES, Sampling
@@ -187,39 +188,41 @@ def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, A
     return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
 
 
-class HasSession(Protocol):
+class TextWaiter:
     """A text that somebody waits for."""
 
-    session: Session
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def new_pieces(self) -> list[Piece]:
+        """What the session has added since the last call."""
+        return [self.session.pieces.popleft() for _ in range(len(self.session.pieces))]
 
 
-Waiter = TypeVar("Waiter", bound=HasSession)
+Waiter = TypeVar("Waiter", bound=TextWaiter)
 
 
 class GenerationLoop(Queue[Waiter]):
     """Generates many texts at a time, with one step of the model for all of them. Only its thread changes sessions.
 
     generator: warmed up, and closed with the loop. max_sessions: texts that grow at the same time; later ones wait.
-    max_waiting: how many may wait, 0 for any number. on_step: called by the thread with the texts that have something
-    new, and the seconds of the step. finishes: whether the texts that were accepted are finished before it closes.
+    max_waiting: how many may wait, 0 for any number. finishes: whether the texts that were accepted are finished before
+    it closes.
     """
 
     finishes = True
 
-    def __init__(
-        self,
-        generator: TextGenerator,
-        max_sessions: int,
-        on_step: Callable[[list[Waiter], float], object],
-        max_waiting: int = 0,
-    ) -> None:
+    def __init__(self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0) -> None:
         """Raises what the runtime of the generator raises."""
         warm_up(generator)
         self._generator = generator
         self._max_sessions = max_sessions
         self._max_waiting = max_waiting
-        self._on_step = on_step
         super().__init__("effexport-generation", self._work)
+
+    @abstractmethod
+    def _stepped(self, texts: list[Waiter], seconds: float) -> None:
+        """Take what is new of these texts; called by the thread, with the seconds of the step."""
 
     def _check_room(self) -> None:
         if self._max_waiting and len(self._waiting) >= self._max_waiting:
@@ -247,14 +250,14 @@ class GenerationLoop(Queue[Waiter]):
             stepped = stepper.step()
             if stepped:
                 texts = [running[session] for session in stepped if session in running]
-                self._on_step(texts, time.perf_counter() - started)
+                self._stepped(texts, time.perf_counter() - started)
 
 
-class Stream:
+class Stream(TextWaiter):
     """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state."""
 
     def __init__(self, session: Session, timeout_s: float, on_close: Callable[[], None]) -> None:
-        self.session = session
+        super().__init__(session)
         self._loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._on_close = on_close
@@ -281,13 +284,11 @@ class Stream:
 
     def put_new(self) -> int:
         """Put what the session has added; from the thread that steps it. Returns the number of new tokens."""
-        session = self.session
-        pieces = [session.pieces.popleft() for _ in range(len(session.pieces))]
-        if pieces:
+        if pieces := self.new_pieces():
             self._put_from_thread(pieces)
-        if session.error is not None:
-            logger.error("a text could not be continued: %s", session.error)
-            self._put_from_thread(RequestError(str(session.error), FAILED))
+        if (error := self.session.error) is not None:
+            logger.error("a text could not be continued: %s", error)
+            self._put_from_thread(RequestError(str(error), FAILED))
         return sum(piece.finish_reason != "eos" for piece in pieces)
 
     def _put_from_thread(self, found: list[Piece] | Exception) -> None:
@@ -317,10 +318,10 @@ class Generations(GenerationLoop[Stream]):
         self._metrics = metrics
         metrics.add_generation()
         metrics.sessions.set_function(lambda: len(self._places))
-        super().__init__(generator, self.most, self._send)
+        super().__init__(generator, self.most)
 
-    def _send(self, streams: list[Stream], seconds: float) -> None:
-        self._metrics.tokens.inc(sum(stream.put_new() for stream in streams))
+    def _stepped(self, texts: list[Stream], seconds: float) -> None:
+        self._metrics.tokens.inc(sum(stream.put_new() for stream in texts))
         self._metrics.step_s.observe(seconds)
 
     def refuse_if_full(self) -> None:

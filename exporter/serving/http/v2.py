@@ -243,17 +243,11 @@ def check_finite(name: str, array: Array) -> None:
         )
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """A text to continue. id: to be returned."""
+def generate_request(body: bytes, *, streaming: bool) -> tuple[str, Sampling, str | None]:
+    """A text to continue, how, and the id to be returned. Parameters may be in `parameters` or beside the text.
 
-    id: str | None
-    text: str
-    sampling: Sampling
-
-
-def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
-    """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises UserError."""
+    Raises UserError.
+    """
     beside = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
     identifier, text, inside = id_of(beside), beside.pop(TEXT_INPUT, None), beside.pop("parameters", None)
     beside.pop("id", None)
@@ -267,7 +261,7 @@ def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
     if stream not in (streaming, None):
         other = "generate" if streaming else "generate_stream"
         raise RequestError(f"stream is {shown(stream)}; send the request to …/{other}, or leave stream out")
-    return GenerateRequest(identifier, text, sampling)
+    return text, sampling, identifier
 
 
 # Proxies that buffer would hold back the events; this header turns that off in the most common one.
@@ -299,21 +293,22 @@ async def begun_text(service: Service, request: Request, stack: ExitStack, *, st
     # before the body is read, so that an overloaded server refuses at once
     model.generations.refuse_if_full()
     async with service.body_of(request) as body:
-        wanted = await service.parsed(len(body), partial(generate_request, body, streaming=streaming))
-    stream = await model.generations.submit(wanted.text, wanted.sampling)
+        read = partial(generate_request, body, streaming=streaming)
+        text, sampling, identifier = await service.parsed(len(body), read)
+    stream = await model.generations.submit(text, sampling)
     stack.callback(stream.close)
     gone = stack.enter_context(watched(request.receive))
     gone.add_done_callback(lambda _: stream.put(ClientGoneError()))
-    return Text(model, wanted, stream)
+    return Text(model, stream, identifier)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that a client waits for."""
+    """A text that a client waits for. id: of its request."""
 
     model: ServedModel
-    request: GenerateRequest
     stream: Stream
+    id: str | None = None
 
     def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The answer with pieces of the text: all of them, or those of one event. The last says how it ended."""
@@ -323,8 +318,8 @@ class Text:
             "text_output": "".join(piece.text for piece in pieces),
             "tokens": [piece.token for piece in pieces if piece.finish_reason != "eos"],
         }
-        if self.request.id is not None:
-            answer["id"] = self.request.id
+        if self.id is not None:
+            answer["id"] = self.id
         if (reason := pieces[-1].finish_reason) is not None:
             session = self.stream.session
             answer |= {"finish_reason": reason, "prompt_tokens": len(session.prompt), "seed": session.seed}

@@ -40,7 +40,7 @@ from effexport.serving.engine.signature import (
     TEXT_INPUT,
     decoded,
 )
-from effexport.serving.engine.texts import GenerationLoop, Tasks, sampling_from_options
+from effexport.serving.engine.texts import GenerationLoop, Tasks, TextWaiter, sampling_from_options
 from effexport.text.task import PreparedText, Task, joined_outputs
 from effexport.text.tasks import Embedding
 
@@ -324,11 +324,11 @@ class Reply:
         self._sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 
 
-class TextReply:
+class TextReply(TextWaiter):
     """A request that is being answered. in_pieces: send text as it arrives, instead of all at the end."""
 
     def __init__(self, session: Session, reply: Reply, in_pieces: bool) -> None:
-        self.session = session
+        super().__init__(session)
         self._reply = reply
         self._in_pieces = in_pieces
         self._text = ""
@@ -347,11 +347,9 @@ class TextReply:
                 self._reply.cancel(session)
                 return
             self._next_check = time.monotonic() + CANCEL_CHECK_SECONDS
-        reason = None
-        while session.pieces:
-            piece = session.pieces.popleft()
-            self._text += piece.text
-            reason = piece.finish_reason
+        pieces = self.new_pieces()
+        self._text += "".join(piece.text for piece in pieces)
+        reason = pieces[-1].finish_reason if pieces else None
         self._done = session.error is not None or reason is not None
         if session.error is not None:
             self._reply.fail(session.error)
@@ -374,7 +372,7 @@ class GenerationInstance(GenerationLoop[TextReply]):
         # replies with something to send, each once, however many steps ago
         self._unsent: dict[TextReply, None] = {}
         self._arrived = threading.Condition()
-        super().__init__(generator, max_sessions, self._stepped, max_waiting)
+        super().__init__(generator, max_sessions, max_waiting)
         self._sender = threading.Thread(target=self._send, daemon=True)
         self._sender.start()
 
@@ -396,9 +394,9 @@ class GenerationInstance(GenerationLoop[TextReply]):
         """
         self.add(TextReply(self._generator.session(prompt, sampling), reply, in_pieces))
 
-    def _stepped(self, replies: list[TextReply], _: float) -> None:
+    def _stepped(self, texts: list[TextReply], seconds: float) -> None:
         with self._arrived:
-            self._unsent |= dict.fromkeys(replies)
+            self._unsent |= dict.fromkeys(texts)
             self._arrived.notify()
 
     def _send(self) -> None:

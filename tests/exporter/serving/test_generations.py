@@ -145,8 +145,7 @@ async def sent(stream: Any) -> list[dict[str, Any]]:
     async def send(message: dict[str, Any]) -> None:
         messages.append(message)
 
-    request = generate_request(b'{"text_input": "a"}', streaming=True)
-    text = Text(Model(), request, stream)  # type: ignore[arg-type]
+    text = Text(Model(), stream)  # type: ignore[arg-type]
     with ExitStack() as stack:
         stack.callback(stream.close)
         response = EventStream(text, await stream.pieces(), stack.pop_all())
@@ -332,5 +331,5 @@ def test_parameters_may_stand_in_parameters_or_beside_the_text_and_null_is_the_d
     inside = generate_request(b'{"text_input": "x", "parameters": {"max_tokens": 5, "seed": 2}}', streaming=False)
     beside = generate_request(b'{"text_input": "x", "max_new_tokens": 5, "seed": 2, "stream": true}', streaming=True)
     assert inside == beside
-    assert inside.sampling == Sampling(max_new_tokens=5, seed=2)
-    assert generate_request(b'{"text_input": "x", "top_k": null}', streaming=False).sampling == Sampling()
+    assert inside == ("x", Sampling(max_new_tokens=5, seed=2), None)
+    assert generate_request(b'{"text_input": "x", "top_k": null}', streaming=False)[1] == Sampling()
