@@ -13,12 +13,11 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.base.errors import UserError
 from effexport.generation.sampling import ALIASES, Sampling
-from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
 from effexport.runners.decode import Graph
@@ -26,12 +25,10 @@ from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG,
 from effexport.serving.engine.queue import Batcher, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, CONTEXT, OPTIONS, STREAM, TEXT, ServedSignature, unknown_name
-from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
-from effexport.text.task import TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
-from effexport.text.tasks import Embedding, task_from_spec
+from effexport.text.task import DEFAULT_OPTIONS, TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
+from effexport.text.tasks import Embedding
 
 if TYPE_CHECKING:
-    from effexport.artifact import Artifact
     from effexport.generation.text_generator import Piece, Session, TextGenerator
     from effexport.serving.engine.metrics import Metrics
     from effexport.serving.engine.settings import ServingSettings
@@ -39,23 +36,7 @@ if TYPE_CHECKING:
 
 # Shorter texts are tokenised in less than a millisecond.
 THREAD_CHARACTERS = 2048
-# Tasks with different options that a model keeps.
-KEPT_TASKS = 16
 TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
-
-
-class Tasks:
-    """The task of an artifact, with any options. default: the one without options."""
-
-    def __init__(self, artifact: Artifact) -> None:
-        """Raises UserError for an artifact that does not read text, or whose outputs answer no task."""
-        spec, tokenizer, config = artifact.spec, tokenizer_from_artifact(artifact), json_of(artifact.path / CONFIG)
-        self._of_options = lru_cache(KEPT_TASKS)(partial(task_from_spec, spec, tokenizer, config))
-        self.default: Task = self._of_options(TextOptions())
-
-    def of_parameters(self, parameters: Mapping[str, Any]) -> Task:
-        """Raises UserError as `options_from_parameters`, and for options that the artifact does not have."""
-        return self._of_options(options_from_parameters(parameters))
 
 
 def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:
@@ -76,12 +57,13 @@ class Texts:
     """The texts of a served model: each is a request to its queue, or several if its windows are more rows than a run
     has."""
 
-    def __init__(self, tasks: Tasks, batcher: Batcher, signature: ServedSignature) -> None:
-        self._tasks = tasks
+    def __init__(self, task_of: Callable[[TextOptions], Task], batcher: Batcher, signature: ServedSignature) -> None:
+        self._task_of = task_of
+        self._default = task_of(DEFAULT_OPTIONS)
         self._batcher = batcher
         self._signature = signature
-        self.name = tasks.default.name
-        self.is_embedding = isinstance(tasks.default, Embedding)
+        self.name = self._default.name
+        self.is_embedding = isinstance(self._default, Embedding)
         # names and datatypes of the outputs
         self.outputs = {ANSWER: "BYTES", **({EMBEDDING: "FP32"} if self.is_embedding else {})}
 
@@ -105,13 +87,14 @@ class Texts:
 
         Raises ClientGoneError, or UserError with the index of a text that cannot be answered.
         """
-        task = self._tasks.of_parameters({n: parameters[n] for n in TEXT_OPTIONS if parameters.get(n) is not None})
+        given = {name: parameters[name] for name in TEXT_OPTIONS if parameters.get(name) is not None}
+        task = self._task_of(options_from_parameters(given))
         prepared = [(len(text) + len(pair or ""), partial(task.prepare, text, pair)) for text, pair in texts]
         return await self._answers(task, prepared, waiting)
 
     async def embeddings_of(self, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting) -> list[Any]:
         """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `answers_of`."""
-        task = self._tasks.default
+        task = self._default
         assert isinstance(task, Embedding)
         texts: list[Unprepared] = [
             (len(one), partial(task.prepare, one) if isinstance(one, str) else partial(prepared_tokens, task, one))

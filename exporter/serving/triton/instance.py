@@ -40,9 +40,9 @@ from effexport.serving.engine.signature import (
     TEXT_INPUT,
     decoded,
 )
-from effexport.serving.engine.texts import GenerationLoop, Tasks, TextWaiter, sampling_from_options
+from effexport.serving.engine.texts import GenerationLoop, TextWaiter, options_from_parameters, sampling_from_options
 from effexport.text.task import PreparedText, Task, joined_outputs
-from effexport.text.tasks import Embedding
+from effexport.text.tasks import Embedding, tasks_from_artifact
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -109,7 +109,10 @@ class ModelInstance(Closeable):
         self._backend = backend
         self.runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
         reads_text = any(tensor["name"] == TEXT for tensor in config["input"])
-        self.task_of = Tasks(artifact).of_parameters if reads_text else None
+        self.task_of: TaskOf | None = None
+        if reads_text:
+            tasks = tasks_from_artifact(artifact)
+            self.task_of = lambda parameters: tasks(options_from_parameters(parameters))
         # 0 if results may depend on the rest of the batch; requests then run one by one
         self.max_batch = config["max_batch_size"]
 

@@ -16,7 +16,7 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.records import record_from_values
 from effexport.base.spec import is_optional
-from effexport.serving.engine.signature import protocol_type, tensors_of
+from effexport.serving.engine.signature import BINARY_ONLY, example_shape, protocol_type, tensors_of
 from effexport.serving.triton.config import Backend, choose_backends, render
 from effexport.serving.triton.repository import (
     CONFIG,
@@ -296,7 +296,6 @@ MARK = "written by effexport package"
 PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
 # Requests with more numbers are not shown as examples.
 LARGEST_EXAMPLE = 64
-NOT_IN_JSON = ("float16", "bfloat16")
 
 
 def pages_of_repository(
@@ -345,7 +344,7 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "tensorrt": {record.name: record.tensorrt_version for record in models if record.tensorrt_version},
         "first": first,
         "request": json_request(first),
-        "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
+        "client_inputs": example_inputs(first),
         "protocol_type": protocol_type,
         "tensors": tensors_of,
         "reader": readers[0] if readers else None,
@@ -391,23 +390,19 @@ def packages_of(models: list[ModelRecord]) -> list[str]:
     return [f"{name}{suffix if name == 'onnxruntime' else ''}=={version}" for name, version in sorted(newest.items())]
 
 
-def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
-    """The inputs of an example request; Python models have defaults for masks and segments."""
-    return [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
-
-
-def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:
+def example_inputs(record: ModelRecord) -> list[tuple[TensorInfo, list[int]]]:
+    """The inputs of an example request with their shapes; Python models have defaults for masks and segments."""
+    needed = [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
     sizes = {"batch": 1, "seq": record.example_length}
-    return [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
+    return [(tensor, example_shape(tensor, sizes)) for tensor in needed]
 
 
 def json_request(record: ModelRecord) -> str | None:
     """An example request for curl; None if it is too long to read, or has float16, which Triton refuses in JSON."""
-    if any(tensor.dtype in NOT_IN_JSON for tensor in (*record.inputs, *record.outputs)):
+    if any(protocol_type(tensor.dtype) in BINARY_ONLY for tensor in (*record.inputs, *record.outputs)):
         return None
     inputs = []
-    for tensor in needed_inputs(record):
-        shape = example_shape(record, tensor)
+    for tensor, shape in example_inputs(record):
         count = math.prod(shape)
         if count > LARGEST_EXAMPLE:
             return None
