@@ -179,7 +179,7 @@ Item = TypeVar("Item")
 
 
 class Queue(Closeable, Generic[Item]):
-    """What waits, and the threads that take it. work: of each thread; it returns after `close`."""
+    """Items that wait, and the threads that take them. work: of each thread; it returns after `close`."""
 
     def __init__(self, name: str, work: Callable[[], None], threads: int = 1) -> None:
         self._waiting: deque[Item] = deque()

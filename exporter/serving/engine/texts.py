@@ -178,7 +178,7 @@ class TextWaiter:
         self.session = session
 
     def new_pieces(self) -> list[Piece]:
-        """What the session has added since the last call."""
+        """Pieces that the session has added since the last call."""
         return [self.session.pieces.popleft() for _ in range(len(self.session.pieces))]
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -117,7 +118,6 @@ READ_TIMEOUT_S = 30.0
 # Instead of that, if unread answers have more memory than all bodies may have.
 URGENT_READ_TIMEOUT_S = 2.0
 READ_CHECK_S = 1.0
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 class Protocol(HttpToolsProtocol):
@@ -256,7 +256,8 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Refuse what arrives, and close the connection when the complete requests before it are answered."""
         body = orjson.dumps({"error": message})
-        head = f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        reason = HTTPStatus(status).phrase
+        head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self._refusal = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         if not self._is_answered and self.cycle.more_body:  # the request at fault is the last one
             if not self.pipeline:
