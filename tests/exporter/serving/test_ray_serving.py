@@ -40,19 +40,8 @@ def test_the_application_on_ray_answers_as_the_runner_does_and_stops_cleanly(
     feeds = np.random.default_rng(0).integers(2, 250, (2, 40))
     with effexport.load(artifact.path) as runner:
         right = runner.run({"input_ids": feeds})["last_hidden_state"]
-    options = [
-        "--ray",
-        "--port",
-        str(port),
-        "--name",
-        "small",
-        "--json",
-        "--max-replicas",
-        "2",
-        "--replica-cpus",
-        "0.5",
-    ]
-    command = [sys.executable, "-m", "effexport", "serve", str(artifact.path), *options]
+    options = f"--ray --port {port} --name small --json --max-replicas 2 --replica-cpus 0.5"
+    command = [sys.executable, "-m", "effexport", "serve", str(artifact.path), *options.split()]
     log = tmp_path / "log"
     with (
         log.open("w") as stream,
