@@ -179,13 +179,13 @@ Item = TypeVar("Item")
 
 
 class Queue(Closeable, Generic[Item]):
-    """Items that wait, and the threads that take them. work: of each thread; it returns after `close`."""
+    """Items that wait, and the threads that take them. works: of each thread; it returns after `close`."""
 
-    def __init__(self, name: str, work: Callable[[], None], threads: int = 1) -> None:
+    def __init__(self, name: str, *works: Callable[[], None]) -> None:
         self._waiting: deque[Item] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._threads = [threading.Thread(target=work, name=name, daemon=True) for _ in range(threads)]
+        self._threads = [threading.Thread(target=work, name=name, daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
 
@@ -231,7 +231,7 @@ class Batcher(Queue[Job]):
         self._padding = padding
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
         metrics.queue_depth.set_function(lambda: len(self._waiting))
-        super().__init__("effexport-runner", self._work, settings.concurrent_runs or 1)
+        super().__init__("effexport-runner", *[self._work] * (settings.concurrent_runs or 1))
 
     @property
     def retry_after_s(self) -> int:

@@ -189,19 +189,21 @@ class GenerationLoop(Queue[Waiter]):
     """Generates many texts at a time, with one step of the model for all of them. Only its thread changes sessions.
 
     generator: warmed up, and closed with the loop. max_sessions: texts that grow at the same time; later ones wait.
-    max_waiting: how many may wait, 0 for any number. finishes: whether the texts that were accepted are finished before
-    it closes.
+    max_waiting: how many may wait, 0 for any number. others: works of further threads, as of `Queue`.
+    finishes: whether the texts that were accepted are finished before it closes.
     """
 
     finishes = True
 
-    def __init__(self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0) -> None:
+    def __init__(
+        self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0, *others: Callable[[], None]
+    ) -> None:
         """Raises what the runtime of the generator raises."""
         warm_up(generator)
         self._generator = generator
         self._max_sessions = max_sessions
         self._max_waiting = max_waiting
-        super().__init__("effexport-generation", self._work)
+        super().__init__("effexport-generation", self._work, *others)
 
     @abstractmethod
     def _stepped(self, texts: list[Waiter], seconds: float) -> None:

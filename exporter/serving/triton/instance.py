@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -374,10 +373,7 @@ class GenerationInstance(GenerationLoop[TextReply]):
         self._backend = backend
         # replies with something to send, each once, however many steps ago
         self._unsent: dict[TextReply, None] = {}
-        self._arrived = threading.Condition()
-        super().__init__(generator, max_sessions, max_waiting)
-        self._sender = threading.Thread(target=self._send, daemon=True)
-        self._sender.start()
+        super().__init__(generator, max_sessions, max_waiting, self._send)
 
     def __str__(self) -> str:
         return f"effexport {__version__}"
@@ -398,14 +394,14 @@ class GenerationInstance(GenerationLoop[TextReply]):
         self.add(TextReply(self._generator.session(prompt, sampling), reply, in_pieces))
 
     def _stepped(self, texts: list[TextReply], seconds: float) -> None:
-        with self._arrived:
+        with self._changed:
             self._unsent |= dict.fromkeys(texts)
-            self._arrived.notify()
+            self._changed.notify_all()
 
     def _send(self) -> None:
         while True:
-            with self._arrived:
-                self._arrived.wait_for(lambda: self._unsent or self._closing)
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._closing)
                 if self._closing:
                     return
                 replies, self._unsent = self._unsent, {}
@@ -414,12 +410,6 @@ class GenerationInstance(GenerationLoop[TextReply]):
                     reply.send_new()
                 except Exception:  # the server does not say which error it raises for a connection that has gone
                     reply.session.cancel()
-
-    def close(self) -> None:
-        super().close()
-        with self._arrived:
-            self._arrived.notify()
-        self._sender.join()
 
 
 Instance = ModelInstance | GenerationInstance
