@@ -191,14 +191,13 @@ READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVA
 class ModelRepository:
     """The served models of one server. Each has its own queue, limits and runner thread.
 
-    settings: of the server; limits on connections and memory hold for all models together.
+    models: with different names. settings: limits on connections and memory hold for all models together.
     loadable: what may be loaded and unloaded while the server runs; None: nothing.
     """
 
     def __init__(
         self, models: Sequence[ServedModel], settings: ServingSettings, loadable: LoadableModels | None = None
     ) -> None:
-        check_names([model.name for model in models])
         self.settings = settings
         self._loadable = loadable
         self._models = {model.name: model for model in models}
