@@ -27,8 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from effexport.base.errors import EffexportError, UserError
 from effexport.serving.engine.errors import BAD_HEAD, CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError, refusal_of
-from effexport.serving.http import openai, v2
-from effexport.serving.http.openai import openai_error
+from effexport.serving.http.endpoints import ENDPOINTS, OPENAI, openai_error
 from effexport.serving.http.service import MAX_HEAD_BYTES, Service, json_response
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ def create_app(models: ModelRepository) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method])
-            for endpoint in (*v2.ENDPOINTS, *openai.ENDPOINTS)
+            Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
         ],
         middleware=[Middleware(guarded, service)],
         exception_handlers={EffexportError: refused, HTTPException: not_served, Exception: failed},
@@ -104,7 +102,7 @@ def refusal(message: str, kind: Refusal, service: Service, request: Request, par
     if kind in (CROWDED, BAD_HEAD) or kind.status in (408, 413, 431):
         # frees a connection, avoids waiting for the rest of a body, or does not guess where the next request begins
         headers["connection"] = "close"
-    is_openai = request.scope["path"].startswith(f"{openai.PREFIX}/")
+    is_openai = request.scope["path"].startswith(f"{OPENAI}/")
     return json_response(openai_error(message, kind, param) if is_openai else {"error": message}, kind.status, headers)
 
 

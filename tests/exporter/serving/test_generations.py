@@ -29,7 +29,7 @@ from effexport.serving.engine.errors import (
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.texts import Generations, Stream
-from effexport.serving.http.v2 import EventStream, Text, generate_request
+from effexport.serving.http.endpoints import EventStream, Text, generate_request
 from effexport.text.task import ByteTokenizer
 
 COUNTING = Sampling(max_new_tokens=6, temperature=0)

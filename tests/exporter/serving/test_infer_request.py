@@ -15,8 +15,7 @@ from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
-from effexport.serving.http.request import InferRequest, fields_from_body, infer_request
-from effexport.serving.http.v2 import answer_from_outputs
+from effexport.serving.http.bodies import InferRequest, answer_from_outputs, fields_from_body, infer_request
 
 pytestmark = pytest.mark.requires("serve")
 
