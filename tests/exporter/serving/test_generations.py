@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from alphabet import Alphabet
+from alphabet import Alphabet, quick_switches
 from serving_load import events_of
 
 from effexport.base.errors import UserError
@@ -197,16 +196,7 @@ def tokens_counted(metrics: Metrics) -> float:
     return found
 
 
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    """Threads take turns 500 times as often as usual, so that they meet at every place."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("quick_switches")
+@quick_switches()
 def test_of_2000_cancelled_texts_none_runs_on_and_each_token_is_counted_once() -> None:
     """At every stage: while they wait, while the prompt is read, between steps, and when the last token comes."""
     decoder, metrics, dice = Alphabet(batches=64), Metrics("letters"), random.Random(0)

@@ -113,8 +113,8 @@ def test_every_bad_head_gets_one_4xx_and_ends_its_connection(server: ServerProce
     assert "Traceback" not in server.log.read_text()
 
 
-def test_no_path_leads_around_the_token_and_no_trailer_brings_one(artifact: Artifact, folder: Path) -> None:
-    with running_server(artifact.path, folder, "--name", "small", EFFEXPORT_SERVE_TOKEN=TOKEN) as server:
+def test_no_path_leads_around_the_token_and_no_trailer_brings_one(artifact: Artifact, tmp_path: Path) -> None:
+    with running_server(artifact.path, tmp_path, "--name", "small", EFFEXPORT_SERVE_TOKEN=TOKEN) as server:
         for host in (b"x", b"x/v2/health/live?", b"x/v2/health/live#", b"[", b"\xff"):
             for path in PATH_TRICKS:
                 for method in (b"GET", b"POST", b"HEAD", b"OPTIONS", b"DELETE"):
@@ -246,7 +246,7 @@ def test_a_huge_value_is_shown_at_once() -> None:
 
 @pytest.mark.parametrize("attention", ["linear", "nystrom"])
 def test_a_poisoned_request_harms_none_of_those_that_share_its_run(
-    built: Callable[..., Artifact], folder: Path, attention: str
+    built: Callable[..., Artifact], tmp_path: Path, attention: str
 ) -> None:
     """NaN, infinity and numbers that become infinite in the model."""
     generator = np.random.default_rng(0)
@@ -264,7 +264,7 @@ def test_a_poisoned_request_harms_none_of_those_that_share_its_run(
             *(exchange_once(port, one) for one in [*(sample.request for sample in good), request])
         )
 
-    with running_server(artifact.path, folder, "--name", "small", "--batch-delay-ms", "20") as server:
+    with running_server(artifact.path, tmp_path, "--name", "small", "--batch-delay-ms", "20") as server:
         for value in (np.nan, np.inf, -np.inf, 3e38):
             poison = {name: feeds[0][name].copy()}
             poison[name][0, 7, 3] = value
@@ -304,11 +304,11 @@ def test_values_that_no_model_knows_are_refused_beside_right_answers(
 
 
 def test_answers_that_nobody_reads_do_not_fill_the_memory(
-    long_artifact: Artifact, folder: Path, long_samples: list[Sample]
+    long_artifact: Artifact, tmp_path: Path, long_samples: list[Sample]
 ) -> None:
     """Their clients are disconnected as soon as others need the memory: here, when they hold more than 1.2 MB."""
     request = binary_request("small", {"input_ids": token_ids(8, 4096)})  # 4 MiB of answer
-    with running_server(long_artifact.path, folder, "--name", "small", "--max-request-bytes", "300000") as server:
+    with running_server(long_artifact.path, tmp_path, "--name", "small", "--max-request-bytes", "300000") as server:
         files = server.open_files
         with contextlib.ExitStack() as stack:
             for number in range(1, 9):
@@ -325,14 +325,14 @@ def test_answers_that_nobody_reads_do_not_fill_the_memory(
 
 @pytest.mark.slow
 def test_200_clients_that_send_a_byte_a_second_are_given_up_and_disturb_nobody(
-    artifact: Artifact, folder: Path, samples: list[Sample]
+    artifact: Artifact, tmp_path: Path, samples: list[Sample]
 ) -> None:
     head = b"GET /v2 HTTP/1.1\r\nHost: x\r\nX: "
     infer, nowhere = (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n" for path in (PATH, "/nowhere"))
     chunked = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     begin = (head, infer.encode(), nowhere.encode(), chunked.encode())
     with (
-        running_server(artifact.path, folder, "--name", "small", "--timeout", "5") as server,
+        running_server(artifact.path, tmp_path, "--name", "small", "--timeout", "5") as server,
         contextlib.ExitStack() as s,
     ):
         rss, files = server.rss_bytes, server.open_files

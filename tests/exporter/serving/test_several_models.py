@@ -73,21 +73,6 @@ def test_the_index_lists_all_models_and_an_unknown_name_is_told_them(both: Serve
     assert json_of(reply)["error"] == "no model 'third'; this server has 'small' and 'second'"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "several models have the name"),
-        (("--name", "a", "--name", "a"), "several models have the name a;"),
-        (("--name", "a"), "--name is given 1 time for 2 artifacts; expected one name for each artifact"),
-        (("--name", "a", "--name", "b", "--ray"), "--ray serves one artifact; 2 were given"),
-    ],
-)
-def test_names_that_do_not_fit_the_artifacts_are_refused(
-    cli: Callable[..., Any], artifact: Artifact, options: tuple[str, ...], message: str
-) -> None:
-    assert message in cli("serve", artifact.path, artifact.path, "--port", "0", *options).error(2)
-
-
 @pytest.fixture(scope="module")
 def loading(artifact: Artifact, other: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of "small" that may load "second" and "damaged", whose weights are cut off."""
