@@ -382,7 +382,8 @@ def measured_plan(plan: AdvicePlan, settings: Settings) -> BenchResults:
 
 def show_results(console: Console, results: BenchResults, advice: Advice | None, *, as_json: bool) -> None:
     """Print the benchmark or the advice; with --json also the contents of results.json, with the advice beside them."""
-    from effexport.bench.page import document_from_results, json_of_advice
+    from effexport.bench.page import document_from_results
+    from effexport.bench.recommendation import json_of_advice
     from effexport.cli.main import print_json
     from effexport.render.formats import print_document
 

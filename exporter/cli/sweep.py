@@ -21,19 +21,9 @@ from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, 
 from effexport.bench.cells import Cell, Store
 from effexport.bench.children import CellLimits
 from effexport.bench.executors import Executor, ProcessExecutor, cluster_executor, jobs_of_machine, local_executor
-from effexport.bench.sweep import (
-    CSV,
-    JSON,
-    PAGE,
-    Progress,
-    Sweep,
-    SweepPlan,
-    SweepResults,
-    document_from_results,
-    plan_of,
-    results_of_sweep,
-    write_results,
-)
+from effexport.bench.grid import SweepResults
+from effexport.bench.page import CSV, JSON, PAGE, document_from_sweep, write_sweep
+from effexport.bench.sweep import Progress, Sweep, SweepPlan, plan_of, results_of_sweep
 from effexport.bench.sweep_file import cells_from_path
 from effexport.cli._console import (
     bar_column,
@@ -198,7 +188,7 @@ def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) 
             seconds=round(time.monotonic() - started, 3),
             complete=complete,
         )
-        write_results(results, store.path)
+        write_sweep(results, store.path)
     return results, complete
 
 
@@ -269,7 +259,7 @@ def show_results(store: Store, results: SweepResults, *, as_json: bool) -> None:
     if as_json:
         print_json({"output": str(store.path)} | json.loads(results.to_json()))
     console = result_console(as_json=as_json)
-    print_document(console, document_from_results(results))
+    print_document(console, document_from_sweep(results))
     say(console, f"Written: {', '.join(str(store.path / name) for name in (JSON, CSV, PAGE))}")
 
 

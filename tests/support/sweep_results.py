@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from effexport.bench.sweep import MAX_OPEN_ROWS, SweepResults, SweepRow
+from effexport.bench.grid import SweepResults, SweepRow
+from effexport.bench.page import MAX_OPEN_CELLS
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
 
@@ -69,7 +70,7 @@ def hostile() -> SweepResults:
 
 
 def many() -> SweepResults:
-    return results(*(row(length) for length in range(1, 2 + MAX_OPEN_ROWS)), complete=False)
+    return results(*(row(length) for length in range(1, 2 + MAX_OPEN_CELLS)), complete=False)
 
 
 SWEEPS = {"mixed": mixed, "hostile": hostile, "many": many, "empty": lambda: results(row(status="not run"))}
