@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from effexport.proof.module_runs import Answer
     from effexport.runners.artifact_runner import OpenModel
 
-    RunModule = Callable[[nn.Module, GraphSignature, Mapping[str, Array]], Answer]
     OpenGiven = Callable[[Sequence[str]], tuple[Runner | None, dict[str, str]]]
 
 INPUT_SEED = 20_240_101
@@ -385,7 +384,7 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     from effexport.export.onnx_from_module import at_precision
     from effexport.proof.cases import Case
     from effexport.proof.float64 import warm_up
-    from effexport.proof.module_runs import RepeatedRuns, other_rotations, recorded_run, run_module
+    from effexport.proof.module_runs import RepeatedRuns, other_rotations
     from effexport.proof.tolerances import rms_change
 
     spec, module = spec_from_case(case), module_from_case(case)
@@ -393,15 +392,14 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     golden = Case("timed inputs", {**feeds, "attention_mask": mask}, {})
     runs = RepeatedRuns("PyTorch")
 
-    def outputs_alone(other: nn.Module, signature: GraphSignature, inputs: Mapping[str, Array]) -> Answer:
-        return {"outputs": run_module(other, signature, inputs)}
+    def repeated(other: nn.Module) -> Answer:
+        return runs.answer(golden.label, lambda: answer(other, case, feeds))
 
     def noise(other: nn.Module) -> float:
-        repeated = runs.answer(golden.label, lambda: answer(outputs_alone, other, case, feeds))
-        return rms_change(golden, repeated["outputs"])
+        return rms_change(golden, repeated(other)["outputs"])
 
     warm_up()
-    golden = golden.with_parts(runs.answer(golden.label, lambda: answer(recorded_run, module, case, feeds)))
+    golden = golden.with_parts(repeated(module))
     if not spec.attention.is_hashed:
         return golden
     with other_rotations(module):
@@ -410,10 +408,12 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     return replace(golden, seed_noise=seed_noise, precision_noise=precision_noise)
 
 
-def answer(run: RunModule, module: nn.Module, case: BenchCase, feeds: Mapping[str, Array]) -> Answer:
+def answer(module: nn.Module, case: BenchCase, feeds: Mapping[str, Array]) -> Answer:
     """The parts of a module's answer, tokens first; one sample at a time, to save memory."""
-    signature = signature_of_case(case)
-    samples = [run(module, signature, {name: x[i : i + 1] for name, x in feeds.items()}) for i in range(case.batch)]
+    from effexport.proof.module_runs import recorded_run
+
+    given = ({name: x[i : i + 1] for name, x in feeds.items()} for i in range(case.batch))
+    samples = [recorded_run(module, signature_of_case(case), inputs) for inputs in given]
     parts = {
         part: {name: np.concatenate([sample[part][name] for sample in samples]) for name in arrays}
         for part, arrays in samples[0].items()

@@ -150,6 +150,10 @@ class Outcome:
     files: Mapping[str, int] = field(default_factory=dict)
 
 
+def failed(reason: str, where: str = "", log: str = "") -> Outcome:
+    return Outcome(status="failed", reason=reason, where=where, log=log)
+
+
 FORMAT_VERSION = 1
 MARK, RECORD, ATTEMPTS, LOCK = "sweep.json", "record.json", "attempts.jsonl", ".lock"
 CELLS, FAILED, STAGING = "cells", "failed", ".staging"

@@ -128,9 +128,10 @@ def reason_too_large(case: BenchCase) -> str | None:
 
 def reason_not_run(case: BenchCase) -> str | None:
     """The reason this machine cannot run a case; None if it can."""
-    return reason_of_runtime(case.runtime) or reason_too_large(case)
+    return reason_not_here(case.runtime) or reason_too_large(case)
 
 
+@cache  # asking a GPU takes time
 def reason_not_here(runtime: str) -> str | None:
     """The reason this machine cannot run a runtime; None if it can."""
     row = RUNTIMES[runtime]
@@ -170,10 +171,6 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
     except EffexportError as error:
         return short(error)
     return None
-
-
-# Asking a GPU takes time.
-reason_of_runtime = cache(reason_not_here)
 
 
 def arena_fits(case: BenchCase) -> bool:

@@ -28,7 +28,7 @@ from effexport.base.environment import memory_info, usable_cores
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
 from effexport.base.formatting import counted, listed
-from effexport.bench.cells import ARTIFACT, Cell, Outcome
+from effexport.bench.cells import ARTIFACT, Cell, Outcome, failed
 from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
 from effexport.plugins.building.toolchain import Gpu, gpus_here
 
@@ -112,7 +112,7 @@ class ProcessExecutor:
             try:
                 outcome = self.work(Attempt(cell, self.limits, environment, self._closed.is_set), folder)
             except Exception as error:  # an error of one cell must not stop the others
-                outcome = failed(f"{type(error).__name__}: {error}", where=platform.node())
+                outcome = failed(f"{type(error).__name__}: {error}", platform.node())
             self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
 
     @contextmanager
@@ -143,10 +143,6 @@ class ProcessExecutor:
     def close(self) -> None:
         self._closed.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-def failed(reason: str, where: str = "") -> Outcome:
-    return Outcome(status="failed", reason=reason, where=where)
 
 
 def fits(gpu: Gpu, cell: Cell) -> bool:

@@ -134,9 +134,12 @@ def check_names(option: str, given: Collection[str], known: Collection[str]) -> 
 def check_distinct(option: str, given: Collection[object]) -> None:
     if not given:
         raise UserError(f"{option} is empty; expected at least one value")
+    seen = set()
     for value in given:
-        if list(given).count(value) > 1:
-            raise UserError(f"{option} has {value} twice")
+        key = (type(value), repr(value))  # 1 and true are equal in Python, and not in TOML
+        if key in seen:
+            raise UserError(f"{option} has {value!r} twice; expected every value once")
+        seen.add(key)
 
 
 def spec_from_case(case: BenchCase) -> BuildSpec:

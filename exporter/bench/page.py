@@ -217,10 +217,6 @@ def document_from_results(results: BenchResults, advice: Advice | None = None) -
     )
 
 
-def html_from_results(results: BenchResults, advice: Advice | None = None) -> str:
-    return html_from_document(document_from_results(results, advice))
-
-
 def title_of(results: BenchResults) -> str:
     """The published experiment that is repeated, else the models that are compared."""
     if results.preset:

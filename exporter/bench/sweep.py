@@ -12,7 +12,7 @@ from typing import Any, Literal
 from effexport.artifact import CheckSummary, EngineEntry
 from effexport.base.errors import EffexportError
 from effexport.base.formatting import megabytes, rough_duration, seconds
-from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store
+from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store, failed
 from effexport.bench.executors import Event, Executor
 from effexport.bench.grid import SweepResults, SweepRow, made_now
 from effexport.plugins.building.toolchain import first_line
@@ -143,8 +143,7 @@ class Sweep:
             try:
                 won = self.store.publish(cell, event.folder, attempt, outcome)
             except (EffexportError, OSError) as error:
-                reason = f"its artifact did not arrive completely: {error}"
-                outcome = Outcome(status="failed", reason=reason, where=outcome.where, log=outcome.log)
+                outcome = failed(f"its artifact did not arrive completely: {error}", outcome.where, outcome.log)
             else:
                 self.new.add(cell.id)
                 text = "finished" if won else "finished earlier by another attempt"
@@ -160,13 +159,12 @@ class Sweep:
     def _lost(self, event: Event) -> None:
         cell, attempt = event.cell, self.attempts[event.cell.id]
         self._started.discard(cell.id)
-        self.store.log_attempt(cell, attempt, "lost", Outcome(status="failed", reason=event.reason, where=event.where))
+        self.store.log_attempt(cell, attempt, "lost", failed(event.reason, event.where))
         if attempt < MAX_LOSSES:
             self._say(f"{cell.title}: lost with its node; starting again")
             self._submit(cell)
         else:
-            reason = f"its node or worker was lost {attempt} times, most recently: {event.reason}"
-            self._fail(cell, Outcome(status="failed", reason=reason))
+            self._fail(cell, failed(f"its node or worker was lost {attempt} times, most recently: {event.reason}"))
 
     def _close(self, cell: Cell, text: str) -> None:
         del self._open[cell.id]

@@ -144,9 +144,9 @@ def command(request: SweepRequest, as_json: bool) -> None:
         show_plan(plan, store, as_json=as_json)
         return
     console = stderr_console()
-    results, complete = run(request, plan, store, console)
+    results = run(request, plan, store, console)
     show_results(store, results, as_json=as_json)
-    if not complete:
+    if not results.complete:
         say(console, "Interrupted; run the same command again to resume.", "yellow")
         raise click.exceptions.Exit(InterruptError.exit_code)
     asked = {cell.id for cell in request.chosen(plan.cells)}
@@ -154,7 +154,7 @@ def command(request: SweepRequest, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) -> tuple[SweepResults, bool]:
+def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) -> SweepResults:
     """Run the cells of the plan and write the result files, also after an interrupt."""
     started, complete, where = time.monotonic(), True, ""
     sweep = None
@@ -189,7 +189,7 @@ def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) 
             complete=complete,
         )
         write_sweep(results, store.path)
-    return results, complete
+    return results
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from bench_results import (
     RESULTS,
     broken_results,
     case,
+    html_from_results,
     ort_only,
     preset_results,
     results,
@@ -26,7 +27,7 @@ from documents import terminal_of
 from effexport.base.formatting import duration, duration_with, memory, rate, three_digits
 from effexport.bench.findings import crossovers, curves, headlines, interruption, parity_sentence, problems, verdict
 from effexport.bench.grid import BenchResults
-from effexport.bench.page import bench_chart, conditions_of, document_from_results, html_from_results, rows_table
+from effexport.bench.page import bench_chart, conditions_of, document_from_results, rows_table
 from effexport.bench.presets import PRESETS, PUBLICATIONS, measured_table, published_tables
 from effexport.render.document import Chart, Table
 from effexport.render.svg import MAX_TICKS, ticks_between
