@@ -24,8 +24,7 @@ from effexport.base.records import read_record
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import SCOPES, BuildSpec
 from effexport.bench import costs
-from effexport.bench.costs import OnStep
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, model_of_case, products_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep, model_of_case, products_of_case
 from effexport.bench.run import Bench, Settings, bench, describe
 from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
 from effexport.evaluation.figures import BITS, LANGUAGE, LOSS, Estimate, Evaluation

@@ -6,7 +6,7 @@ Results are the records behind JSON, CSV and page. Loads no framework.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -413,6 +413,23 @@ class SweepResults:
         summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
         rows = [asdict(row) for row in self.rows]
         return json_text({"format_version": SWEEP_FORMAT, **values, "summary": summary, "cells": rows})
+
+
+@dataclass(frozen=True)
+class Step:
+    """A progress message. text: what happens now. done, total: parts of the work, or cells.
+
+    seconds_left: None if unknown or over. running: cells at the moment.
+    """
+
+    text: str
+    done: float
+    total: float
+    seconds_left: float | None
+    running: int = 0
+
+
+OnStep = Callable[[Step], None]
 
 
 def now() -> str:

@@ -14,7 +14,7 @@ from effexport.base.errors import EffexportError
 from effexport.base.formatting import megabytes, rough_duration, seconds
 from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store, failed
 from effexport.bench.executors import Event, Executor
-from effexport.bench.grid import SweepResults, SweepRow, made_now
+from effexport.bench.grid import OnStep, Step, SweepResults, SweepRow, made_now
 from effexport.plugins.building.toolchain import first_line
 from effexport.proof.check import METRIC
 
@@ -74,17 +74,6 @@ def plan_of(
     return SweepPlan(cells, [cell for cell in chosen if states[cell.id] in again], states)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a sweep. text: the last event. done, total: cells. seconds_left: None if unknown or over."""
-
-    text: str
-    done: int
-    total: int
-    running: int
-    seconds_left: float | None
-
-
 @dataclass
 class Sweep:
     """A run in progress.
@@ -94,7 +83,7 @@ class Sweep:
 
     store: Store
     executor: Executor
-    on_progress: Callable[[Progress], None] = lambda progress: None
+    on_step: OnStep = lambda step: None
     clock: Callable[[], float] = time.monotonic
     not_run: dict[str, str] = field(default_factory=dict)
     new: set[str] = field(default_factory=set)
@@ -178,7 +167,7 @@ class Sweep:
             elapsed = self.clock() - self._begin
             # on average, the running cells are half done
             left = elapsed / (done + len(self._started) / 2) * (len(self._open) - len(self._started) / 2)
-        self.on_progress(Progress(text, done, self._total, len(self._started), left))
+        self.on_step(Step(text, done, self._total, left, len(self._started)))
 
 
 def results_of_sweep(
