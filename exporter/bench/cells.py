@@ -31,7 +31,7 @@ from effexport.base.files import json_text, write_file
 from effexport.base.records import values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
-from effexport.bench.grid import now
+from effexport.bench.grid import now, title_of_cell
 from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
 # To be increased when the contents of a cell's folder change; cells of earlier formats are then rebuilt.
@@ -68,9 +68,7 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """The cell in words."""
-        gpu = f", {self.gpu}" if self.gpu else ""
-        return f"{self.label}, {self.spec.model.seq_len} tokens, {self.spec.precision}, {self.target}{gpu}"
+        return title_of_cell(self.label, self.spec.model.seq_len, self.spec.precision, self.target, self.gpu)
 
     @cached_property
     def digest(self) -> str:

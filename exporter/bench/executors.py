@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from effexport.base.environment import memory_info, usable_cores
+from effexport.base.environment import free_memory_bytes, usable_cores
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
 from effexport.base.formatting import counted, listed
@@ -151,7 +151,7 @@ def fits(gpu: Gpu, cell: Cell) -> bool:
 
 def jobs_of_machine() -> int:
     """One cell per core, but no more than fit into the free memory."""
-    free = memory_info().get("MemAvailable")
+    free = free_memory_bytes()
     return max(1, usable_cores() if free is None else min(usable_cores(), free // CELL_BYTES))
 
 

@@ -372,8 +372,13 @@ class SweepRow:
 
     @property
     def title(self) -> str:
-        gpu = f", {self.gpu}" if self.gpu else ""
-        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}{gpu}"
+        return title_of_cell(self.label, self.seq_len, self.precision, self.target, self.gpu)
+
+
+def title_of_cell(label: str, seq_len: int | None, precision: str | None, target: str, gpu: str) -> str:
+    """A cell in words: those that are known, or apply."""
+    words = (label, seq_len and f"{seq_len} tokens", precision, target, gpu)
+    return ", ".join(str(word) for word in words if word)
 
 
 @dataclass(frozen=True, kw_only=True)

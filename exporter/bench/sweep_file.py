@@ -18,7 +18,7 @@ from effexport.base.records import read_toml
 from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, BuildSpec, build_spec_from_options
 from effexport.bench.cells import ONNX_ONLY, Cell, deciding_versions
-from effexport.bench.grid import Model, check_distinct, model_from_text
+from effexport.bench.grid import Model, check_distinct, model_from_text, title_of_cell
 from effexport.models.attention_spec import AttentionSpec, field_names
 from effexport.models.validation import SpecError, check_type, did_you_mean, require
 from effexport.models.variants import ATTENTION_SPECS
@@ -112,8 +112,7 @@ class Combination:
         return f"[[exclude]] with some of {', '.join(texts)}"
 
     def __str__(self) -> str:
-        words = [self.variant.label, self.seq_len and f"{self.seq_len} tokens", self.precision, self.target, self.gpu]
-        return ", ".join(str(word) for word in words if word)
+        return title_of_cell(self.variant.label, self.seq_len, self.precision, self.target, self.gpu)
 
 
 def cells_from_path(path: Path) -> list[Cell]:
