@@ -256,7 +256,6 @@ class CandidateQuality:
 
     loss: Estimate
     model: str
-    data: str
 
     @property
     def text(self) -> str:
@@ -357,7 +356,7 @@ def quality_of_cases(cases: Sequence[BenchCase], results: Sequence[Judged]) -> d
         judged = of_label.get(case.runtime) or next(iter(of_label.values()), None)
         if judged is not None:
             loss = judged.found.figure(BITS if has_bits else LOSS)
-            quality[case.label, case.runtime] = CandidateQuality(loss, judged.found.model, judged.found.data)
+            quality[case.label, case.runtime] = CandidateQuality(loss, judged.found.model)
     return quality
 
 

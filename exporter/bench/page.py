@@ -271,7 +271,7 @@ def problem_of(row: BenchRow) -> Line | None:
 def crossings_table(results: BenchResults) -> Table:
     columns = (Column("Model"), Column("Where"), Column("Against softmax there, it is"))
     found = findings.crossovers(findings.curves(results))
-    lines = tuple(Line((curve.label, curve.place, crossover.text)) for curve, crossover in found)
+    lines = tuple(Line((curve.label, curve.place, text)) for curve, text in found)
     note = "Medians, interpolated between measured lengths on logarithmic axes; other lengths are not predicted."
     return Table("Where softmax is overtaken", columns, lines, note)
 
