@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from effexport.artifact import files_of_folder
 from effexport.base.environment import free_memory_bytes, usable_cores
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
@@ -329,10 +330,7 @@ class FilePiece:
 
 def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[FilePiece]:
     """Every file, in pieces of at most `piece_bytes`. An empty file is one empty piece."""
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file():
-            continue
-        name = path.relative_to(folder).as_posix()
+    for name, path in files_of_folder(folder).items():
         with path.open("rb") as stream:
             data = stream.read(piece_bytes)
             yield FilePiece(name, data)
