@@ -14,7 +14,6 @@ import socket
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
 from effexport.base.formatting import counted, listed
 from effexport.bench.cells import ARTIFACT, Cell, Outcome, failed
-from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
+from effexport.bench.children import POLL_SECONDS, Attempt, CellLimits, Work, run_attempt
 from effexport.plugins.building.toolchain import Gpu, gpus_here
 
 
@@ -86,8 +85,7 @@ class ProcessExecutor:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="sweep")
-        self._free = deque(self.gpus)
-        self._gpu_returned = threading.Condition()
+        self._gpus = [(gpu, threading.Lock()) for gpu in self.gpus]
 
     @property
     def title(self) -> str:
@@ -119,21 +117,16 @@ class ProcessExecutor:
     @contextmanager
     def _gpu(self, cell: Cell) -> Iterator[Gpu | None]:
         """A GPU for a cell that needs one, as soon as one is free; None after the end of the sweep."""
-        with self._gpu_returned:
-            gpu = None
-            while cell.needs_gpu and gpu is None and not self._closed.is_set():
-                gpu = next((one for one in self._free if fits(one, cell)), None)
-                if gpu is None:
-                    self._gpu_returned.wait(1.0)
-                else:
-                    self._free.remove(gpu)
-        try:
-            yield gpu
-        finally:
-            if gpu is not None:
-                with self._gpu_returned:
-                    self._free.append(gpu)
-                    self._gpu_returned.notify_all()
+        while cell.needs_gpu and not self._closed.is_set():
+            for gpu, in_use in self._gpus:
+                if fits(gpu, cell) and in_use.acquire(blocking=False):
+                    try:
+                        yield gpu
+                    finally:
+                        in_use.release()
+                    return
+            self._closed.wait(POLL_SECONDS)
+        yield None
 
     def wait(self, seconds: float) -> Sequence[Event]:
         try:
