@@ -73,20 +73,14 @@ def signature_of_case(case: BenchCase) -> GraphSignature:
 
 def inputs_of_case(case: BenchCase) -> dict[str, Array]:
     """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones."""
-    spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
-    sizes = {"batch": case.batch, "seq": case.seq_len}
-    arrays: dict[str, Array] = {}
-    for tensor in signature_of_case(case).inputs:
-        shape = shape_of(tensor.dims, sizes)
-        if tensor.name == "attention_mask":
-            arrays[tensor.name] = np.ones(shape, dtype=np.int64)
-        elif tensor.dtype == "int64":
-            arrays[tensor.name] = rng.integers(0, spec.model.input_limits[tensor.name], shape, dtype=np.int64)
-        else:
-            arrays[tensor.name] = rng.standard_normal(shape, dtype=np.float32).astype(
-                numpy_dtype(tensor.dtype), copy=False
-            )
-    return arrays
+    from effexport.proof.inputs import random_inputs
+
+    rng, sizes = np.random.default_rng(INPUT_SEED), {"batch": case.batch, "seq": case.seq_len}
+    if case.scope != "core":
+        return random_inputs(spec_from_case(case), rng, case.batch, case.seq_len, None)
+    inputs = signature_of_case(case).inputs
+    drawn = {one.name: rng.standard_normal(shape_of(one.dims, sizes), dtype=np.float32) for one in inputs}
+    return {one.name: drawn[one.name].astype(numpy_dtype(one.dtype), copy=False) for one in inputs}
 
 
 def onnx_from_case(case: BenchCase, path: Path) -> None:
@@ -104,19 +98,16 @@ def onnx_from_case(case: BenchCase, path: Path) -> None:
 
 
 def example_of_case(case: BenchCase) -> tuple[torch.Tensor, ...]:
-    """Small inputs for tracing, of the sizes of `example_inputs`.
+    """Small inputs for tracing, of the sizes at which a build traces its model.
 
     One token less than the longest: a length that equals the number of learned positions would become a constant.
     """
     import torch
 
-    from effexport.export.onnx_from_module import example_inputs
-
-    spec = spec_from_case(case)
-    batch, seq_len = example_inputs(spec)[0].shape[:2]
-    if spec.model.max_seq_len is not None:
-        seq_len = max(1, min(seq_len, spec.model.max_seq_len - 1))
-    sizes = {"batch": batch, "seq": seq_len}
+    model = spec_from_case(case).model
+    sizes = dict(model.trace_sizes)
+    if model.max_seq_len is not None:
+        sizes["seq"] = max(1, min(sizes["seq"], model.max_seq_len - 1))
     return tuple(
         torch.zeros(shape_of(tensor.dims, sizes), dtype=getattr(torch, tensor.dtype))
         for tensor in signature_of_case(case).inputs
@@ -134,6 +125,7 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
     import torch
 
     from effexport.base.quiet import quiet
+    from effexport.export.failures import reason_of
     from effexport.export.onnx_from_module import at_precision
 
     spec, signature = spec_from_case(case), signature_of_case(case)
@@ -149,8 +141,7 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
                 verbose=False,
             )
         except Exception as error:  # the exporter has no common base class for its errors
-            cause = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-            raise StageError(STAGE, f"torch.onnx could not export the module: {cause[0]}") from error
+            raise StageError(STAGE, f"torch.onnx could not export the module: {reason_of(error)}") from error
     assert exported is not None
     left = sorted({node.op_type for node in exported.model.graph.all_nodes() if node.domain == DOMAIN})
     if left:
@@ -162,14 +153,10 @@ def plain_program(module: nn.Module, case: BenchCase) -> torch.export.ExportedPr
     """The traced module, with our operators replaced by the PyTorch code of their references."""
     import torch
 
-    from effexport.export.user_program import takes_star_args
+    from effexport.export.user_program import free_axes
     from effexport.models.layers import fused_operators
 
-    dynamic: Any = tuple(
-        {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
-        for tensor in signature_of_case(case).inputs
-    )
-    shapes = (dynamic,) if takes_star_args(module) else dynamic
+    shapes = free_axes(module, signature_of_case(case).inputs, lambda axis: torch.export.Dim.DYNAMIC)
     with torch.no_grad(), fused_operators(module, False):
         program = torch.export.export(module, example_of_case(case), dynamic_shapes=shapes, strict=False)
         table: dict[Any, Callable[..., Any]] = dict(torch.export.default_decompositions().items())

@@ -103,11 +103,8 @@ class Cell:
 
 
 def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
-    options = dict(values)
-    options["profiles"] = tuple(Profile(parse_profile(text)) for text in options["profiles"])
-    options["compute_capabilities"] = tuple(options["compute_capabilities"])
-    cache = options["timing_cache"]
-    return EngineSpec(**options | {"timing_cache": Path(cache) if cache else None})
+    profiles = tuple(Profile(parse_profile(text)) for text in values["profiles"])
+    return EngineSpec(**{**values, "profiles": profiles, "compute_capabilities": tuple(values["compute_capabilities"])})
 
 
 @cache
