@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from effexport.proof.cases import Case
     from effexport.proof.check import Check
     from effexport.proof.module_runs import Answer
-    from effexport.runners.artifact_runner import OpenModel
 
     OpenGiven = Callable[[Sequence[str]], tuple[Runner | None, dict[str, str]]]
 
@@ -317,37 +315,27 @@ def candidate_from_case(case: BenchCase, model: Path | None, *, threads: int, me
 
         return RunnerCandidate(TrtRunner(model))
     from effexport.proof.candidate import opened_with_given
-
-    open_model, limits = model_opener(case, threads, memory_arena), FeedLimits()
-    runner = open_model(model, limits, None)
-    return RunnerCandidate(runner, lambda hashes: opened_with_given(model, hashes, limits, open_model))
-
-
-def model_opener(case: BenchCase, threads: int, memory_arena: bool) -> OpenModel:
-    """A function that opens ONNX files with the runtime of a case."""
-    from effexport.runners.artifact_runner import runner_module
+    from effexport.runners.artifact_runner import model_opener
     from effexport.runners.options import RunOptions
 
-    runtime = RUNTIMES[case.runtime]
     options = RunOptions(
-        runtime=runtime.name,
+        # a runtime of `bench` alone is ONNX Runtime in another form
+        runtime=runtime.name if runtime.folder else DEFAULT_RUNTIME,
         implementation=runtime.implementation,
         threads=threads,
         memory_arena=memory_arena or runtime.device != "cpu",
     )
-    # a runtime of `bench` alone has no folder: it is ONNX Runtime in another form
-    module = runner_module(runtime if runtime.folder else RUNTIMES[DEFAULT_RUNTIME])
-    opener: OpenModel = partial(module.open_model, options)
-    return opener
+    open_model, limits = model_opener(options), FeedLimits()
+    runner = open_model(model, limits, None)
+    return RunnerCandidate(runner, lambda hashes: opened_with_given(model, hashes, limits, open_model))
 
 
 def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:
     """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
-    from effexport.tensorrt.spec import EngineSpec, Profile, Range
+    from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
-    sizes = {"batch": case.batch, "seq": case.seq_len}
-    profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
+    profile = Profile(parse_profile(f"batch={case.batch},seq={case.seq_len}"))
     spec = EngineSpec(target=case.runtime, profiles=(profile,))
     engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
 
