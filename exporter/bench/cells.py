@@ -80,9 +80,8 @@ class Cell:
     def id(self) -> str:
         """The name of its folder: `lsh-512-fp32-trt-rtx-sm_89-0123456789ab`."""
         spec = self.spec
-        words = [spec.attention.variant, str(spec.model.seq_len), spec.precision, self.target]
-        words += [self.gpu] if self.gpu else []
-        return "-".join([*words, self.digest[:_DIGITS]])
+        words = (spec.attention.variant, str(spec.model.seq_len), spec.precision, self.target, self.gpu)
+        return "-".join([*filter(None, words), self.digest[:_DIGITS]])
 
     def to_dict(self) -> dict[str, Any]:
         """The cell as JSON values, for `from_dict`."""
@@ -322,15 +321,8 @@ class Store:
 
     def log_attempt(self, cell: Cell, attempt: int, status: str, outcome: Outcome) -> None:
         """status: finished, discarded (another attempt was first), failed, or lost with its node."""
-        line = {
-            "cell": cell.id,
-            "attempt": attempt,
-            "status": status,
-            "at": now(),
-            "where": outcome.where,
-            "seconds": outcome.seconds,
-            "reason": outcome.reason,
-        }
+        line = {"cell": cell.id, "attempt": attempt, "status": status, "at": now()}
+        line |= {name: getattr(outcome, name) for name in ("where", "seconds", "reason")}
         with (self.path / ATTEMPTS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 
