@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.base.formatting import counted, duration, listed, memory, number, three_digits
+from effexport.base.formatting import NOTHING, counted, duration, duration_with, listed, memory, number, three_digits
 from effexport.bench.grid import BenchResults, BenchRow, Status
 from effexport.render.document import Item
 
@@ -254,6 +254,11 @@ def reason_of(row: BenchRow) -> str:
             parts.append(f"{row.parity.metric} {number(row.parity.value)}, limit {number(row.parity.limit)}")
         parts.append(row.parity.detail)
     return "; ".join(dict.fromkeys(part for part in parts if part)) or "no reason is known"
+
+
+def median_text(row: BenchRow) -> str:
+    """`12.3 ± 0.42 ms`: the median and its spread."""
+    return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
 
 
 def _failed(row: BenchRow) -> bool:

@@ -13,7 +13,6 @@ from effexport.base.formatting import (
     NOTHING,
     counted,
     duration,
-    duration_with,
     listed,
     memory,
     number,
@@ -125,11 +124,6 @@ OF_CASE: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
 )
 
 
-def median_text(row: BenchRow) -> str:
-    """`12.3 ± 0.42 ms`: the median and its spread."""
-    return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
-
-
 def parity_text(row: BenchRow) -> str:
     """`2.5e-06 of 0.0002`; the result in words if there is no number."""
     if row.parity is None:
@@ -146,7 +140,7 @@ def implementation_text(row: BenchRow) -> str:
 
 
 MEASURED: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
-    (Column("Median ± spread", True), median_text),
+    (Column("Median ± spread", True), findings.median_text),
     (Column("Tokens/s", True, below="{} tokens/s"), lambda row: rate(row.tokens_per_second)),
     (Column("× softmax", True), lambda row: three_digits(row.times_softmax)),
     (Column("× torch", True), lambda row: three_digits(row.times_torch)),

@@ -16,7 +16,6 @@ from effexport.base.formatting import (
     command_line,
     counted,
     duration,
-    duration_with,
     listed,
     memory,
     three_digits,
@@ -25,6 +24,7 @@ from effexport.base.machine import Processor
 from effexport.base.option_fields import options_of, words_of
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
+from effexport.bench.findings import median_text
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Timing, model_of_case
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
@@ -88,10 +88,7 @@ class AdviceEntry:
 
     @property
     def latency(self) -> str:
-        """`12.3 ± 0.42 ms`: the median and its spread."""
-        if self.row is None or self.row.timing is None:
-            return NOTHING
-        return duration_with(self.row.timing.median_ms, self.row.timing.spread_ms)
+        return NOTHING if self.row is None else median_text(self.row)
 
     @property
     def peak_bytes(self) -> int | None:

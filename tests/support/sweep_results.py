@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench_results import HOSTILE
+
 from effexport.bench.grid import SweepResults, SweepRow
 from effexport.bench.page import MAX_OPEN_CELLS
-
-HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
 
 
 def row(seq_len: int = 512, label: str = "lsh, 4 rounds", **fields: Any) -> SweepRow:
