@@ -61,12 +61,12 @@ def test_variants_that_cannot_be_read_are_refused(text: str, message: str) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"runtimes": ("ort", "ort")}, "--runtimes has ort twice"),
+        ({"runtimes": ("ort", "ort")}, "--runtimes has 'ort' twice"),
         ({"precisions": ("fp8",)}, "unknown name 'fp8' in --precision"),
         ({"scope": "layer"}, "unknown name 'layer' in --scope"),
         ({"batches": ()}, "--batch is empty"),
         ({"heads": -1}, "--heads has -1"),
-        ({"models": (Model("lsh"), Model("lsh"))}, "--variants has lsh twice"),
+        ({"models": (Model("lsh"), Model("lsh"))}, "--variants has 'lsh' twice"),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
