@@ -47,10 +47,10 @@ def page_of_results(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    equal = sum(result["verdict"] == "passed" for result in results)
+    equal = sum(result["result"] == "passed" for result in results)
     text = f"**{equal} of {len(results)} files are equal to their module.**"
-    undamaged = {other.key for other in OTHERS if other.is_faulted} - {r["key"] for r in results if "faults" in r}
-    if missing := [other.key for other in OTHERS if other.key not in {result["key"] for result in results}]:
+    undamaged = {other.key for other in OTHERS if other.is_faulted} - {r["row"] for r in results if "faults" in r}
+    if missing := [other.key for other in OTHERS if other.key not in {result["row"] for result in results}]:
         text += f" This run is partial: {', '.join(missing)} did not run."
     if undamaged:
         text += f" Faults were not planted into {', '.join(sorted(undamaged))}."
@@ -61,8 +61,8 @@ def files_table(results: Sequence[Result]) -> Iterator[str]:
     yield "| model | exporter | nodes | verdict | cases | error | faults |"
     yield "|---|---|---|---|---|---|---|"
     for result in results:
-        name = next(other.name for other in OTHERS if other.key == result["key"])
-        verdict = {"passed": "equal", "failed": "**not equal**", "refused": "**cannot be compared**"}[result["verdict"]]
+        name = next(other.name for other in OTHERS if other.key == result["row"])
+        verdict = {"passed": "equal", "failed": "**not equal**", "refused": "**cannot be compared**"}[result["result"]]
         share = f"{result['share']:.2g}" if result.get("share") is not None else "–"
         found = result.get("faults")
         caught = f"{sum(bool(failure) for failure, _ in found.values())} of {len(found)}" if found else "–"
@@ -72,20 +72,20 @@ def files_table(results: Sequence[Result]) -> Iterator[str]:
 
 def causes(results: Sequence[Result]) -> Iterator[str]:
     """The failed checks of the files that are not equal, and their causes."""
-    wrong = [result for result in results if result["verdict"] in ("failed", "refused")]
+    wrong = [result for result in results if result["result"] in ("failed", "refused")]
     if not wrong:
         return
     yield "\n## Not equal\n"
     for result in wrong:
-        name = next(other.name for other in OTHERS if other.key == result["key"])
+        name = next(other.name for other in OTHERS if other.key == result["row"])
         yield f"### {name}, {result['exporter']}\n"
-        yield FOUND.get(result["key"], "**Cause not known.**").strip() + "\n"
+        yield FOUND.get(result["row"], "**Cause not known.**").strip() + "\n"
         lines = result["failed"].items() or [("refused", result["notes"][0])]
         yield "\n".join(f"* *{kind}*: {' '.join(detail.split())}" for kind, detail in lines) + "\n"
 
 
 def faults(results: Sequence[Result]) -> Iterator[str]:
-    planted = {result["key"]: result["faults"] for result in results if "faults" in result}
+    planted = {result["row"]: result["faults"] for result in results if "faults" in result}
     if not planted:
         return
     pairs = [(failure, change) for found in planted.values() for failure, change in found.values()]
