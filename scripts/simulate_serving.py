@@ -33,6 +33,7 @@ sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "scripts")]
 from bench_serve import artifact_of, make_samples  # noqa: E402
 from serving_load import Sample, ServerProcess, exchange_once, open_loop, poisson_times, running_server  # noqa: E402
 from serving_simulation import Simulated, simulate  # noqa: E402
+from turns import timed_in_turns  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
@@ -52,15 +53,7 @@ def measured_curve(runner: Runner, seq_len: int, max_batch: int, rounds: int) ->
     """Durations of runs by number of rows; sizes take turns, so that a disturbance affects all of them."""
     dice = np.random.default_rng(0)
     feeds = {rows: {"input_ids": dice.integers(2, 250, (rows, seq_len))} for rows in range(1, max_batch + 1)}
-    curve: dict[int, list[float]] = {rows: [] for rows in feeds}
-    for turn in range(rounds + 1):
-        for rows, given in feeds.items():
-            started = time.perf_counter()
-            runner.run(given)
-            # the first turn warms up
-            if turn:
-                curve[rows].append(time.perf_counter() - started)
-    return curve
+    return timed_in_turns({rows: partial(runner.run, given) for rows, given in feeds.items()}, rounds)
 
 
 def rate_of(curve: Curve) -> float:
