@@ -7,6 +7,7 @@ two renames that a clock never would.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -252,11 +253,8 @@ def clear_up(output: Path) -> None:
     class StopError(Exception):
         pass
 
-    try:
-        with ARTIFACT_FOLDER.new(output, force=True):
-            raise StopError
-    except StopError:
-        pass
+    with contextlib.suppress(StopError), ARTIFACT_FOLDER.new(output, force=True):
+        raise StopError
 
 
 def disturbed(

@@ -20,7 +20,3 @@ class Tally:
     @property
     def cases(self) -> int:
         return self.outcomes.total() + len(self.problems)
-
-    def add(self, other: Tally) -> None:
-        self.outcomes += other.outcomes
-        self.problems += other.problems
