@@ -46,11 +46,6 @@ def run(cases: int, seed: int, folder: Path) -> Tally:
     return tally
 
 
-def run_ordinary(cases: int, seed: int, folder: Path) -> Tally:
-    """The same calls with the ordinary library."""
-    return in_workers(cases, caller, folder, seed)
-
-
 def sanitized_library() -> Path:
     """The kernel library by the same CMakeLists.txt, with other flags."""
     from kept import kept, native_sources

@@ -1,4 +1,4 @@
-"""Engines in turns, plain and as CUDA graphs: beside PyTorch, or beside an engine of the same model with bodies only."""
+"""Engines in turns, plain and as CUDA graphs: beside PyTorch, or beside an engine of the model with bodies only."""
 
 from __future__ import annotations
 
