@@ -301,13 +301,19 @@ async def run(bench: Bench, phases: Sequence[str]) -> dict[str, Any]:
     return results
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """The options that this script shares with simulate_serving.py."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--artifact", help="artifact folder; default: build a default encoder")
     parser.add_argument("--variant", default="nystrom")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
     parser.add_argument("--server-options", default="", help="further options of the server, in one argument")
     parser.add_argument("--clients", type=int, default=16, help="number of clients that measure throughput")
     parser.add_argument("--requests", type=int, default=400, help="requests per round")

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu.programs import run_program
 from portability.environments import MissingError, SharedVenv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,30 +87,18 @@ class Script:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             python = sys.executable if row.python is None else str(row.python.python)
             one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-            child = subprocess.Popen(
-                [python, str(self.path), "--child", row.key, folder],
-                env={**os.environ, **one_thread, "HF_HUB_OFFLINE": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            command = [python, str(self.path), "--child", row.key, folder]
             try:
-                output, _ = child.communicate(timeout=left)
+                done = run_program(command, left, {**os.environ, **one_thread, "HF_HUB_OFFLINE": "1"})
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.communicate()
                 if left < self.limit_s:
                     return result | {"result": "not run", "message": "the time of the run was over"}
                 result |= {"result": "crashed", "message": f"no result in {self.limit_s:g} s"}
             else:
-                tail = " / ".join(output.strip().splitlines()[-3:])
+                tail = " / ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
+                crashed = {"result": "crashed", "message": f"exit status {done.returncode}: {tail}"}
                 file = Path(folder, "result.json")
-                result |= (
-                    json.loads(file.read_text(encoding="utf-8"))
-                    if file.exists()
-                    else {"result": "crashed", "message": f"exit status {child.returncode}: {tail}"}
-                )
+                result |= json.loads(file.read_text(encoding="utf-8")) if file.exists() else crashed
             result["seconds"] = time.monotonic() - start
         self.results.mkdir(parents=True, exist_ok=True)
         (self.results / row.file_name).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -30,7 +30,7 @@ import numpy.typing as npt
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "scripts")]
 
-from bench_serve import artifact_of, make_samples  # noqa: E402
+from bench_serve import artifact_of, make_samples, parser_of  # noqa: E402
 from serving_load import Sample, ServerProcess, exchange_once, open_loop, poisson_times, running_server  # noqa: E402
 from serving_simulation import Simulated, simulate  # noqa: E402
 from turns import timed_in_turns  # noqa: E402
@@ -189,12 +189,7 @@ def plan(curve: Curve, overhead_s: float, users: Sequence[int], every_s: float, 
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--artifact", help="artifact folder; default: build a default encoder")
-    parser.add_argument("--variant", default="nystrom")
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--runtime", default="ort", help="as in effexport serve")
-    parser.add_argument("--max-batch", type=int, default=8)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="rounds of measuring run durations")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load")
     parser.add_argument("--users", default="100,1000,10000")

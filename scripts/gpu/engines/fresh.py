@@ -62,9 +62,8 @@ def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> 
 
 def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     """Compare as `effexport.proof.verify` compares free runs."""
-    from effexport.proof.check import RMS_METRIC, Kind, judged
-    from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
-    from effexport.proof.tolerances import arithmetic_limit, free_run_limit, rms_change
+    from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_free_run, check_signature
+    from effexport.proof.tolerances import arithmetic_limit
 
     signature = check_signature(case, outputs, spec)
     yield signature
@@ -72,8 +71,7 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
         return
     yield check_finite(case.label, outputs)
     if spec.attention.is_hashed:
-        limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
-        yield judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)
+        yield check_free_run(case, outputs, spec)
     else:
         yield check_arithmetic(case, outputs, arithmetic_limit(spec))
 
