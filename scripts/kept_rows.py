@@ -111,7 +111,7 @@ def options_of(about: str, keys: Sequence[str], flag: str, minutes: float) -> ar
     parser.add_argument(flag, action="append", choices=keys, metavar="NAME", dest="chosen", help="only it; repeatable")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument(
-        "--minutes", type=float, default=40, help="start nothing later than this, %(default)g by default"
+        "--minutes", type=float, default=minutes, help="start nothing later than this, %(default)g by default"
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread, %(default)s by default")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)

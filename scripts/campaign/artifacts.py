@@ -15,10 +15,9 @@ import numpy as np
 from kernel_sessions import run_values, session
 
 from campaign import records
-from campaign.commands import WORKERS, Case, Ended, in_workers, run_command
+from campaign.commands import WORKERS, Case, Ended, Tally, in_workers, run_command
 from campaign.onnx_mutations import mutated_model
 from campaign.strange import FORGED, OPTION, any_number_of_digits, contents, damage, mutated_json, text_of
-from campaign.tally import Tally
 
 # What verify's limits allow in float32; a wrong answer is far beyond it.
 WRONG = 1e-2

@@ -16,9 +16,8 @@ from typing import Any
 from unittest import mock
 
 from campaign.checkpoint_mutations import CHECKPOINT_MUTATIONS, copy_of, spec_toml, wild_flags
-from campaign.commands import Case, Ended, in_workers, run_command
+from campaign.commands import Case, Ended, Tally, in_workers, run_command
 from campaign.strange import contents
-from campaign.tally import Tally
 
 STOPPED = "stopped by the campaign"
 # Of a worker: far more than what is refused may take, and less than the machine has.

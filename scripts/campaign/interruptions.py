@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from campaign.commands import Case, in_workers
-from campaign.tally import Tally
+from campaign.commands import Case, Tally, in_workers
 
 # Of ten cases, in this order: 4 kills, 2 disks, 3 signals, 1 of simultaneous commands.
 KILLS, DISKS, SIGNALS = 4, 2, 3

@@ -17,9 +17,8 @@ from unittest import mock
 
 from kernel_sessions import run_values, session
 
-from campaign.commands import Case, in_workers
+from campaign.commands import Case, Tally, in_workers
 from campaign.operator_calls import Array, Call, drawn
-from campaign.tally import Tally
 
 HANGS_AFTER_S = 20
 FLAGS = "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"

@@ -38,7 +38,7 @@ from small_builds import built_artifact
 from small_specs import spec_of
 
 import effexport
-from campaign.tally import Tally
+from campaign.commands import Tally
 
 TOKEN = "the-token-of-the-campaign"
 AUTHORIZATION = f"Authorization: Bearer {TOKEN}\r\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign import operators
+from campaign.commands import Tally
 from campaign.operator_calls import drawn
-from campaign.tally import Tally
 
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
