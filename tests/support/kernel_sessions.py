@@ -21,7 +21,7 @@ from effexport.plugins.building.library import get_library_path
 
 
 def session(model: Any, *, library: bool = True, threads: int = 2, level: int = 3) -> Any:
-    """A session for a model, its bytes, or its file. library: run custom nodes by the kernel library, not by their bodies.
+    """A session for a model, its bytes or its file. library: run custom nodes by the kernel library, not by bodies.
 
     level: of the messages that the runtime writes, 3 for errors and 2 for warnings too.
     """
