@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from turns import Call, medians_ms, timed_in_turns
 
 from effexport import load_decoder
 from effexport.base.environment import describe_machine, usable_cores
@@ -36,7 +37,6 @@ from effexport.base.spec import build_spec_from_options
 from effexport.bench.candidates import inputs_of_case, onnx_from_case
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
 from effexport.bench.run import Settings, bench
-from effexport.bench.timing import Rotation, TimedCall
 from effexport.export.decode_step import onnx_with_state
 from effexport.models.encoder.module import DecodeStep, Encoder, Prefill, module_from_spec
 from effexport.models.variants.gated_delta.layer import GatedDeltaAttention
@@ -162,13 +162,13 @@ def lsh(rounds: int) -> Iterator[Claim]:
     yield faster(ms(rows["naive"]), ms(rows["ort"]), 3, "lsh at 8192: times faster than the naive export")
     yield above_floor(rows["ort"], 1.6, "lsh at 8192")
     theirs, ours = transformers_layer(), layer_with_projections("lsh", 8192)
-    times = in_turns({"theirs": theirs, "ours": ours}, rounds)
+    times = medians_ms({"theirs": theirs, "ours": ours}, rounds)
     what = "lsh layer with projections at 8192: times faster than transformers' LSHSelfAttention"
     # theirs has no output projection, ours has one
     yield faster(times["theirs"], times["ours"], 4, what)
 
 
-def transformers_layer() -> Callable[[], object]:
+def transformers_layer() -> Call:
     """transformers' layer with 8 heads × 64, chunks of 64 and two rounds, on 8192 tokens; no output projection."""
     from transformers import ReformerConfig
     from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -196,7 +196,7 @@ def transformers_layer() -> Callable[[], object]:
     return call
 
 
-def layer_with_projections(variant: str, seq_len: int) -> Callable[[], object]:
+def layer_with_projections(variant: str, seq_len: int) -> Call:
     """Our layer in ONNX Runtime: 8 heads × 64, with input and output projections."""
     return bound_in_ort(case_of(variant, seq_len, scope="attention"))
 
@@ -216,25 +216,13 @@ def case_of(variant: str, seq_len: int, *, scope: str = "core", options: dict[st
     )
 
 
-def bound_in_ort(case: BenchCase) -> Callable[[], object]:
+def bound_in_ort(case: BenchCase) -> Call:
     """The model of a case in ONNX Runtime, with its inputs in place."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx_from_case(case, path)
         runner = OrtRunner(path, RunOptions(threads=usable_cores()))
     return runner.bind(inputs_of_case(case)).run
-
-
-def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each. Exits if other programs disturbed one."""
-    rotation = Rotation([TimedCall(name, call, name) for name, call in calls.items()], rounds, math.inf)
-    rotation.run()
-    if rotation.failures:
-        raise next(iter(rotation.failures.values()))
-    disturbed = [name for name, own in rotation.samples.items() if not rotation.has_enough(own)]
-    if disturbed:
-        sys.exit(f"bench_claims.py: other programs disturbed {', '.join(disturbed)}; repeat this on an idle machine")
-    return {name: statistics.median(own.values()) * 1e3 for name, own in rotation.samples.items()}
 
 
 def nystrom(rounds: int) -> Iterator[Claim]:
@@ -247,7 +235,7 @@ def nystrom(rounds: int) -> Iterator[Claim]:
         with torch.inference_mode():
             torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-    seconds = in_turns({"attention": attention}, max(3, rounds // 3))["attention"]
+    seconds = medians_ms({"attention": attention}, max(3, rounds // 3))["attention"]
     what = "nystrom-64 at 8192: times faster than scaled_dot_product_attention"
     yield faster(seconds, ms(rows["ort"]), 25, what)
 
@@ -273,7 +261,7 @@ def traditional_attention_ms() -> float:
             weights = torch.softmax(torch.einsum("nld,nsd->nls", q, k) / math.sqrt(q.shape[-1]), dim=-1)
             torch.einsum("nls,nsd->nld", weights, v)
 
-    return in_turns({"attention": attention}, 3)["attention"]
+    return medians_ms({"attention": attention}, 3)["attention"]
 
 
 def decode(rounds: int) -> Iterator[Claim]:
@@ -301,7 +289,7 @@ def aft(rounds: int) -> Iterator[Claim]:
     for variant, options in cases:
         checked_once = measured(variant, ("ort",), 3, options=options, seq_len=8192)["ort"]
         calls = {str(n): bound_in_ort(case_of(variant, n, options=options)) for n in (8192, 16384)}
-        times = in_turns(calls, rounds)
+        times = medians_ms(calls, rounds)
         what = f"{checked_once.case.variant}, 16384 tokens ÷ 8192 tokens"
         figures = f"{times['16384']:.1f} ms against {times['8192']:.1f} ms"
         yield Claim(what, times["16384"] / times["8192"], 2.3, False, figures)
@@ -341,14 +329,14 @@ def recurrence(rounds: int) -> Iterator[Claim]:
     calls = {name: runners[name].bind(prompt).run for name in ("ours", "scan")} | {"theirs": eager}
     times = processor_turns(calls, max(3, rounds // 5))
     what = "gated-delta, 12 layers of 512, 4096 tokens: times faster than {}"
-    yield times.claim("scan", "ours", 3, True, what.format("ONNX's operator, a Scan"))
-    yield times.claim("theirs", "ours", 1.5, True, what.format("with transformers' eager layers"))
+    yield claim_of_turns(times, "scan", "ours", 3, True, what.format("ONNX's operator, a Scan"))
+    yield claim_of_turns(times, "theirs", "ours", 1.5, True, what.format("with transformers' eager layers"))
     token = {"input_ids": tokens[:, :1], "position": prompt["position"], **state}
     embeddings = {"token_embedding.weight", "position_embedding.weight"}
     count = sum(x.numel() for name, x in ours.named_parameters() if name not in embeddings)
     weights = np.ones(count, np.float32)
     times = processor_turns({"step": runners["step"].bind(token).run, "weights": weights.sum}, 3 * rounds)
-    yield times.claim("step", "weights", 1.3, False, "gated-delta decode step ÷ one sum over as many weights")
+    yield claim_of_turns(times, "step", "weights", 1.3, False, "gated-delta decode step ÷ one sum over as many weights")
     torch.set_num_threads(threads)
 
 
@@ -393,33 +381,19 @@ def layer_of_qwen3_next(layer: GatedDeltaAttention) -> nn.Module:
     return theirs
 
 
-@dataclass(frozen=True)
-class Turns:
-    """Milliseconds of each turn of some calls: those of the processor, and those that passed."""
-
-    cpu_ms: dict[str, list[float]]
-    wall_ms: dict[str, list[float]]
-
-    def claim(self, over: str, under: str, limit: float, at_least: bool, what: str) -> Claim:
-        """The median ratio of two calls, turn by turn, in processor time."""
-        figures = "processor {:.1f} ms against {:.1f} ms, wall {:.1f} ms against {:.1f} ms".format(
-            *(statistics.median(ms[name]) for ms in (self.cpu_ms, self.wall_ms) for name in (over, under))
-        )
-        ratio = statistics.median(a / b for a, b in zip(self.cpu_ms[over], self.cpu_ms[under], strict=True))
-        return Claim(what, ratio, limit, at_least, figures)
+def processor_turns(calls: dict[str, Call], turns: int) -> dict[str, list[Any]]:
+    """Milliseconds of the processor, and those that passed, of each turn of calls of one thread."""
+    return timed_in_turns(calls, turns, clock=lambda: 1e3 * np.array((time.process_time(), time.perf_counter())))
 
 
-def processor_turns(calls: dict[str, Callable[[], object]], turns: int) -> Turns:
-    """Time calls of one thread, which take turns after one run each."""
-    times = Turns({name: [] for name in calls}, {name: [] for name in calls})
-    for turn in range(turns + 1):
-        for name, call in calls.items():
-            cpu, wall = time.process_time(), time.perf_counter()
-            call()
-            if turn:
-                times.cpu_ms[name].append((time.process_time() - cpu) * 1e3)
-                times.wall_ms[name].append((time.perf_counter() - wall) * 1e3)
-    return times
+def claim_of_turns(
+    times: dict[str, list[Any]], over: str, under: str, limit: float, at_least: bool, what: str
+) -> Claim:
+    """The median ratio of two calls, turn by turn, in processor time."""
+    medians = np.median([times[over], times[under]], axis=1).T.ravel()
+    figures = "processor {:.1f} ms against {:.1f} ms, wall {:.1f} ms against {:.1f} ms".format(*medians)
+    ratio = statistics.median(a[0] / b[0] for a, b in zip(times[over], times[under], strict=True))
+    return Claim(what, ratio, limit, at_least, figures)
 
 
 def memory(rounds: int) -> Iterator[Claim]:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure `effexport serve` on this machine: speed beside the runner, latency, overload, malformed requests, stopping.
+"""Measure `effexport serve` on this machine: speed beside the runner, lengths of all kinds, latency, and overload.
 
 The server runs in a process of its own. The load comes from this process, over 127.0.0.1, and its share of the machine
 is printed. The runner in a loop takes turns with the server, at the batch sizes that the server ran. docs/scale.md
 shows results; scripts/simulate_serving.py compares such results with a simulation.
 
-    .venv/bin/python scripts/bench_serve.py                                    # all of it, about five minutes
+    .venv/bin/python scripts/bench_serve.py                                    # all of it, about four minutes
     .venv/bin/python scripts/bench_serve.py --variant linear --only throughput,latency
     .venv/bin/python scripts/bench_serve.py --artifact artifacts/lsh --seq-len 512 --json serve.json
 """
@@ -33,7 +33,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support")]
 
-from serving_fuzz import malformed_requests  # noqa: E402
 from serving_load import (  # noqa: E402
     Outcome,
     Sample,
@@ -45,7 +44,6 @@ from serving_load import (  # noqa: E402
     open_loop,
     poisson_times,
     running_server,
-    stop_under_load,
 )
 
 import effexport  # noqa: E402
@@ -54,7 +52,6 @@ from effexport.base.spec import BuildSpec, build_spec_from_options  # noqa: E402
 from effexport.proof.tolerances import arithmetic_limit  # noqa: E402
 from effexport.runners.runner import Runner  # noqa: E402
 
-PHASES = ("throughput", "mixed", "latency", "many", "overload", "malformed", "stop")
 MIXED_LENGTHS = (64, 2048)
 MIB = 1 << 20
 COMPUTE = "effexport_compute_seconds_sum"
@@ -238,18 +235,6 @@ async def latency(bench: Bench) -> dict[str, Any]:
     return result
 
 
-async def many(bench: Bench) -> dict[str, Any]:
-    """10,000 requests from 64 clients, every output compared."""
-    count = bench.arguments.many
-    outcome = await closed_loop(bench.server.port, bench.samples, 64, count)
-    print(
-        f"  {count} requests of 64 clients in {outcome.wall_s:.0f} s: {dict(outcome.statuses)}, wrong {outcome.wrong}, "
-        f"lost {outcome.lost}; {outcome.per_s:.1f}/s; RSS {bench.server.rss_bytes / MIB:.0f} MiB; "
-        f"{client_share(outcome)}"
-    )
-    return {"statuses": outcome.statuses, "wrong": outcome.wrong, "lost": outcome.lost, "wall_s": outcome.wall_s}
-
-
 async def overload(bench: Bench) -> dict[str, Any]:
     """Twice the capacity for a minute; then how soon a lone request is answered as quickly as before."""
     capacity = await capacity_of(bench)
@@ -292,40 +277,6 @@ async def watch_memory(server: ServerProcess, seen: list[int]) -> None:
         await asyncio.sleep(0.2)
 
 
-async def malformed(bench: Bench) -> dict[str, Any]:
-    """500 requests that no server should accept, after 100 others that allocate what is allocated once."""
-    requests = malformed_requests(bench.server.model, 500)
-    statuses: Counter[int] = Counter()
-    unanswered = 0
-    rss = files = 0
-    for number, (_, request) in enumerate(requests[:100] + requests):
-        if number == 100:
-            rss, files = bench.server.rss_bytes, bench.server.open_files
-            statuses.clear()
-        try:
-            statuses[(await exchange_once(bench.server.port, request)).status] += 1
-        except (OSError, EOFError, TimeoutError):
-            unanswered += 1
-    right = await closed_loop(bench.server.port, bench.samples, 1, 1)
-    print(
-        f"  500 malformed requests: {dict(sorted(statuses.items()))}, without an answer {unanswered}; RSS "
-        f"{rss / MIB:.1f} → {bench.server.rss_bytes / MIB:.1f} MiB, open files {files} → {bench.server.open_files}; "
-        f"a right request after them: {dict(right.statuses)}, wrong {right.wrong}"
-    )
-    return {"statuses": statuses, "unanswered": unanswered}
-
-
-async def stop(bench: Bench) -> dict[str, Any]:
-    """SIGTERM while 32 clients send without pause."""
-    stopped = await stop_under_load(bench.server, bench.samples, 32, 3.0)
-    print(
-        f"  SIGTERM under load: {dict(stopped.outcome.statuses)}, wrong {stopped.outcome.wrong}, accepted and lost "
-        f"{stopped.outcome.lost}, sent later and not accepted {stopped.refused_later}; "
-        f"exit status {stopped.exit_status}"
-    )
-    return {"statuses": stopped.outcome.statuses, "lost": stopped.outcome.lost, "exit_status": stopped.exit_status}
-
-
 def artifact_of(arguments: argparse.Namespace, folder: Path) -> Path:
     if arguments.artifact is not None:
         return Path(arguments.artifact)
@@ -338,23 +289,31 @@ def artifact_of(arguments: argparse.Namespace, folder: Path) -> Path:
     return artifact_from_spec(spec, folder / arguments.variant)[0].path
 
 
+PHASES = {"throughput": throughput, "mixed": mixed, "latency": latency, "overload": overload}
+
+
 async def run(bench: Bench, phases: Sequence[str]) -> dict[str, Any]:
     results = {}
     for phase in (phase for phase in PHASES if phase in phases):
-        action = {"throughput": throughput, "mixed": mixed, "latency": latency, "many": many, "overload": overload,
-                  "malformed": malformed, "stop": stop}[phase]  # fmt: skip
+        action = PHASES[phase]
         print(f"{phase}: {(action.__doc__ or '').strip().splitlines()[0]}", flush=True)
         results[phase] = await action(bench)
     return results
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """The options that this script shares with simulate_serving.py."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--artifact", help="artifact folder; default: build a default encoder")
     parser.add_argument("--variant", default="nystrom")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
     parser.add_argument("--server-options", default="", help="further options of the server, in one argument")
     parser.add_argument("--clients", type=int, default=16, help="number of clients that measure throughput")
     parser.add_argument("--requests", type=int, default=400, help="requests per round")
@@ -362,7 +321,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mixed-lengths", default=",".join(map(str, MIXED_LENGTHS)), help="the shortest and longest")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each latency measurement")
-    parser.add_argument("--many", type=int, default=10_000)
     parser.add_argument("--overload-seconds", type=float, default=60.0)
     parser.add_argument("--only", default=",".join(PHASES), help="phases, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the results to this file")

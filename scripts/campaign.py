@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
-from campaign.tally import Tally  # noqa: E402
+from campaign.commands import Tally  # noqa: E402
 
 PACKAGES_OF_TESTS = ("transformers", "pytest")
 SHOWN_PROBLEMS = 20

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Prove ONNX files that other exporters make, plant faults into some of them, and write docs/others.md.
 
-The files are made and proven in environments that have their exporters, one process each: .venv, and two that this
-script makes beside it from scripts/others/requirements-*.txt. Files and results are kept in build/others/, so that a
-run goes on where it stopped. Exit status 1 if a fault that changes an answer escapes, or a row has no result.
+The files are made and proven in environments that have their exporters, one process each: .venv, and two with the
+packages of scripts/others/requirements-*.txt. Results are kept in build/others/, so that a run goes on where it
+stopped, and are made again if effexport has changed. Exit status 1 if a fault that changes an answer escapes, or a row
+has no result.
 
     .venv/bin/python scripts/prove_others.py                        # everything, and docs/others.md
     .venv/bin/python scripts/prove_others.py --file mobius-onnx-bert
@@ -12,15 +13,8 @@ run goes on where it stopped. Exit status 1 if a fault that changes an answer es
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,157 +22,91 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from file_judge import LIMIT  # noqa: E402 - below the path of tests/support
+from kept_rows import Row, Script, answer_child, options_of, results_of  # noqa: E402
 from others.files import OTHERS, Other  # noqa: E402
 from others.page import page_of_results  # noqa: E402
+from portability.environments import SharedVenv  # noqa: E402
 
-RESULTS, PAGE = ROOT / "build" / "others", ROOT / "docs" / "others.md"
-# The environment below each of ours, whose packages are found as well; scripts/test.sh --all makes both.
-BELOW = {"4": ".venv", "5": ".venv-transformers5"}
-
-
-def python_of(environment: str) -> Path:
-    """The interpreter of an environment, which is made from its requirements if it is not there."""
-    if not environment:
-        return Path(sys.executable)
-    folder, requirements = ROOT / f".venv-others-{environment}", f"scripts/others/requirements-{environment}.txt"
-    python, stamp, wanted = folder / "bin" / "python", folder / "effexport.stamp", (ROOT / requirements).read_text()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"creating {folder.name}", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-P", "-m", "venv", "--without-pip", "--clear", folder], check=True)
-        pip = [sys.executable, "-P", "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "-r", ROOT / requirements], check=True)
-        below = ROOT / BELOW[environment] / packages_of(python).relative_to(folder)
-        lines = [str(below)] * (environment == "5") + [
-            f"import site; site.addsitedir({str(packages_of(sys.executable))!r})"
-        ]
-        (packages_of(python) / "effexport.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        stamp.write_text(wanted)
-    return python
+FOLDER = ROOT / "scripts" / "others"
+# The second is above an environment that scripts/test.sh --all makes.
+ENVIRONMENTS = {
+    "": None,
+    "4": SharedVenv("others-4", FOLDER / "requirements-4.txt"),
+    "5": SharedVenv("others-5", FOLDER / "requirements-5.txt", ROOT / ".venv-transformers5"),
+}
+SUPPORT = ROOT / "tests" / "support"
+SCRIPT = Script(
+    Path(__file__),
+    ROOT / "build" / "others",
+    3600,
+    (Path(__file__), FOLDER / "files.py", SUPPORT / "file_faults.py", SUPPORT / "file_judge.py"),
+)
 
 
-def packages_of(interpreter: str | Path) -> Path:
-    where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    return Path(subprocess.check_output([interpreter, "-P", "-c", where], text=True).strip())
+def measured(key: str, folder: Path) -> dict[str, Any]:
+    """Make the file of a row and prove it; if that passes, plant faults into it, if the row says so."""
+    import onnx
 
-
-def run(others: Sequence[Other], work: str) -> None:
-    """Do a part of the work for rows of one environment, in a process of their own. What it prints is its log."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    rows = [word for one in others for word in ("--file", one.key)]
-    command = [python_of(others[0].environment), __file__, "--child", work, *rows]
-    with (RESULTS / f"log-{work}-{others[0].environment}.txt").open("w") as log:
-        environment = {**os.environ, **one_thread, "HF_HUB_OFFLINE": "1"}
-        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-
-
-def proven(other: Other) -> None:
-    """Make the file of a row unless it is there, prove it, and keep the result."""
     import effexport
     from effexport.base.errors import EffexportError
 
-    folder, module, inputs = RESULTS / other.key, other.make(), dict(other.inputs())
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "model.onnx").exists():
-        other.export(module, inputs, folder / "model.onnx")
-        module = other.make()  # exporters may change it
-    file, start = folder / "model.onnx", time.perf_counter()
-    result: dict[str, Any] = {"key": other.key, "exporter": other.title, "size": size_of(file)}
+    warnings.simplefilter("ignore")
+    other = next(other for other in OTHERS if other.key == key)
+    file, inputs = folder / "model.onnx", dict(other.inputs())
+    other.export(other.make(), inputs, file)
+    module = other.called(other.make())  # another one, because exporters may change theirs
+    size = len(onnx.load(str(file), load_external_data=False).graph.node)
+    result: dict[str, Any] = {"exporter": other.title, "size": size}
     try:
-        report = effexport.prove(file, other.called(module), inputs)
+        report = effexport.prove(file, module, inputs)
     except EffexportError as error:
-        result |= {"verdict": "refused", "failed": {}, "notes": [str(error)]}
-    else:
-        failed: dict[str, str] = {}
-        for check in report.checks:
-            if check.status == "failed":
-                reason = check.detail or f"{check.value:.1e} of {check.limit:.1e}"
-                failed.setdefault(str(check.kind), f"{check.case}: {reason}")
-        compared = [check for check in report.checks if check.kind == "arithmetic" and check.value is not None]
-        result |= {
-            "verdict": report.verdict,
-            "failed": failed,
-            "notes": list(report.notes),
-            "cases": sorted({str(check.case) for check in compared}),
-            "share": max((check.value / check.limit for check in compared if check.limit), default=None),
-            "divergence": report.divergence,
-        }
-    write(other, result | {"seconds": time.perf_counter() - start})
+        return result | {"result": "refused", "failed": {}, "notes": [str(error)]}
+    failed: dict[str, str] = {}
+    for check in report.checks:
+        if check.status == "failed":
+            reason = check.detail or f"{check.value:.1e} of {check.limit:.1e}"
+            failed.setdefault(str(check.kind), f"{check.case}: {reason}")
+    compared = [check for check in report.checks if check.kind == "arithmetic" and check.value is not None]
+    result |= {
+        "result": report.verdict,
+        "failed": failed,
+        "notes": list(report.notes),
+        "cases": sorted({str(check.case) for check in compared}),
+        "share": max((check.value / check.limit for check in compared if check.limit), default=None),
+        "divergence": report.divergence,
+    }
+    if other.is_faulted and report.verdict == "passed":
+        result["faults"] = faults_of(other, file)
+    return result
 
 
-def write(other: Other, result: dict[str, Any]) -> None:
-    result_file(other).write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(other.key, result["verdict"], flush=True)
-
-
-def plant_faults(other: Other) -> None:
-    """Add to the result of a row, by fault that finds a place: the check that fails and, if none does, the change of
-    the answers."""
+def faults_of(other: Other, file: Path) -> dict[str, tuple[str, float | None]]:
+    """By fault that finds a place: the check that fails and, if none does, the change of the answers."""
     from file_faults import FILE_FAULTS, opened, planted
     from file_judge import Judge
 
-    result = json.loads(result_file(other).read_text(encoding="utf-8"))
-    file, found = RESULTS / other.key / "model.onnx", {}
+    found = {}
     judge = Judge(file, other.called(other.make()), dict(other.inputs()))
     for fault in FILE_FAULTS:
         damaged = planted(fault.damage, opened(file), file.with_name("damaged.onnx"))
         if damaged is not None:
             failure = judge.failure(damaged)
-            found[fault.name] = [failure[:200], None if failure else judge.effect(damaged)]
-            print(fault.name, found[fault.name], flush=True)
-    write(other, result | {"faults": found})
-
-
-def size_of(file: Path) -> int:
-    """The number of nodes."""
-    import onnx
-
-    return len(onnx.load(str(file), load_external_data=False).graph.node)
+            found[fault.name] = failure[:200], None if failure else judge.effect(damaged)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    by_key = {other.key: other for other in OTHERS}
-    parser.add_argument("--file", action="append", choices=by_key, metavar="KEY", help="only this file; repeatable")
-    parser.add_argument("--again", action="store_true", help="also files that have a result")
-    parser.add_argument("--child", choices=WORK, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    wanted = [by_key[key] for key in options.file or by_key]
+    options = options_of(__doc__, [other.key for other in OTHERS], "--file", minutes=600)
     if options.child:
-        warnings.simplefilter("ignore")
-        for other in wanted:
-            WORK[options.child](other)
+        answer_child(options.child, measured)
         return
-    for other in wanted if options.again else ():
-        result_file(other).unlink(missing_ok=True)
-    for work, environment in product(WORK, ("", "4", "5")):
-        rows = [other for other in wanted if other.environment == environment and not is_done(other, work)]
-        if rows:
-            run(rows, work)
-    results = [json.loads(result_file(other).read_text()) for other in wanted if result_file(other).exists()]
-    for result in results:
-        print(result["key"], result["verdict"])
-    if not options.file:
-        PAGE.write_text(page_of_results(results), encoding="utf-8")
-    missing = [other.key for other in wanted if not result_file(other).exists()]
-    print(f"no result: {', '.join(missing)}; see {RESULTS}/log-*.txt" if missing else f"{len(results)} results")
-    sys.exit(1 if missing or any(escaped(result) for result in results) else 0)
-
-
-WORK = {"prove": proven, "faults": plant_faults}
-
-
-def is_done(other: Other, work: str) -> bool:
-    result = json.loads(result_file(other).read_text()) if result_file(other).exists() else {}
-    return bool(result) if work == "prove" else not is_to_be_damaged(other, result) or "faults" in result
-
-
-def is_to_be_damaged(other: Other, result: dict[str, Any]) -> bool:
-    return other.is_faulted and result.get("verdict") == "passed"
-
-
-def result_file(other: Other) -> Path:
-    return RESULTS / other.key / "result.json"
+    rows = [Row(other.key, ENVIRONMENTS[other.environment], {}) for other in OTHERS]
+    results = list(results_of(SCRIPT, rows, options))
+    made = [result for result in results if result["result"] not in ("crashed", "not run")]
+    if not options.chosen:
+        (ROOT / "docs" / "others.md").write_text(page_of_results(made), encoding="utf-8")
+    print(f"{len(made)} of {len(results)} rows have a result")
+    sys.exit(1 if len(made) < len(results) or any(escaped(result) for result in made) else 0)
 
 
 def escaped(result: dict[str, Any]) -> list[str]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from effexport.report.report import Report
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from scripts.training.experiments import EXPERIMENTS
+from scripts.turns import timed_in_turns
 
 ROOT = Path(__file__).parents[1]
-SEQ_LEN, ROUNDS, WARM_UP = 1024, 25, 4
+SEQ_LEN, ROUNDS, WARM_UP = 1024, 21, 4
 # Real text that every checkout has.
 TEXT = ROOT / "CHANGELOG.md"
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -74,13 +76,9 @@ def milliseconds(models: Mapping[str, Path]) -> dict[str, float]:
     """The median time of a call of each model, in turns."""
     runners = {name: OrtRunner(path, RunOptions(threads=1)) for name, path in models.items()}
     feeds = {"input_ids": np.random.default_rng(0).integers(2, 258, (1, SEQ_LEN))}
-    taken: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(ROUNDS):
-        for name, runner in runners.items():
-            start = time.perf_counter()
-            runner.run(feeds)
-            taken[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values[WARM_UP:]) for name, values in taken.items()}
+    calls = {name: partial(runner.run, feeds) for name, runner in runners.items()}
+    taken = timed_in_turns(calls, ROUNDS, warm_up=WARM_UP)
+    return {name: 1e3 * statistics.median(values) for name, values in taken.items()}
 
 
 def own_error(report: Report) -> str:
@@ -121,9 +119,7 @@ def trained_rows() -> Iterator[tuple[str, ...]]:
 
 
 def trained(name: str, fields: Mapping[str, Any], text: Path, folder: Path) -> effexport.BuildResult:
-    import dataclasses
-
-    spec = dataclasses.replace(EXPERIMENTS[name].spec("", "fp32"), **fields)
+    spec = replace(EXPERIMENTS[name].spec("", "fp32"), **fields)
     weights = ROOT / "tests" / "trained" / f"{name}.safetensors"
     return effexport.build(spec, folder / "built", weights=weights, calibration=TEXT, evaluate=text)
 

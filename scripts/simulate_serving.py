@@ -30,9 +30,10 @@ import numpy.typing as npt
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "scripts")]
 
-from bench_serve import artifact_of, make_samples  # noqa: E402
+from bench_serve import artifact_of, make_samples, parser_of  # noqa: E402
 from serving_load import Sample, ServerProcess, exchange_once, open_loop, poisson_times, running_server  # noqa: E402
 from serving_simulation import Simulated, simulate  # noqa: E402
+from turns import timed_in_turns  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
@@ -52,15 +53,7 @@ def measured_curve(runner: Runner, seq_len: int, max_batch: int, rounds: int) ->
     """Durations of runs by number of rows; sizes take turns, so that a disturbance affects all of them."""
     dice = np.random.default_rng(0)
     feeds = {rows: {"input_ids": dice.integers(2, 250, (rows, seq_len))} for rows in range(1, max_batch + 1)}
-    curve: dict[int, list[float]] = {rows: [] for rows in feeds}
-    for turn in range(rounds + 1):
-        for rows, given in feeds.items():
-            started = time.perf_counter()
-            runner.run(given)
-            # the first turn warms up
-            if turn:
-                curve[rows].append(time.perf_counter() - started)
-    return curve
+    return timed_in_turns({rows: partial(runner.run, given) for rows, given in feeds.items()}, rounds)
 
 
 def rate_of(curve: Curve) -> float:
@@ -196,12 +189,7 @@ def plan(curve: Curve, overhead_s: float, users: Sequence[int], every_s: float, 
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--artifact", help="artifact folder; default: build a default encoder")
-    parser.add_argument("--variant", default="nystrom")
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--runtime", default="ort", help="as in effexport serve")
-    parser.add_argument("--max-batch", type=int, default=8)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="rounds of measuring run durations")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load")
     parser.add_argument("--users", default="100,1000,10000")

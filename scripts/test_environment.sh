@@ -128,11 +128,32 @@ run_pytest() {
   )
 }
 
-# conformance_stamp MAJOR: identifies what .venv-tensorrt/MAJOR is made from, and where; tests/conftest.py compares it.
-conformance_stamp() {
-  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/conformance-requirements-$1.txt" "$ROOT/tests/plugins/tensorrt/shim.c"; } |
-    sha256sum | cut -d " " -f 1
+# stamp_of FILES...: identifies what an environment is made from, and where; tests/conftest.py compares it.
+stamp_of() { (cd "$ROOT" && printf '%s\n' "$ROOT" && cat "$@") | sha256sum | cut -d " " -f 1; }
+
+# make_environment FOLDER MODULE WHAT ARRANGE FILES...: the packages of the first of FILES, and what the function ARRANGE
+# does with their folder. Does nothing if it was made from the present files, and can import MODULE.
+make_environment() {
+  local folder="$ROOT/$1" module="$2" what="$3" arrange="$4" wanted
+  shift 4
+  wanted="$(stamp_of "$@")"
+  if [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$wanted" ]] &&
+    "$folder/bin/python" -c "import $module" 2>/dev/null; then
+    return
+  fi
+  say "creating ${folder#"$ROOT/"} with $what"
+  rm -rf "$folder"
+  "$VENV/bin/python" -m venv --without-pip "$folder" >&2 || return 1
+  if ! "$VENV/bin/python" -m pip --python "$folder/bin/python" install --quiet --no-deps -r "$ROOT/$1" >&2; then
+    say "error: $what could not be installed, see above; Python 3.11 is known to work"
+    return 1
+  fi
+  "$arrange" "$folder" || return 1
+  printf '%s\n' "$wanted" >"$folder/effexport.stamp"
 }
+
+# packages_of PYTHON: the folder of its packages.
+packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])'; }
 
 # ensure_conformance: .venv-tensorrt/11 and /10. The packages load without a GPU and without TensorRT's builder, which a
 # small library replaces. Fails if they cannot be installed.
@@ -142,29 +163,22 @@ ensure_conformance() (
     return 1
   fi
   lock "$ROOT/scripts/conformance.sh"
-  make_conformance 11 && make_conformance 10
+  for major in 11 10; do
+    make_environment ".venv-tensorrt/$major" numpy "TensorRT's Python packages" arrange_conformance \
+      "scripts/conformance-requirements-$major.txt" tests/plugins/tensorrt/shim.c || return 1
+  done
 )
 
-# make_conformance MAJOR: does nothing if the environment was made from the present files.
-make_conformance() {
-  local major="$1" folder="$ROOT/.venv-tensorrt/$1" compiler candidate libraries
-  if "$folder/bin/python" -c "import numpy" 2>/dev/null &&
-    [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(conformance_stamp "$major")" ]]; then
-    return
-  fi
+# arrange_conformance FOLDER: libraries in the place of TensorRT's builder, and the LD_LIBRARY_PATH that a process needs to
+# load the packages, in `library-path`.
+arrange_conformance() {
+  local folder="$1" major="${1##*/}" compiler candidate libraries
   compiler="$(command -v ${CC:+"$CC"} cc gcc clang | head -n 1)" || true
   if [[ -z "$compiler" ]]; then
     say "error: no C compiler found (cc, gcc or clang on PATH); on Debian and Ubuntu run: sudo apt install gcc"
     return 1
   fi
-  say "creating .venv-tensorrt/$major with TensorRT's Python packages"
-  rm -rf "$folder"
-  "$VENV/bin/python" -m venv "$folder" >&2 || return 1
-  if ! "$folder/bin/python" -m pip install --quiet --no-deps -r "$ROOT/scripts/conformance-requirements-$major.txt" >&2; then
-    say "error: TensorRT's Python packages could not be installed, see above; Python 3.11 is known to work"
-    return 1
-  fi
-  libraries="$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])')/tensorrt_lean_libs"
+  libraries="$(packages_of "$folder/bin/python")/tensorrt_lean_libs"
   mkdir "$folder/shim"
   "$compiler" -shared -fPIC "$ROOT/tests/plugins/tensorrt/shim.c" -o "$folder/shim/libnvinfer.so.$major" \
     -Wl,--no-as-needed "$libraries/libnvinfer_lean.so.$major" -Wl,-soname,"libnvinfer.so.$major" >&2 || return 1
@@ -172,67 +186,32 @@ make_conformance() {
     "$compiler" -shared -fPIC -x c /dev/null -o "$folder/shim/lib$candidate.so.$major" \
       -Wl,-soname,"lib$candidate.so.$major" >&2 || return 1
   done
-  # the LD_LIBRARY_PATH that a process needs to load the packages
   printf '%s\n' "$folder/shim:$libraries" >"$folder/library-path"
-  conformance_stamp "$major" >"$folder/effexport.stamp"
-}
-
-# triton_stamp: identifies what .venv-triton is made from, and where; tests/conftest.py compares it.
-triton_stamp() {
-  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/triton-requirements.txt"; } | sha256sum | cut -d " " -f 1
 }
 
 # ensure_triton: .venv-triton with tritonserver, its Python backend and its client. Fails if they cannot be installed.
 ensure_triton() (
-  folder="$ROOT/.venv-triton"
   if ! can_have_triton; then
     say "error: the wheel with tritonserver is for Linux on x86-64 with glibc 2.35 or later; this is $(uname -sm)"
     return 1
   fi
   lock "$ROOT/scripts/triton-requirements.txt"
-  if [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(triton_stamp)" ]] &&
-    "$folder/bin/python" -c "import numpy" 2>/dev/null; then
-    return
-  fi
-  say "creating .venv-triton with tritonserver (60 MB)"
-  rm -rf "$folder"
-  "$VENV/bin/python" -m venv "$folder" >&2 || return 1
-  if ! "$folder/bin/python" -m pip install --quiet --no-deps -r "$ROOT/scripts/triton-requirements.txt" >&2; then
-    say "error: tritonserver could not be installed, see above; Python 3.11 is known to work"
-    return 1
-  fi
-  arrange_triton "$folder" || return 1
-  triton_stamp >"$folder/effexport.stamp"
+  make_environment .venv-triton numpy "tritonserver (60 MB)" arrange_triton scripts/triton-requirements.txt
 )
-
-# transformers5_stamp: identifies what .venv-transformers5 is made from, and where; tests/conftest.py compares it.
-transformers5_stamp() {
-  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/transformers5-requirements.txt"; } | sha256sum | cut -d " " -f 1
-}
 
 # ensure_transformers5: .venv-transformers5 with another transformers than .venv, whose other packages it shares. Fails
 # if its packages cannot be installed.
 ensure_transformers5() (
-  folder="$ROOT/.venv-transformers5"
   lock "$ROOT/scripts/transformers5-requirements.txt"
-  if [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(transformers5_stamp)" ]] &&
-    "$folder/bin/python" -c "import torch" 2>/dev/null; then
-    return
-  fi
-  say "creating .venv-transformers5 with transformers 5 and sentence-transformers (60 MB)"
-  rm -rf "$folder"
-  "$VENV/bin/python" -m venv --without-pip "$folder" >&2 || return 1
-  if ! "$VENV/bin/python" -m pip --python "$folder/bin/python" install --quiet --no-deps \
-    -r "$ROOT/scripts/transformers5-requirements.txt" >&2; then
-    say "error: transformers 5 could not be installed, see above"
-    return 1
-  fi
-  where='import sysconfig; print(sysconfig.get_paths()["purelib"])'
-  # its own packages come first
-  printf 'import site; site.addsitedir("%s")\n' "$("$VENV/bin/python" -c "$where")" \
-    >"$("$folder/bin/python" -c "$where")/effexport.pth"
-  transformers5_stamp >"$folder/effexport.stamp"
+  make_environment .venv-transformers5 torch "transformers 5 and sentence-transformers (60 MB)" share_packages \
+    scripts/transformers5-requirements.txt
 )
+
+# share_packages FOLDER: those of .venv are found after its own.
+share_packages() {
+  printf 'import site; site.addsitedir("%s")\n' "$(packages_of "$VENV/bin/python")" \
+    >"$(packages_of "$1/bin/python")/effexport.pth"
+}
 
 # ensure_portability: the environments of scripts/portability.py, in the user's cache. Fails if one cannot be made.
 ensure_portability() { "$VENV/bin/python" "$ROOT/scripts/portability.py" --prepare >&2; }
@@ -241,7 +220,7 @@ ensure_portability() { "$VENV/bin/python" "$ROOT/scripts/portability.py" --prepa
 # Python models beside its backend, and writes the LD_LIBRARY_PATH of a server to `library-path`.
 arrange_triton() {
   local site version libraries server
-  site="$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])')"
+  site="$(packages_of "$1/bin/python")"
   version="$("$1/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
   libraries="$site/nvidia_pytriton.libs:$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')"
   server="$site/pytriton/tritonserver"

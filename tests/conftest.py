@@ -168,7 +168,7 @@ class TensorRTBindings:
         return ROOT / "scripts" / f"conformance-requirements-{major}.txt"
 
     def _is_fresh(self, major: str) -> bool:
-        """As make_conformance in scripts/test_environment.sh decides."""
+        """As make_environment in scripts/test_environment.sh decides."""
         try:
             stamp = (ROOT / ".venv-tensorrt" / major / "effexport.stamp").read_text(encoding="utf-8").strip()
             files = (self._requirements(major), ROOT / "tests" / "plugins" / "tensorrt" / "shim.c")
@@ -191,7 +191,7 @@ class Environment:
         return ROOT / "scripts" / f"{self.folder.removeprefix('.venv-')}-requirements.txt"
 
     def is_present(self) -> bool:
-        """As ensure_triton and ensure_transformers5 in scripts/test_environment.sh decide."""
+        """As make_environment in scripts/test_environment.sh decide."""
         try:
             stamp = (ROOT / self.folder / "effexport.stamp").read_text(encoding="utf-8").strip()
             made_from = f"{ROOT}\n".encode() + self.requirements.read_bytes()

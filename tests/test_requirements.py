@@ -207,7 +207,8 @@ def tensorrt_tree(tmp_path: Path) -> Path:
     for major in ("11", "10"):
         folder = tmp_path / ".venv-tensorrt" / major
         folder.mkdir(parents=True)
-        command = f"source scripts/test_environment.sh && conformance_stamp {major}"
+        command = f"source scripts/test_environment.sh && stamp_of scripts/conformance-requirements-{major}.txt "
+        command += "tests/plugins/tensorrt/shim.c"
         stamp = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
         (folder / "effexport.stamp").write_text(stamp.stdout)
     return tmp_path
@@ -239,7 +240,7 @@ def test_an_environment_of_its_own_counts_only_as_made_from_the_present_requirem
         (tmp_path / folder).mkdir()
     for name in (f"{part}-requirements.txt", *SCRIPTS):
         shutil.copy(HERE.parent / "scripts" / name, tmp_path / "scripts")
-    command = f"source scripts/test_environment.sh && {part}_stamp"
+    command = f"source scripts/test_environment.sh && stamp_of scripts/{part}-requirements.txt"
     stamp = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     (tmp_path / f".venv-{part}" / "effexport.stamp").write_text(stamp.stdout)
     suite = TENSORRT_SUITE.replace("tensorrt", part)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kernel_sessions import run_values, session
 
 from campaign import records
-from campaign.commands import WORKERS, Case, Ended, in_workers, run_command
+from campaign.commands import WORKERS, Case, Ended, Tally, in_workers, run_command
 from campaign.onnx_mutations import mutated_model
-from campaign.strange import FORGED, OPTION, any_number_of_digits, mutated_json, text_of
-from campaign.tally import Tally
+from campaign.strange import FORGED, OPTION, any_number_of_digits, contents, damage, mutated_json, text_of
 
 # What verify's limits allow in float32; a wrong answer is far beyond it.
 WRONG = 1e-2
@@ -89,7 +88,7 @@ def attacker(healthy: Path, work: Path, seed: int, number: int) -> Case:
             outcome = attack(name, original, attacked, output)
             assert contents(attacked) == before, f"{name} changed the artifact"
             # of an engine, only its own two files are looked at
-            assert outcome != "accepted" or mutation not in DAMAGE or name == ENGINE, f"{name} accepted damage"
+            assert outcome != "accepted" or mutation is not damaged_file or name == ENGINE, f"{name} accepted damage"
         except AssertionError as error:
             raise AssertionError(f"{what}: {str(error).replace(str(mine), '')}") from error
         finally:
@@ -143,13 +142,7 @@ class Original:
         return {key.split("/", 2)[2]: value for key, value in tensors.items() if key.startswith(f"{first}/inputs/")}
 
     def _run(self, model: Path) -> list[np.ndarray[Any, Any]]:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        outputs: list[np.ndarray[Any, Any]] = session.run(None, self.feeds)
-        return outputs
+        return run_values(session(model, library=False, level=4), self.feeds)
 
     def difference(self, attacked: Path) -> float:
         """By how much the outputs of an attacked model differ, relative to the largest."""
@@ -160,28 +153,9 @@ class Original:
         return float(np.nan_to_num(max(differences), nan=np.inf))
 
 
-def contents(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of everything in a folder, links not followed."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        status = path.lstat()
-        found.append((path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns))
-    return found
-
-
-def damaged_bytes(folder: Path, dice: random.Random) -> str:
-    """A bit of a file is flipped, or a file is cut or extended, and no checksum made right."""
-    file = dice.choice([file for file in files_of(folder) if file.stat().st_size])
-    data = bytearray(file.read_bytes())
-    how = dice.choice(("flip", "cut", "extend"))
-    if how == "flip":
-        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    elif how == "cut":
-        del data[dice.randrange(len(data)) :]
-    else:
-        data += b"\x00"
-    file.write_bytes(data)
-    return f"{how} {file.name}"
+def damaged_file(folder: Path, dice: random.Random) -> str:
+    """A file is damaged, missing or something else, and no checksum made right."""
+    return damage(dice.choice([file for file in files_of(folder) if file.stat().st_size]), dice)
 
 
 def manifest_edit(folder: Path, dice: random.Random) -> str:
@@ -241,29 +215,6 @@ def answers_edit(folder: Path, dice: random.Random) -> str:
     return f"{how} {what}"
 
 
-def other_files(folder: Path, dice: random.Random) -> str:
-    """A file is missing, empty, a folder, a loop of links, a pipe, or elsewhere; the manifest is as it was."""
-    file = dice.choice([file for file in files_of(folder) if file.stat().st_size])
-    how = dice.choice(("missing", "empty", "folder", "loop", "pipe", "outside", "dangling", "huge"))
-    file.unlink()
-    if how == "empty":
-        file.touch()
-    elif how == "folder":
-        file.mkdir()
-    elif how == "loop":
-        file.symlink_to(file.name)
-    elif how == "pipe":
-        os.mkfifo(file)
-    elif how == "outside":
-        file.symlink_to("/etc/passwd")
-    elif how == "dangling":
-        file.symlink_to("nowhere")
-    elif how == "huge":
-        with file.open("wb") as stream:
-            stream.truncate(1 << 40)
-    return f"{how} {file.name}"
-
-
 def large_manifest(folder: Path, dice: random.Random) -> str:
     """A manifest of many megabytes, with its checksum made right where that is quick."""
     file = folder / "manifest.json"
@@ -285,10 +236,9 @@ def large_manifest(folder: Path, dice: random.Random) -> str:
     return f"{how} {megabytes} MB"
 
 
-DAMAGE = (damaged_bytes, other_files)
 MUTATIONS: Sequence[Callable[[Path, random.Random], str]] = (
-    *DAMAGE, manifest_edit, manifest_edit, manifest_edit, report_edit, record_edit, model_edit, model_edit, model_edit,
-    answers_edit, large_manifest,
+    *(damaged_file,) * 2, *(manifest_edit,) * 3, report_edit, record_edit, *(model_edit,) * 3, answers_edit,
+    large_manifest,
 )  # fmt: skip
 
 

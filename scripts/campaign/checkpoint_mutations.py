@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from campaign.pickles import BOMBS, FORMS, VIEWS
-from campaign.strange import STRANGE, any_number_of_digits, mutated_json
+from campaign.strange import STRANGE, any_number_of_digits, damage, mutated_json, text_of
 
 HUGE = (10**9, 10**9 + 1, 10**9 + 8, 2**30, 2**31 - 1, 2**31, 2**40, 10**18, 10**30, 10**5000)
 SIZES = (*HUGE, *HUGE, -1, 0, 1, 2, 3, 7, 64, 999, 100_000)
@@ -60,39 +60,6 @@ class Runs:
         return self.call
 
 
-def json_text(value: Any) -> str:
-    with any_number_of_digits():
-        return json.dumps(value)
-
-
-def damage(path: Path, dice: random.Random) -> str:
-    """Damage a file as a bad disk or an attacker would, whatever is in it."""
-    data = bytearray(path.read_bytes())
-    how = dice.choice(("cut", "flip", "flip", "fill", "empty", "append", "loop", "folder", "missing"))
-    if how == "cut":
-        data = data[: dice.randrange(len(data))]
-    elif how == "flip":
-        place = dice.randrange(min(len(data), 3000))
-        data[place] ^= 1 << dice.randrange(8)
-        how += f" a bit of byte {place}"
-    elif how == "fill":
-        place = dice.randrange(len(data))
-        data[place : place + 64] = dice.randbytes(64)
-    elif how == "empty":
-        data = bytearray()
-    elif how == "append":
-        data += dice.randbytes(100)
-    if how in ("loop", "folder", "missing"):
-        path.unlink()
-        if how == "loop":
-            path.symlink_to(path.name)
-        elif how == "folder":
-            path.mkdir()
-    else:
-        path.write_bytes(data)
-    return f"{how} {path.name}"
-
-
 def config(folder: Path, dice: random.Random) -> str:
     """One or more fields of config.json."""
     path = folder / "config.json"
@@ -104,7 +71,7 @@ def config(folder: Path, dice: random.Random) -> str:
         return large_json(path, dice)
     if how == "any":
         values, words = mutated_json(values, dice)
-        path.write_text(json_text(values))
+        path.write_text(text_of(values))
         return words
     if how == "consistent":
         words = consistent_sizes(values, dice)
@@ -113,7 +80,7 @@ def config(folder: Path, dice: random.Random) -> str:
         for name in names:
             values[name] = wild_size(values.get(name), dice)
         words = ", ".join(f"{name} {shown(values[name])}" for name in names)
-    path.write_text(json_text(values))
+    path.write_text(text_of(values))
     return words
 
 
@@ -204,15 +171,14 @@ def safetensors(folder: Path, dice: random.Random) -> str:
     elif how == "remove":
         del header[name]
     elif how == "twice":
-        again = json_text(entry)
-        text = json_text(header)[:-1] + f', "{name}": {again}}}'
+        text = text_of(header).rstrip()[:-1] + f', "{name}": {text_of(entry)}}}'
     elif how == "any":
         header, words = mutated_json(header, dice)
         how += " " + words
     elif how == "sparse":
         # 2 TB that take no room on the disk
         header = {name: {"dtype": "F32", "shape": [2**39], "data_offsets": [0, 2**41]}}
-    encoded = (json_text(header) if text is None else text).encode()
+    encoded = (text_of(header) if text is None else text).encode()
     claimed = dice.choice((0, 1, 2**20, 2**31, 2**63, 2**64 - 1)) if how == "length" else len(encoded)
     path.write_bytes(struct.pack("<Q", claimed) + encoded + body)
     if how == "sparse":
@@ -252,7 +218,7 @@ def index(folder: Path, dice: random.Random) -> str:
         one = dice.choice(names)
         other = {"model-1.safetensors": "model-2.safetensors"}.get(values["weight_map"][one], "model-1.safetensors")
         values["weight_map"][one] = other
-    path.write_text(json_text(values))
+    path.write_text(text_of(values))
     return f"index: {how}"
 
 
@@ -391,7 +357,7 @@ def tokenizer(folder: Path, dice: random.Random) -> str:
         words = f"id {shown(token['id'])}"
     else:
         values, words = mutated_json(values, dice)
-    path.write_text(json_text(values))
+    path.write_text(text_of(values))
     return f"{path.name}: {words}"
 
 

@@ -6,21 +6,18 @@ to its end, with the whole parity check.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import os
 import random
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from campaign.checkpoint_mutations import CHECKPOINT_MUTATIONS, copy_of, spec_toml, wild_flags
-from campaign.commands import Case, Ended, in_workers, run_command
-from campaign.tally import Tally
+from campaign.commands import Case, Ended, Tally, in_workers, run_command
+from campaign.strange import contents
 
 STOPPED = "stopped by the campaign"
 # Of a worker: far more than what is refused may take, and less than the machine has.
@@ -29,8 +26,6 @@ FULL_BUILDS = 20
 # What is built to its end: larger models are legitimate, and slow. In bytes, by the least that they need.
 SMALL_MODEL, FEW_LAYERS = 2 << 20, 4
 MOST_LABELS = 1000
-# Larger files are compared by their size.
-LARGEST_HASHED = 50 << 20
 
 
 def run(cases: int, seed: int, folder: Path) -> Tally:
@@ -99,11 +94,11 @@ def attack_with_checkpoint(healthy: Path, mine: Path, dice: random.Random, *, st
     checkpoint = copy_of(healthy, mine / "checkpoint")
     mutation = dice.choice(CHECKPOINT_MUTATIONS)
     words = f"{healthy.name}: {mutation.__name__}: {mutation(checkpoint, dice)}"
-    before = dict(files_of(checkpoint))
+    before = contents(checkpoint)
     inspected = outcome(run_command(["inspect", checkpoint]), words)
     ended, module = build(["--checkpoint", checkpoint, "-o", mine / "out"], stop=stop)
     found = outcome(ended, words)
-    assert dict(files_of(checkpoint)) == before, f"{words}: the checkpoint's files have changed"
+    assert contents(checkpoint) == before, f"{words}: the checkpoint's files have changed"
     assert not (checkpoint / "executed").exists(), f"{words}: code has run"
     assert (mine / "out").exists() == (ended.code == 0), f"{words}: {mine / 'out'} is there after status {ended.code}"
     assert inspected == "accepted" or (inspected, found) == ("refused", "refused"), f"{words}: {inspected}, {found}"
@@ -141,18 +136,6 @@ def outcome(ended: Ended, words: str) -> str:
     if STOPPED in ended.err:
         return "accepted"
     return {"failed its checks": "failed"}.get(found, found)
-
-
-def files_of(folder: Path) -> Iterator[tuple[str, object]]:
-    """The contents of a folder, by name: a digest of each file, and the target of each link."""
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink():
-            yield path.name, os.readlink(path)
-        elif path.is_file():
-            size = path.stat().st_size
-            yield path.name, (size, hashlib.sha256(path.read_bytes()).hexdigest() if size < LARGEST_HASHED else "")
-        else:
-            yield path.name, "folder"
 
 
 def compare_with_files(module: Any, checkpoint: Path, words: str) -> None:

@@ -9,13 +9,13 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from campaign.tally import Tally
 from effexport.base.machine import status_bytes
 
 # Of a command that refuses what it was given, beyond what the process took before.
@@ -26,6 +26,22 @@ HANGS_AFTER_S = 120.0
 WORKERS = 2
 # A case: its index → the name of an expected outcome; raises AssertionError with what was wrong.
 Case = Callable[[int], str]
+
+
+@dataclass
+class Tally:
+    """Outcomes of the cases of one part.
+
+    outcomes: how often each expected outcome occurred, by its name, such as "refused". problems: one line for each case
+    that ended in any other way, with what repeats it.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def cases(self) -> int:
+        return self.outcomes.total() + len(self.problems)
 
 
 @dataclass(frozen=True)

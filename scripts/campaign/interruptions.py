@@ -7,6 +7,7 @@ two renames that a clock never would.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -23,8 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from campaign.commands import Case, in_workers
-from campaign.tally import Tally
+from campaign.commands import Case, Tally, in_workers
 
 # Of ten cases, in this order: 4 kills, 2 disks, 3 signals, 1 of simultaneous commands.
 KILLS, DISKS, SIGNALS = 4, 2, 3
@@ -252,11 +252,8 @@ def clear_up(output: Path) -> None:
     class StopError(Exception):
         pass
 
-    try:
-        with ARTIFACT_FOLDER.new(output, force=True):
-            raise StopError
-    except StopError:
-        pass
+    with contextlib.suppress(StopError), ARTIFACT_FOLDER.new(output, force=True):
+        raise StopError
 
 
 def disturbed(

@@ -6,23 +6,19 @@ run: nothing may read or write beyond its memory, overflow, crash, or take longe
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import math
 import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy as np
+from kernel_sessions import run_values, session
 
-from campaign.commands import Case, in_workers
+from campaign.commands import Case, Tally, in_workers
 from campaign.operator_calls import Array, Call, drawn
-from campaign.tally import Tally
 
 HANGS_AFTER_S = 20
 FLAGS = "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -43,15 +39,10 @@ ASAN_OPTIONS = {
 
 def run(cases: int, seed: int, folder: Path) -> Tally:
     """Call operators with the sanitised library, which is compiled if it is not kept from an earlier run."""
-    with environment(sanitized_environment(sanitized_library(), folder)):
+    with mock.patch.dict(os.environ, sanitized_environment(sanitized_library(), folder)):
         tally = in_workers(cases, caller, folder, seed)
     add_reports(tally, folder)
     return tally
-
-
-def run_ordinary(cases: int, seed: int, folder: Path) -> Tally:
-    """The same calls with the ordinary library."""
-    return in_workers(cases, caller, folder, seed)
 
 
 def sanitized_library() -> Path:
@@ -98,21 +89,6 @@ def sanitized_environment(library: Path, folder: Path) -> dict[str, str]:
         # its thread (1.31) reads texts that the process frees as it ends
         "ORT_DISABLE_TELEMETRY": "1",
     }
-
-
-@contextlib.contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def add_reports(tally: Tally, folder: Path) -> None:
@@ -164,30 +140,14 @@ def kernel_results(call: Call, dice: random.Random) -> list[Array] | str:
 
     refusals = (ort.Fail, ort.InvalidArgument, ort.InvalidGraph, ort.NotImplemented, ort.RuntimeException)
     try:
-        opened = opened_session(model(call, dice.choice(("unknown", "symbols", "sizes"))), library=True)
+        opened = opened_session(model(call, dice.choice(("unknown", "symbols", "sizes"))))
         return results_of(opened, call)
     except (*refusals, ort.InvalidProtobuf, ort.EPFail) as error:
         return str(error)
 
 
 def results_of(opened: Any, call: Call) -> list[Array]:
-    from kernel_sessions import ort_value
-
-    feeds = {name: ort_value(array) for name, array in call.feeds.items() if array.dtype != object}
-    return [as_array(value) for value in opened.run_with_ort_values(None, feeds)]
-
-
-def as_array(value: Any) -> Array:
-    """A copy of an output. ONNX Runtime gives no NumPy array of bfloat16, but the address of its bits."""
-    import ml_dtypes
-    from onnx import TensorProto
-
-    if value.element_type() != TensorProto.BFLOAT16:
-        return np.asarray(value.numpy())
-    shape = value.shape()
-    size = math.prod(shape)
-    bits = (ctypes.c_uint16 * size).from_address(value.data_ptr()) if size else ()
-    return np.array(bits, np.uint16).reshape(shape).view(ml_dtypes.bfloat16)
+    return run_values(opened, {name: array for name, array in call.feeds.items() if array.dtype != object})
 
 
 def compare(call: Call, results: list[Array]) -> None:
@@ -238,18 +198,6 @@ def model(call: Call, dims: str) -> bytes:
 
 
 @functools.lru_cache(maxsize=100)
-def opened_session(content: bytes, *, library: bool) -> Any:
+def opened_session(content: bytes) -> Any:
     """A session that takes each block of memory from the system by itself, so that its ends are known."""
-    import onnxruntime
-
-    from effexport.plugins.building.library import get_library_path
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1 if len(content) % 3 else 2
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    options.enable_cpu_mem_arena = False
-    options.enable_mem_pattern = False
-    if library:
-        options.register_custom_ops_library(str(get_library_path()))
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return session(content, threads=1 if len(content) % 3 else 2, level=4)

@@ -23,12 +23,22 @@ from typing import Any
 
 import numpy as np
 from serving_fuzz import KINDS, PATH_TRICKS, TEXT_KINDS, as_json, bad_heads, infer, right_fields
-from serving_load import Connection, Reply, Sample, ServerProcess, binary_request, post, running_server, token_ids
+from serving_load import (
+    Connection,
+    Reply,
+    Sample,
+    ServerProcess,
+    binary_request,
+    exchange_once,
+    post,
+    running_server,
+    token_ids,
+)
 from small_builds import built_artifact
 from small_specs import spec_of
 
 import effexport
-from campaign.tally import Tally
+from campaign.commands import Tally
 
 TOKEN = "the-token-of-the-campaign"
 AUTHORIZATION = f"Authorization: Bearer {TOKEN}\r\n"
@@ -234,7 +244,7 @@ async def text_requests(port: int) -> list[Sample]:
         ("/v2/models/writer/generate", {"text_input": "Once upon", "max_tokens": 4, "seed": 7}),
     ):
         request = with_token(post(path, as_json(fields)))
-        reply = await alone(port, request)
+        reply = await exchange_once(port, request)
         assert reply.status == 200, reply
         made.append(Sample(request, b"", 0.0, checked=json_is(json.loads(reply.body))))
     return made
@@ -251,15 +261,6 @@ def json_is(right: Any) -> Callable[[bytes], bool]:
         return abs(given - expected) <= 1e-5 if isinstance(expected, float) else bool(given == expected)
 
     return lambda body: same(json.loads(body), right)
-
-
-async def alone(port: int, request: bytes) -> Reply:
-    """The answer to one request on a connection of its own."""
-    connection = await Connection.open(port)
-    try:
-        return await asyncio.wait_for(connection.exchange(request), ANSWER_S)
-    finally:
-        await connection.close()
 
 
 async def answers(port: int, case: Malformed) -> list[Reply]:
@@ -301,7 +302,7 @@ async def one_case(port: int, seed: int, index: int, good: Sequence[Sample], tal
     dice = random.Random(f"{seed}-{index}")
     case, sample = malformed(dice), dice.choice(good)
     try:
-        replies, reply = await asyncio.gather(answers(port, case), alone(port, sample.request))
+        replies, reply = await asyncio.gather(answers(port, case), exchange_once(port, sample.request))
     except (TimeoutError, EOFError, OSError) as error:
         tally.problems.append(f"seed {seed}, case {index} ({case.kind}): {type(error).__name__}, no answer {error}")
         return

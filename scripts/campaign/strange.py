@@ -1,13 +1,15 @@
-"""Strange values that a mutation puts in the place of right ones."""
+"""Strange values that a mutation puts in the place of right ones, and damage to files."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # What would be a line of its own, and an option, if a name could make one.
@@ -95,3 +97,44 @@ def any_number_of_digits() -> Iterator[None]:
         yield
     finally:
         sys.set_int_max_str_digits(before)
+
+
+# Of its bytes, and of the file as a whole.
+DAMAGED = ("cut", "flip", "flip", "flip", "fill", "empty", "append")
+REPLACED = ("missing", "folder", "loop", "pipe", "outside", "dangling", "huge")
+
+
+def damage(file: Path, dice: random.Random) -> str:
+    """Damage a file as a bad disk or an attacker would, whatever is in it. Returns what was done, in words."""
+    how, data = dice.choice((*DAMAGED, *REPLACED)), bytearray(file.read_bytes())
+    place = dice.randrange(dice.choice((len(data), min(len(data), 3000)))) if data else 0
+    if how in REPLACED or not data:
+        file.unlink()
+    match how:
+        case "cut":
+            file.write_bytes(data[:place])
+        case "flip" if data:
+            data[place] ^= 1 << dice.randrange(8)
+            file.write_bytes(data)
+        case "fill":
+            file.write_bytes(data[:place] + dice.randbytes(64) + data[place + 64 :])
+        case "empty":
+            file.write_bytes(b"")
+        case "append":
+            file.write_bytes(data + dice.randbytes(100))
+        case "folder":
+            file.mkdir()
+        case "pipe":
+            os.mkfifo(file)
+        case "loop" | "outside" | "dangling":
+            file.symlink_to({"loop": file.name, "outside": "/etc/passwd", "dangling": "nowhere"}[how])
+        case "huge":
+            with file.open("wb") as stream:
+                stream.truncate(1 << 40)
+    return f"{how} {file.name} at {place}"
+
+
+def contents(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of everything in a folder, links not followed."""
+    found = ((path, path.lstat()) for path in sorted(folder.rglob("*")))
+    return [(path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns) for path, status in found]

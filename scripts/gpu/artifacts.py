@@ -22,11 +22,10 @@ from threading import Lock
 from typing import Any
 
 from gpu import ROOT
-from gpu.carrying import ARTIFACTS, CARRIED, build_artifacts, join_kernels
+from gpu.carrying import ARTIFACTS, CARRIED, build_artifacts, install_wheels, join_kernels
 from gpu.device import SetupError
 from gpu.programs import run_program
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
-from gpu.wheels import install_wheels
 
 COMMAND = "import gpu, sys; from effexport.__main__ import main; sys.exit(main())"
 IMPLEMENTATIONS = ("auto", "kernel", "body")

@@ -6,12 +6,16 @@ carried one by one; wheels that were split are joined when they are installed.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
+import platform
 import shutil
 import string
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -106,6 +110,44 @@ def download_wheels(folder: Path, python: str) -> None:
     )
     if done.returncode != 0:
         raise SetupError(f"pip cannot download the wheels: {done.stderr.strip()}")
+
+
+def install_wheels(folder: Path, work: Path) -> None:
+    """Install the wheels in and below a folder for this process and its children; join wheels that were split.
+
+    Raises SetupError for a folder without wheels, an incomplete wheel, or one that pip refuses.
+    """
+    wheels = [*sorted(folder.rglob("*.whl")), *join_parts(folder, work)]
+    if not wheels:
+        raise SetupError(f"there is no *.whl or *.whl.part* in {folder}; expected wheels. See --help")
+    for wheel in wheels:
+        if not zipfile.is_zipfile(wheel):
+            raise SetupError(f"{wheel.name} is incomplete; expected all of its parts in {folder}. Copy it again")
+    site = work / "site"
+    pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command = [*pip, "--target", str(site), *map(str, wheels)]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        raise SetupError(
+            f"pip could not install the wheels of {folder}: {completed.stderr.strip()}. "
+            f"Expected wheels for Python {platform.python_version()} on {platform.machine()}"
+        )
+    sys.path.insert(0, str(site))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    importlib.invalidate_caches()
+
+
+def join_parts(folder: Path, work: Path) -> list[Path]:
+    """Join NAME.whl.partaa, NAME.whl.partab, …, as `split` names them, to NAME.whl in `work`."""
+    parts: dict[str, list[Path]] = {}
+    for part in sorted(folder.rglob("*.whl.part*"), key=lambda part: part.name):
+        parts.setdefault(part.name.rpartition(".part")[0], []).append(part)
+    for name, files in parts.items():
+        with (work / name).open("wb") as whole:
+            for file in files:
+                with file.open("rb") as stream:
+                    shutil.copyfileobj(stream, whole)
+    return [work / name for name in parts]
 
 
 def tree_bytes() -> int | None:

@@ -104,6 +104,43 @@ class PythonVenv:
 
 
 @dataclass(frozen=True)
+class SharedVenv(PythonVenv):
+    """A virtual environment with the packages of a file of requirements, before those of this one.
+
+    file: of requirements. between: another environment, whose packages come after its own.
+    """
+
+    file: Path
+    between: Path | None = None
+
+    @property
+    def requirements(self) -> Path:
+        return self.file
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.name, f"{sys.prefix}\n{self.between}\n{self.requirements.read_text(encoding='utf-8')}")
+
+    def prepare(self) -> None:
+        with unless_ready(self.folder) as wanted:
+            if wanted:
+                run([sys.executable, "-P", "-m", "venv", "--without-pip", self.folder])
+                pip = [sys.executable, "-P", "-m", "pip", "--python", self.python, "install", "--quiet", "--no-deps"]
+                run([*pip, "-r", self.requirements])
+                lines = [] if self.between is None else [str(packages_of(self.between))]
+                lines.append(f"import site; site.addsitedir({str(packages_of(Path(sys.prefix)))!r})")
+                (packages_of(self.folder) / "effexport.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def packages_of(environment: Path) -> Path:
+    """The folder of the packages of a virtual environment."""
+    found = next(environment.glob("lib/python*/site-packages"), None)
+    if found is None:
+        raise MissingError(f"{environment} is not there; scripts/test.sh --all makes it")
+    return found
+
+
+@dataclass(frozen=True)
 class NodeModules:
     """The packages of `requirements/package.json`, for Node and for pages."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -86,29 +86,26 @@ def train(
     model.train()
     compiled = torch.compile(model)
     in_half = torch.autocast("cpu", torch.bfloat16, enabled=Processor.here().has_bfloat16_products)
-    with progress_bar() as bar:
-        task = bar.add_task(title, total=schedule.steps, completed=first, loss=float("nan"))
-        for step in range(first, schedule.steps):
-            if spent_s + time.monotonic() - start > 60 * schedule.minutes:
-                break
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.rate(step)
-            with in_half:
-                loss = loss_of(compiled, *(torch.from_numpy(array) for array in batch_of_step(step)))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), schedule.clip)
-            optimizer.step()
-            recent.append(loss.item())
-            done = step + 1
-            if done % 50 == 0 or done == schedule.steps:
-                losses.append((done, sum(recent) / len(recent)))
-                recent = []
-                bar.update(task, loss=losses[-1][1])
-            bar.update(task, completed=done)
-            if time.monotonic() - saved > SAVE_EVERY_S:
-                save()
-                saved = time.monotonic()
+    for step in range(first, schedule.steps):
+        if spent_s + time.monotonic() - start > 60 * schedule.minutes:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        with in_half:
+            loss = loss_of(compiled, *(torch.from_numpy(array) for array in batch_of_step(step)))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), schedule.clip)
+        optimizer.step()
+        recent.append(loss.item())
+        done = step + 1
+        if done % 50 == 0 or done == schedule.steps:
+            losses.append((done, sum(recent) / len(recent)))
+            recent = []
+            print(f"{title} {done}/{schedule.steps}  loss {losses[-1][1]:.3f}", file=sys.stderr, flush=True)
+        if time.monotonic() - saved > SAVE_EVERY_S:
+            save()
+            saved = time.monotonic()
     save()
     model.eval()
     return Trained(losses, done, (spent_s + time.monotonic() - start) / 60)
@@ -140,16 +137,3 @@ def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     """Of the places with a label. Token 0 is padding, which attention does not see."""
     logits = model(ids, (ids != 0).to(torch.int64))
     return cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
-
-
-def progress_bar() -> Progress:
-    from rich.console import Console
-
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )

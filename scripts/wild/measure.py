@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from others.files import with_noise
 from torch import Tensor, nn
+from turns import timed_in_turns
 
 import effexport
 from effexport.artifact import Artifact
@@ -232,12 +234,8 @@ def timed(
                 candidates[name](case.feed)
         except Exception:  # a file of torch.onnx that does not run at this size
             del candidates[name]
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    calls = {name: partial(candidate, case.feed) for name, candidate in candidates.items()}
     with torch.no_grad():
-        for _ in range(ROUNDS):
-            for name, candidate in candidates.items():
-                start = time.thread_time()
-                candidate(case.feed)
-                seconds[name].append(time.thread_time() - start)
+        seconds = timed_in_turns(calls, ROUNDS, warm_up=0, clock=time.thread_time)
     medians = {name: 1000 * statistics.median(values) for name, values in seconds.items()}
     return {"latency_ms": medians, "timed_at": [case.batch, case.length]}

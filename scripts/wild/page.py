@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from effexport.base.machine import Processor
@@ -42,8 +40,8 @@ COLUMNS = """
 """
 
 
-def page_of_results(results: Sequence[Result], root: Path) -> str:
-    parts = [HEAD, summary(results, root), COLUMNS, "", *table(results)]
+def page_of_results(results: Sequence[Result]) -> str:
+    parts = [HEAD, summary(results), COLUMNS, "", *table(results)]
     lists = {
         "Tied sizes": [(found, tied(found)) for found in results if found["result"] == "fixed"],
         "Refused": [(found, found["message"]) for found in results if found["result"] == "refused"],
@@ -58,7 +56,7 @@ def page_of_results(results: Sequence[Result], root: Path) -> str:
     return "\n".join(parts) + "\n"
 
 
-def summary(results: Sequence[Result], root: Path) -> str:
+def summary(results: Sequence[Result]) -> str:
     counts = Counter(found["result"] for found in results)
     exported = counts["any size"] + counts["fixed"]
     texts = [
@@ -77,14 +75,6 @@ def summary(results: Sequence[Result], root: Path) -> str:
         f"{', '.join(f'{name} {version(name)}' for name in names)}; effexport at {', '.join(commits)}."
     )
     return "\n".join(texts)
-
-
-def commit(root: Path) -> str:
-    """The commit, and whether something that decides results is not committed."""
-    git = ["git", "-C", str(root)]
-    short = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
-    changed = subprocess.check_output([*git, "status", "--porcelain", "exporter", "models", "plugins"], text=True)
-    return f"{short} with changes" if changed else short
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign import operators
+from campaign.commands import Tally
 from campaign.operator_calls import drawn
-from campaign.tally import Tally
 
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import OPS
@@ -30,7 +30,7 @@ def test_the_calls_name_all_operators_and_repeat_by_their_number() -> None:
 
 def test_a_result_that_differs_from_the_formula_is_noticed() -> None:
     call = next(call for call in (drawn(0, index) for index in range(FEW)) if call.case and call.op == "LSHSort")
-    results = operators.results_of(operators.opened_session(operators.model(call, "symbols"), library=True), call)
+    results = operators.results_of(operators.opened_session(operators.model(call, "symbols")), call)
     operators.compare(call, results)
     results[0] = results[0] + np.int32(1)
     with pytest.raises(AssertionError, match=r"LSHSort.* order differs from the formula"):

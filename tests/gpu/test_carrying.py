@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gpu import carrying, wheels
+from gpu import carrying
 from gpu.device import SetupError
 
 
@@ -32,7 +32,7 @@ def test_files_are_packed_into_parts_of_a_size_and_joined_again(tmp_path: Path) 
     assert max(parts.values()) <= 1000
     assert (tmp_path / "carried" / "1" / "small.whl").is_file()
     (tmp_path / "work").mkdir()
-    (joined,) = wheels.join_parts(tmp_path / "carried", tmp_path / "work")
+    (joined,) = carrying.join_parts(tmp_path / "carried", tmp_path / "work")
     assert joined.name == "large.whl"
     assert joined.read_bytes() == (tmp_path / "wheels" / "large.whl").read_bytes()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine_machine import SEQ_LEN, Machine, series
 from fake_tensorrt import FakeCuda
-from gpu.engines import feeds, fresh, fresh_process, leaks
+from gpu.engines import feeds, fresh, fresh_process
 
 from effexport.runners.options import RunOptions
 
@@ -30,58 +30,58 @@ def noise(amplitude: int) -> Callable[[int], float]:
 
 
 def test_memory_that_stays_the_same_is_no_leak() -> None:
-    fit = leaks.fit_memory(series(lambda run: 5e9))
+    fit = fresh.fit_memory(series(lambda run: 5e9))
     assert fit.problem == ""
     assert fit.bytes_per_run == pytest.approx(0, abs=1e-6)
 
 
 def test_what_is_taken_at_the_beginning_is_no_leak() -> None:
-    assert leaks.fit_memory(series(lambda run: 5e9 + min(run, 600) * 1e6)).problem == ""
+    assert fresh.fit_memory(series(lambda run: 5e9 + min(run, 600) * 1e6)).problem == ""
 
 
 @pytest.mark.parametrize("at", range(700, 2000, 100))
 def test_one_late_allocation_is_no_leak(at: int) -> None:
-    assert leaks.fit_memory(series(lambda run: 5e9 + (run > at) * leaks.GRANULE_BYTES)).problem == ""
+    assert fresh.fit_memory(series(lambda run: 5e9 + (run > at) * fresh.GRANULE_BYTES)).problem == ""
 
 
 @pytest.mark.parametrize("bytes_per_run", [4096, 20_000, 1 << 20])
 def test_memory_that_grows_is_a_leak(bytes_per_run: int) -> None:
-    fit = leaks.fit_memory(series(lambda run: 5e9 + run * bytes_per_run))
+    fit = fresh.fit_memory(series(lambda run: 5e9 + run * bytes_per_run))
     assert fit.bytes_per_run == pytest.approx(bytes_per_run)
     assert f"memory grows by {bytes_per_run} bytes per run" in fit.problem
 
 
 def test_a_leak_that_shows_in_whole_pieces_is_a_leak() -> None:
-    piece = leaks.GRANULE_BYTES
-    assert "memory grows" in leaks.fit_memory(series(lambda run: run * 8000 // piece * piece)).problem
+    piece = fresh.GRANULE_BYTES
+    assert "memory grows" in fresh.fit_memory(series(lambda run: run * 8000 // piece * piece)).problem
 
 
 def test_noise_is_no_leak_and_does_not_hide_one() -> None:
     jitter = noise(4 << 20)
-    assert leaks.fit_memory(series(lambda run: 5e9 + jitter(run))).problem == ""
-    assert "memory grows" in leaks.fit_memory(series(lambda run: 5e9 + jitter(run) + run * 50_000)).problem
+    assert fresh.fit_memory(series(lambda run: 5e9 + jitter(run))).problem == ""
+    assert "memory grows" in fresh.fit_memory(series(lambda run: 5e9 + jitter(run) + run * 50_000)).problem
 
 
 def test_noise_that_could_hide_a_leak_does_not_pass() -> None:
     jitter = noise(1 << 30)
-    assert "would not show" in leaks.fit_memory(series(lambda run: 5e9 + jitter(run))).problem
+    assert "would not show" in fresh.fit_memory(series(lambda run: 5e9 + jitter(run))).problem
 
 
 def test_more_runs_see_smaller_leaks() -> None:
-    short, long = (leaks.fit_memory(series(lambda run: run * 500, runs)) for runs in (2000, 20_000))
+    short, long = (fresh.fit_memory(series(lambda run: run * 500, runs)) for runs in (2000, 20_000))
     assert short.problem == ""
     assert "memory grows by 500" in long.problem
 
 
 def test_a_fit_that_is_not_a_number_does_not_pass() -> None:
     for values in ((math.nan, 0.0, 1.0), (0.0, math.nan, 1.0)):
-        assert leaks.MemoryFit(*values).problem
+        assert fresh.MemoryFit(*values).problem
 
 
 def test_too_few_samples_are_an_error() -> None:
     with pytest.raises(ValueError, match="run at least 600 times"):
-        leaks.fit_memory(series(lambda run: 0, runs=300))
-    leaks.fit_memory(series(lambda run: 0, runs=600))
+        fresh.fit_memory(series(lambda run: 0, runs=300))
+    fresh.fit_memory(series(lambda run: 0, runs=600))
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_machine import Machine
-from gpu.engines import fresh, fresh_process, second_runner
+from gpu.engines import fresh, fresh_process
 
 Spoil = Callable[[int, np.ndarray], np.ndarray]
 
@@ -64,12 +64,12 @@ def polygraphy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> FakePolygra
     monkeypatch.setitem(sys.modules, "polygraphy.backend", ModuleType("polygraphy.backend"))
     monkeypatch.setitem(sys.modules, "polygraphy.backend.trt", trt)
     monkeypatch.setenv("POLYGRAPHY_USE_TENSORRT_RTX", "")
-    monkeypatch.setattr(second_runner, "open_runner", machine.open)
+    monkeypatch.setattr(fresh_process, "open_runner", machine.open)
     return fake
 
 
 def compare(machine: Machine) -> dict[str, Any]:
-    return second_runner.compare_runners(machine.model.engine, "trt", 258)
+    return fresh_process.compare_runners(machine.model.engine, "trt", 258)
 
 
 def test_one_shape_and_then_changing_shapes_have_the_same_bits(machine: Machine, polygraphy: FakePolygraphy) -> None:
@@ -107,7 +107,7 @@ def test_one_run_with_other_bits_types_or_shapes_is_named(
 @pytest.mark.usefixtures("polygraphy")
 def test_polygraphy_is_told_which_tensorrt_it_is(machine: Machine) -> None:
     for target, value in (("trt-rtx", "1"), ("trt", "0")):
-        second_runner.compare_runners(machine.model.engine, target, 258)
+        fresh_process.compare_runners(machine.model.engine, target, 258)
         assert os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] == value
 
 
@@ -130,10 +130,10 @@ def test_it_runs_in_the_fresh_process_and_a_difference_fails(
 def test_without_polygraphy_or_with_bfloat16_the_reason_is_recorded(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(second_runner.importlib.util, "find_spec", lambda name: None)
-    reason = second_runner.why_no_second_runner(machine.model)
+    monkeypatch.setattr(fresh_process.importlib.util, "find_spec", lambda name: None)
+    reason = fresh_process.why_no_second_runner(machine.model)
     assert reason == "not run: polygraphy is not installed; pip install polygraphy"
-    monkeypatch.setattr(second_runner.importlib.util, "find_spec", lambda name: object())
-    assert second_runner.why_no_second_runner(machine.model) == ""
+    monkeypatch.setattr(fresh_process.importlib.util, "find_spec", lambda name: object())
+    assert fresh_process.why_no_second_runner(machine.model) == ""
     half = dataclasses.replace(machine.model, spec=dataclasses.replace(machine.spec, precision="bf16"))
-    assert second_runner.why_no_second_runner(half).startswith("not run: Polygraphy returns NumPy arrays")
+    assert fresh_process.why_no_second_runner(half).startswith("not run: Polygraphy returns NumPy arrays")

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from gpu import wheels
+from gpu import carrying
 from gpu.device import SetupError
 
 
@@ -45,7 +45,7 @@ def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 
 
 def test_parts_of_wheels_are_joined_and_installed_for_this_run(carried: tuple[Path, Path]) -> None:
-    wheels.install_wheels(*carried)
+    carrying.install_wheels(*carried)
     command = [sys.executable, "-c", "import carried_part; print(carried_part.answer)"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "42\n"
     assert importlib.util.find_spec("carried_part") is not None
@@ -54,15 +54,15 @@ def test_parts_of_wheels_are_joined_and_installed_for_this_run(carried: tuple[Pa
 def test_a_missing_part_of_a_wheel_is_named(carried: tuple[Path, Path]) -> None:
     next(carried[0].glob("*.partac")).unlink()
     with pytest.raises(SetupError, match=r"carried_part-1\.0-py3-none-any\.whl is incomplete"):
-        wheels.install_wheels(*carried)
+        carrying.install_wheels(*carried)
 
 
 def test_a_folder_without_wheels_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="expected wheels"):
-        wheels.install_wheels(tmp_path, tmp_path)
+        carrying.install_wheels(tmp_path, tmp_path)
 
 
 def test_a_wheel_for_another_python_is_an_error_in_the_words_of_pip(tmp_path: Path) -> None:
     make_wheel(tmp_path).rename(tmp_path / "carried_part-1.0-cp27-none-any.whl")
     with pytest.raises(SetupError, match="not a supported wheel"):
-        wheels.install_wheels(tmp_path, tmp_path)
+        carrying.install_wheels(tmp_path, tmp_path)

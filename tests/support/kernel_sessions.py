@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +21,7 @@ from effexport.plugins.building.library import get_library_path
 
 
 def session(model: Any, *, library: bool = True, threads: int = 2, level: int = 3) -> Any:
-    """A session for a model, or for its bytes. library: run custom nodes by the kernel library, not by their bodies.
+    """A session for a model, its bytes or its file. library: run custom nodes by the kernel library, not by bodies.
 
     level: of the messages that the runtime writes, 3 for errors and 2 for warnings too.
     """
@@ -33,7 +35,7 @@ def session(model: Any, *, library: bool = True, threads: int = 2, level: int = 
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if library:
         options.register_custom_ops_library(limited_library())
-    content = model if isinstance(model, bytes) else model.SerializeToString()
+    content = model if isinstance(model, bytes | Path) else model.SerializeToString()
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
@@ -60,9 +62,21 @@ def ort_value(array: np.ndarray) -> Any:
 
 
 def run_values(session: Any, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """`session.run`, which takes no bfloat16. The outputs must not be of that type."""
+    """`session.run`, which takes and gives no bfloat16."""
     values = session.run_with_ort_values(None, {name: ort_value(array) for name, array in feeds.items()})
-    return [value.numpy() for value in values]
+    return [array_of_value(value) for value in values]
+
+
+def array_of_value(value: Any) -> np.ndarray:
+    """A copy of an output. ONNX Runtime gives no NumPy array of bfloat16, but the address of its bits."""
+    from onnx import TensorProto
+
+    if value.element_type() != TensorProto.BFLOAT16:
+        return np.asarray(value.numpy())
+    shape = value.shape()
+    size = math.prod(shape)
+    bits = (ctypes.c_uint16 * size).from_address(value.data_ptr()) if size else ()
+    return np.array(bits, np.uint16).reshape(shape).view(ml_dtypes.bfloat16)
 
 
 def run_poisoned(

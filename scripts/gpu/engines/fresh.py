@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu import ROOT
-from gpu.engines.leaks import fit_memory
 from gpu.engines.model import Model, problem_of_checks
 from gpu.engines.records import Outcome
 
@@ -62,9 +62,8 @@ def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> 
 
 def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     """Compare as `effexport.proof.verify` compares free runs."""
-    from effexport.proof.check import RMS_METRIC, Kind, judged
-    from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
-    from effexport.proof.tolerances import arithmetic_limit, free_run_limit, rms_change
+    from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_free_run, check_signature
+    from effexport.proof.tolerances import arithmetic_limit
 
     signature = check_signature(case, outputs, spec)
     yield signature
@@ -72,8 +71,7 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
         return
     yield check_finite(case.label, outputs)
     if spec.attention.is_hashed:
-        limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
-        yield judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)
+        yield check_free_run(case, outputs, spec)
     else:
         yield check_arithmetic(case, outputs, arithmetic_limit(spec))
 
@@ -91,6 +89,58 @@ def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         raise RuntimeError(f"the fresh process ended with {ended}: {completed.stderr.strip()[-4000:]}")
     value: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return value
+
+
+SAMPLE_EVERY = 100
+# the driver maps memory in pieces of this size, so cudaMemGetInfo changes in such steps
+GRANULE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """A line fitted to the memory in use over the runs, without the first third of them.
+
+    limit_bytes_per_run: the slope that a single step of GRANULE_BYTES, which any late allocation makes, can cause: 3/2
+    of the step over the range. More runs lower this limit, but not the slope of a real leak.
+    standard_error: that of the slope. A slope below three standard errors is not significant.
+    """
+
+    bytes_per_run: float
+    standard_error: float
+    limit_bytes_per_run: float
+
+    @property
+    def visible_bytes_per_run(self) -> float:
+        """The smallest growth that this fit can distinguish from none."""
+        return max(self.limit_bytes_per_run, 3 * self.standard_error)
+
+    @property
+    def problem(self) -> str:
+        # `max` may drop NaN, and every comparison with NaN is false
+        if math.isnan(self.bytes_per_run) or math.isnan(self.standard_error):
+            return f"the fit is not a number: {self}"
+        if self.bytes_per_run > self.visible_bytes_per_run:
+            return f"memory grows by {self.bytes_per_run:.0f} bytes per run, at most {self.visible_bytes_per_run:.0f}"
+        if self.visible_bytes_per_run > 16 * self.limit_bytes_per_run:
+            return (
+                f"memory varies so much that growth below {self.visible_bytes_per_run:.0f} bytes per run would not "
+                "show; run longer, or alone on the GPU"
+            )
+        return ""
+
+
+def fit_memory(samples: Sequence[tuple[int, int]]) -> MemoryFit:
+    """Fit a line to samples of (runs so far, bytes in use), evenly spaced. Raises ValueError for too few."""
+    settled = samples[math.ceil(len(samples) / 3) :]
+    if len(settled) < 4:
+        raise ValueError(f"{len(samples)} samples are too few for a line; run at least {6 * SAMPLE_EVERY} times")
+    runs, used = [run for run, _ in settled], [used for _, used in settled]
+    slope, intercept = statistics.linear_regression(runs, used)
+    residual = sum((y - intercept - slope * x) ** 2 for x, y in settled)
+    mean = statistics.fmean(runs)
+    spread = sum((x - mean) ** 2 for x in runs)
+    error = math.sqrt(residual / (len(settled) - 2) / spread)
+    return MemoryFit(slope, error, 1.5 * GRANULE_BYTES / (runs[-1] - runs[0]))
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,21 @@
-"""Latencies of engines, plain and as CUDA graphs, beside PyTorch and a lower bound."""
+"""Engines in turns, plain and as CUDA graphs: beside PyTorch, or beside an engine of the model with bodies only."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import statistics
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turns import timed_in_turns
+
 from gpu.device import Device
 from gpu.engines.feeds import open_runner, random_feeds
-from gpu.engines.model import Model, engine_data
+from gpu.engines.model import Model, engine_data, engine_spec
 from gpu.engines.records import Outcome, exact
 
 if TYPE_CHECKING:
@@ -26,10 +28,15 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 ROUNDS = 31
 WARM_UP_ROUNDS = 3
 DEVICE = "cuda:0"
+ENGINE, GRAPH, PYTORCH, PLUGINS, BODIES = "engine", "graph", "pytorch", "plugins", "bodies"
+
+
+def lengths_of(model: Model) -> list[int]:
+    return [length for length in LENGTHS if length <= model.spec.model.seq_len]
 
 
 def time_artifact(model: Model) -> Outcome:
-    return time_engine(model.engine, model, model.spec, [n for n in LENGTHS if n <= model.spec.model.seq_len])
+    return time_engine(model.engine, model, model.spec, lengths_of(model))
 
 
 def time_long_sequences(model: Model) -> Outcome:
@@ -64,18 +71,17 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
 
     from effexport.export.module_source import module_from_seed
     from effexport.export.onnx_from_module import at_precision
-    from effexport.runners.options import RunOptions
 
     # the engine and PyTorch's products use full float32, not TF32
     torch.backends.cudnn.allow_tf32 = False
     module = at_precision(module_from_seed(spec), spec.precision).to(DEVICE)
     rates = ceilings()
     rows, problems = [], []
-    with open_runner(engine) as plain, open_runner(engine, RunOptions(runtime="trt", cuda_graph=True)) as graph:
+    with opened({ENGINE: engine}, {GRAPH: engine}) as runners:
         for length in lengths:
             try:
-                row, problem = time_length((plain, graph), module, spec, length)
-                rows.append({**row, **bound_of(module, spec, length, rates)})
+                row, problem = measured(runners, spec, length, module=module)
+                rows += [{**row, **bound_of(module, spec, length, rates)}] if ENGINE in row else []
             except Exception as error:  # perhaps out of memory; earlier timings remain
                 problem = exact(error)
             problems += [f"{length} tokens: {problem}"] if problem else []
@@ -84,62 +90,128 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
     return Outcome({"rows": rows, "ceilings": rates, "rounds": ROUNDS}, "; ".join(problems))
 
 
-def time_length(
-    runners: tuple[TrtRunner, TrtRunner], module: nn.Module, spec: BuildSpec, length: int
+def why_not_compared(model: Model) -> str:
+    """The reason an engine cannot be compared with one of function bodies; empty if it can."""
+    from effexport.tensorrt.sidecar import read_sidecar
+
+    if model.target == "trt-rtx":
+        return "TensorRT-RTX has no plugins, so the engine has function bodies only"
+    if set(read_sidecar(model.engine).implementation.values()) <= {"body"}:
+        return "the engine has no plugins"
+    return ""
+
+
+def build_with_bodies(model: Model) -> Outcome:
+    from effexport.artifact import MODEL
+    from effexport.tensorrt.engine_from_onnx import engine_from_onnx
+
+    spec = dataclasses.replace(engine_spec(model), plugins="never")
+    source, precision = model.artifact / MODEL, model.spec.precision
+    engine_from_onnx(source, spec, model.body_engine, precision=precision)
+    return Outcome(engine_data(model.body_engine))
+
+
+def compare_with_bodies(model: Model, timed: bool) -> Outcome:
+    """Compare the outputs of the two engines on the same inputs and time them in turns."""
+    engines = {PLUGINS: model.engine, BODIES: model.body_engine}
+    rows, problems = [], []
+    graphs = {f"{name} {GRAPH}": engine for name, engine in engines.items() if timed}
+    with opened(engines, graphs) as runners:
+        for length in lengths_of(model):
+            row, problem = measured(runners, model.spec, length, timed=timed)
+            rows.append(row)
+            problems += [f"{length} tokens: {problem}"] if problem else []
+    described = {name: facts_of(engine) for name, engine in engines.items()}
+    return Outcome({"compared": rows, **described}, "; ".join(problems))
+
+
+def facts_of(engine: Path) -> dict[str, Any]:
+    data = engine_data(engine)
+    names = ("implementation", "layers", "layers_from", "layers_with_tactic")
+    return {**{name: data[name] for name in names}, "tactics": len(data["tactics"])}
+
+
+@contextlib.contextmanager
+def opened(engines: Mapping[str, Path], graphs: Mapping[str, Path]) -> Iterator[dict[str, TrtRunner]]:
+    """Runners of engines by name. graphs: those that run as CUDA graphs."""
+    from effexport.runners.options import RunOptions
+
+    settings = RunOptions(runtime="trt", cuda_graph=True)
+    with contextlib.ExitStack() as stack:
+        plain = {name: stack.enter_context(open_runner(engine)) for name, engine in engines.items()}
+        yield plain | {name: stack.enter_context(open_runner(engine, settings)) for name, engine in graphs.items()}
+
+
+def measured(
+    runners: Mapping[str, TrtRunner],
+    spec: BuildSpec,
+    length: int,
+    *,
+    timed: bool = True,
+    module: nn.Module | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """One row of the table, and its problem, if any."""
+    """One row of a table, and its problem, if any: times in turns, and how far the first runner is from the module, or
+    without one from the second runner. The last quarter of the tokens is masked."""
     import numpy as np
-    import torch
 
     from effexport.base.errors import GraphWarning
     from effexport.runners.runner import limits_from_spec
 
-    plain, graph = runners
     limit = max(limits_from_spec(spec).indices.values(), default=1)
-    feeds = random_feeds(plain, {"batch": 1, "seq": length}, limit, np.random.default_rng(length))
+    first, *others = runners
+    feeds = random_feeds(runners[first], {"batch": 1, "seq": length}, limit, np.random.default_rng(length))
+    calls: dict[str, Callable[[], object]] = {}
+    outputs, problems = {}, []
+    for name, runner in runners.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", GraphWarning)
+                bound = runner.bind(feeds)
+            calls[name] = bound.run
+            (outputs[name],) = bound.outputs().values()
+        except Exception as error:  # including GraphWarning; the others can still be compared
+            problems.append(f"{name}: {exact(error)}")
+    other = others[0]
+    if module is not None and first in outputs:
+        other, calls[PYTORCH] = PYTORCH, eager_call(module, spec, feeds)
+        outputs[PYTORCH] = calls[PYTORCH]().float().cpu().numpy()  # type: ignore[attr-defined]
+    row: dict[str, Any] = {"seq": length}
+    if first in outputs and other in outputs:
+        row |= difference_of(outputs[first], outputs[other], spec, feeds)
+        if not row["difference"] <= row["difference_limit"]:
+            problems.append(f"{first} and {other} differ by {row['difference']}, at most {row['difference_limit']}")
+    return {**row, **(timings(calls) if timed else {})}, "; ".join(problems)
+
+
+def eager_call(module: nn.Module, spec: BuildSpec, feeds: Mapping[str, Any]) -> Callable[[], object]:
+    """A call of the module on the GPU, which waits for the answer as calls of an engine do."""
+    import torch
+
     given = [torch.from_numpy(feeds[tensor.name]).to(DEVICE) for tensor in spec.inputs]
 
-    def eager() -> Any:
+    def call() -> object:
         with torch.inference_mode():
             output = module(*given)
-        torch.cuda.synchronize()  # calls of an engine wait too
+        torch.cuda.synchronize()
         return output
 
-    bound, problem = plain.bind(feeds), ""
-    calls: dict[str, Callable[[], object]] = {"engine": bound.run, "pytorch": eager}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", GraphWarning)
-            calls["graph"] = graph.bind(feeds).run
-    except Exception as error:  # including GraphWarning; the other two can still be timed
-        problem = f"with a CUDA graph: {exact(error)}"
-    times = interleaved_latencies(calls)
-    (output,) = bound.outputs().values()
-    difference = difference_of(output, eager().float().cpu().numpy(), spec, feeds)
-    row = {"seq": length, **times, **difference}
-    if not difference["difference"] <= difference["difference_limit"]:
-        problem = f"{problem} the engine differs from PyTorch: {difference}".strip()
-    return row, problem
+    return call
 
 
-def interleaved_latencies(calls: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
-    """Median and quartiles of each call in microseconds."""
-    return {name: spread_of(times) for name, times in interleaved_samples(calls).items()}
+def timings(calls: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
+    """Medians and quartiles of calls in microseconds, and of bodies / plugins, round by round.
 
-
-def interleaved_samples(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Microseconds of each call in each round, by the host's clock: every call waits for its result.
-
-    They take turns, so that a changing clock of the GPU affects all.
+    By the host's clock: every call waits for its result. They take turns, so that a changing clock of the GPU affects
+    all.
     """
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(ROUNDS + WARM_UP_ROUNDS):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if turn >= WARM_UP_ROUNDS:
-                samples[name].append(1e6 * (time.perf_counter() - started))
-    return samples
+    seconds = timed_in_turns(calls, ROUNDS, warm_up=WARM_UP_ROUNDS)
+    found: dict[str, Any] = {name: spread_of([1e6 * time for time in times]) for name, times in seconds.items()}
+    for suffix in ("", f" {GRAPH}"):
+        plugins, bodies = seconds.get(PLUGINS + suffix), seconds.get(BODIES + suffix)
+        if plugins and bodies:
+            ratios = spread_of([body / plugin for body, plugin in zip(bodies, plugins, strict=True)])
+            found[f"ratio{suffix}"] = {name.removesuffix("_us"): value for name, value in ratios.items()}
+    return found
 
 
 def spread_of(times: Sequence[float]) -> dict[str, float]:

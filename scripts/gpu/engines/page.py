@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpu.engines.bodies import BODIES, PLUGINS
-from gpu.engines.latency import ROUNDS
-from gpu.engines.leaks import GRANULE_BYTES
+from gpu.engines.fresh import GRANULE_BYTES
+from gpu.engines.latency import BODIES, PLUGINS, ROUNDS
 from gpu.engines.records import Results, Step
 
 

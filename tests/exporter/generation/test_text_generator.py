@@ -87,8 +87,7 @@ def test_64_sessions_that_join_and_leave_at_any_step_get_the_tokens_that_each_ge
     sessions = {number: generator.session(*settings(number)) for number in numbers}
     groups = [[sessions[number] for number in numbers if number % 17 == step] for step in range(17)]
     together = drained(generator.stepper, groups)
-    # Exactly: ONNX Runtime's products give a row the same bits in every batch here; were it otherwise, scripts/
-    # bench_generate.py tells near ties from wrong tokens.
+    # exactly: ONNX Runtime's products give a row the same bits in every batch here
     assert {number: together[session] for number, session in sessions.items()} == alone
 
 
