@@ -7,7 +7,8 @@
 
 Each experiment has fixed seeds and a time limit, goes on where it was stopped, and writes DIR/NAME.json; what is done
 is not done again. Weights, texts and artifacts stay in DIR. Run it in .venv on an idle machine, after quickstart.sh;
-with OMP_NUM_THREADS=1, as many experiments as there are cores can run side by side. docs/trained.md shows the results.
+with OMP_NUM_THREADS=1, as many experiments as there are cores can run side by side. scripts/trained_docs.py makes the
+tables and plots of docs/trained.md from the results.
 """
 
 from __future__ import annotations
