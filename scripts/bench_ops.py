@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Time the kernels of operators on this CPU: kernel, function body, PyTorch, and the baselines of the contract.
+"""Time the kernels of operators on this CPU: kernel, function body, PyTorch, ONNX Runtime's own operator if it has one
+that can stand for ours (`--carrier contrib`), and the baselines of the contract.
 
 Inputs, sizes and limits are those of the operator's contract: of the first case that it times, in float32, unless other
 sizes are given, in its order. What has the outputs of the operator is compared with the torch operator before it is
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +39,7 @@ from turns import Call, rotated  # noqa: E402
 from effexport.base.environment import versions  # noqa: E402
 from effexport.base.machine import peak_bytes_of  # noqa: E402
 from effexport.bench.timing import times_faster  # noqa: E402
+from effexport.export.carriers import use_carriers  # noqa: E402
 from effexport.plugins.building.library import find_library  # noqa: E402
 from effexport.plugins.contract import Case, Contract, load_contract  # noqa: E402
 from effexport.plugins.ops import OPS, Op  # noqa: E402
@@ -44,6 +48,7 @@ from effexport.runners.ort.runner import OrtRunner  # noqa: E402
 
 BY_NAME = {op.torch_name: op for op in OPS.values()}
 KERNEL, BODY, TORCH, BOUND = "kernel", "body in ONNX Runtime", "torch operator", "lower bound: a copy of the bytes"
+CARRIER = "ONNX Runtime's own operator"
 
 
 @dataclass(frozen=True)
@@ -126,13 +131,21 @@ def measured(op: Op, contract: Contract, case: Case, arguments: argparse.Namespa
         assert set(opened.implementation.values()) == {how}
         return opened
 
+    def carrier() -> OrtRunner:
+        carried = ir.from_proto(onnx.load_model_from_string(model))
+        for value in carried.graph.inputs:
+            value.shape = ir.Shape(feeds[str(value.name)].shape)
+        use_carriers(carried, "contrib")
+        return OrtRunner(ir.to_proto(carried).SerializeToString(), RunOptions(threads=arguments.threads))
+
     def operator() -> Any:
         return getattr(op.load(), op.torch_name)(*inputs.values(), *attributes.values())
 
     kernel, body = runner("kernel"), runner("body")
+    own = {CARRIER: carrier()} if op.carrier else {}
     expected = operator()
     limit = 2 * contract.limit(case).value  # both sides round
-    for found in (kernel.run(feeds), body.run(feeds)):
+    for found in (one.run(feeds) for one in (kernel, body, *own.values())):
         for array, wanted in zip(found.values(), expected if isinstance(expected, tuple) else [expected], strict=True):
             error = np.abs(array - wanted.numpy()).max() / max(np.abs(wanted.numpy()).max(), 1)
             assert error <= limit, f"{op.torch_name}: error {error:.3g}; expected at most {limit:.3g}"
@@ -142,17 +155,18 @@ def measured(op: Op, contract: Contract, case: Case, arguments: argparse.Namespa
         KERNEL: kernel.bind(feeds).run,
         "kernel, outputs allocated": lambda: kernel.run(feeds),
         BODY: lambda: body.run(feeds),
+        **{name: run_of(one, feeds) for name, one in own.items()},
         TORCH: operator,
         **contract.baselines(case, inputs),
         BOUND: lambda: target.copy_(source),
     }
     bare = {name: runner(how, memory_arena=False) for name, how in ((KERNEL, "kernel"), (BODY, "body"))}
-    peaks = {name: peak_bytes_of(run_of(own, feeds)) for name, own in bare.items()}
+    peaks = {name: peak_bytes_of(run_of(one, feeds)) for name, one in bare.items()}
     rotation = rotated(calls, arguments.turns)
     rounds = {name: rotation.used_rounds(name) for name in calls}
-    for name, own in rounds.items():
-        us = [seconds * 1e6 for seconds in own.values()]
-        times = times_faster(rounds[KERNEL], own, 1)
+    for name, taken in rounds.items():
+        us = [seconds * 1e6 for seconds in taken.values()]
+        times = times_faster(rounds[KERNEL], taken, 1)
         disturbed = rotation.median_ms(name) is None
         yield Timing(name, statistics.median(us), min(us), max(us), times, peaks.get(name), disturbed)
 

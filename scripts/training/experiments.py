@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,14 @@ def masked(
     return Experiment(f"masked-{name}", options, lambda folder: text(folder, True), schedule, TEXT_ROWS, others or {})
 
 
+def tiny(name: str, options: Mapping[str, Any], schedule: Schedule = LONGER) -> Experiment:
+    """A model whose weights take 0.3 MB: those that tests/trained keeps."""
+    sizes = {"dim": 64, "layers": 2}
+    if options.get("causal"):
+        return replace(causal(options["variant"], schedule, **sizes), name=f"tiny-{name}")
+    return replace(masked(name, options | sizes, schedule=schedule), name=f"tiny-{name}")
+
+
 def nystrom(**changes: Any) -> dict[str, dict[str, Any]]:
     """Nyström attention in the place of softmax attention, with its weights."""
     return {f"nystrom-{count}": {"variant": "nystrom", "num_landmarks": count, **changes} for count in (64, 32)}
@@ -106,6 +114,8 @@ EXPERIMENTS = {
         masked("lsh", {"variant": "lsh"}, rounds(8, 4, 1)),
         masked("aft-conv", {"variant": "aft-conv"}),
         *(masked(variant, {"variant": variant}, schedule=LONGER) for variant in ("aft-local", "aft-full")),
+        tiny("linear", {"variant": "linear", "causal": True}),
+        *(tiny(variant, {"variant": variant}) for variant in ("nystrom", "lsh", "aft-conv")),
         *duplication(64, 8),
         *duplication(128, 16),
         *(listops(variant, {"variant": variant}) for variant in ("linear", "nystrom", "lsh", "aft-local", "softmax")),
