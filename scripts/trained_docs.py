@@ -1,17 +1,15 @@
 #!/usr/bin/env python
 """Writes the tables of docs/trained.md and its loss curves, from the results of scripts/train_proof.py.
 
-python scripts/trained_docs.py                # from docs/trained/*.json
-python scripts/trained_docs.py build/trained  # first copies the results there to docs/trained
+python scripts/trained_docs.py build/trained
 
-The frontier is in frontier.json, which is what `effexport bench --advise --quality … --json` printed.
+All results have to be there, and frontier.json, which is what `effexport bench --advise --quality … --json` printed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,8 +25,7 @@ from effexport.render.svg import Axis, Figure, Point, Series, legend_of, scatter
 from scripts.bench_docs import svg_file  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS  # noqa: E402
 
-DOCUMENT, RESULTS, IMAGES = ROOT / "docs" / "trained.md", ROOT / "docs" / "trained", ROOT / "docs" / "images"
-FRONTIER = RESULTS / "frontier.json"
+DOCUMENT, IMAGES = ROOT / "docs" / "trained.md", ROOT / "docs" / "images"
 BEGIN, END = "<!-- {}: scripts/trained_docs.py -->", "<!-- end of {} -->"
 Result = dict[str, Any]
 
@@ -43,12 +40,7 @@ PUBLISHED = {
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        RESULTS.mkdir(exist_ok=True)
-        for path in Path(sys.argv[1]).glob("*.json"):
-            if path.stem in (*EXPERIMENTS, FRONTIER.stem):
-                shutil.copy(path, RESULTS)
-    results = [json.loads(path.read_text()) for name in EXPERIMENTS if (path := RESULTS / f"{name}.json").exists()]
+    results = [result_of(name) for name in EXPERIMENTS if not name.startswith("tiny-")]
     for kind in ("causal", "masked"):
         (IMAGES / f"trained-{kind}.svg").write_text(loss_curves(kind, of_kind(results, kind)))
     (IMAGES / "trained-frontier.svg").write_text(frontier_plot())
@@ -58,6 +50,11 @@ def main() -> None:
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n\n{write(results)}\n\n{end}{rest.partition(end)[2]}"
     DOCUMENT.write_text(text)
+
+
+def result_of(name: str) -> Result:
+    result: Result = json.loads((Path(sys.argv[1]) / f"{name}.json").read_text())
+    return result
 
 
 def of_kind(results: Sequence[Result], kind: str) -> list[Result]:
@@ -176,7 +173,7 @@ def frontier_table(results: Sequence[Result]) -> str:
 
 
 def candidates() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(FRONTIER.read_text())["advice"]["candidates"]
+    found: list[dict[str, Any]] = result_of("frontier")["advice"]["candidates"]
     return sorted((one for one in found if one["loss"] and one["median_ms"]), key=lambda one: one["median_ms"])
 
 
