@@ -46,7 +46,7 @@ TRAINED = ("causal-linear", "masked-nystrom", "masked-lsh", "masked-aft-conv")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", action="append", choices=list(ATTENTION_SPECS))
-    parser.add_argument("--trained", action="store_true", help="the trained models of tests/trained")
+    parser.add_argument("--trained", action="store_true", help="the models that scripts/train_proof.py has trained")
     options = parser.parse_args()
     rows = trained_rows() if options.trained else default_rows(options.variant or list(ATTENTION_SPECS))
     for row in rows:
@@ -120,7 +120,7 @@ def trained_rows() -> Iterator[tuple[str, ...]]:
 
 def trained(name: str, fields: Mapping[str, Any], text: Path, folder: Path) -> effexport.BuildResult:
     spec = replace(EXPERIMENTS[name].spec("", "fp32"), **fields)
-    weights = ROOT / "tests" / "trained" / f"{name}.safetensors"
+    weights = ROOT / "build" / "trained" / f"{name}.safetensors"
     return effexport.build(spec, folder / "built", weights=weights, calibration=TEXT, evaluate=text)
 
 

@@ -203,8 +203,7 @@ def training_table(results: Sequence[Result]) -> str:
         cells = (f"{training['steps']:,}", f"{result['schedule']['rows']}", f"{training['minutes']:.1f}", f"{loss:.3f}")
         rows.append((result["name"], *cells))
     head = ("model", "steps", "rows of a step", "minutes on one core", "last loss, nats")
-    missing = [name for name in EXPERIMENTS if name not in {result["name"] for result in results}]
-    return table(head, rows, right=4) + (f"\n\nNot trained yet: {', '.join(missing)}." if missing else "")
+    return table(head, rows, right=4)
 
 
 def loss_curves(kind: str, results: Sequence[Result]) -> str:
