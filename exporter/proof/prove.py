@@ -38,7 +38,6 @@ from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Kind, not_run
-from effexport.proof.free_sizes import notes_on_sizes, with_sizes_of_both, with_sizes_of_module, with_sums
 from effexport.proof.matching import (
     Match,
     Offer,
@@ -46,7 +45,11 @@ from effexport.proof.matching import (
     kind_of,
     matched_inputs,
     matched_outputs,
+    notes_on_sizes,
     offers_of,
+    with_sizes_of_both,
+    with_sizes_of_module,
+    with_sums,
 )
 from effexport.proof.reference_choice import ReferenceChoice
 from effexport.proof.verify import Verification, verify_in_runtime
