@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
-    from effexport.proof.named_module import NamedModule
+    from effexport.proof.rebuilt_module import NamedModule
     from effexport.report.inspection import Kind
     from effexport.report.report import Report
     from effexport.report.verified import Verified
@@ -199,7 +199,7 @@ def named_module(module: nn.Module | str | None, examples: object, weights: Path
     Raises UserError for something else, and for examples without it.
     """
     from effexport.base.environment import require_torch
-    from effexport.proof.named_module import NamedModule
+    from effexport.proof.rebuilt_module import NamedModule
 
     if module is None:
         if examples is not None:
@@ -228,7 +228,7 @@ def verify(options: VerifyOptions) -> Report:
 
 def verified(options: VerifyOptions) -> Verified:
     from effexport.artifact import open_artifact
-    from effexport.proof.named_module import source_of_verify
+    from effexport.proof.rebuilt_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
     from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
     from effexport.report.rendering.formats import checked_output, written

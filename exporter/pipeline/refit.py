@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import onnx
     from torch import nn
 
-    from effexport.proof.named_module import NamedModule
+    from effexport.proof.rebuilt_module import NamedModule
 
 # Characters of a node in a message.
 LONGEST_NODE = 120

@@ -1,4 +1,5 @@
-"""The inputs and outputs of an ONNX file beside those of another model: by name, else by type and shape."""
+"""The inputs and outputs of an ONNX file beside those of another model: by name, else by type and shape; and the free
+axes that another model takes at other sizes, too."""
 
 from __future__ import annotations
 
@@ -21,7 +22,6 @@ from effexport.runners.runner import tensors_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
 
 # Sizes to try for the free axes of a file without an example.
 SIZES = (64, 16, 224)
