@@ -44,7 +44,7 @@ from effexport.models.size_formula import shape_of
 from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, SCOPES_KEY, Op
 from effexport.plugins.user_operators import loaded
-from effexport.quantize.places import first_paths, reason_of_product
+from effexport.quantize.modules import first_paths, reason_of_product
 from effexport.quantize.record import FloatProduct, Quantization
 
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
