@@ -42,13 +42,11 @@ from effexport.models.encoder.spec import MASKS
 from effexport.models.layers import fused_operators
 from effexport.models.size_formula import shape_of
 from effexport.plugins.building.library import known_ops
-from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, SCOPES_KEY, Op
+from effexport.plugins.ops import BUCKETS, DOMAIN, MODULE_KEY, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, SCOPES_KEY, Op
 from effexport.plugins.user_operators import loaded
 from effexport.quantize.modules import first_paths, reason_of_product
 from effexport.quantize.record import FloatProduct, Quantization
 
-# Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
-BUCKETS_SUFFIX = "buckets"
 # Of a model in memory: the operators that stand for what the code of a module writes out, and `SpecChanges`.
 OPERATORS, CHANGES = "operators of the program", "changes of the spec"
 
@@ -355,7 +353,7 @@ def mark_custom_nodes(model: ir.Model) -> None:
         seen[name] += 1
         node.attributes[PLUGIN_NAMESPACE] = ir.AttrString(PLUGIN_NAMESPACE, DOMAIN)
         if node.op_type in OPS and OPS[node.op_type].decides and node.inputs[0] is not None:
-            node.inputs[0].name = f"{owner}.{BUCKETS_SUFFIX}" if owner else BUCKETS_SUFFIX
+            node.inputs[0].name = f"{owner}.{BUCKETS}" if owner else BUCKETS
     model.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
 
 

@@ -14,6 +14,7 @@ from effexport.base.dtypes import UNIT_ROUNDOFF, Array
 from effexport.base.errors import StageError
 from effexport.base.spec import BuildSpec
 from effexport.models.encoder.spec import TOKENS
+from effexport.plugins.ops import BUCKETS
 from effexport.proof.cases import Case
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind
 from effexport.proof.tolerances import rms_change
@@ -209,7 +210,7 @@ def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 def bucket_name(path: str) -> str:
     """The name of the buckets of a hash in the graph. path: of the hash in its model."""
-    return path.removesuffix("hash") + "buckets"
+    return path.removesuffix("hash") + BUCKETS
 
 
 @contextmanager
