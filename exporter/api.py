@@ -230,7 +230,7 @@ def verified(options: VerifyOptions) -> Verified:
     from effexport.artifact import open_artifact
     from effexport.proof.rebuilt_module import source_of_verify
     from effexport.proof.reference_choice import parse_choice
-    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+    from effexport.proof.verify import ArtifactCandidate, VerifyRequest
     from effexport.report.rendering.formats import checked_output, written
     from effexport.report.verified import judged
     from effexport.signature import check_identity

@@ -62,7 +62,6 @@ from effexport.pipeline.quantization import (
     quantization_of_build,
 )
 from effexport.pipeline.refit import RefitRequest, held_to_previous, other_architecture, refit_note
-from effexport.proof.candidate import open_in_ort
 from effexport.proof.cases import Answers, Case, keep_golden, save_reference, stored_cases, why_not_of_spec
 from effexport.proof.check import OTHER_LAYER, Check, Kind, Trace
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET
@@ -70,15 +69,7 @@ from effexport.proof.module_runs import hash_modules
 from effexport.proof.other_answers import is_original, original_cases, with_hashes
 from effexport.proof.quantized import quantized_answers
 from effexport.proof.trace import trace_if_it_runs
-from effexport.proof.verify import (
-    Verification,
-    case_to_trace,
-    verify_bodies,
-    verify_candidate,
-    verify_decode_engines_if_possible,
-    verify_decoding,
-    verify_engine_if_possible,
-)
+from effexport.proof.verify import ArtifactCandidate, Verification, case_to_trace, if_it_runs, verify_decoding
 from effexport.report.compare import Side
 from effexport.report.rendering.formats import html_from_report
 from effexport.report.rendering.wording import failure_lines
@@ -141,10 +132,12 @@ class Build:
     previous: Artifact | None
     quantized: QuantizedModel | None = None
 
-    @property
-    def decisions(self) -> Sequence[str]:
-        """Graph values that the reference can prescribe: buckets, and what is rounded."""
-        return (*self.hashes, *(self.quantized.record.unrounded if self.quantized else ()))
+    def artifact(self, engines: Sequence[EngineEntry] = ()) -> Artifact:
+        """What is written so far, for what runs the model before the build is finished."""
+        found = artifact_in_progress(self.folder, self.spec)
+        record = self.quantized.record if self.quantized else None
+        known = {"hash_values": tuple(self.hashes), "quantization": record, "engines": tuple(engines)}
+        return replace(found, manifest=msgspec.structs.replace(found.manifest, **known))
 
     @property
     def traced(self) -> Path:
@@ -435,16 +428,17 @@ def check_axes(cases: Sequence[Case], spec: BuildSpec) -> None:
 
 def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
     """Check the model in ONNX Runtime, its function bodies if it has any, and its decoder if it has one."""
-    spec, watch, settings = build.spec, build.watch, build.settings
+    spec, watch = build.spec, build.watch
+    # every case has another shape and up to two sessions are open, so memory is released after each run
+    candidate = ArtifactCandidate(build.artifact(), replace(build.settings, memory_arena=False), None)
     with watch.stage("checking parity in ONNX Runtime"):
-        result = verify_candidate(build.model, cases, spec, build.decisions, settings)
+        result = candidate.verify(cases)
     if custom_ops_of_model(build.model):
         with watch.stage("checking the function bodies of custom operators"):
-            open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
-            result += verify_bodies(build.model, cases, spec, build.decisions, result.implementation, open_with_bodies)
+            result += candidate.verify_bodies(cases, result.implementation)
     if spec.decodes:
         with watch.stage(f"checking the decode step and the {'prefill' if spec.has_decode_step else 'encoder'}"):
-            result += verify_decoding(artifact_in_progress(build.folder, spec), cases, settings)
+            result += verify_decoding(build.artifact(), cases, build.settings)
     return result
 
 
@@ -458,10 +452,11 @@ def prove_engine(
     entries = [build_engine(build, engine, MODEL, on_progress, remarks)]
     if spec.has_decode_step:
         entries += [build_engine(build, engine, model, on_progress) for model in (DECODE_STEP, PREFILL)]
+    candidate = ArtifactCandidate(build.artifact(entries), RunOptions(runtime=target), None)
     with build.watch.stage(f"checking parity of the {target} engine"):
-        result += verify_engine_if_possible(build.folder / engine_name(target), build.model, cases, spec, build.hashes)
+        result += if_it_runs(Kind.PARITY, target, lambda: candidate.verify(cases))
         if spec.has_decode_step:
-            result += verify_decode_engines_if_possible(build.folder, target, cases, spec)
+            result += if_it_runs(Kind.DECODE_STEP, target, lambda: candidate.verify_decoder(cases))
     return entries
 
 

@@ -52,8 +52,7 @@ from effexport.proof.matching import (
     with_sums,
 )
 from effexport.proof.reference_choice import ReferenceChoice
-from effexport.proof.verify import Verification, verify_in_runtime
-from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+from effexport.proof.verify import ArtifactCandidate, Verification, VerifyRequest, verify_in_runtime
 from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, model_opener
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Closeable, FeedLimits, Runner, tensors_text
