@@ -37,7 +37,7 @@ from effexport.bench.candidates import inputs_of_case, onnx_from_case
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import Rotation, TimedCall
-from effexport.export.decode_step import onnx_with_state
+from effexport.export.onnx_from_module import onnx_with_state
 from effexport.models.encoder.module import DecodeStep, Encoder, Prefill, module_from_spec
 from effexport.models.variants.gated_delta.layer import GatedDeltaAttention
 from effexport.pipeline.build import artifact_from_spec

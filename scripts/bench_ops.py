@@ -32,7 +32,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from effexport.base.environment import versions
 from effexport.base.machine import peak_bytes_of
-from effexport.export.onnx_from_module import attach_function_bodies, mark_custom_nodes, register_schemas
+from effexport.export.custom_nodes import attach_function_bodies
+from effexport.export.onnx_from_module import mark_custom_nodes, register_schemas
 from effexport.models.checkpoints.longformer import BandedAttentionLayer
 from effexport.models.checkpoints.longformer_spec import BandedSpec
 from effexport.models.layers import fused_operators

@@ -1,4 +1,8 @@
-"""module → onnx: one file with one node per custom operator, function bodies attached, and its signature checked."""
+"""module → onnx: one file with one node per custom operator, function bodies attached, and its signature checked.
+
+Also graphs that run token by token: of a causal model with constant memory, one decodes a token, and the other reads a
+whole prompt; of an encoder-decoder, one reads the source, and the other decodes a token.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,22 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import InlinePass
 from torch import nn
 
 from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.base.errors import StageError, UserError
 from effexport.base.quiet import few_lookups, quiet
 from effexport.base.spec import INPUT_DEFAULTS, BuildSpec
-from effexport.export.carriers import use_carriers
+from effexport.export.custom_nodes import attach_function_bodies, inline_functions, save, use_carriers
 from effexport.export.failures import STAGE, place_of, reason_of
-from effexport.export.inlined import inline_functions, save
-from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
+from effexport.export.onnx_graph import (
+    RANDOM_OPS,
+    GraphSignature,
+    check_graph,
+    check_portable,
+    signature_with_state,
+    why_not_traced,
+)
 from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
 from effexport.export.torch_onnx import avoid_missing_bfloat16, make_portable, recurrent_translation, size_translation
@@ -38,6 +47,8 @@ from effexport.export.traced_graphs import (
     read_traced,
     traced_weights,
 )
+from effexport.models.checkpoints.seq2seq import SourceEncoder, TargetStep
+from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.encoder.spec import MASKS
 from effexport.models.layers import fused_operators
 from effexport.models.size_formula import shape_of
@@ -383,52 +394,6 @@ def declared_products(model: ir.Model, module: nn.Module) -> tuple[FloatProduct,
     return float_products(model, lambda path: reason_of_product(module, path))
 
 
-def attach_function_bodies(model: ir.Model, opset: int) -> Counter[str]:
-    """Give every custom operator in the graph its body of standard operators.
-
-    Functions are found by the name of their operator alone, so nodes whose attributes ask for another body than most
-    nodes of theirs are replaced by that body. Returns the number of these by operator.
-    """
-    bodies, replaced = [], Counter[str]()
-    for op in known_ops().values():
-        nodes = [n for n in model.graph if n.domain == DOMAIN and n.op_type == op.onnx_name]
-        most, *others = nodes_of_one_body(op, nodes, opset) if nodes else [[]]
-        if most:
-            bodies.append(body_of(op, most, opset))
-        for i, group in enumerate(others):
-            function = body_of(op, group, opset)
-            function.name = f"{op.onnx_name}_{i}"
-            model.functions[function.identifier()] = function
-            for node in group:
-                node.op_type = function.name
-            replaced[op.onnx_name] += len(group)
-    if replaced:
-        InlinePass()(model)
-    for function in bodies:
-        model.functions[function.identifier()] = function
-    return replaced
-
-
-def nodes_of_one_body(op: Op, nodes: Sequence[ir.Node], opset: int) -> list[list[ir.Node]]:
-    """The nodes of an operator, in groups that one body serves, the largest group first."""
-    try:
-        body_of(op, nodes, opset)
-    except ValueError:
-        groups: dict[str, list[ir.Node]] = {}
-        for node in nodes:
-            groups.setdefault(str(sorted(map(str, node.attributes.values()))), []).append(node)
-        if len(groups) == 1:
-            raise
-        return sorted(groups.values(), key=len, reverse=True)
-    return [list(nodes)]
-
-
-def body_of(op: Op, nodes: Sequence[ir.Node], opset: int) -> ir.Function:
-    """The function body of these nodes. Raises ValueError if they need several."""
-    protos = [ir.serde.serialize_node(node) for node in nodes]
-    return ir.serde.deserialize_function(loaded(op).onnx_function_body(protos, opset))
-
-
 def strip_metadata(model: ir.Model) -> None:
     """Remove the exporter's metadata, stack traces with paths of this machine, except the module path."""
     for node in model.graph.all_nodes():
@@ -444,3 +409,48 @@ def strip_metadata(model: ir.Model) -> None:
     model.metadata_props.clear()
     model.graph.name = "effexport"
     model.producer_name = "effexport"
+
+
+def onnx_with_state(
+    kind: type[DecodeStep | Prefill],
+    module: nn.Module,
+    spec: BuildSpec,
+    path: Path,
+    traced: Path | None = None,
+    quantization: Quantization | None = None,
+) -> None:
+    """Export the decode step of a causal module, or its prefill: token or tokens and mask, position (for an encoder)
+    and state → output and next state.
+
+    traced, quantization: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
+    """
+    model: DecodeStep | Prefill = kind(at_precision(module, spec.arithmetic))  # type: ignore[arg-type]
+    states = tuple(
+        TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
+        for name, tensor in zip(model.state_names, model.initial_state(1), strict=True)
+    )
+    one_token = kind is DecodeStep
+    called = {} if one_token else spec.model.prefill_ops(spec.fused)
+    signature = replace(signature_with_state(spec, states, one_token=one_token), custom_ops=called)
+    tokens, *others = example_inputs(spec)
+    batch = len(tokens)
+    # the exporter cannot translate the strides of a view
+    example = [tokens[:, :1].contiguous()] if one_token else [tokens, *others]
+    if spec.model.counts_positions:
+        example.append(torch.zeros(batch, dtype=torch.int64))
+    if quantization is not None:
+        quantization = quantization.below("model")  # the attribute of ModelWithState
+    write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path, traced, quantization)
+
+
+def onnx_of_decoder(module: nn.Module, spec: BuildSpec, encoder: Path, step: Path, traced: Path | None = None) -> None:
+    """Export the two graphs of an encoder-decoder. traced, errors: as of `onnx_with_state`."""
+    module = at_precision(module, spec.arithmetic)
+    reading = GraphSignature(*spec.source_tensors, spec.model.custom_ops(spec.fused))
+    decoding = GraphSignature(*spec.step_tensors, {})
+    for kind, path, signature in ((SourceEncoder, encoder, reading), (TargetStep, step, decoding)):
+        example = tuple(
+            torch.zeros(shape_of(tensor.dims, spec.model.trace_sizes), dtype=getattr(torch, tensor.dtype))
+            for tensor in signature.inputs
+        )
+        write_graph(kind(module), example, signature, spec, path, traced)  # type: ignore[arg-type]

@@ -308,8 +308,7 @@ def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
 def write_graphs(build: Build) -> tuple[Written, Build]:
     """Export the model, and its graphs that run token by token. Returns what is written of the model, and the build
     with the names that quantised graphs have. Raises UserError for a carrier that nothing needs."""
-    from effexport.export.decode_step import onnx_of_decoder, onnx_with_state
-    from effexport.export.onnx_from_module import onnx_from_module
+    from effexport.export.onnx_from_module import onnx_from_module, onnx_of_decoder, onnx_with_state
     from effexport.models.encoder.module import DecodeStep, Prefill
 
     module, spec, quantized = build.module, build.spec, build.quantized

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, version_converter
 
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
-from effexport.export.inlined import inlined
+from effexport.export.custom_nodes import inlined
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.matching import check_nothing_lost
 

@@ -15,8 +15,8 @@ from effexport.artifact import PREFILL, Artifact, open_artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.base.formatting import listed
 from effexport.base.spec import BuildSpec
-from effexport.export.decode_step import onnx_with_state
 from effexport.export.module_source import module_from_seed
+from effexport.export.onnx_from_module import onnx_with_state
 from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.user.model import model_of_ours
 from effexport.models.variants import WITH_STATE
