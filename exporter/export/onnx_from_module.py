@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from effexport.export.traced_graphs import (
     REMEDY,
     add_traced,
     blaming_traced,
+    clear_metadata,
     graph_without_numbers,
     graph_without_weights,
     optimized_graph,
@@ -167,13 +169,15 @@ def finish_graph(
     if quantization is not None:
         use_first_paths(model, module)
         unrounded = quantize_graph(model, quantization, {node: module_path(node) for node in model.graph})
-        linear = {name: n for name, op in OPS.items() if op.linear and (n := count_of(model, name))}
+        found = Counter(node.op_type for node in model.graph if node.domain == DOMAIN)
+        linear = {name: found[name] for name, op in OPS.items() if op.linear and found[name]}
     replaced = attach_function_bodies(model, spec.opset_of_file)
-    strip_metadata(model)
+    clear_metadata(model, lambda node: (MODULE_KEY, module_path(node)))
+    model.graph.name = model.producer_name = "effexport"
     if spec.inline:
         inline_functions(model)
     if quantization is not None:
-        products = declared_products(model, module)
+        products = float_products(model, partial(reason_of_product, module))
     save(model, spec, path)
     # of a user's module, the number before that is known
     gone = replaced if spec.model.is_traced_as_found else Counter[str]()
@@ -383,32 +387,6 @@ def use_first_paths(model: ir.Model, module: nn.Module) -> None:
         if first.get(path, path) != path:
             scopes = ast.literal_eval(node.metadata_props[SCOPES_KEY])
             node.metadata_props[SCOPES_KEY] = repr([*scopes[:-2], first[path], scopes[-1]])
-
-
-def count_of(model: ir.Model, op: str) -> int:
-    return sum(node.domain == DOMAIN and node.op_type == op for node in model.graph)
-
-
-def declared_products(model: ir.Model, module: nn.Module) -> tuple[FloatProduct, ...]:
-    """Every product of a finished graph that stays float, and why."""
-    return float_products(model, lambda path: reason_of_product(module, path))
-
-
-def strip_metadata(model: ir.Model) -> None:
-    """Remove the exporter's metadata, stack traces with paths of this machine, except the module path."""
-    for node in model.graph.all_nodes():
-        scopes = node.metadata_props.get(SCOPES_KEY)
-        path = module_path(node) if scopes else ""
-        node.metadata_props.clear()
-        node.doc_string = None
-        if path:
-            node.metadata_props[MODULE_KEY] = path
-    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
-        value.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    model.metadata_props.clear()
-    model.graph.name = "effexport"
-    model.producer_name = "effexport"
 
 
 def onnx_with_state(

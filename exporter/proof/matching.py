@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.artifact import Artifact
-from effexport.base.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo, named_sizes
 from effexport.base.errors import UserError
 from effexport.base.quiet import quiet
 from effexport.base.spec import MASK_NAME, BuildSpec
@@ -264,13 +264,7 @@ def with_sums(inputs: Sequence[TensorInfo], examples: Mapping[str, Tensor]) -> t
     A mask is a matrix of zeros and ones. A cache has floats of three axes or more; its tokens are the last but one, or
     the second.
     """
-    sizes = {
-        dim: size
-        for tensor in inputs
-        if tensor.name in examples
-        for dim, size in zip(tensor.dims, examples[tensor.name].shape, strict=True)
-        if isinstance(dim, str)
-    }
+    sizes = named_sizes([tensor for tensor in inputs if tensor.name in examples], examples)
     owners = Counter(dim for tensor in inputs for dim in set(tensor.dims))
     axes = named_axes(inputs, merged=False)
     pairs = (pair for tensor in inputs for pair in zip(axes[tensor.name], tensor.dims, strict=True))
