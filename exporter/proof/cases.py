@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,12 @@ class Case:
         rows: Array = own[keep]
         return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
+    def pairs(self, outputs: Mapping[str, Array]) -> Iterator[tuple[str, int, Array, Array]]:
+        """What is compared of an answer, by output and sample: both `kept` parts, that of the reference last."""
+        for name, expected in self.outputs.items():
+            for sample in self.samples(expected):
+                yield name, sample, self.kept(name, outputs[name], sample), self.kept(name, expected, sample)
+
     def place_of(self, sample: int, row: int, channel: int, kept: Array, own: Array) -> tuple[int, ...]:
         """The place in a sample of an output of an element of its `kept` part, [row, channel] there."""
         if kept.size == own.size:
@@ -154,12 +160,14 @@ class Case:
         return max(1.0, float(np.sqrt(np.nanmean(np.nanvar(logits, axis=-1)))))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answers:
-    """PyTorch's answers to every case, and the checks that PyTorch itself had to pass."""
+    """The cases of one source with its answers. checks: of the source itself; what it could not answer is a check that
+    was not run. kind: of the source, see `ReferenceChoice`."""
 
-    cases: list[Case]
-    checks: list[Check]
+    cases: list[Case] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    kind: str = "torch"
 
 
 def golden_cases(cases: Sequence[Case], golden: Golden) -> list[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,15 +70,6 @@ class ReferenceChoice:
         return self.kind in ("torch", "transformers")
 
 
-@dataclass
-class Reference:
-    """Cases of one source. checks: of the source itself; what it could not answer is a check that was not run."""
-
-    kind: str
-    cases: list[Case] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
-
-
 def parse_choice(text: str) -> ReferenceChoice:
     """Parse --reference. Raises UserError for an unknown reference, missing files, or without PyTorch."""
     if text in NAMED:
@@ -119,7 +110,7 @@ def check_runtime_reference(choice: ReferenceChoice) -> ReferenceChoice:
 
 def references_from_choice(
     choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str], on_stage: OnStage
-) -> Iterator[Reference]:
+) -> Iterator[Answers]:
     """The cases that an artifact is compared with. names: of the wanted cases; none: all.
 
     Raises UserError for a case that the reference does not have, a golden file that is none or of another model, and
@@ -140,7 +131,7 @@ def references_from_choice(
 
 def all_references(
     choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str], on_stage: OnStage
-) -> Iterator[Reference]:
+) -> Iterator[Answers]:
     from effexport.proof.other_answers import load_answers
 
     golden: list[Case] = []
@@ -153,18 +144,17 @@ def all_references(
     cases = [case for case in golden if not names or case.name in names]
     if choice.kind in ("auto", "golden") and artifact.has_golden:
         on_stage("comparing with the golden file")
-        yield Reference("golden", cases)
+        yield Answers(cases, kind="golden")
     elif choice.kind == "file":
         on_stage(f"comparing with {choice.title}")
-        yield Reference("file", cases)
+        yield Answers(cases, kind="file")
     elif choice.kind == "runtime":
         on_stage(f"comparing with {choice.title}")
         yield runtime_reference(choice, artifact, cases)
     if choice.kind in ("auto", "torch"):
         if cases and source is not None and source.is_original:
             on_stage("comparing with PyTorch on the stored inputs")
-            answers = answers_to_stored(artifact, model_from_source(source, artifact.spec), cases)
-            yield Reference("torch", answers.cases, answers.checks)
+            yield answers_to_stored(artifact, model_from_source(source, artifact.spec), cases)
         on_stage("comparing with PyTorch on new inputs")
         yield torch_reference(choice, artifact, source, names)
     elif choice.kind == "transformers":
@@ -181,7 +171,7 @@ def check_known(cases: Sequence[Case], names: Sequence[str]) -> None:
             )
 
 
-def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoice) -> None:
+def check_cases(reference: Answers, artifact: Artifact, choice: ReferenceChoice) -> None:
     """Raises UserError for cases with other inputs, outputs or hashes than the artifact has."""
     spec = artifact.spec
     inputs, outputs = {t.name for t in spec.inputs}, {t.name for t in spec.outputs}
@@ -201,7 +191,7 @@ def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoic
 
 def torch_reference(
     choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str]
-) -> Reference:
+) -> Answers:
     """The PyTorch module itself, made again, on inputs of a new seed.
 
     Raises UserError if it was asked for and cannot be made again.
@@ -210,9 +200,8 @@ def torch_reference(
     if isinstance(model, Unavailable):
         if choice.needs_module:
             raise UserError(f"--reference {choice.option}: {model}")
-        return Reference("torch", checks=[not_run(Kind.PYTORCH_MODULE, model.reason)])
-    answers = new_answers(artifact, model, names)
-    return Reference("torch", answers.cases, answers.checks)
+        return Answers(checks=[not_run(Kind.PYTORCH_MODULE, model.reason)])
+    return new_answers(artifact, model, names)
 
 
 def new_answers(artifact: Artifact, model: UserModel, names: Sequence[str]) -> Answers:
@@ -242,7 +231,7 @@ def with_roundings(answers: Answers, model: UserModel, artifact: Artifact) -> An
 
 def transformers_references(
     artifact: Artifact, source: ModelSource | None, golden: Sequence[Case], names: Sequence[str], on_stage: OnStage
-) -> Iterator[Reference]:
+) -> Iterator[Answers]:
     """transformers' answers to the golden inputs, then to new ones.
 
     Raises UserError for an artifact of no checkpoint, one that corrects what transformers computes, and without
@@ -266,20 +255,20 @@ def transformers_references(
     assert source.path is not None
     if artifact.has_golden:
         on_stage("comparing with transformers on the golden inputs")
-        yield Reference("transformers", *with_answers_of_transformers(golden, artifact.spec, source.path))
+        yield with_answers_of_transformers(golden, artifact.spec, source.path)
     on_stage("comparing with transformers on new inputs")
     cases = new_answers(artifact, model, names).cases
-    yield Reference("transformers", *with_answers_of_transformers(cases, artifact.spec, source.path))
+    yield with_answers_of_transformers(cases, artifact.spec, source.path)
 
 
-def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:
+def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Answers:
     """The answers of another model, or in another runtime, to the golden inputs.
 
     A model that hashes answers with the buckets of the case, so that its arithmetic can be compared; the buckets that
     it would have chosen itself are compared too, or a model with other rotations would pass.
     Raises UserError for another model, which cannot answer them.
     """
-    result = Reference("runtime")
+    result = Answers(kind="runtime")
     with contextlib.ExitStack() as stack:
         candidate, longest = opened_reference(choice, artifact, stack)
         for case in cases:

@@ -114,12 +114,7 @@ def overall_error(actual: Array, expected: Array) -> float:
 
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     """The largest change of any element that is compared, relative to the scale of its token."""
-    changes = [
-        largest_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))
-        for name, expected in case.outputs.items()
-        for row in case.samples(expected)
-    ]
-    return float(np.max(changes))
+    return float(np.max([largest_error(actual, expected) for *_, actual, expected in case.pairs(outputs)]))
 
 
 def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:

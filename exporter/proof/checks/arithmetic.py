@@ -122,20 +122,18 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kin
     """The largest error of the kept tokens, relative to the scale of the reference, beside other measures."""
     value, worst = -1.0, None
     figures = Figures()
-    for output, expected in case.outputs.items():
-        if output in case.ranked:
-            continue  # of indices, only the scores can be close
-        for sample in case.samples(expected):
-            actual, wanted = case.kept(output, outputs[output], sample), case.kept(output, expected, sample)
-            if not wanted.size:
-                continue  # x[:, 2:] of two tokens; the shapes have been compared
-            error, (row, channel) = figures.add(actual, wanted)
-            # NaN wins over every number, and stays
-            if value == value and (error > value or error != error):
-                value = error
-                own = expected[sample] if expected.ndim else expected
-                index = (sample, *case.place_of(sample, row, channel, wanted, own))
-                worst = Worst(output, index, float(actual[row, channel]), float(wanted[row, channel]))
+    # of indices, only the scores can be close
+    compared = replace(case, outputs={name: array for name, array in case.outputs.items() if name not in case.ranked})
+    for output, sample, actual, wanted in compared.pairs(outputs):
+        if not wanted.size:
+            continue  # x[:, 2:] of two tokens; the shapes have been compared
+        error, (row, channel) = figures.add(actual, wanted)
+        # NaN wins over every number, and stays
+        if value == value and (error > value or error != error):
+            value, expected = error, case.outputs[output]
+            own = expected[sample] if expected.ndim else expected
+            index = (sample, *case.place_of(sample, row, channel, wanted, own))
+            worst = Worst(output, index, float(actual[row, channel]), float(wanted[row, channel]))
     detail = ""
     if worst is not None:
         indices = ", ".join(map(str, worst.index))
