@@ -177,7 +177,7 @@ def refitted(options: RefitOptions) -> BuildResult:
     from effexport.artifact import open_artifact
     from effexport.base.environment import require_torch
     from effexport.pipeline.build import artifact_from_refit
-    from effexport.pipeline.refit import RefitRequest
+    from effexport.pipeline.request import RefitRequest
 
     require_torch("effexport refit")
     weights = optional_path("weights", options.weights)

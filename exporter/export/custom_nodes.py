@@ -153,6 +153,14 @@ def attach_function_bodies(model: ir.Model, opset: int) -> Counter[str]:
     return replaced
 
 
+def replaced_note(op: str, count: int) -> str:
+    """For the report: why some nodes of an operator are not in the graph."""
+    return (
+        f"{op}: {count} node{'s' * (count > 1)} whose attributes differ from those of other nodes became standard "
+        "operators, because one function body serves all nodes of an operator."
+    )
+
+
 def nodes_of_one_body(op: Op, nodes: Sequence[ir.Node], opset: int) -> list[list[ir.Node]]:
     """The nodes of an operator, in groups that one body serves, the largest group first."""
     try:

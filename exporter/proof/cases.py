@@ -332,6 +332,18 @@ def with_nan(case: Case, spec: BuildSpec) -> Case:
     return replace(case, allows_nan=not spec.model.answers_always and case.undefined[0] > 0)
 
 
+def undefined_notes(cases: Sequence[Case], spec: BuildSpec) -> list[str]:
+    """A sentence on answers of a user's own module that are not numbers; none if all are."""
+    found = [
+        f"{undefined:,} of {all_:,} elements in {c.label}"
+        for c in cases
+        for undefined, all_ in [c.undefined]
+        if undefined
+    ]
+    text = f"{spec.model.title} itself answers with NaN, which was not compared: {'; '.join(found)}."
+    return [text] if found else []
+
+
 def why_not_of_spec(case: Case, spec: BuildSpec) -> str:
     """A contradiction between the arrays of a case, or with the spec; "" if none, and for a case of another model."""
     if not has_names_of(case, spec):
