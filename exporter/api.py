@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.evaluation.figures import Evaluation
     from effexport.generation.text_generator import TextGenerator
-    from effexport.proof.rebuilt_module import NamedModule
+    from effexport.proof.named_module import NamedModule
     from effexport.report.inspection import Kind
     from effexport.report.report import Report
     from effexport.report.verified import Verified
@@ -177,7 +177,7 @@ def refitted(options: RefitOptions) -> BuildResult:
     from effexport.artifact import open_artifact
     from effexport.base.environment import require_torch
     from effexport.pipeline.build import artifact_from_refit
-    from effexport.pipeline.request import RefitRequest
+    from effexport.pipeline.refit import RefitRequest
 
     require_torch("effexport refit")
     weights = optional_path("weights", options.weights)
@@ -199,7 +199,7 @@ def named_module(module: nn.Module | str | None, examples: object, weights: Path
     Raises UserError for something else, and for examples without it.
     """
     from effexport.base.environment import require_torch
-    from effexport.proof.rebuilt_module import NamedModule
+    from effexport.proof.named_module import NamedModule
 
     if module is None:
         if examples is not None:
@@ -228,9 +228,9 @@ def verify(options: VerifyOptions) -> Report:
 
 def verified(options: VerifyOptions) -> Verified:
     from effexport.artifact import open_artifact
-    from effexport.proof.rebuilt_module import source_of_verify
-    from effexport.proof.reference_choice import parse_choice
-    from effexport.proof.verify import ArtifactCandidate, VerifyRequest
+    from effexport.proof.named_module import source_of_verify
+    from effexport.proof.verify import ArtifactCandidate
+    from effexport.proof.verify_artifact import VerifyRequest, parse_choice
     from effexport.report.rendering.formats import checked_output, written
     from effexport.report.verified import judged
     from effexport.signature import check_identity

@@ -49,7 +49,6 @@ from effexport.export.traced_graphs import (
     read_traced,
     traced_weights,
 )
-from effexport.models.checkpoints.seq2seq import SourceEncoder, TargetStep
 from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.encoder.spec import MASKS
 from effexport.models.layers import fused_operators
@@ -421,14 +420,23 @@ def onnx_with_state(
     write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path, traced, quantization)
 
 
-def onnx_of_decoder(module: nn.Module, spec: BuildSpec, encoder: Path, step: Path, traced: Path | None = None) -> None:
-    """Export the two graphs of an encoder-decoder. traced, errors: as of `onnx_with_state`."""
+def onnx_of_decoder(
+    kinds: tuple[type[nn.Module], type[nn.Module]],
+    module: nn.Module,
+    spec: BuildSpec,
+    paths: tuple[Path, Path],
+    traced: Path | None = None,
+) -> None:
+    """Export the two graphs of an encoder-decoder. kinds, paths: of the encoder and of its decode step.
+
+    traced, errors: as of `onnx_with_state`.
+    """
     module = at_precision(module, spec.arithmetic)
     reading = GraphSignature(*spec.source_tensors, spec.model.custom_ops(spec.fused))
     decoding = GraphSignature(*spec.step_tensors, {})
-    for kind, path, signature in ((SourceEncoder, encoder, reading), (TargetStep, step, decoding)):
+    for kind, path, signature in zip(kinds, paths, (reading, decoding), strict=True):
         example = tuple(
             torch.zeros(shape_of(tensor.dims, spec.model.trace_sizes), dtype=getattr(torch, tensor.dtype))
             for tensor in signature.inputs
         )
-        write_graph(kind(module), example, signature, spec, path, traced)  # type: ignore[arg-type]
+        write_graph(kind(module), example, signature, spec, path, traced)

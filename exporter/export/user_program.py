@@ -28,7 +28,8 @@ from effexport.base.spec import BuildSpec
 from effexport.export.failures import STAGE, line_of_user, reason_of
 from effexport.export.sizes_of_code import OtherSizesError, Sizes, SpecChanges
 from effexport.export.specialised_length import TRIED, AxisOfTrace, UserTrace, axes_of_trace, is_same_size, traced
-from effexport.export.written_attention import operators_of, turn_attentions, with_casts
+from effexport.export.traced_nodes import operators_of, with_casts
+from effexport.export.written_attention import turn_attentions
 from effexport.export.written_linear_attention import turn_linear_attentions
 from effexport.models.shapes import Dims
 from effexport.models.user.inputs import resized

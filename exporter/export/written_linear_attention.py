@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from effexport.export.written_attention import (
+from effexport.export.traced_nodes import (
     Node,
     changed_in_place,
     dtype,

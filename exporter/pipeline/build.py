@@ -61,7 +61,7 @@ from effexport.pipeline.quantization import (
     quantization_notes,
     quantization_of_build,
 )
-from effexport.pipeline.request import RefitRequest, held_to_previous, other_architecture, refit_note
+from effexport.pipeline.refit import RefitRequest, held_to_previous, other_architecture, refit_note
 from effexport.plugins.ops import CONTRIB_DOMAIN, OPS
 from effexport.proof.cases import (
     Answers,
@@ -142,7 +142,7 @@ class Build:
     quantized: QuantizedModel | None = None
 
     def artifact(self, engines: Sequence[EngineEntry] = ()) -> Artifact:
-        """What is written so far, for what runs the model before the build is finished."""
+        """The artifact as far as it is written, for what runs the model before the build is finished."""
         found = artifact_in_progress(self.folder, self.spec)
         record = self.quantized.record if self.quantized else None
         known = {"hash_values": tuple(self.hashes), "quantization": record, "engines": tuple(engines)}
@@ -313,6 +313,7 @@ def write_graphs(build: Build) -> tuple[Written, Build]:
     """Export the model, and its graphs that run token by token. Returns what is written of the model, and the build
     with the names that quantised graphs have. Raises UserError for a carrier that nothing needs."""
     from effexport.export.onnx_from_module import onnx_from_module, onnx_of_decoder, onnx_with_state
+    from effexport.models.checkpoints.seq2seq import SourceEncoder, TargetStep
     from effexport.models.encoder.module import DecodeStep, Prefill
 
     module, spec, quantized = build.module, build.spec, build.quantized
@@ -329,7 +330,8 @@ def write_graphs(build: Build) -> tuple[Written, Build]:
         onnx_with_state(DecodeStep, module, spec, build.folder / DECODE_STEP, traced, record)
         onnx_with_state(Prefill, module, spec, build.folder / PREFILL, traced, record)
     if spec.model.decoder is not None:
-        onnx_of_decoder(module, spec, build.folder / ENCODER, build.folder / DECODE_STEP, traced)
+        paths = build.folder / ENCODER, build.folder / DECODE_STEP
+        onnx_of_decoder((SourceEncoder, TargetStep), module, spec, paths, traced)
     if quantized is not None and record is not None:
         known = {product.layer for product in record.products}
         products = (*record.products, *(p for p in written.products if p.layer not in known))

@@ -114,7 +114,7 @@ class Case:
         return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
     def pairs(self, outputs: Mapping[str, Array]) -> Iterator[tuple[str, int, Array, Array]]:
-        """What is compared of an answer, by output and sample: both `kept` parts, that of the reference last."""
+        """Both `kept` parts of every sample of an output, that of the reference last."""
         for name, expected in self.outputs.items():
             for sample in self.samples(expected):
                 yield name, sample, self.kept(name, outputs[name], sample), self.kept(name, expected, sample)

@@ -51,8 +51,8 @@ from effexport.proof.matching import (
     with_sizes_of_module,
     with_sums,
 )
-from effexport.proof.reference_choice import ReferenceChoice
-from effexport.proof.verify import ArtifactCandidate, Verification, VerifyRequest, verify_in_runtime
+from effexport.proof.verify import ArtifactCandidate, Verification, verify_in_runtime
+from effexport.proof.verify_artifact import ReferenceChoice, VerifyRequest
 from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, model_opener
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Closeable, FeedLimits, Runner, tensors_text

@@ -12,7 +12,6 @@ from effexport.base.errors import (
     EffexportError,
     RuntimeFailedError,
     RuntimeUnsupportedError,
-    Unavailable,
     UserError,
     is_out_of_memory,
 )
@@ -21,7 +20,6 @@ from effexport.base.spec import BuildSpec
 from effexport.export.onnx_graph import (
     custom_ops_of_model,
 )
-from effexport.models.sources import ModelSource
 from effexport.proof.candidate import (
     ModelCandidate,
     ModelUnderTest,
@@ -41,9 +39,7 @@ from effexport.proof.check import (
     CaseLabel,
     Check,
     Kind,
-    Trace,
     is_about_bodies,
-    is_about_the_model,
     judged,
     not_run,
 )
@@ -69,10 +65,7 @@ from effexport.proof.checks.invariance import (
 )
 from effexport.proof.matching import check_nothing_lost, check_same_inputs
 from effexport.proof.quantized import check_products, check_quantized
-from effexport.proof.rebuilt_module import check_weights, why_not_rebuilt
-from effexport.proof.reference_choice import ReferenceChoice, references_from_choice
 from effexport.proof.tolerances import foreign_limit, free_limit, rms_change
-from effexport.proof.trace import trace_if_possible
 from effexport.runners.artifact_runner import (
     OpenModel,
     check_precision_of_model,
@@ -390,109 +383,3 @@ class ArtifactCandidate:
             case = next((case for case in cases if case.name == SHORT_PADDED_CASE), cases[0])
             checks.append(check_with_bodies(self.path, case, spec, hashes, self.opener(options)))
         return Verification(checks)
-
-    def trace(self, source: ModelSource | None, case: Case) -> Trace | Unavailable:
-        """The first values that differ from the module's on the inputs of one case."""
-        if self.why_not_traced:
-            return Unavailable(self.why_not_traced)
-        return trace_if_possible(self.path, self.artifact, source, case, self.options)
-
-
-@dataclass(frozen=True)
-class VerifyRequest:
-    """A comparison that the user asks for.
-
-    choice: the reference.
-    source: what the artifact was built from, if the user names it.
-    cases: the names of those to check; none for all.
-    trace: look for the first value inside the graph that differs, even if no check fails.
-    data: a file whose answers are compared as well; see `answer_checks`.
-    against: of `effexport prove`, the other model as the user names it; "" of `effexport verify`.
-    notes: on the comparison.
-    """
-
-    choice: ReferenceChoice
-    source: ModelSource | None = None
-    cases: tuple[str, ...] = ()
-    trace: bool = False
-    data: Path | None = None
-    against: str = ""
-    notes: tuple[str, ...] = ()
-
-    def check(self, candidate: ArtifactCandidate) -> None:
-        """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
-        artifact = candidate.artifact
-        reason = why_not_rebuilt(artifact, self.source)
-        if not artifact.has_golden:
-            none = f"{artifact.path} keeps no golden values (--golden none)"
-            if self.choice.kind in ("golden", "runtime"):
-                raise UserError(f"--reference {self.choice.option}: {none}; compare with --reference torch")
-            if reason and self.choice.kind == "auto":
-                raise UserError(f"{none}, and PyTorch cannot be run: {reason}")
-        if reason and self.choice.needs_module:
-            raise UserError(f"--reference {self.choice.option}: {reason}")
-        if self.trace and (why := candidate.why_not_traced or reason):
-            raise UserError(f"--trace: {why}")
-
-
-def verify_artifact(
-    candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None]
-) -> tuple[Verification, Trace | Unavailable | None]:
-    """Checks against the chosen references; and a trace, if it is asked for or a check has failed.
-
-    Whatever the request names is compared, or has failed. Raises UserError for what cannot be compared.
-    """
-    candidate.check()
-    request.check(candidate)
-    artifact, spec, choice = candidate.artifact, candidate.artifact.spec, request.choice
-    result, cases = Verification(candidate.check_products()), []
-    if request.source is not None and artifact.manifest.weights_sha256:  # which a file alone does not say
-        on_stage("comparing the weights")
-        weights = check_weights(artifact, request.source)
-        result.checks.append(weights)
-        judged = choice.kind in ("auto", "torch", "transformers") and not request.source.is_original
-        if weights.status == "failed" and judged:
-            # a module of other weights cannot judge the model; the trace will show where it differs
-            choice = ReferenceChoice("golden")
-    for reference in references_from_choice(choice, artifact, request.source, request.cases, on_stage):
-        if reference.cases:
-            result += candidate.verify(reference.cases)
-            cases += reference.cases
-        result.checks += reference.checks
-        whole = reference.cases and candidate.model in (None, artifact.model_path) and spec.decodes
-        if whole and reference.kind == ("golden" if artifact.has_golden else "torch"):
-            result += candidate.verify_decoder(reference.cases)
-    # an engine has no function bodies: TensorRT has compiled them
-    if not request.cases and not candidate.is_engine and custom_ops_of_model(candidate.path):
-        on_stage("checking the function bodies of custom operators")
-        result += candidate.verify_bodies(cases, result.implementation)
-    result.checks = with_named_cases(result.checks, request.cases)
-    case = case_to_trace(result.checks, cases, wanted=request.trace)
-    if case is None:
-        return result, None
-    on_stage("tracing the values of the graph")
-    found = candidate.trace(request.source, case)
-    if request.trace and (isinstance(found, Unavailable) or not found.values):
-        result.checks.append(failed_trace(found))
-    return result, found
-
-
-def with_named_cases(checks: Sequence[Check], names: Sequence[str]) -> list[Check]:
-    """The checks; a case that the user named and that nothing compared has failed."""
-    compared = {check.case.name for check in checks if check.status != "not run" and is_about_the_model(check)}
-    missing = set(names) - compared
-    return [
-        replace(check, status="failed", detail=f"--case asks for it, but {check.reason}", reason="")
-        if check.status == "not run" and check.case.name in missing
-        else check
-        for check in checks
-    ]
-
-
-def failed_trace(found: Trace | Unavailable) -> Check:
-    """A trace that was asked for and compared nothing."""
-    if isinstance(found, Unavailable):
-        detail = f"--trace asks for it, but {found}"
-    else:
-        detail = f"--trace asks for it, but none of the {found.pairable} values has kept its name in {found.model}"
-    return Check(Kind.TRACE, ALL_CASES, "values compared", "failed", detail=detail)

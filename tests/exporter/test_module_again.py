@@ -27,7 +27,7 @@ from effexport.models.user.spec import ModuleSpec
 from effexport.models.user.spec_from_module import Calling, model_and_spec
 from effexport.models.validation import SpecError
 from effexport.proof.cases import SMALL_BYTES, Case, golden_cases, load_reference
-from effexport.proof.rebuilt_module import module_again
+from effexport.proof.named_module import module_again
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel
 from effexport.serving.triton.config import batching_of, warm_ups

@@ -32,7 +32,7 @@ from effexport.export.traced_graphs import add_traced, read_traced
 from effexport.models.user.spec_from_module import spec_from_module
 from effexport.options import BuildOptions
 from effexport.pipeline.build import artifact_from_spec
-from effexport.pipeline.request import RefitRequest
+from effexport.pipeline.refit import RefitRequest
 from effexport.plugins.ops import SCOPES_KEY
 from effexport.proof.cases import load_reference
 from effexport.tensorrt.sidecar import read_sidecar

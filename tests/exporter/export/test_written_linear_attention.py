@@ -15,7 +15,7 @@ from slow_cases import slow_after
 from torch import Tensor, nn
 
 import effexport
-from effexport.export.written_attention import operators_of
+from effexport.export.traced_nodes import operators_of
 from effexport.export.written_linear_attention import turn_linear_attentions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

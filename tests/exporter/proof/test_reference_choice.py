@@ -29,9 +29,9 @@ from effexport.base.spec import BuildSpec
 from effexport.models.encoder.module import module_from_spec
 from effexport.proof.cases import load_reference
 from effexport.proof.rebuilt_module import why_not_rebuilt
-from effexport.proof.reference_choice import ReferenceChoice, parse_choice
 from effexport.proof.trace import TracedModule
-from effexport.proof.verify import ArtifactCandidate, VerifyRequest, verify_artifact
+from effexport.proof.verify import ArtifactCandidate
+from effexport.proof.verify_artifact import ReferenceChoice, VerifyRequest, parse_choice, verify_artifact
 from effexport.runners.options import RunOptions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -1,11 +1,13 @@
-"""References to compare a model with: the choices of `verify --reference`, each a source of cases."""
+"""Checks an artifact again, in any runtime and against any reference: what `effexport verify` does.
+
+The references are the choices of `verify --reference`, each a source of cases.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,23 +16,51 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.dtypes import Array
 from effexport.base.environment import require_torch
-from effexport.base.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.base.errors import (
+    RuntimeFailedError,
+    Unavailable,
+    UserError,
+)
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 from effexport.base.spec import BuildSpec
 from effexport.export.module_source import model_from_source
-from effexport.export.onnx_graph import graph_inputs, graph_outline
+from effexport.export.onnx_graph import (
+    custom_ops_of_model,
+    graph_inputs,
+    graph_outline,
+)
 from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.candidate import ModelCandidate, ModelUnderTest, engine_candidate
+from effexport.proof.candidate import (
+    ModelCandidate,
+    ModelUnderTest,
+    engine_candidate,
+)
 from effexport.proof.cases import Answers, Case, has_tokens, stored_cases
-from effexport.proof.check import GOLDEN_SUFFIX, NAMED, Check, Kind, not_run
-from effexport.proof.checks.arithmetic import check_buckets
+from effexport.proof.check import (
+    ALL_CASES,
+    GOLDEN_SUFFIX,
+    NAMED,
+    Check,
+    Kind,
+    Trace,
+    is_about_the_model,
+    not_run,
+)
+from effexport.proof.checks.arithmetic import (
+    check_buckets,
+)
 from effexport.proof.inputs import REFERENCE_SEED_OFFSET
-from effexport.proof.rebuilt_module import model_of_artifact
+from effexport.proof.rebuilt_module import check_weights, model_of_artifact, why_not_rebuilt
+from effexport.proof.trace import trace_if_possible
+from effexport.proof.verify import ArtifactCandidate, Verification, case_to_trace
 from effexport.quantize.record import is_unrounded
-from effexport.runners.artifact_runner import model_opener
+from effexport.runners.artifact_runner import (
+    model_opener,
+)
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import FeedLimits, limits_from_spec, tensors_text
+from effexport.tensorrt.sidecar import read_sidecar
 
 if TYPE_CHECKING:
     from effexport.models.user.model import UserModel
@@ -285,7 +315,7 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
                     raise UserError(
                         f"--reference {choice.title} does not answer the golden inputs: {problem}"
                     ) from error
-                result.cases.append(dataclasses.replace(case, outputs=outputs))
+                result.cases.append(replace(case, outputs=outputs))
                 result.checks += reference_buckets(case, buckets, artifact.spec)
                 continue
             result.checks.append(not_run(Kind.REFERENCE, reason, case.label))
@@ -299,14 +329,13 @@ def reference_buckets(case: Case, buckets: Mapping[str, Array], spec: BuildSpec)
     """
     for check in check_buckets(case, buckets, spec) if buckets else ():
         agreement = check.kind == Kind.BUCKET_AGREEMENT
-        yield dataclasses.replace(check, kind=Kind.REFERENCE_BUCKETS if agreement else Kind.REFERENCE_NEAR_TIES)
+        yield replace(check, kind=Kind.REFERENCE_BUCKETS if agreement else Kind.REFERENCE_NEAR_TIES)
 
 
 def opened_reference(
     choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
 ) -> tuple[ModelUnderTest, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
-    from effexport.tensorrt.sidecar import read_sidecar
 
     if choice.path.is_file():
         hashes, path, limits = artifact.manifest.decisions, choice.path, FeedLimits()
@@ -351,3 +380,105 @@ def answers(candidate: ModelUnderTest, case: Case) -> tuple[Mapping[str, Array],
     else:
         outputs = candidate.run(case.inputs)
     return {name: array.astype(np.float32) for name, array in outputs.items()}, own
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """A comparison that the user asks for.
+
+    choice: the reference.
+    source: what the artifact was built from, if the user names it.
+    cases: the names of those to check; none for all.
+    trace: look for the first value inside the graph that differs, even if no check fails.
+    data: a file whose answers are compared as well; see `answer_checks`.
+    against: of `effexport prove`, the other model as the user names it; "" of `effexport verify`.
+    notes: on the comparison.
+    """
+
+    choice: ReferenceChoice
+    source: ModelSource | None = None
+    cases: tuple[str, ...] = ()
+    trace: bool = False
+    data: Path | None = None
+    against: str = ""
+    notes: tuple[str, ...] = ()
+
+    def check(self, candidate: ArtifactCandidate) -> None:
+        """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
+        artifact = candidate.artifact
+        reason = why_not_rebuilt(artifact, self.source)
+        if not artifact.has_golden:
+            none = f"{artifact.path} keeps no golden values (--golden none)"
+            if self.choice.kind in ("golden", "runtime"):
+                raise UserError(f"--reference {self.choice.option}: {none}; compare with --reference torch")
+            if reason and self.choice.kind == "auto":
+                raise UserError(f"{none}, and PyTorch cannot be run: {reason}")
+        if reason and self.choice.needs_module:
+            raise UserError(f"--reference {self.choice.option}: {reason}")
+        if self.trace and (why := candidate.why_not_traced or reason):
+            raise UserError(f"--trace: {why}")
+
+
+def verify_artifact(
+    candidate: ArtifactCandidate, request: VerifyRequest, on_stage: Callable[[str], None]
+) -> tuple[Verification, Trace | Unavailable | None]:
+    """Checks against the chosen references; and a trace, if it is asked for or a check has failed.
+
+    Whatever the request names is compared, or has failed. Raises UserError for what cannot be compared.
+    """
+    candidate.check()
+    request.check(candidate)
+    artifact, spec, choice = candidate.artifact, candidate.artifact.spec, request.choice
+    result, cases = Verification(candidate.check_products()), []
+    if request.source is not None and artifact.manifest.weights_sha256:  # which a file alone does not say
+        on_stage("comparing the weights")
+        weights = check_weights(artifact, request.source)
+        result.checks.append(weights)
+        judged = choice.kind in ("auto", "torch", "transformers") and not request.source.is_original
+        if weights.status == "failed" and judged:
+            # a module of other weights cannot judge the model; the trace will show where it differs
+            choice = ReferenceChoice("golden")
+    for reference in references_from_choice(choice, artifact, request.source, request.cases, on_stage):
+        if reference.cases:
+            result += candidate.verify(reference.cases)
+            cases += reference.cases
+        result.checks += reference.checks
+        whole = reference.cases and candidate.model in (None, artifact.model_path) and spec.decodes
+        if whole and reference.kind == ("golden" if artifact.has_golden else "torch"):
+            result += candidate.verify_decoder(reference.cases)
+    # an engine has no function bodies: TensorRT has compiled them
+    if not request.cases and not candidate.is_engine and custom_ops_of_model(candidate.path):
+        on_stage("checking the function bodies of custom operators")
+        result += candidate.verify_bodies(cases, result.implementation)
+    result.checks = with_named_cases(result.checks, request.cases)
+    case = case_to_trace(result.checks, cases, wanted=request.trace)
+    if case is None:
+        return result, None
+    on_stage("tracing the values of the graph")
+    found: Trace | Unavailable = Unavailable(candidate.why_not_traced)
+    if not candidate.why_not_traced:
+        found = trace_if_possible(candidate.path, artifact, request.source, case, candidate.options)
+    if request.trace and (isinstance(found, Unavailable) or not found.values):
+        result.checks.append(failed_trace(found))
+    return result, found
+
+
+def with_named_cases(checks: Sequence[Check], names: Sequence[str]) -> list[Check]:
+    """The checks; a case that the user named and that nothing compared has failed."""
+    compared = {check.case.name for check in checks if check.status != "not run" and is_about_the_model(check)}
+    missing = set(names) - compared
+    return [
+        replace(check, status="failed", detail=f"--case asks for it, but {check.reason}", reason="")
+        if check.status == "not run" and check.case.name in missing
+        else check
+        for check in checks
+    ]
+
+
+def failed_trace(found: Trace | Unavailable) -> Check:
+    """A trace that was asked for and compared nothing."""
+    if isinstance(found, Unavailable):
+        detail = f"--trace asks for it, but {found}"
+    else:
+        detail = f"--trace asks for it, but none of the {found.pairable} values has kept its name in {found.model}"
+    return Check(Kind.TRACE, ALL_CASES, "values compared", "failed", detail=detail)
