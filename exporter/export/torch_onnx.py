@@ -19,7 +19,7 @@ import torch
 from onnxscript import values
 
 from effexport.export.custom_nodes import nodes_of, replace_node
-from effexport.models.user.traced_code import GATES
+from effexport.models.user.modes import GATES
 
 
 def size_translation(opset: int) -> dict[Any, Callable[..., Any]]:
@@ -131,7 +131,7 @@ def is_whole(value: Any) -> bool:
 
 
 def recurrent_translation(opset: int) -> dict[Any, Callable[..., Any]]:
-    """Translations for torch.onnx.export of the operator of `models.user.traced_code`, by operator."""
+    """Translations for torch.onnx.export of the recurrent operator of `models.user.modes`, by operator."""
     op = values.Opset("", opset)
 
     def translate(
