@@ -63,6 +63,20 @@ from effexport.quantize.record import FloatProduct, Quantization
 OPERATORS, CHANGES = "operators of the program", "changes of the spec"
 
 
+@dataclass(frozen=True)
+class GraphFile:
+    """An ONNX file to write.
+
+    traced: an archive of traced graphs. If it has that of `path`, the module is not traced; otherwise it is added.
+    quantization: which layers are quantised; None for a graph that is not.
+    """
+
+    path: Path
+    spec: BuildSpec
+    traced: Path | None = None
+    quantization: Quantization | None = None
+
+
 def onnx_from_module(
     module: nn.Module,
     spec: BuildSpec,
@@ -73,14 +87,12 @@ def onnx_from_module(
     """Export `module`, which must be in evaluation mode and float32, to `path`.
 
     Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
-    they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
-    traced: an archive of traced graphs. If it has that of `path`, the module is not traced; otherwise it is added.
-    quantization: which layers are quantised; None for a graph that is not.
+    they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it. traced, quantization: see `GraphFile`.
     Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
     signature = GraphSignature(spec.inputs, spec.outputs, spec.model.custom_ops(spec.fused))
     module = at_precision(module, spec.arithmetic)
-    return write_graph(module, example_inputs(spec), signature, spec, path, traced, quantization)
+    return write_graph(module, example_inputs(spec), signature, GraphFile(path, spec, traced, quantization))
 
 
 @dataclass(frozen=True)
@@ -103,21 +115,14 @@ class Written:
 
 
 def write_graph(
-    module: nn.Module,
-    example: tuple[torch.Tensor, ...],
-    signature: GraphSignature,
-    spec: BuildSpec,
-    path: Path,
-    traced: Path | None = None,
-    quantization: Quantization | None = None,
+    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, file: GraphFile
 ) -> Written:
     """Trace `module` on `example`, complete the graph, save it and check its signature.
 
-    traced, quantization: as in `onnx_from_module`.
     A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
     """
-    changes = NO_CHANGES
-    graph = None if traced is None else read_traced(traced, path.name)
+    spec, traced, changes = file.spec, file.traced, NO_CHANGES
+    graph = None if traced is None else read_traced(traced, file.path.name)
     is_read = graph is not None
     if graph is not None:
         register_schemas()
@@ -127,9 +132,9 @@ def write_graph(
         graph, signature, changes = traced_graph(module, example, signature, spec)
         if traced is not None:
             # without its whole state, a module is always traced anew
-            add_traced(traced, path.name, graph if spec.model.has_whole_state else graph_without_numbers(graph))
+            add_traced(traced, file.path.name, graph if spec.model.has_whole_state else graph_without_numbers(graph))
     with blaming_traced(is_read):
-        return replace(finish_graph(graph, module, signature, spec, path, quantization), changes=changes)
+        return replace(finish_graph(graph, module, signature, file), changes=changes)
 
 
 def traced_graph(
@@ -146,16 +151,9 @@ def traced_graph(
     return graph_without_weights(program.model, module), signature, changes
 
 
-def finish_graph(
-    traced: bytes,
-    module: nn.Module,
-    signature: GraphSignature,
-    spec: BuildSpec,
-    path: Path,
-    quantization: Quantization | None,
-) -> Written:
+def finish_graph(traced: bytes, module: nn.Module, signature: GraphSignature, file: GraphFile) -> Written:
     """Put the weights of a module into its traced graph, complete it, save it and check its signature."""
-    model = optimized_graph(traced, module)
+    model, spec, path, quantization = optimized_graph(traced, module), file.spec, file.path, file.quantization
     make_portable(model)
     if spec.arithmetic == "bf16":
         avoid_missing_bfloat16(model)
@@ -388,19 +386,13 @@ def use_first_paths(model: ir.Model, module: nn.Module) -> None:
             node.metadata_props[SCOPES_KEY] = repr([*scopes[:-2], first[path], scopes[-1]])
 
 
-def onnx_with_state(
-    kind: type[DecodeStep | Prefill],
-    module: nn.Module,
-    spec: BuildSpec,
-    path: Path,
-    traced: Path | None = None,
-    quantization: Quantization | None = None,
-) -> None:
+def onnx_with_state(kind: type[DecodeStep | Prefill], module: nn.Module, file: GraphFile) -> None:
     """Export the decode step of a causal module, or its prefill: token or tokens and mask, position (for an encoder)
     and state → output and next state.
 
-    traced, quantization: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
+    Raises StageError if the graph does not have its signature.
     """
+    spec = file.spec
     model: DecodeStep | Prefill = kind(at_precision(module, spec.arithmetic))  # type: ignore[arg-type]
     states = tuple(
         TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
@@ -415,28 +407,22 @@ def onnx_with_state(
     example = [tokens[:, :1].contiguous()] if one_token else [tokens, *others]
     if spec.model.counts_positions:
         example.append(torch.zeros(batch, dtype=torch.int64))
-    if quantization is not None:
-        quantization = quantization.below("model")  # the attribute of ModelWithState
-    write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path, traced, quantization)
+    if file.quantization is not None:
+        file = replace(file, quantization=file.quantization.below("model"))  # the attribute of ModelWithState
+    write_graph(model, (*example, *model.initial_state(batch)), signature, file)
 
 
 def onnx_of_decoder(
-    kinds: tuple[type[nn.Module], type[nn.Module]],
-    module: nn.Module,
-    spec: BuildSpec,
-    paths: tuple[Path, Path],
-    traced: Path | None = None,
+    kinds: tuple[type[nn.Module], type[nn.Module]], module: nn.Module, files: tuple[GraphFile, GraphFile]
 ) -> None:
-    """Export the two graphs of an encoder-decoder. kinds, paths: of the encoder and of its decode step.
-
-    traced, errors: as of `onnx_with_state`.
-    """
+    """Export the two graphs of an encoder-decoder, the encoder and its decode step. Raises as `onnx_with_state`."""
+    spec = files[0].spec
     module = at_precision(module, spec.arithmetic)
     reading = GraphSignature(*spec.source_tensors, spec.model.custom_ops(spec.fused))
     decoding = GraphSignature(*spec.step_tensors, {})
-    for kind, path, signature in zip(kinds, paths, (reading, decoding), strict=True):
+    for kind, file, signature in zip(kinds, files, (reading, decoding), strict=True):
         example = tuple(
             torch.zeros(shape_of(tensor.dims, spec.model.trace_sizes), dtype=getattr(torch, tensor.dtype))
             for tensor in signature.inputs
         )
-        write_graph(kind(module), example, signature, spec, path, traced)
+        write_graph(kind(module), example, signature, file)

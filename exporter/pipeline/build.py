@@ -312,7 +312,7 @@ def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
 def write_graphs(build: Build) -> tuple[Written, Build]:
     """Export the model, and its graphs that run token by token. Returns what is written of the model, and the build
     with the names that quantised graphs have. Raises UserError for a carrier that nothing needs."""
-    from effexport.export.onnx_from_module import onnx_from_module, onnx_of_decoder, onnx_with_state
+    from effexport.export.onnx_from_module import GraphFile, onnx_from_module, onnx_of_decoder, onnx_with_state
     from effexport.models.checkpoints.seq2seq import SourceEncoder, TargetStep
     from effexport.models.encoder.module import DecodeStep, Prefill
 
@@ -327,11 +327,11 @@ def write_graphs(build: Build) -> tuple[Written, Build]:
         raise UserError(spec.why_not_carried)
     build = replace(build, spec=written.changes.applied(spec))
     if spec.has_decode_step:
-        onnx_with_state(DecodeStep, module, spec, build.folder / DECODE_STEP, traced, record)
-        onnx_with_state(Prefill, module, spec, build.folder / PREFILL, traced, record)
+        for kind, name in ((DecodeStep, DECODE_STEP), (Prefill, PREFILL)):
+            onnx_with_state(kind, module, GraphFile(build.folder / name, spec, traced, record))
     if spec.model.decoder is not None:
-        paths = build.folder / ENCODER, build.folder / DECODE_STEP
-        onnx_of_decoder((SourceEncoder, TargetStep), module, spec, paths, traced)
+        encoder, step = (GraphFile(build.folder / name, spec, traced) for name in (ENCODER, DECODE_STEP))
+        onnx_of_decoder((SourceEncoder, TargetStep), module, (encoder, step))
     if quantized is not None and record is not None:
         known = {product.layer for product in record.products}
         products = (*record.products, *(p for p in written.products if p.layer not in known))
