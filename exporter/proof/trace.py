@@ -26,11 +26,8 @@ from effexport.proof.module_runs import tensor_from_array
 from effexport.proof.rebuilt_module import model_of_artifact
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, magnitude, value_error
 from effexport.runners.options import RunOptions
-from effexport.runners.ort import import_onnxruntime
-from effexport.runners.ort.providers import check_provider, providers_from_settings
-from effexport.runners.ort.runner import array_from_value, run_failure, tensor_info, value_from_array
-from effexport.runners.ort.session import kernels_of_model, session_options, without_weights
-from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import FeedLimits, limits_from_spec
 
 if TYPE_CHECKING:
     import onnx
@@ -113,21 +110,10 @@ class TracedFile:
 
         hashes: values that hold buckets, whose readers get those of `buckets` instead, as in `with_given_values`.
         """
-        ort = import_onnxruntime()
-        session = self._session(ort, self._model(names, hashes))
-        feeds = checked_feeds({**inputs, **buckets}, tuple(map(tensor_info, session.get_inputs())), self._limits)
-        outputs = [tensor_info(value) for value in session.get_outputs()]
-        try:
-            values = {name: value_from_array(ort, array) for name, array in feeds.items()}
-            results = list(session.run_with_ort_values([tensor.name for tensor in outputs], values))
-        except Exception as error:  # onnxruntime has no common base class for its errors
-            raise run_failure(feeds, error) from error
-        arrays = {}
-        for tensor in reversed(outputs):
-            # each result goes as soon as it is copied
-            array = array_from_value(results.pop(), tensor.dtype)
-            arrays[tensor.name] = array.astype(np.float32) if tensor.dtype == "bfloat16" else array
-        return arrays
+        model, folder = self._model(names, hashes), self.path.parent.resolve()
+        with OrtRunner(model, self._settings, limits=self._limits, external_folder=folder, optimized=False) as runner:
+            results = runner.run({**inputs, **buckets})
+        return {name: x.astype(np.float32) if x.dtype.name == "bfloat16" else x for name, x in results.items()}
 
     def _model(self, names: Sequence[str], hashes: Sequence[str]) -> bytes:
         """The serialised model with these values as its only outputs: what they do not need is not run."""
@@ -141,19 +127,6 @@ class TracedFile:
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
         serialised: bytes = model.SerializeToString()
         return serialised
-
-    def _session(self, ort: Any, model: bytes) -> Any:
-        options = session_options(ort, self._settings, self.path.parent.resolve())
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        graph = without_weights(model) if self._settings.row.tensors == "cuda" else None
-        kernels_of_model(model, graph, self._settings).register(options, self._settings)
-        providers = providers_from_settings(ort, self._settings)
-        try:
-            session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
-        except Exception as error:  # onnxruntime has no common base class for its errors
-            raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
-        check_provider(session, self._settings)
-        return session
 
 
 # Intermediate values of one run of the model: more values take more runs, not more memory.
