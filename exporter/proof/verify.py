@@ -17,9 +17,7 @@ from effexport.base.errors import (
 )
 from effexport.base.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES, TENSORRT
 from effexport.base.spec import BuildSpec
-from effexport.export.onnx_graph import (
-    custom_ops_of_model,
-)
+from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.proof.candidate import (
     ModelCandidate,
     ModelUnderTest,
@@ -379,7 +377,7 @@ class ArtifactCandidate:
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         checks = check_function_bodies(self.path, spec)
         if "kernel" in ran.values() and cases:
-            options = replace(self.options, implementation="body", memory_arena=False, threads=None, precision_hint="")
+            options = replace(self.options, implementation="body", memory_arena=False, precision_hint="")
             case = next((case for case in cases if case.name == SHORT_PADDED_CASE), cases[0])
             checks.append(check_with_bodies(self.path, case, spec, hashes, self.opener(options)))
         return Verification(checks)

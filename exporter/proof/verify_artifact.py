@@ -16,48 +16,23 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.dtypes import Array
 from effexport.base.environment import require_torch
-from effexport.base.errors import (
-    RuntimeFailedError,
-    Unavailable,
-    UserError,
-)
+from effexport.base.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 from effexport.base.spec import BuildSpec
 from effexport.export.module_source import model_from_source
-from effexport.export.onnx_graph import (
-    custom_ops_of_model,
-    graph_inputs,
-    graph_outline,
-)
+from effexport.export.onnx_graph import custom_ops_of_model, graph_inputs, graph_outline
 from effexport.models.sources import ModelSource
 from effexport.models.validation import did_you_mean, near_path
-from effexport.proof.candidate import (
-    ModelCandidate,
-    ModelUnderTest,
-    engine_candidate,
-)
+from effexport.proof.candidate import ModelCandidate, ModelUnderTest, engine_candidate
 from effexport.proof.cases import Answers, Case, has_tokens, stored_cases
-from effexport.proof.check import (
-    ALL_CASES,
-    GOLDEN_SUFFIX,
-    NAMED,
-    Check,
-    Kind,
-    Trace,
-    is_about_the_model,
-    not_run,
-)
-from effexport.proof.checks.arithmetic import (
-    check_buckets,
-)
+from effexport.proof.check import ALL_CASES, GOLDEN_SUFFIX, NAMED, Check, Kind, Trace, is_about_the_model, not_run
+from effexport.proof.checks.arithmetic import check_buckets
 from effexport.proof.inputs import REFERENCE_SEED_OFFSET
 from effexport.proof.rebuilt_module import check_weights, model_of_artifact, why_not_rebuilt
 from effexport.proof.trace import trace_if_possible
 from effexport.proof.verify import ArtifactCandidate, Verification, case_to_trace
 from effexport.quantize.record import is_unrounded
-from effexport.runners.artifact_runner import (
-    model_opener,
-)
+from effexport.runners.artifact_runner import model_opener
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import FeedLimits, limits_from_spec, tensors_text
 from effexport.tensorrt.sidecar import read_sidecar
