@@ -81,6 +81,12 @@ def shown_reason(error: BaseException) -> str:
     return shown_name(text, LONGEST_REASON)
 
 
+def in_one_line(error: BaseException) -> str:
+    """The message of an error of the user's code, with its type where that says more: a KeyError is the key alone."""
+    text, kind = " ".join(str(error).split()), type(error).__name__
+    return f"{kind}: {text}" if text and isinstance(error, KeyError) else text or kind
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: `"; did you mean 'x'?"`, or `"."` when nothing is close."""
     text = word if isinstance(word, str) else shown(word)

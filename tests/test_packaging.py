@@ -209,7 +209,7 @@ def test_constraints_cover_every_direct_requirement() -> None:
 # What would fetch something by itself, past pip, npm and apt, which check what they fetch.
 DOWNLOADERS = re.compile(r"\b(curl|wget|aria2c|urlopen|urlretrieve|httpx|git clone)\b|\brequests\.(get|post)\b")
 # Talk to the user's own server, or print a command for one.
-NO_DOWNLOADS = {"exporter/serving/http/v2.py", "exporter/serving/triton/package.py"}
+NO_DOWNLOADS = {"exporter/serving/http/endpoints.py", "exporter/serving/triton/package.py"}
 
 
 def test_nothing_is_downloaded_by_the_set_up_but_from_a_package_index_or_with_a_checksum() -> None:

@@ -171,3 +171,16 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         assert file.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
             assert anchor in anchors(file), f"{page.name} links to {target}; headings are {sorted(anchors(file))}"
+
+
+def test_every_message_on_the_page_of_refusals_is_one_of_ours() -> None:
+    page = (ROOT / "docs" / "refused.md").read_text(encoding="utf-8")
+    table = page[page.index("|---|") : page.index("A note is not a refusal")]
+    messages = [text for row in table.splitlines()[1:] for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    assert len(messages) > 15
+    sources = "".join(
+        path.read_text(encoding="utf-8") for top in ("exporter", "models") for path in (ROOT / top).rglob("*.py")
+    )
+    # a message may go on in the next literal
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)
+    assert [message for message in messages if message not in joined] == []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.linear import LinearSpec
 
 
 class GatedRMSNorm(nn.Module):

@@ -24,8 +24,7 @@ from effexport.base.records import read_record
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import SCOPES, BuildSpec
 from effexport.bench import costs
-from effexport.bench.costs import OnStep
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, model_of_case, products_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep, model_of_case, products_of_case
 from effexport.bench.run import Bench, Settings, bench, describe
 from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
 from effexport.evaluation.figures import BITS, LANGUAGE, LOSS, Estimate, Evaluation
@@ -257,7 +256,6 @@ class CandidateQuality:
 
     loss: Estimate
     model: str
-    data: str
 
     @property
     def text(self) -> str:
@@ -358,7 +356,7 @@ def quality_of_cases(cases: Sequence[BenchCase], results: Sequence[Judged]) -> d
         judged = of_label.get(case.runtime) or next(iter(of_label.values()), None)
         if judged is not None:
             loss = judged.found.figure(BITS if has_bits else LOSS)
-            quality[case.label, case.runtime] = CandidateQuality(loss, judged.found.model, judged.found.data)
+            quality[case.label, case.runtime] = CandidateQuality(loss, judged.found.model)
     return quality
 
 

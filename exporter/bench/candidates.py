@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
     from effexport.proof.cases import Case
     from effexport.proof.check import Check
     from effexport.proof.module_runs import Answer
-    from effexport.runners.artifact_runner import OpenModel
 
-    RunModule = Callable[[nn.Module, GraphSignature, Mapping[str, Array]], Answer]
     OpenGiven = Callable[[Sequence[str]], tuple[Runner | None, dict[str, str]]]
 
 INPUT_SEED = 20_240_101
@@ -74,20 +71,14 @@ def signature_of_case(case: BenchCase) -> GraphSignature:
 
 def inputs_of_case(case: BenchCase) -> dict[str, Array]:
     """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones."""
-    spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
-    sizes = {"batch": case.batch, "seq": case.seq_len}
-    arrays: dict[str, Array] = {}
-    for tensor in signature_of_case(case).inputs:
-        shape = shape_of(tensor.dims, sizes)
-        if tensor.name == "attention_mask":
-            arrays[tensor.name] = np.ones(shape, dtype=np.int64)
-        elif tensor.dtype == "int64":
-            arrays[tensor.name] = rng.integers(0, spec.model.input_limits[tensor.name], shape, dtype=np.int64)
-        else:
-            arrays[tensor.name] = rng.standard_normal(shape, dtype=np.float32).astype(
-                numpy_dtype(tensor.dtype), copy=False
-            )
-    return arrays
+    from effexport.proof.inputs import random_inputs
+
+    rng, sizes = np.random.default_rng(INPUT_SEED), {"batch": case.batch, "seq": case.seq_len}
+    if case.scope != "core":
+        return random_inputs(spec_from_case(case), rng, case.batch, case.seq_len, None)
+    inputs = signature_of_case(case).inputs
+    drawn = {one.name: rng.standard_normal(shape_of(one.dims, sizes), dtype=np.float32) for one in inputs}
+    return {one.name: drawn[one.name].astype(numpy_dtype(one.dtype), copy=False) for one in inputs}
 
 
 def onnx_from_case(case: BenchCase, path: Path) -> None:
@@ -107,19 +98,16 @@ def onnx_from_case(case: BenchCase, path: Path) -> None:
 
 
 def example_of_case(case: BenchCase) -> tuple[torch.Tensor, ...]:
-    """Small inputs for tracing, of the sizes of `example_inputs`.
+    """Small inputs for tracing, of the sizes at which a build traces its model.
 
     One token less than the longest: a length that equals the number of learned positions would become a constant.
     """
     import torch
 
-    from effexport.export.onnx_from_module import example_inputs
-
-    spec = spec_from_case(case)
-    batch, seq_len = example_inputs(spec)[0].shape[:2]
-    if spec.model.max_seq_len is not None:
-        seq_len = max(1, min(seq_len, spec.model.max_seq_len - 1))
-    sizes = {"batch": batch, "seq": seq_len}
+    model = spec_from_case(case).model
+    sizes = dict(model.trace_sizes)
+    if model.max_seq_len is not None:
+        sizes["seq"] = max(1, min(sizes["seq"], model.max_seq_len - 1))
     return tuple(
         torch.zeros(shape_of(tensor.dims, sizes), dtype=getattr(torch, tensor.dtype))
         for tensor in signature_of_case(case).inputs
@@ -137,6 +125,7 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
     import torch
 
     from effexport.base.quiet import quiet
+    from effexport.export.failures import reason_of
     from effexport.export.onnx_from_module import at_precision
 
     spec, signature = spec_from_case(case), signature_of_case(case)
@@ -152,8 +141,7 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
                 verbose=False,
             )
         except Exception as error:  # the exporter has no common base class for its errors
-            cause = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-            raise StageError(STAGE, f"torch.onnx could not export the module: {cause[0]}") from error
+            raise StageError(STAGE, f"torch.onnx could not export the module: {reason_of(error)}") from error
     assert exported is not None
     left = sorted({node.op_type for node in exported.model.graph.all_nodes() if node.domain == DOMAIN})
     if left:
@@ -165,14 +153,10 @@ def plain_program(module: nn.Module, case: BenchCase) -> torch.export.ExportedPr
     """The traced module, with our operators replaced by the PyTorch code of their references."""
     import torch
 
-    from effexport.export.user_program import takes_star_args
+    from effexport.export.user_program import free_axes
     from effexport.models.layers import fused_operators
 
-    dynamic: Any = tuple(
-        {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
-        for tensor in signature_of_case(case).inputs
-    )
-    shapes = (dynamic,) if takes_star_args(module) else dynamic
+    shapes = free_axes(module, signature_of_case(case).inputs, lambda axis: torch.export.Dim.DYNAMIC)
     with torch.no_grad(), fused_operators(module, False):
         program = torch.export.export(module, example_of_case(case), dynamic_shapes=shapes, strict=False)
         table: dict[Any, Callable[..., Any]] = dict(torch.export.default_decompositions().items())
@@ -333,37 +317,27 @@ def candidate_from_case(case: BenchCase, model: Path | None, *, threads: int, me
 
         return RunnerCandidate(TrtRunner(model))
     from effexport.proof.candidate import opened_with_given
-
-    open_model, limits = model_opener(case, threads, memory_arena), FeedLimits()
-    runner = open_model(model, limits, None)
-    return RunnerCandidate(runner, lambda hashes: opened_with_given(model, hashes, limits, open_model))
-
-
-def model_opener(case: BenchCase, threads: int, memory_arena: bool) -> OpenModel:
-    """A function that opens ONNX files with the runtime of a case."""
-    from effexport.runners.artifact_runner import runner_module
+    from effexport.runners.artifact_runner import model_opener
     from effexport.runners.options import RunOptions
 
-    runtime = RUNTIMES[case.runtime]
     options = RunOptions(
-        runtime=runtime.name,
+        # a runtime of `bench` alone is ONNX Runtime in another form
+        runtime=runtime.name if runtime.folder else DEFAULT_RUNTIME,
         implementation=runtime.implementation,
         threads=threads,
         memory_arena=memory_arena or runtime.device != "cpu",
     )
-    # a runtime of `bench` alone has no folder: it is ONNX Runtime in another form
-    module = runner_module(runtime if runtime.folder else RUNTIMES[DEFAULT_RUNTIME])
-    opener: OpenModel = partial(module.open_model, options)
-    return opener
+    open_model, limits = model_opener(options), FeedLimits()
+    runner = open_model(model, limits, None)
+    return RunnerCandidate(runner, lambda hashes: opened_with_given(model, hashes, limits, open_model))
 
 
 def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:
     """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
     from effexport.tensorrt.engine_from_onnx import engine_from_onnx
-    from effexport.tensorrt.spec import EngineSpec, Profile, Range
+    from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
-    sizes = {"batch": case.batch, "seq": case.seq_len}
-    profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
+    profile = Profile(parse_profile(f"batch={case.batch},seq={case.seq_len}"))
     spec = EngineSpec(target=case.runtime, profiles=(profile,))
     engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
 
@@ -387,7 +361,7 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     from effexport.export.onnx_from_module import at_precision
     from effexport.proof.cases import Case
     from effexport.proof.float64 import warm_up
-    from effexport.proof.module_runs import RepeatedRuns, other_rotations, recorded_run, run_module
+    from effexport.proof.module_runs import RepeatedRuns, other_rotations
     from effexport.proof.tolerances import rms_change
 
     spec, module = spec_from_case(case), module_from_case(case)
@@ -395,15 +369,14 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     golden = Case("timed inputs", {**feeds, "attention_mask": mask}, {})
     runs = RepeatedRuns("PyTorch")
 
-    def outputs_alone(other: nn.Module, signature: GraphSignature, inputs: Mapping[str, Array]) -> Answer:
-        return {"outputs": run_module(other, signature, inputs)}
+    def repeated(other: nn.Module) -> Answer:
+        return runs.answer(golden.label, lambda: answer(other, case, feeds))
 
     def noise(other: nn.Module) -> float:
-        repeated = runs.answer(golden.label, lambda: answer(outputs_alone, other, case, feeds))
-        return rms_change(golden, repeated["outputs"])
+        return rms_change(golden, repeated(other)["outputs"])
 
     warm_up()
-    golden = golden.with_parts(runs.answer(golden.label, lambda: answer(recorded_run, module, case, feeds)))
+    golden = golden.with_parts(repeated(module))
     if not spec.attention.is_hashed:
         return golden
     with other_rotations(module):
@@ -412,10 +385,12 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     return replace(golden, seed_noise=seed_noise, precision_noise=precision_noise)
 
 
-def answer(run: RunModule, module: nn.Module, case: BenchCase, feeds: Mapping[str, Array]) -> Answer:
+def answer(module: nn.Module, case: BenchCase, feeds: Mapping[str, Array]) -> Answer:
     """The parts of a module's answer, tokens first; one sample at a time, to save memory."""
-    signature = signature_of_case(case)
-    samples = [run(module, signature, {name: x[i : i + 1] for name, x in feeds.items()}) for i in range(case.batch)]
+    from effexport.proof.module_runs import recorded_run
+
+    given = ({name: x[i : i + 1] for name, x in feeds.items()} for i in range(case.batch))
+    samples = [recorded_run(module, signature_of_case(case), inputs) for inputs in given]
     parts = {
         part: {name: np.concatenate([sample[part][name] for sample in samples]) for name in arrays}
         for part, arrays in samples[0].items()

@@ -31,7 +31,7 @@ from effexport.base.files import json_text, write_file
 from effexport.base.records import values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
-from effexport.bench.grid import now
+from effexport.bench.grid import now, title_of_cell
 from effexport.tensorrt.spec import EngineSpec, Profile, parse_profile
 
 # To be increased when the contents of a cell's folder change; cells of earlier formats are then rebuilt.
@@ -68,9 +68,7 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """The cell in words."""
-        gpu = f", {self.gpu}" if self.gpu else ""
-        return f"{self.label}, {self.spec.model.seq_len} tokens, {self.spec.precision}, {self.target}{gpu}"
+        return title_of_cell(self.label, self.spec.model.seq_len, self.spec.precision, self.target, self.gpu)
 
     @cached_property
     def digest(self) -> str:
@@ -82,9 +80,8 @@ class Cell:
     def id(self) -> str:
         """The name of its folder: `lsh-512-fp32-trt-rtx-sm_89-0123456789ab`."""
         spec = self.spec
-        words = [spec.attention.variant, str(spec.model.seq_len), spec.precision, self.target]
-        words += [self.gpu] if self.gpu else []
-        return "-".join([*words, self.digest[:_DIGITS]])
+        words = (spec.attention.variant, str(spec.model.seq_len), spec.precision, self.target, self.gpu)
+        return "-".join([*filter(None, words), self.digest[:_DIGITS]])
 
     def to_dict(self) -> dict[str, Any]:
         """The cell as JSON values, for `from_dict`."""
@@ -105,11 +102,8 @@ class Cell:
 
 
 def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
-    options = dict(values)
-    options["profiles"] = tuple(Profile(parse_profile(text)) for text in options["profiles"])
-    options["compute_capabilities"] = tuple(options["compute_capabilities"])
-    cache = options["timing_cache"]
-    return EngineSpec(**options | {"timing_cache": Path(cache) if cache else None})
+    profiles = tuple(Profile(parse_profile(text)) for text in values["profiles"])
+    return EngineSpec(**{**values, "profiles": profiles, "compute_capabilities": tuple(values["compute_capabilities"])})
 
 
 @cache
@@ -148,6 +142,10 @@ class Outcome:
     where: str = ""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
+
+
+def failed(reason: str, where: str = "", log: str = "") -> Outcome:
+    return Outcome(status="failed", reason=reason, where=where, log=log)
 
 
 FORMAT_VERSION = 1
@@ -323,15 +321,8 @@ class Store:
 
     def log_attempt(self, cell: Cell, attempt: int, status: str, outcome: Outcome) -> None:
         """status: finished, discarded (another attempt was first), failed, or lost with its node."""
-        line = {
-            "cell": cell.id,
-            "attempt": attempt,
-            "status": status,
-            "at": now(),
-            "where": outcome.where,
-            "seconds": outcome.seconds,
-            "reason": outcome.reason,
-        }
+        line = {"cell": cell.id, "attempt": attempt, "status": status, "at": now()}
+        line |= {name: getattr(outcome, name) for name in ("where", "seconds", "reason")}
         with (self.path / ATTEMPTS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.artifact import files_of_folder
 from effexport.base.errors import EffexportError, StageError, UserError
 from effexport.base.files import json_text, write_file
 from effexport.base.machine import peak_bytes_of, process_peak_bytes
@@ -69,7 +70,7 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
         traceback.print_exc()
         reason = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
         return Outcome(status="failed", reason=reason, peak_bytes=process_peak_bytes(), **known)
-    files = {str(path.relative_to(output)): path.stat().st_size for path in output.rglob("*") if path.is_file()}
+    files = {name: path.stat().st_size for name, path in files_of_folder(output).items()}
     return Outcome(status="finished", files=files, peak_bytes=process_peak_bytes(), **known)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from effexport.base.files import json_text, write_file
-from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome
+from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome, failed
 from effexport.bench.grid import BenchCase
 from effexport.plugins.building.toolchain import ending
 
@@ -143,13 +143,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Outcome:
-    here = platform.node()
     if code is None:
-        return Outcome(status="failed", reason=f"took longer than {limits.seconds:g} s; raise --timeout", where=here)
+        return failed(f"took longer than {limits.seconds:g} s; raise --timeout", platform.node())
     try:
         return OUTCOMES.decode((folder / OUTCOME).read_bytes())
     except (OSError, msgspec.DecodeError):
-        return Outcome(status="failed", reason=reason_of_exit(code), where=here)
+        return failed(reason_of_exit(code), platform.node())
 
 
 def reason_of_exit(code: int) -> str:

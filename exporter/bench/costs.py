@@ -7,7 +7,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from effexport.base.errors import EffexportError
 from effexport.base.formatting import memory
 from effexport.base.runtimes import CUDA, RUNTIMES, TORCH_OF_DEVICE, Runtime
 from effexport.bench.candidates import short, signature_of_case, synchronize
-from effexport.bench.grid import BenchCase, logits_bytes, products_of_case
+from effexport.bench.grid import BenchCase, OnStep, Step, logits_bytes, products_of_case
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
@@ -128,9 +128,10 @@ def reason_too_large(case: BenchCase) -> str | None:
 
 def reason_not_run(case: BenchCase) -> str | None:
     """The reason this machine cannot run a case; None if it can."""
-    return reason_of_runtime(case.runtime) or reason_too_large(case)
+    return reason_not_here(case.runtime) or reason_too_large(case)
 
 
+@cache  # asking a GPU takes time
 def reason_not_here(runtime: str) -> str | None:
     """The reason this machine cannot run a runtime; None if it can."""
     row = RUNTIMES[runtime]
@@ -172,10 +173,6 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
     return None
 
 
-# Asking a GPU takes time.
-reason_of_runtime = cache(reason_not_here)
-
-
 def arena_fits(case: BenchCase) -> bool:
     free = free_memory_bytes()
     return free is None or needed_bytes(case) <= ARENA_SHARE * free
@@ -193,18 +190,6 @@ REFERENCE_CALLS, CHILD_CALLS = 2, 2
 TIMES_WITH_FLOORS, PAUSES_SECONDS = 2.0, 0.06
 
 
-@dataclass(frozen=True)
-class Step:
-    """A progress message. text: what happens now. share: how much is done, 0 to 1. seconds_left: None if unknown."""
-
-    text: str
-    share: float
-    seconds_left: float | None
-
-
-OnStep = Callable[[Step], None]
-
-
 class Pace:
     """A running total of the work done, which estimates how long the rest will take."""
 
@@ -218,7 +203,7 @@ class Pace:
     def say(self, text: str) -> None:
         share = min(1.0, self._done / self._total)
         elapsed = self._clock() - self._start
-        self._on_step(Step(text, share, elapsed * (1 - share) / share if share > 0.02 else None))
+        self._on_step(Step(text, share, 1.0, elapsed * (1 - share) / share if share > 0.02 else None))
 
     def pay(self, cost: float) -> None:
         self._done += cost

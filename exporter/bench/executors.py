@@ -14,7 +14,6 @@ import socket
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,12 +23,13 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from effexport.base.environment import memory_info, usable_cores
+from effexport.artifact import files_of_folder
+from effexport.base.environment import free_memory_bytes, usable_cores
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
 from effexport.base.files import abandoned
 from effexport.base.formatting import counted, listed
-from effexport.bench.cells import ARTIFACT, Cell, Outcome
-from effexport.bench.children import Attempt, CellLimits, Work, run_attempt
+from effexport.bench.cells import ARTIFACT, Cell, Outcome, failed
+from effexport.bench.children import POLL_SECONDS, Attempt, CellLimits, Work, run_attempt
 from effexport.plugins.building.toolchain import Gpu, gpus_here
 
 
@@ -85,8 +85,7 @@ class ProcessExecutor:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="sweep")
-        self._free = deque(self.gpus)
-        self._gpu_returned = threading.Condition()
+        self._gpus = [(gpu, threading.Lock()) for gpu in self.gpus]
 
     @property
     def title(self) -> str:
@@ -112,27 +111,22 @@ class ProcessExecutor:
             try:
                 outcome = self.work(Attempt(cell, self.limits, environment, self._closed.is_set), folder)
             except Exception as error:  # an error of one cell must not stop the others
-                outcome = failed(f"{type(error).__name__}: {error}", where=platform.node())
+                outcome = failed(f"{type(error).__name__}: {error}", platform.node())
             self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
 
     @contextmanager
     def _gpu(self, cell: Cell) -> Iterator[Gpu | None]:
         """A GPU for a cell that needs one, as soon as one is free; None after the end of the sweep."""
-        with self._gpu_returned:
-            gpu = None
-            while cell.needs_gpu and gpu is None and not self._closed.is_set():
-                gpu = next((one for one in self._free if fits(one, cell)), None)
-                if gpu is None:
-                    self._gpu_returned.wait(1.0)
-                else:
-                    self._free.remove(gpu)
-        try:
-            yield gpu
-        finally:
-            if gpu is not None:
-                with self._gpu_returned:
-                    self._free.append(gpu)
-                    self._gpu_returned.notify_all()
+        while cell.needs_gpu and not self._closed.is_set():
+            for gpu, in_use in self._gpus:
+                if fits(gpu, cell) and in_use.acquire(blocking=False):
+                    try:
+                        yield gpu
+                    finally:
+                        in_use.release()
+                    return
+            self._closed.wait(POLL_SECONDS)
+        yield None
 
     def wait(self, seconds: float) -> Sequence[Event]:
         try:
@@ -145,17 +139,13 @@ class ProcessExecutor:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def failed(reason: str, where: str = "") -> Outcome:
-    return Outcome(status="failed", reason=reason, where=where)
-
-
 def fits(gpu: Gpu, cell: Cell) -> bool:
     return not cell.gpu or gpu.architecture == cell.gpu
 
 
 def jobs_of_machine() -> int:
     """One cell per core, but no more than fit into the free memory."""
-    free = memory_info().get("MemAvailable")
+    free = free_memory_bytes()
     return max(1, usable_cores() if free is None else min(usable_cores(), free // CELL_BYTES))
 
 
@@ -333,10 +323,7 @@ class FilePiece:
 
 def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[FilePiece]:
     """Every file, in pieces of at most `piece_bytes`. An empty file is one empty piece."""
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file():
-            continue
-        name = path.relative_to(folder).as_posix()
+    for name, path in files_of_folder(folder).items():
         with path.open("rb") as stream:
             data = stream.read(piece_bytes)
             yield FilePiece(name, data)

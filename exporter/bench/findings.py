@@ -8,48 +8,42 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.base.formatting import counted, duration, listed, memory, number, three_digits
+from effexport.base.formatting import NOTHING, counted, duration, duration_with, listed, memory, number, three_digits
 from effexport.bench.grid import BenchResults, BenchRow, Status
 from effexport.render.document import Item
 
+DISTURBED = "not compared: other programs disturbed the timings"
 
-@dataclass(frozen=True)
-class Crossover:
-    """The lengths at which a candidate is faster: the end of a sentence that begins with "linear on ort is …".
 
-    crossings: of the two curves, in tokens, in order of length.
+def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> str:
+    """Compare two curves, each time by length, at the lengths that both have. Equal times do not count as faster.
+
+    Returns the end of a sentence that begins with "linear on ort is …".
     """
+    lengths = sorted(candidate.keys() & baseline)
+    if not lengths:
+        return "not compared: no length was measured of both"
+    found = crossings(candidate, baseline)
+    begins_faster = candidate[lengths[0]] < baseline[lengths[0]]
+    about = ", ".join(f"{_rounded(length):,}" for length in found)
+    measured = " to ".join(dict.fromkeys(f"{length:,}" for length in (lengths[0], lengths[-1])))
+    if len(found) > 1:
+        return f"faster on some stretches: the curves cross at about {about} tokens"
+    if found:
+        return f"faster up to about {about} tokens" if begins_faster else f"faster from about {about} tokens on"
+    which = "at every measured length" if begins_faster else "at none of the measured lengths"
+    return f"faster {which} ({measured})"
 
-    text: str
-    crossings: tuple[float, ...] = ()
 
-
-DISTURBED = Crossover("not compared: other programs disturbed the timings")
-
-
-def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover:
-    """Compare two curves, each time by length, at the lengths that both have. Equal times do not count as faster."""
+def crossings(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> tuple[float, ...]:
+    """The lengths in tokens at which two curves cross, in order; interpolated on logarithmic axes."""
     lengths = sorted(candidate.keys() & baseline)
     ratios = [(length, math.log(candidate[length] / baseline[length])) for length in lengths]
-    if not ratios:
-        return Crossover("not compared: no length was measured of both")
-    crossings = tuple(
+    return tuple(
         start * (end / start) ** (before / (before - after))
         for (start, before), (end, after) in itertools.pairwise(ratios)
         if (before < 0) != (after < 0)
     )
-    begins_faster = ratios[0][1] < 0
-    about = ", ".join(f"{_rounded(length):,}" for length in crossings)
-    measured = " to ".join(dict.fromkeys(f"{length:,}" for length in (lengths[0], lengths[-1])))
-    if len(crossings) > 1:
-        return Crossover(f"faster on some stretches: the curves cross at about {about} tokens", crossings)
-    if crossings and begins_faster:
-        return Crossover(f"faster up to about {about} tokens", crossings)
-    if crossings:
-        return Crossover(f"faster from about {about} tokens on", crossings)
-    if begins_faster:
-        return Crossover(f"faster at every measured length ({measured})")
-    return Crossover(f"faster at none of the measured lengths ({measured})")
 
 
 def _rounded(length: float) -> int:
@@ -124,7 +118,7 @@ def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
     return next((one for one in among if one.is_baseline and one.setting == curve.setting), None)
 
 
-def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, Crossover]]:
+def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, str]]:
     """For each curve that was timed and has a baseline, where its medians cross those of the baseline.
 
     A curve with a disturbed row is not compared: without this length, it might seem to cross elsewhere or never.
@@ -260,6 +254,11 @@ def reason_of(row: BenchRow) -> str:
             parts.append(f"{row.parity.metric} {number(row.parity.value)}, limit {number(row.parity.limit)}")
         parts.append(row.parity.detail)
     return "; ".join(dict.fromkeys(part for part in parts if part)) or "no reason is known"
+
+
+def median_text(row: BenchRow) -> str:
+    """`12.3 ± 0.42 ms`: the median and its spread."""
+    return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
 
 
 def _failed(row: BenchRow) -> bool:

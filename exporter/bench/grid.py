@@ -1,12 +1,12 @@
-"""The cases of a benchmark, models × lengths × batches × runtimes, and their results. Loads no framework.
+"""The cases of a benchmark, models × lengths × batches × runtimes, and the results of benchmarks and sweeps.
 
-The results are the records behind JSON, CSV and page.
+Results are the records behind JSON, CSV and page. Loads no framework.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from effexport.base.dtypes import FLOAT_PRECISIONS
 from effexport.base.environment import versions
 from effexport.base.errors import UserError
 from effexport.base.files import json_text
-from effexport.base.formatting import words
+from effexport.base.formatting import counted, listed, words
 from effexport.base.records import read_record
 from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME
 from effexport.base.spec import BuildSpec
@@ -134,9 +134,12 @@ def check_names(option: str, given: Collection[str], known: Collection[str]) -> 
 def check_distinct(option: str, given: Collection[object]) -> None:
     if not given:
         raise UserError(f"{option} is empty; expected at least one value")
+    seen = set()
     for value in given:
-        if list(given).count(value) > 1:
-            raise UserError(f"{option} has {value} twice")
+        key = (type(value), repr(value))  # 1 and true are equal in Python, and not in TOML
+        if key in seen:
+            raise UserError(f"{option} has {value!r} twice; expected every value once")
+        seen.add(key)
 
 
 def spec_from_case(case: BenchCase) -> BuildSpec:
@@ -324,6 +327,114 @@ class BenchResults:
 
     def to_json(self) -> str:
         return json_text(asdict(self))
+
+
+SWEEP_FORMAT = 1
+CellStatus = Literal["finished", "failed", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRow:
+    """A cell and its result.
+
+    parity: the verdict of its report: passed, or "not run" if no runtime there could run the model. worst_error: the
+    largest max |error| / RMS; error_limit: its limit. engine_parity: "" without an engine. seconds: of the last
+    attempt. artifact, log: paths relative to the folder of the sweep, or "". command: runs this cell only.
+    """
+
+    id: str
+    label: str
+    variant: str
+    scope: str
+    seq_len: int
+    batch: int
+    precision: str
+    target: str
+    gpu: str
+    status: CellStatus
+    command: str
+    reason: str = ""
+    is_new: bool = False
+    parity: str = ""
+    worst_error: float | None = None
+    error_limit: float | None = None
+    engine: str = ""
+    engine_parity: str = ""
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    artifact_bytes: int | None = None
+    model_bytes: int | None = None
+    where: str = ""
+    attempts: int = 0
+    artifact: str = ""
+    log: str = ""
+    log_tail: str = ""
+
+    @property
+    def title(self) -> str:
+        return title_of_cell(self.label, self.seq_len, self.precision, self.target, self.gpu)
+
+
+def title_of_cell(label: str, seq_len: int | None, precision: str | None, target: str, gpu: str) -> str:
+    """A cell in words: those that are known, or apply."""
+    words = (label, seq_len and f"{seq_len} tokens", precision, target, gpu)
+    return ", ".join(str(word) for word in words if word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResults:
+    """The results of a sweep. complete: False after an interrupt. where: the executor. seconds: of this run only."""
+
+    rows: tuple[SweepRow, ...]
+    name: str
+    created: str
+    command: str
+    where: str = ""
+    seconds: float = 0.0
+    complete: bool = True
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def count(self, status: str) -> int:
+        return sum(row.status == status for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """ "passed", "failed", or "not run" if some cells did not run."""
+        if self.count("failed"):
+            return "failed"
+        return "passed" if self.count("finished") == len(self.rows) else "not run"
+
+    @property
+    def sentence(self) -> str:
+        """The sweep in one line."""
+        parts = [f"{self.count(status)} {status}" for status in ("finished", "failed", "not run") if self.count(status)]
+        new = sum(row.is_new for row in self.rows if row.status == "finished")
+        old = self.count("finished") - new
+        before = f" ({new} now, {old} before)" if new and old else " (all before)" if old else ""
+        return f"{counted(len(self.rows), 'cell')}: {listed(parts)}{before}"
+
+    def to_json(self) -> str:
+        values = {name: value for name, value in asdict(self).items() if name != "rows"}
+        summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
+        rows = [asdict(row) for row in self.rows]
+        return json_text({"format_version": SWEEP_FORMAT, **values, "summary": summary, "cells": rows})
+
+
+@dataclass(frozen=True)
+class Step:
+    """A progress message. text: what happens now. done, total: parts of the work, or cells.
+
+    seconds_left: None if unknown or over. running: cells at the moment.
+    """
+
+    text: str
+    done: float
+    total: float
+    seconds_left: float | None
+    running: int = 0
+
+
+OnStep = Callable[[Step], None]
 
 
 def now() -> str:

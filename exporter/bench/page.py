@@ -1,30 +1,31 @@
-"""A benchmark and an advice as documents, and the folder of a benchmark: results.json, results.csv and report.html."""
+"""Benchmarks and sweeps as documents, and their files: results.json, results.csv and report.html."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from effexport.base.files import FolderKind, csv_text
+from effexport.base.disk import write_error
+from effexport.base.files import FolderKind, csv_text, write_file
 from effexport.base.formatting import (
     NOTHING,
     counted,
     duration,
-    duration_with,
     listed,
     memory,
     number,
     rate,
+    seconds,
     three_digits,
     times,
 )
 from effexport.bench import findings
 from effexport.bench.findings import Curve
-from effexport.bench.grid import BenchResults, BenchRow
+from effexport.bench.grid import BenchResults, BenchRow, SweepResults, SweepRow
 from effexport.bench.presets import PRESETS, mean_ratios, measured_table, published_tables
-from effexport.bench.recommendation import Advice, on_frontier
+from effexport.bench.recommendation import Advice, parts_of_advice
 from effexport.proof.check import METRIC
 from effexport.render.document import (
     Chart,
@@ -32,7 +33,9 @@ from effexport.render.document import (
     Column,
     Document,
     Facts,
+    Item,
     Line,
+    Link,
     Part,
     PlotLine,
     Quantity,
@@ -44,22 +47,11 @@ from effexport.render.document import (
     present,
 )
 from effexport.render.formats import html_from_document
-from effexport.render.svg import (
-    PANEL_WIDTH,
-    Axis,
-    Figure,
-    Point,
-    Series,
-    legend_of,
-    scatter,
-    ticks_around,
-    ticks_between,
-)
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
 BENCH_FOLDER = FolderKind("a benchmark", JSON, b'{\n  "format_version": 1,\n  "rows": [')
 # A longer table is folded, so that the sections below it are easy to find.
-MAX_OPEN_ROWS = 40
+MAX_OPEN_ROWS, MAX_OPEN_CELLS = 40, 60
 CASE_FIELDS = ["label", "variant", "options", "scope", "seq_len", "batch", "precision", "heads", "head_dim", "runtime"]
 TIMING_FIELDS = ["runs", "median_ms", "mean_ms", "deviation_ms", "lowest_ms", "highest_ms", "spread_ms"]
 # Column of the CSV file (flat, with units in the names) → attribute of a row, in the order of the file.
@@ -75,6 +67,8 @@ COLUMNS: dict[str, str] = {
     **{f"rounds_{name}": f"disturbance.{name}" for name in ("kept", "dropped")},
     **{name: f"disturbance.{name}" for name in ("waited_share", "own_cores", "other_cores", "stolen_cores")},
 }
+# Every field of a cell but the log, which has many lines.
+COLUMNS_OF_CELL = {one.name: one.name for one in fields(SweepRow) if one.name != "log_tail"}
 What = Literal["latency", "memory", "ratio", "floor"]
 RATIO = Quantity("Times as fast as softmax", "times as fast", times)
 # each with its value in a row, in the unit of the axis
@@ -130,11 +124,6 @@ OF_CASE: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
 )
 
 
-def median_text(row: BenchRow) -> str:
-    """`12.3 ± 0.42 ms`: the median and its spread."""
-    return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
-
-
 def parity_text(row: BenchRow) -> str:
     """`2.5e-06 of 0.0002`; the result in words if there is no number."""
     if row.parity is None:
@@ -151,7 +140,7 @@ def implementation_text(row: BenchRow) -> str:
 
 
 MEASURED: tuple[tuple[Column, Callable[[BenchRow], str]], ...] = (
-    (Column("Median ± spread", True), median_text),
+    (Column("Median ± spread", True), findings.median_text),
     (Column("Tokens/s", True, below="{} tokens/s"), lambda row: rate(row.tokens_per_second)),
     (Column("× softmax", True), lambda row: three_digits(row.times_softmax)),
     (Column("× torch", True), lambda row: three_digits(row.times_torch)),
@@ -222,10 +211,6 @@ def document_from_results(results: BenchResults, advice: Advice | None = None) -
     )
 
 
-def html_from_results(results: BenchResults, advice: Advice | None = None) -> str:
-    return html_from_document(document_from_results(results, advice))
-
-
 def title_of(results: BenchResults) -> str:
     """The published experiment that is repeated, else the models that are compared."""
     if results.preset:
@@ -280,7 +265,7 @@ def problem_of(row: BenchRow) -> Line | None:
 def crossings_table(results: BenchResults) -> Table:
     columns = (Column("Model"), Column("Where"), Column("Against softmax there, it is"))
     found = findings.crossovers(findings.curves(results))
-    lines = tuple(Line((curve.label, curve.place, crossover.text)) for curve, crossover in found)
+    lines = tuple(Line((curve.label, curve.place, text)) for curve, text in found)
     note = "Medians, interpolated between measured lengths on logarithmic axes; other lengths are not predicted."
     return Table("Where softmax is overtaken", columns, lines, note)
 
@@ -327,91 +312,147 @@ def with_even_line(found: Sequence[tuple[Curve, dict[int, float]]]) -> list[Plot
     return [*even, *ratios]
 
 
-def parts_of_advice(advice: Advice, note: str) -> tuple[Part, ...]:
-    """Its limits, how to get the recommended model, and all candidates."""
-    limits = f"Limits: {advice.limits.text}" if advice.limits.text else "No limits were given"
-    build = advice.build
-    return present(
-        f"{limits}. Measured: {advice.model}, without padding.",
-        build.before if build else None,
-        Code(build.text) if build else None,
-        candidates_table(advice, note),
-        frontier_chart(advice),
+HOW_OF_CELLS = (
+    "Parity is the verdict of the cell's own report: the exported model was compared with PyTorch, and what fails is "
+    "not written. “not run” means that no runtime there could run the model. The worst error is the largest max "
+    "|error| / RMS of all its checks. The time is that of the process that built the cell, with its peak memory. An "
+    "engine gives its version of TensorRT, the GPUs it is for, size, layers and how long it took to build; “run: not "
+    "run” means that there was no GPU to run it on. Reports and logs are files in this folder."
+)
+# A column, and its text in a row; those of a cell that is not finished end with its state.
+OF_CELL: tuple[tuple[Column, Callable[[SweepRow], str]], ...] = (
+    (Column("Model", group="{}"), lambda row: row.label),
+    (Column("Tokens", True), lambda row: f"{row.seq_len:,}"),
+    (Column("Precision"), lambda row: row.precision),
+    (Column("Target"), lambda row: row.target),
+    (Column("GPU", below="{}"), lambda row: row.gpu),
+)
+OF_BUILD: tuple[tuple[Column, Callable[[SweepRow], str | Link]], ...] = (
+    (Column("State", is_status=True), lambda row: row.status),
+    (Column("Parity", is_status=True, below="parity: {}"), lambda row: row.parity),
+    (Column("Worst error", True), lambda row: number(row.worst_error)),
+    (Column("Limit", True, below="of {}"), lambda row: number(row.error_limit)),
+    (Column("Time", True), lambda row: NOTHING if row.seconds is None else duration(row.seconds * 1000)),
+    (Column("Memory", True, below="{}"), lambda row: memory(row.peak_bytes)),
+    (Column("Size", True), lambda row: memory(row.model_bytes)),
+    (Column("Engine"), lambda row: row.engine),
+    (Column("Run", is_status=True, below="run: {}"), lambda row: row.engine and row.engine_parity),
+    (Column("Report"), lambda row: Link("report", f"{row.artifact}/report.html")),
+    (Column("Log", below="{}"), lambda row: Link("log", row.log)),
+)
+
+
+def document_from_sweep(results: SweepResults) -> Document:
+    scopes, batches = {row.scope for row in results.rows}, {row.batch for row in results.rows}
+    lead = [f"scope {scope}" for scope in scopes if len(scopes) == 1]
+    lead += [f"batch {batch}" for batch in batches if len(batches) == 1]
+    verdicts = [Sentence(results.sentence, results.verdict)]
+    if not results.complete:
+        verdicts.insert(0, Sentence("Interrupted: run the same command again to resume.", "not run"))
+    problems = tuple(item_of(row) for row in results.rows if row.status != "finished")
+    place = Facts("Run", (("place", results.where or "nothing had to run"), ("this run", seconds(results.seconds))))
+    chart = sweep_chart(results.rows)
+    note = "Short bars are the limits of the errors in their colour. The time is that of the whole build."
+    repeated = "What is finished is not built again, and what failed only with --retry-failed."
+    versions = Facts("Versions", tuple(results.environment.items()))
+    return Document(
+        program="effexport sweep",
+        title=f"Sweep: {results.name}",
+        lead=", ".join(lead),
+        created=results.created,
+        verdicts=tuple(verdicts),
+        sentences=(),
+        parts=(),
+        sections=(
+            Section("Failed and not run", problems),
+            Section("Error, size and time against length", (chart, note) if chart else (), is_background=True),
+            Section("Every cell", (cells_table(results.rows),)),
+            Section("What the columns say", (HOW_OF_CELLS,), is_background=True),
+            Section("Where it ran", present(place, versions), is_background=True),
+            Section("Repeat it", (repeated, Code(results.command)), is_background=True),
+        ),
     )
 
 
-def candidates_table(advice: Advice, note: str) -> Table:
-    figures = [Column("Latency", True), Column("Memory", True)]
-    figures += [Column(advice.figure.capitalize(), True)] if advice.figure else []
-    columns = (Column("Model"), Column("Runtime"), *figures, Column("Standing"), Column("Why"))
-    lines = []
-    for entry in advice.entries:
-        loss = [entry.loss] if advice.figure else []
-        cells = (entry.label, entry.runtime, entry.latency, memory(entry.peak_bytes), *loss, entry.standing, entry.why)
-        lines.append(Line(cells))
-    return Table("Candidates", columns, tuple(lines), note)
+def item_of(row: SweepRow) -> Item:
+    return Item(row.status, row.title, row.reason, row.log_tail, row.command)
 
 
-def frontier_chart(advice: Advice) -> Chart | None:
-    """Loss against latency, with the frontier as a line; None unless two candidates were timed and judged."""
-    points: dict[str, Point] = {}
-    for entry in advice.entries:
-        if entry.latency_ms is None or entry.quality is None or entry.is_disturbed:
-            continue
-        loss = entry.quality.loss
-        interval = () if loss.low is None or loss.high is None else (loss.low, loss.high)
-        label = f"{entry.name}: {entry.latency}, {entry.quality.text}"
-        points[entry.name] = Point(entry.latency_ms, loss.value, label, interval)
-    if len(points) < 2:
+def cells_table(rows: Sequence[SweepRow]) -> Table:
+    """All cells, by variant with its options; columns that are empty in all rows are left out."""
+    labels = list(dict.fromkeys(row.label for row in rows))
+    ordered = sorted(rows, key=lambda row: labels.index(row.label))
+
+    def reason_of(row: SweepRow) -> Line | None:
+        return None if row.status == "finished" else Line((), row.status, row.reason.partition("\n")[0])
+
+    columns, lines = columns_and_lines(OF_CELL, OF_BUILD, "State", ordered, reason_of)
+    folded = f"{counted(len(rows), 'cell')} by variant"
+    return Table("Every cell", columns, lines, "", folded, len(rows) <= MAX_OPEN_CELLS)
+
+
+def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
+    """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
+    finished = [row for row in rows if row.status == "finished"]
+    places = findings.places_of([(row.precision, row.target, row.gpu) for row in finished])
+    groups: dict[tuple[str, str], list[SweepRow]] = {}
+    for row in finished:
+        groups.setdefault((row.label, places[row.precision, row.target, row.gpu]), []).append(row)
+    if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
         return None
-    frontier = [points[entry.name] for entry in on_frontier(advice.entries) if entry.name in points]
-    line = Series("frontier", [replace(point, interval=()) for point in frontier], "baseline")
-    runtimes = {entry.runtime for entry in advice.entries}
-    names = {entry.name: entry.name if len(runtimes) > 1 else entry.label for entry in advice.entries}
-    series = [line, *(Series(names[name], [point]) for name, point in points.items())]
-    title = f"Frontier of latency against {advice.figure}"
-    caption = f"On the frontier: {'; '.join(point.label for point in frontier)}."
-    x = Axis("milliseconds", True, ticks_between(point.x for point in points.values()))
-    y = Axis(advice.figure, ticks=ticks_around(y for point in points.values() for y in (point.y, *point.interval)))
-    svg = scatter("frontier", title, caption, x, y, series, PANEL_WIDTH)
-    return Chart(legend_of(series), {"": [Figure(title, caption, svg)]})
 
+    def lines(field: str, unit: float = 1.0, limit: str = "") -> list[PlotLine]:
+        """The values of a field in some unit; a logarithmic axis has no 0."""
 
-def json_of_advice(advice: Advice) -> dict[str, Any]:
-    """The advice as it stands in the object of --json."""
-    frontier = on_frontier(advice.entries)
-    return {
-        "limits": asdict(advice.limits),
-        "sentences": list(advice.sentences),
-        "build": None if advice.build is None else advice.build.text,
-        "before_build": "" if advice.build is None else advice.build.before,
-        "candidates": [
-            {name: getattr(entry, name) for name in ("label", "runtime", "standing", "why")}
-            | {"median_ms": entry.latency_ms, "peak_bytes": entry.peak_bytes}
-            | {"loss": entry.quality and asdict(entry.quality.loss), "judged": entry.quality and entry.quality.model}
-            | {"on_frontier": entry in frontier}
-            for entry in advice.entries
-        ],
-    }
+        def values(rows: Sequence[SweepRow], name: str) -> dict[int, float]:
+            return {row.seq_len: getattr(row, name) / unit for row in rows if name and getattr(row, name)}
+
+        return [PlotLine(*key, values(rows, field), values(rows, limit)) for key, rows in groups.items()]
+
+    return chart_of(
+        "sweep",
+        {
+            Quantity("Worst error against length", "max |error| / RMS", number): lines(
+                "worst_error", limit="error_limit"
+            ),
+            Quantity("Size of the model against length", "megabytes", "{:.3g} MB".format): lines("model_bytes", 1e6),
+            Quantity("Time of the build against length", "seconds", "{:.3g} s".format): lines("seconds"),
+        },
+    )
 
 
 def write_results(
     results: BenchResults, output: Path, advice: Advice | None = None, *, force: bool
 ) -> tuple[Path, ...]:
     """Write all files or none; the page begins with the advice. Returns their paths. Raises as `FolderKind.new`."""
-    texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results, advice)}
+    texts = texts_of_results(results, document_from_results(results, advice))
     with BENCH_FOLDER.new(output, force=force) as folder:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     return tuple(output / name for name in texts)
 
 
-def csv_from_results(results: BenchResults) -> str:
+def write_sweep(results: SweepResults, folder: Path) -> None:
+    """Write each file completely or not at all. Raises UserError."""
+    try:
+        for name, text in texts_of_results(results, document_from_sweep(results)).items():
+            write_file(folder / name, text)
+    except OSError as error:
+        raise write_error(folder, error, "move the folder; it has the finished cells") from error
+
+
+def texts_of_results(results: BenchResults | SweepResults, document: Document) -> dict[str, str]:
+    """The files by name."""
+    return {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_document(document)}
+
+
+def csv_from_results(results: BenchResults | SweepResults) -> str:
     """The rows as CSV; the cell of a value that was not measured is empty."""
-    return csv_text(COLUMNS, ([field_of(row, path) for path in COLUMNS.values()] for row in results.rows))
+    columns = COLUMNS if isinstance(results, BenchResults) else COLUMNS_OF_CELL
+    return csv_text(columns, ([field_of(row, path) for path in columns.values()] for row in results.rows))
 
 
-def field_of(row: BenchRow, path: str) -> Any:
+def field_of(row: BenchRow | SweepRow, path: str) -> Any:
     value: Any = row
     for name in path.split("."):
         value = None if value is None else getattr(value, name)

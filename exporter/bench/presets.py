@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+
+import msgspec
 
 from effexport.base.formatting import NOTHING, duration_with, three_digits
 from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
-from effexport.bench.grid import BenchResults, BenchRow, Grid, Model
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.bench.grid import BenchResults, BenchRow, Grid
+from effexport.models.variants.nystrom import NystromSpec
 from effexport.render.document import Column, Line, Table
 
 
@@ -31,7 +32,7 @@ class Preset:
 
 
 # A figure, a pair of memory in MB and time in ms, or words.
-FigureCell = str | float | tuple[float, float] | None
+FigureCell = str | int | float | tuple[int | float, int | float] | None
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,9 @@ class Published:
     rows: tuple[tuple[FigureCell, ...], ...] = ()
 
 
-def tuples(value: Any) -> Any:
-    return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-
-def preset_of(models: Sequence[Mapping[str, Any]], grid: Mapping[str, Any], **known: Any) -> Preset:
-    choices = {name: tuples(value) for name, value in grid.items()}
-    return Preset(grid=Grid(models=tuple(Model(**model) for model in models), **choices), **known)
-
-
 _FILE = tomllib.loads(files("effexport.bench").joinpath("published.toml").read_text(encoding="utf-8"))
-PRESETS = {one["name"]: preset_of(**one) for one in _FILE["preset"]}
-PUBLICATIONS = tuple(Published(**{name: tuples(value) for name, value in one.items()}) for one in _FILE["published"])
+PRESETS = {one.name: one for one in msgspec.convert(_FILE["preset"], tuple[Preset, ...])}
+PUBLICATIONS = msgspec.convert(_FILE["published"], tuple[Published, ...])
 
 
 def published_of(preset: str) -> tuple[Published, ...]:

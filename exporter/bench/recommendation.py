@@ -1,11 +1,12 @@
-"""The rows of a plan as advice: what to use, how to get it, and why everything else fell out."""
+"""The rows of a plan as advice: what to use, how to get it, and why everything else fell out; in sentences, as a table
+and a plot, and in JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,17 +16,31 @@ from effexport.base.formatting import (
     command_line,
     counted,
     duration,
-    duration_with,
     listed,
     memory,
     three_digits,
 )
 from effexport.base.machine import Processor
+from effexport.base.option_fields import options_of, words_of
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
-from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, VARIANT_OPTIONS, options_from_toml
+from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
+from effexport.bench.findings import median_text
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Timing, model_of_case
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
+from effexport.options import BuildOptions
+from effexport.render.document import Chart, Code, Column, Line, Part, Table, present
+from effexport.render.svg import (
+    PANEL_WIDTH,
+    Axis,
+    Figure,
+    Point,
+    Series,
+    legend_of,
+    scatter,
+    ticks_around,
+    ticks_between,
+)
 from effexport.report.rendering.wording import interval_text
 
 if TYPE_CHECKING:
@@ -73,10 +88,7 @@ class AdviceEntry:
 
     @property
     def latency(self) -> str:
-        """`12.3 ± 0.42 ms`: the median and its spread."""
-        if self.row is None or self.row.timing is None:
-            return NOTHING
-        return duration_with(self.row.timing.median_ms, self.row.timing.spread_ms)
+        return NOTHING if self.row is None else median_text(self.row)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -190,8 +202,6 @@ def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
 
 # The file for fields that have no option of their own, if the user gave none.
 WRITTEN_FILE = "model.toml"
-# Fields of a case's options that have one.
-_WITH_OPTION = (*VARIANT_OPTIONS, "layers")
 
 
 @dataclass(frozen=True)
@@ -222,26 +232,21 @@ def command_from_case(case: BenchCase, spec_file: str = "") -> BuildCommand | No
         return None
     given = options_from_toml(Path(spec_file)) if spec_file else {}
     attention = model_of_case(case).attention
-    flags: dict[str, Any] = {"variant": case.variant, "scope": case.scope, "dim": attention.dim}
-    flags |= {"heads": attention.heads, "seq_len": case.seq_len}
-    flags |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
-    flags |= {"precision": case.precision} if case.precision != given.get("precision", "fp32") else {}
-    flags |= {"target": case.runtime} if runtime.engine else {}
-    others = {
-        name: value
-        for name, value in (case.options | case.encoder).items()
-        if name not in flags and (name not in given or given[name] != value)
-    }
-    flags |= {name: value for name, value in others.items() if name in _WITH_OPTION}
-    switches = [f"--{'' if value else 'no-'}causal" for name, value in others.items() if name == "causal"]
-    in_file = (name for name in others if name not in (*_WITH_OPTION, "causal"))
-    lines = tuple(f"{name} = {json.dumps(others[name])}" for name in in_file)
+    values: dict[str, Any] = {"variant": case.variant, "scope": case.scope, "dim": attention.dim}
+    values |= {"heads": attention.heads, "seq_len": case.seq_len}
+    values |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
+    values |= {"precision": case.precision} if case.precision != given.get("precision", "fp32") else {}
+    values |= {"targets": [case.runtime]} if runtime.engine else {}
+    own = {name: value for name, value in (case.options | case.encoder).items() if name not in values}
+    values |= {name: value for name, value in own.items() if name not in given or given[name] != value}
+    options = options_of(BuildOptions)
+    in_file = (name for name in values if name not in options or not options[name].flags)
+    lines = tuple(f"{name} = {json.dumps(values[name])}" for name in in_file)
     file = spec_file or (WRITTEN_FILE if lines else "")
     words: list[Word] = ["effexport", "build", *(("--spec", Path(file)) if file else ())]
-    words += [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
     known = {"variant", *BUILD_FIELDS, "scope", *ENCODER_FIELDS, *field_names(type(attention))}
     remove = tuple(name for name in given if name not in known)
-    return BuildCommand(command_line(*words, *switches), file, lines, remove)
+    return BuildCommand(command_line(*words, *words_of(BuildOptions, values)), file, lines, remove)
 
 
 OTHER_MODELS = (
@@ -422,3 +427,71 @@ def bfloat16_here(entries: Sequence[AdviceEntry]) -> Iterator[str]:
     able = [entry.label for entry in entries if entry.label.partition(",")[0].partition("-")[0] in BFLOAT16_VARIANTS]
     if able and Processor.here().has_bfloat16_tiles and BFLOAT16_RUNTIME.package.version is not None:
         yield BFLOAT16_HERE.format(", ".join(dict.fromkeys(able)))
+
+
+def parts_of_advice(advice: Advice, note: str) -> tuple[Part, ...]:
+    """Its limits, how to get the recommended model, and all candidates."""
+    limits = f"Limits: {advice.limits.text}" if advice.limits.text else "No limits were given"
+    build = advice.build
+    return present(
+        f"{limits}. Measured: {advice.model}, without padding.",
+        build.before if build else None,
+        Code(build.text) if build else None,
+        candidates_table(advice, note),
+        frontier_chart(advice),
+    )
+
+
+def candidates_table(advice: Advice, note: str) -> Table:
+    figures = [Column("Latency", True), Column("Memory", True)]
+    figures += [Column(advice.figure.capitalize(), True)] if advice.figure else []
+    columns = (Column("Model"), Column("Runtime"), *figures, Column("Standing"), Column("Why"))
+    lines = []
+    for entry in advice.entries:
+        loss = [entry.loss] if advice.figure else []
+        cells = (entry.label, entry.runtime, entry.latency, memory(entry.peak_bytes), *loss, entry.standing, entry.why)
+        lines.append(Line(cells))
+    return Table("Candidates", columns, tuple(lines), note)
+
+
+def frontier_chart(advice: Advice) -> Chart | None:
+    """Loss against latency, with the frontier as a line; None unless two candidates were timed and judged."""
+    points: dict[str, Point] = {}
+    for entry in advice.entries:
+        if entry.latency_ms is None or entry.quality is None or entry.is_disturbed:
+            continue
+        loss = entry.quality.loss
+        interval = () if loss.low is None or loss.high is None else (loss.low, loss.high)
+        label = f"{entry.name}: {entry.latency}, {entry.quality.text}"
+        points[entry.name] = Point(entry.latency_ms, loss.value, label, interval)
+    if len(points) < 2:
+        return None
+    frontier = [points[entry.name] for entry in on_frontier(advice.entries) if entry.name in points]
+    line = Series("frontier", [replace(point, interval=()) for point in frontier], "baseline")
+    runtimes = {entry.runtime for entry in advice.entries}
+    names = {entry.name: entry.name if len(runtimes) > 1 else entry.label for entry in advice.entries}
+    series = [line, *(Series(names[name], [point]) for name, point in points.items())]
+    title = f"Frontier of latency against {advice.figure}"
+    caption = f"On the frontier: {'; '.join(point.label for point in frontier)}."
+    x = Axis("milliseconds", True, ticks_between(point.x for point in points.values()))
+    y = Axis(advice.figure, ticks=ticks_around(y for point in points.values() for y in (point.y, *point.interval)))
+    svg = scatter("frontier", title, caption, x, y, series, PANEL_WIDTH)
+    return Chart(legend_of(series), {"": [Figure(title, caption, svg)]})
+
+
+def json_of_advice(advice: Advice) -> dict[str, Any]:
+    """The advice as it stands in the object of --json."""
+    frontier = on_frontier(advice.entries)
+    return {
+        "limits": asdict(advice.limits),
+        "sentences": list(advice.sentences),
+        "build": None if advice.build is None else advice.build.text,
+        "before_build": "" if advice.build is None else advice.build.before,
+        "candidates": [
+            {name: getattr(entry, name) for name in ("label", "runtime", "standing", "why")}
+            | {"median_ms": entry.latency_ms, "peak_bytes": entry.peak_bytes}
+            | {"loss": entry.quality and asdict(entry.quality.loss), "judged": entry.quality and entry.quality.model}
+            | {"on_frontier": entry in frontier}
+            for entry in advice.entries
+        ],
+    }

@@ -32,13 +32,14 @@ from effexport.bench.candidates import (
     short,
 )
 from effexport.bench.children import MemoryUnknownError, peak_memory
-from effexport.bench.costs import OnStep, Pace
+from effexport.bench.costs import Pace
 from effexport.bench.grid import (
     BenchCase,
     BenchResults,
     BenchRow,
     Floor,
     Grid,
+    OnStep,
     made_now,
     model_of_case,
     products_of_case,

@@ -5,136 +5,18 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from operator import attrgetter, itemgetter
-from pathlib import Path
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
 from effexport.artifact import CheckSummary, EngineEntry
-from effexport.base.disk import write_error
 from effexport.base.errors import EffexportError
-from effexport.base.files import csv_text, json_text, write_file
-from effexport.base.formatting import (
-    NOTHING,
-    counted,
-    duration,
-    listed,
-    megabytes,
-    memory,
-    number,
-    rough_duration,
-    seconds,
-)
-from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store
+from effexport.base.formatting import megabytes, rough_duration, seconds
+from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store, failed
 from effexport.bench.executors import Event, Executor
-from effexport.bench.findings import places_of
-from effexport.bench.grid import made_now
+from effexport.bench.grid import OnStep, Step, SweepResults, SweepRow, made_now
 from effexport.plugins.building.toolchain import first_line
 from effexport.proof.check import METRIC
-from effexport.render.document import (
-    Chart,
-    Code,
-    Column,
-    Document,
-    Facts,
-    Item,
-    Line,
-    Link,
-    PlotLine,
-    Quantity,
-    Section,
-    Sentence,
-    Table,
-    chart_of,
-    columns_and_lines,
-    present,
-)
-from effexport.render.formats import html_from_document
-
-FORMAT_VERSION = 1
-Status = Literal["finished", "failed", "not run"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepRow:
-    """A cell and its result.
-
-    parity: the verdict of its report: passed, or "not run" if no runtime there could run the model. worst_error: the
-    largest max |error| / RMS; error_limit: its limit. engine_parity: "" without an engine. seconds: of the last
-    attempt. artifact, log: paths relative to the folder of the sweep, or "". command: runs this cell only.
-    """
-
-    id: str
-    label: str
-    variant: str
-    scope: str
-    seq_len: int
-    batch: int
-    precision: str
-    target: str
-    gpu: str
-    status: Status
-    command: str
-    reason: str = ""
-    is_new: bool = False
-    parity: str = ""
-    worst_error: float | None = None
-    error_limit: float | None = None
-    engine: str = ""
-    engine_parity: str = ""
-    seconds: float | None = None
-    peak_bytes: int | None = None
-    artifact_bytes: int | None = None
-    model_bytes: int | None = None
-    where: str = ""
-    attempts: int = 0
-    artifact: str = ""
-    log: str = ""
-    log_tail: str = ""
-
-    @property
-    def title(self) -> str:
-        gpu = f", {self.gpu}" if self.gpu else ""
-        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}{gpu}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepResults:
-    """The results of a sweep. complete: False after an interrupt. where: the executor. seconds: of this run only."""
-
-    rows: tuple[SweepRow, ...]
-    name: str
-    created: str
-    command: str
-    where: str = ""
-    seconds: float = 0.0
-    complete: bool = True
-    environment: Mapping[str, Any] = field(default_factory=dict)
-
-    def count(self, status: str) -> int:
-        return sum(row.status == status for row in self.rows)
-
-    @property
-    def verdict(self) -> str:
-        """ "passed", "failed", or "not run" if some cells did not run."""
-        if self.count("failed"):
-            return "failed"
-        return "passed" if self.count("finished") == len(self.rows) else "not run"
-
-    @property
-    def sentence(self) -> str:
-        """The sweep in one line."""
-        parts = [f"{self.count(status)} {status}" for status in ("finished", "failed", "not run") if self.count(status)]
-        new = sum(row.is_new for row in self.rows if row.status == "finished")
-        old = self.count("finished") - new
-        before = f" ({new} now, {old} before)" if new and old else " (all before)" if old else ""
-        return f"{counted(len(self.rows), 'cell')}: {listed(parts)}{before}"
-
-    def to_json(self) -> str:
-        values = {name: value for name, value in asdict(self).items() if name != "rows"}
-        summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
-        rows = [asdict(row) for row in self.rows]
-        return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows})
 
 
 def worst_of_summary(summary: Mapping[str, CheckSummary]) -> tuple[float | None, float | None]:
@@ -192,17 +74,6 @@ def plan_of(
     return SweepPlan(cells, [cell for cell in chosen if states[cell.id] in again], states)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a sweep. text: the last event. done, total: cells. seconds_left: None if unknown or over."""
-
-    text: str
-    done: int
-    total: int
-    running: int
-    seconds_left: float | None
-
-
 @dataclass
 class Sweep:
     """A run in progress.
@@ -212,7 +83,7 @@ class Sweep:
 
     store: Store
     executor: Executor
-    on_progress: Callable[[Progress], None] = lambda progress: None
+    on_step: OnStep = lambda step: None
     clock: Callable[[], float] = time.monotonic
     not_run: dict[str, str] = field(default_factory=dict)
     new: set[str] = field(default_factory=set)
@@ -261,8 +132,7 @@ class Sweep:
             try:
                 won = self.store.publish(cell, event.folder, attempt, outcome)
             except (EffexportError, OSError) as error:
-                reason = f"its artifact did not arrive completely: {error}"
-                outcome = Outcome(status="failed", reason=reason, where=outcome.where, log=outcome.log)
+                outcome = failed(f"its artifact did not arrive completely: {error}", outcome.where, outcome.log)
             else:
                 self.new.add(cell.id)
                 text = "finished" if won else "finished earlier by another attempt"
@@ -278,13 +148,12 @@ class Sweep:
     def _lost(self, event: Event) -> None:
         cell, attempt = event.cell, self.attempts[event.cell.id]
         self._started.discard(cell.id)
-        self.store.log_attempt(cell, attempt, "lost", Outcome(status="failed", reason=event.reason, where=event.where))
+        self.store.log_attempt(cell, attempt, "lost", failed(event.reason, event.where))
         if attempt < MAX_LOSSES:
             self._say(f"{cell.title}: lost with its node; starting again")
             self._submit(cell)
         else:
-            reason = f"its node or worker was lost {attempt} times, most recently: {event.reason}"
-            self._fail(cell, Outcome(status="failed", reason=reason))
+            self._fail(cell, failed(f"its node or worker was lost {attempt} times, most recently: {event.reason}"))
 
     def _close(self, cell: Cell, text: str) -> None:
         del self._open[cell.id]
@@ -298,123 +167,7 @@ class Sweep:
             elapsed = self.clock() - self._begin
             # on average, the running cells are half done
             left = elapsed / (done + len(self._started) / 2) * (len(self._open) - len(self._started) / 2)
-        self.on_progress(Progress(text, done, self._total, len(self._started), left))
-
-
-# A longer table is folded, so that the sections below it are easy to find.
-MAX_OPEN_ROWS = 60
-HOW = (
-    "Parity is the verdict of the cell's own report: the exported model was compared with PyTorch, and what fails is "
-    "not written. “not run” means that no runtime there could run the model. The worst error is the largest max "
-    "|error| / RMS of all its checks. The time is that of the process that built the cell, with its peak memory. An "
-    "engine gives its version of TensorRT, the GPUs it is for, size, layers and how long it took to build; “run: not "
-    "run” means that there was no GPU to run it on. Reports and logs are files in this folder."
-)
-# A column, and its text in a row; those of a cell that is not finished end with its state.
-OF_CELL: tuple[tuple[Column, Callable[[SweepRow], str]], ...] = (
-    (Column("Model", group="{}"), lambda row: row.label),
-    (Column("Tokens", True), lambda row: f"{row.seq_len:,}"),
-    (Column("Precision"), lambda row: row.precision),
-    (Column("Target"), lambda row: row.target),
-    (Column("GPU", below="{}"), lambda row: row.gpu),
-)
-OF_BUILD: tuple[tuple[Column, Callable[[SweepRow], str | Link]], ...] = (
-    (Column("State", is_status=True), lambda row: row.status),
-    (Column("Parity", is_status=True, below="parity: {}"), lambda row: row.parity),
-    (Column("Worst error", True), lambda row: number(row.worst_error)),
-    (Column("Limit", True, below="of {}"), lambda row: number(row.error_limit)),
-    (Column("Time", True), lambda row: NOTHING if row.seconds is None else duration(row.seconds * 1000)),
-    (Column("Memory", True, below="{}"), lambda row: memory(row.peak_bytes)),
-    (Column("Size", True), lambda row: memory(row.model_bytes)),
-    (Column("Engine"), lambda row: row.engine),
-    (Column("Run", is_status=True, below="run: {}"), lambda row: row.engine and row.engine_parity),
-    (Column("Report"), lambda row: Link("report", f"{row.artifact}/report.html")),
-    (Column("Log", below="{}"), lambda row: Link("log", row.log)),
-)
-
-
-def document_from_results(results: SweepResults) -> Document:
-    scopes, batches = {row.scope for row in results.rows}, {row.batch for row in results.rows}
-    lead = [f"scope {scope}" for scope in scopes if len(scopes) == 1]
-    lead += [f"batch {batch}" for batch in batches if len(batches) == 1]
-    verdicts = [Sentence(results.sentence, results.verdict)]
-    if not results.complete:
-        verdicts.insert(0, Sentence("Interrupted: run the same command again to resume.", "not run"))
-    problems = tuple(problem_of(row) for row in results.rows if row.status != "finished")
-    place = Facts("Run", (("place", results.where or "nothing had to run"), ("this run", seconds(results.seconds))))
-    chart = sweep_chart(results.rows)
-    note = "Short bars are the limits of the errors in their colour. The time is that of the whole build."
-    repeated = "What is finished is not built again, and what failed only with --retry-failed."
-    versions = Facts("Versions", tuple(results.environment.items()))
-    return Document(
-        program="effexport sweep",
-        title=f"Sweep: {results.name}",
-        lead=", ".join(lead),
-        created=results.created,
-        verdicts=tuple(verdicts),
-        sentences=(),
-        parts=(),
-        sections=(
-            Section("Failed and not run", problems),
-            Section("Error, size and time against length", (chart, note) if chart else (), is_background=True),
-            Section("Every cell", (cells_table(results.rows),)),
-            Section("What the columns say", (HOW,), is_background=True),
-            Section("Where it ran", present(place, versions), is_background=True),
-            Section("Repeat it", (repeated, Code(results.command)), is_background=True),
-        ),
-    )
-
-
-def problem_of(row: SweepRow) -> Item:
-    return Item(row.status, row.title, row.reason, row.log_tail, row.command)
-
-
-def cells_table(rows: Sequence[SweepRow]) -> Table:
-    """All cells, by variant with its options; columns that are empty in all rows are left out."""
-    labels = list(dict.fromkeys(row.label for row in rows))
-    ordered = sorted(rows, key=lambda row: labels.index(row.label))
-
-    def reason_of(row: SweepRow) -> Line | None:
-        return None if row.status == "finished" else Line((), row.status, row.reason.partition("\n")[0])
-
-    columns, lines = columns_and_lines(OF_CELL, OF_BUILD, "State", ordered, reason_of)
-    folded = f"{counted(len(rows), 'cell')} by variant"
-    return Table("Every cell", columns, lines, "", folded, len(rows) <= MAX_OPEN_ROWS)
-
-
-def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
-    """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
-    finished = [row for row in rows if row.status == "finished"]
-    places = places_of([(row.precision, row.target, row.gpu) for row in finished])
-    groups: dict[tuple[str, str], list[SweepRow]] = {}
-    for row in finished:
-        groups.setdefault((row.label, places[row.precision, row.target, row.gpu]), []).append(row)
-    if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
-        return None
-
-    def lines(field: str, unit: float = 1.0, limit: str = "") -> list[PlotLine]:
-        """The values of a field in some unit; a logarithmic axis has no 0."""
-
-        def values(rows: Sequence[SweepRow], name: str) -> dict[int, float]:
-            return {row.seq_len: getattr(row, name) / unit for row in rows if name and getattr(row, name)}
-
-        return [PlotLine(*key, values(rows, field), values(rows, limit)) for key, rows in groups.items()]
-
-    return chart_of(
-        "sweep",
-        {
-            Quantity("Worst error against length", "max |error| / RMS", number): lines(
-                "worst_error", limit="error_limit"
-            ),
-            Quantity("Size of the model against length", "megabytes", "{:.3g} MB".format): lines("model_bytes", 1e6),
-            Quantity("Time of the build against length", "seconds", "{:.3g} s".format): lines("seconds"),
-        },
-    )
-
-
-JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
-# Columns of the CSV file: every field of a row but the log, which has many lines.
-COLUMNS = tuple(field.name for field in fields(SweepRow) if field.name != "log_tail")
+        self.on_step(Step(text, done, self._total, left, len(self._started)))
 
 
 def results_of_sweep(
@@ -454,17 +207,3 @@ def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep | None, comma
         if engine:
             known |= {"engine": engine_text(engine), "engine_parity": engine_parity(parity.summary, engine.target)}
     return SweepRow(**known)
-
-
-def write_results(results: SweepResults, folder: Path) -> None:
-    """Write each file completely or not at all. Raises UserError."""
-    texts = {
-        JSON: results.to_json(),
-        CSV: csv_text(COLUMNS, map(attrgetter(*COLUMNS), results.rows)),
-        PAGE: html_from_document(document_from_results(results)),
-    }
-    try:
-        for name, text in texts.items():
-            write_file(folder / name, text)
-    except OSError as error:
-        raise write_error(folder, error, "move the folder; it has the finished cells") from error

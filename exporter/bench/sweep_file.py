@@ -18,7 +18,7 @@ from effexport.base.records import read_toml
 from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, BuildSpec, build_spec_from_options
 from effexport.bench.cells import ONNX_ONLY, Cell, deciding_versions
-from effexport.bench.grid import Model, model_from_text
+from effexport.bench.grid import Model, check_distinct, model_from_text, title_of_cell
 from effexport.models.attention_spec import AttentionSpec, field_names
 from effexport.models.validation import SpecError, check_type, did_you_mean, require
 from effexport.models.variants import ATTENTION_SPECS
@@ -112,8 +112,7 @@ class Combination:
         return f"[[exclude]] with some of {', '.join(texts)}"
 
     def __str__(self) -> str:
-        words = [self.variant.label, self.seq_len and f"{self.seq_len} tokens", self.precision, self.target, self.gpu]
-        return ", ".join(str(word) for word in words if word)
+        return title_of_cell(self.variant.label, self.seq_len, self.precision, self.target, self.gpu)
 
 
 def cells_from_path(path: Path) -> list[Cell]:
@@ -137,7 +136,8 @@ def cells_from_document(document: Mapping[str, Any]) -> list[Cell]:
         f'the file has no variants; expected a list such as variants = ["softmax", "lsh"], of: '
         f"{', '.join(ATTENTION_SPECS)}",
     )
-    require_distinct("variants", [model.label for model in axes.get("variant", ())])
+    if "variant" in axes:
+        check_distinct("variants", [model.label for model in axes["variant"]])
     engine = engine_tables(table("engine", document))
     build = build_table(table("build", document))
     options = option_tables(table("options", document))
@@ -166,16 +166,8 @@ def cells_from_document(document: Mapping[str, Any]) -> list[Cell]:
 def axis_of(name: str, given: Any) -> list[Any]:
     require(isinstance(given, list), f"{name} is {given!r}; expected a list, such as {name} = [{toml_text(given)}]")
     require(bool(given), f"{name} is empty; expected at least one value, or leave it out for the default")
-    require_distinct(name, given)
+    check_distinct(name, given)
     return [KEYS[name.removesuffix("s")](name, value) for value in given]
-
-
-def require_distinct(name: str, values: Sequence[Any]) -> None:
-    seen = set()
-    for value in values:
-        key = (type(value), repr(value))  # 1 and true are equal in Python, and not in TOML
-        require(key not in seen, f"{name} has {value!r} twice; expected every value once")
-        seen.add(key)
 
 
 def check_keys(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:

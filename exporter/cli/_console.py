@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, Task
     from rich.text import Text
+
+    from effexport.bench.grid import Step
 
 # Columns of tables when the output is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
@@ -94,6 +96,38 @@ def stage_progress(console: Console) -> Iterator[StageProgress]:
         yield StageProgress(console, bars)
 
 
+@contextmanager
+def step_progress(
+    console: Console, line_of: Callable[[Step], str], *, of_cells: bool = False
+) -> Iterator[Callable[[Step], None]]:
+    """Yield a function that shows each step: on a terminal in a bar with the time left, elsewhere as a line, once if
+    several have the same. of_cells: they are counted, and each has a line above the bar as well."""
+    last = ""
+
+    def print_line(step: Step) -> None:
+        nonlocal last
+        if (line := line_of(step)) != last:
+            say(console, line)
+        last = line
+
+    if not console.is_terminal:
+        yield print_line
+        return
+    fields = (text_column("{task.fields[left]}"), text_column("{task.description}"))
+    columns = (bar_column(), still_column("{task.fields[amount]}"), clock_column(), *fields)
+    with bars_of(console, *columns, redirect_stdout=not of_cells) as bars:
+        task = bars.add_task("starting", total=None, amount="", left="")
+
+        def show(step: Step) -> None:
+            amount = f"{step.done}/{step.total}" if of_cells else f"{100 * step.done:>3.0f} %"
+            text, left = f"{step.running} running" if of_cells else step.text, time_left(step.seconds_left)
+            bars.update(task, total=step.total, completed=step.done, description=text, amount=amount, left=left)
+            if of_cells:
+                say(bars.console, step.text)
+
+        yield show
+
+
 def bars_of_stages(console: Console) -> Progress:
     """A spinner and the time for each stage, and a bar for stages that report steps."""
     from rich.progress import SpinnerColumn
@@ -122,6 +156,14 @@ def text_column(form: str, style: str = "none") -> ProgressColumn:
 
     # rich makes columns that may wrap narrower before it does any other
     return Shortened(form, style=style, markup=False, table_column=Column(min_width=1))
+
+
+def still_column(form: str) -> ProgressColumn:
+    """A short text of a task that no long text pushes off the line."""
+    from rich.progress import TextColumn
+    from rich.table import Column
+
+    return TextColumn(form, markup=False, table_column=Column(no_wrap=True))
 
 
 def bar_column() -> ProgressColumn:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,17 +39,9 @@ from effexport.bench.advice import (
     models_of_results,
     quality_of_cases,
 )
-from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, models_from_text
+from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, Step, models_from_text
 from effexport.bench.presets import PRESETS, Preset
-from effexport.cli._console import (
-    bar_column,
-    bars_of,
-    clock_column,
-    result_console,
-    stderr_console,
-    text_column,
-    time_left,
-)
+from effexport.cli._console import result_console, stderr_console, step_progress
 from effexport.cli._verbs import verb
 from effexport.models.attention_spec import AttentionSpec, attention_spec, field_names
 from effexport.models.validation import SpecError, did_you_mean, require
@@ -60,7 +51,6 @@ from effexport.runners.options import MOST_THREADS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.bench.costs import OnStep
     from effexport.bench.recommendation import Advice
     from effexport.bench.run import Settings
 
@@ -360,7 +350,7 @@ def measured_grid(grid: Grid, settings: Settings) -> BenchResults:
     rows = counted(len(list(grid.cases())), "row")
     name = f"preset {settings.preset}" if settings.preset else "plan"
     say(console, f"{name}: {rows}; about {rough_duration(total_cost(grid, settings))}; Ctrl-C keeps the results so far")
-    with bench_progress(console) as on_step:
+    with step_progress(console, line_of_step) as on_step:
         return bench(grid, settings, on_step)
 
 
@@ -376,13 +366,14 @@ def measured_plan(plan: AdvicePlan, settings: Settings) -> BenchResults:
     if plan.probed_length is not None:
         probed = f"{plan.probed_length:,} tokens"
         say(console, f"      each is first timed with {probed}, and left out if it would clearly miss a limit")
-    with bench_progress(console) as on_step:
+    with step_progress(console, line_of_step) as on_step:
         return advise(plan, settings, on_step)
 
 
 def show_results(console: Console, results: BenchResults, advice: Advice | None, *, as_json: bool) -> None:
     """Print the benchmark or the advice; with --json also the contents of results.json, with the advice beside them."""
-    from effexport.bench.page import document_from_results, json_of_advice
+    from effexport.bench.page import document_from_results
+    from effexport.bench.recommendation import json_of_advice
     from effexport.cli.main import print_json
     from effexport.render.formats import print_document
 
@@ -404,26 +395,6 @@ def exit_code(results: BenchResults) -> int:
     return 1 if any(row.parity is not None or RUNTIMES[row.case.runtime].graph == "ours" for row in failed) else 0
 
 
-@contextmanager
-def bench_progress(console: Console) -> Iterator[OnStep]:
-    """Yield a function that shows each step: a bar with the time left on a terminal, else a line per candidate."""
-    if not console.is_terminal:
-        last = ""
-
-        def print_step(step: Any) -> None:
-            nonlocal last
-            text = step.text.partition(": round")[0]
-            if text != last:
-                say(console, f"… {text}")
-            last = text
-
-        yield print_step
-        return
-    share, left = text_column("{task.percentage:>3.0f} %"), text_column("{task.fields[left]}")
-    with bars_of(console, bar_column(), share, clock_column(), left, text_column("{task.description}")) as bars:
-        task = bars.add_task("starting", total=1.0, left="")
-
-        def show(step: Any) -> None:
-            bars.update(task, completed=step.share, description=step.text, left=time_left(step.seconds_left))
-
-        yield show
+def line_of_step(step: Step) -> str:
+    """A line for all rounds of a size."""
+    return f"… {step.text.partition(': round')[0]}"

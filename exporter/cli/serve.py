@@ -122,16 +122,18 @@ def serve_here(targets: Sequence[ServingTarget], options: ServeOptions, *, as_js
             where = f"other machines can reach {options.host}"
             say(console, f"warning: {where} and no token is required; set {TOKEN_VARIABLE}")
         if as_json:
-            print_json({"url": url_of(bound), **described_models(list(models)), "ready": True})
+            print_json(json_of_server(url_of(bound), [model.name for model in models]))
 
     run_server(create_app(models), bound, on_ready)
     say(console, "stopped: every accepted request was answered")
 
 
-def described_models(models: Sequence[ServedModel]) -> dict[str, object]:
-    """The models for --json; `model` and `version` are there for a single model."""
-    only = {"model": models[0].name, "version": models[0].version} if len(models) == 1 else {}
-    return {**only, "models": [model.name for model in models]}
+def json_of_server(url: str, names: Sequence[str]) -> dict[str, object]:
+    """A server that is ready, for --json; `model` and `version` are there for a single model."""
+    from effexport.serving.http.models import VERSION
+
+    only = {"model": names[0], "version": VERSION} if len(names) == 1 else {}
+    return {"url": url, **only, "models": names, "ready": True}
 
 
 def serve_on_ray(targets: Sequence[ServingTarget], options: ServeOptions, *, as_json: bool) -> None:
@@ -149,7 +151,6 @@ def serve_on_ray(targets: Sequence[ServingTarget], options: ServeOptions, *, as_
 
     require(*SERVER_MODULES, extra="serve")
     require("ray.serve", extra="serve-ray")
-    from effexport.serving.http.models import VERSION
     from effexport.serving.http.ray_deployment import ReplicaSettings, deploy_until_stopped
 
     target, address = targets[0], options.address
@@ -159,7 +160,7 @@ def serve_on_ray(targets: Sequence[ServingTarget], options: ServeOptions, *, as_
         end = "it keeps running; stop it with: serve shutdown" if address else "stop with Ctrl-C"
         say(console, f"serving {name} at {url} on Ray; {end}")
         if as_json:
-            print_json({"url": url, "model": name, "version": VERSION, "models": [name], "ready": True})
+            print_json(json_of_server(url, [name]))
 
     replicas = {name.removeprefix("replica_"): value for name, value in replicas_of(options).items()}
     settings = ReplicaSettings.from_options(replicas, target.runtime)

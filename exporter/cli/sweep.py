@@ -21,29 +21,11 @@ from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, 
 from effexport.bench.cells import Cell, Store
 from effexport.bench.children import CellLimits
 from effexport.bench.executors import Executor, ProcessExecutor, cluster_executor, jobs_of_machine, local_executor
-from effexport.bench.sweep import (
-    CSV,
-    JSON,
-    PAGE,
-    Progress,
-    Sweep,
-    SweepPlan,
-    SweepResults,
-    document_from_results,
-    plan_of,
-    results_of_sweep,
-    write_results,
-)
+from effexport.bench.grid import Step, SweepResults
+from effexport.bench.page import CSV, JSON, PAGE, document_from_sweep, write_sweep
+from effexport.bench.sweep import Sweep, SweepPlan, plan_of, results_of_sweep
 from effexport.bench.sweep_file import cells_from_path
-from effexport.cli._console import (
-    bar_column,
-    bars_of,
-    clock_column,
-    result_console,
-    stderr_console,
-    text_column,
-    time_left,
-)
+from effexport.cli._console import result_console, stderr_console, step_progress, time_left
 from effexport.cli._verbs import verb
 from effexport.cli.main import print_json
 from effexport.models.validation import did_you_mean, require
@@ -154,9 +136,9 @@ def command(request: SweepRequest, as_json: bool) -> None:
         show_plan(plan, store, as_json=as_json)
         return
     console = stderr_console()
-    results, complete = run(request, plan, store, console)
+    results = run(request, plan, store, console)
     show_results(store, results, as_json=as_json)
-    if not complete:
+    if not results.complete:
         say(console, "Interrupted; run the same command again to resume.", "yellow")
         raise click.exceptions.Exit(InterruptError.exit_code)
     asked = {cell.id for cell in request.chosen(plan.cells)}
@@ -164,7 +146,7 @@ def command(request: SweepRequest, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) -> tuple[SweepResults, bool]:
+def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) -> SweepResults:
     """Run the cells of the plan and write the result files, also after an interrupt."""
     started, complete, where = time.monotonic(), True, ""
     sweep = None
@@ -179,8 +161,12 @@ def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) 
             where = executor.title
             say(console, f"running on {where}")
             # closed here, because what runs writes into the folder that `opened` clears
-            with closing(executor), messages_of_ray(store), sweep_progress(console) as on_progress:
-                sweep = Sweep(store, executor, on_progress)
+            with (
+                closing(executor),
+                messages_of_ray(store),
+                step_progress(console, line_of_step, of_cells=True) as on_step,
+            ):
+                sweep = Sweep(store, executor, on_step)
                 try:
                     sweep.run(plan.to_run)
                 except KeyboardInterrupt:
@@ -198,8 +184,8 @@ def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) 
             seconds=round(time.monotonic() - started, 3),
             complete=complete,
         )
-        write_results(results, store.path)
-    return results, complete
+        write_sweep(results, store.path)
+    return results
 
 
 @contextmanager
@@ -269,31 +255,10 @@ def show_results(store: Store, results: SweepResults, *, as_json: bool) -> None:
     if as_json:
         print_json({"output": str(store.path)} | json.loads(results.to_json()))
     console = result_console(as_json=as_json)
-    print_document(console, document_from_results(results))
+    print_document(console, document_from_sweep(results))
     say(console, f"Written: {', '.join(str(store.path / name) for name in (JSON, CSV, PAGE))}")
 
 
-@contextmanager
-def sweep_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that prints a line per event; on a terminal also a bar with the time left."""
-    if not console.is_terminal:
-
-        def print_progress(now: Progress) -> None:
-            left = time_left(now.seconds_left)
-            say(console, f"[{now.done}/{now.total}{left and f', {left}'}] {now.text}")
-
-        yield print_progress
-        return
-    from rich import progress, table
-
-    count = progress.MofNCompleteColumn(table_column=table.Column(no_wrap=True))
-    columns = (bar_column(), count, clock_column(), text_column("{task.description}"))
-    with bars_of(console, *columns, redirect_stdout=False) as bars:
-        task = bars.add_task("", total=None)
-
-        def show(now: Progress) -> None:
-            running = f"{now.running} running {time_left(now.seconds_left)}"
-            bars.update(task, total=now.total, completed=now.done, description=running)
-            say(bars.console, now.text)
-
-        yield show
+def line_of_step(step: Step) -> str:
+    left = time_left(step.seconds_left)
+    return f"[{step.done}/{step.total}{left and f', {left}'}] {step.text}"

@@ -26,6 +26,7 @@ from effexport.models.size_formula import shape_of
 from effexport.models.user.inputs import resized
 from effexport.models.user.model import UserModel, tensors_of
 from effexport.models.user.modes import OnePrecision
+from effexport.models.validation import in_one_line
 from effexport.proof.cases import KEPT, Answers, Case, has_tokens, kept_tokens
 from effexport.proof.check import METRIC, OTHER_LAYER, Check, Kind, Limit, judged, not_run
 from effexport.proof.checks.invariance import LargestError, rows_of, worst_of_batches
@@ -330,8 +331,7 @@ class Original:
         except Exception as error:
             if self._spec.model.answers_always:
                 raise
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise OriginalFailedError(f"{self.name} itself fails on {case.label}: {text}") from error
+            raise OriginalFailedError(f"{self.name} itself fails on {case.label}: {in_one_line(error)}") from error
         found["buckets"] |= {bucket_name(path): value.numpy() for path, value in drawn.items()}
         return found
 

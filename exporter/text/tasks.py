@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -335,20 +336,31 @@ def whole_words(window: Encoding, first: int, last: int) -> tuple[int, int]:
 
 # Overlapping windows share at most this many tokens, and at most half of a window, as in transformers' pipeline.
 DEFAULT_STRIDE = 128
+# Tasks with different options that a server keeps of a model.
+KEPT_TASKS = 16
 
 
 def task_from_artifact(artifact: Artifact, options: TextOptions = DEFAULT_OPTIONS) -> Task:
-    """The task that the outputs of an artifact answer.
+    """The task that the outputs of an artifact answer. Raises UserError as `tasks_from_artifact`."""
+    return tasks_from_artifact(artifact)(options)
 
-    Raises UserError for an artifact without a tokenizer, or whose outputs answer no task.
+
+def tasks_from_artifact(artifact: Artifact) -> Callable[[TextOptions], Task]:
+    """The task that the outputs of an artifact answer, with any options.
+
+    Raises UserError for an artifact without a tokenizer, or whose outputs answer no task; and so does the result for
+    options that the artifact does not have.
     """
-    return task_from_spec(artifact.spec, tokenizer_from_artifact(artifact), json_of(artifact.path / CONFIG), options)
+    spec, tokenizer, config = artifact.spec, tokenizer_from_artifact(artifact), json_of(artifact.path / CONFIG)
+    task_of = functools.lru_cache(KEPT_TASKS)(functools.partial(task_from_spec, spec, tokenizer, config))
+    task_of(DEFAULT_OPTIONS)
+    return task_of
 
 
 def task_from_spec(
     spec: BuildSpec, tokenizer: Tokenizer, config: Mapping[str, Any], options: TextOptions = DEFAULT_OPTIONS
 ) -> Task:
-    """As `task_from_artifact`. config: config.json of the checkpoint, which names the labels; {} without one."""
+    """As `tasks_from_artifact`. config: config.json of the checkpoint, which names the labels; {} without one."""
     model = spec.model
     reader = reader_from_spec(spec, tokenizer, given_by_task=(POSITIONS,))
     inputs = {tensor.name: tensor.dims for tensor in spec.inputs}

@@ -11,9 +11,9 @@ from effexport.models import attention_from_spec
 from effexport.models.adapters.adapter import Adapter, NotExportableError, linear_weights
 from effexport.models.attention_spec import AttentionSpec
 from effexport.models.layers import AttentionLayer
-from effexport.models.variants.aft_full.spec import AFTFullSpec
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.aft_full import AFTFullSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 
 NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "project": "out"}
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.layers import MultiHeadAttention, fused_operators, merge_heads, split_heads
+from effexport.models.variants.linear import LinearSpec
 from effexport.models.variants.linear.layer import ELEMENTWISE, LinearAttention
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 from effexport.models.variants.softmax.layer import SoftmaxAttention, softmax_attention
-from effexport.models.variants.softmax.spec import SoftmaxSpec
 
 ATTENTION = "fast_transformers.attention"
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError, linear_weights
 from effexport.models.layers import merge_heads, split_heads
+from effexport.models.variants.aft_full import AFTFullSpec
 from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.variants.aft_full.spec import AFTFullSpec
 from effexport.models.variants.sums import ABSENT, average, sums_of_tokens, weighted_sums
 
 NAMES = {"query": "query", "key": "key", "value": "value", "output": "out"}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError, weight_alone
 from effexport.models.layers import MultiHeadAttention, merge_heads, rotate_pairs, split_heads
+from effexport.models.variants.linear import LinearSpec
 from effexport.models.variants.linear.layer import LinearAttention
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.local import LocalSpec
 from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.variants.local.spec import LocalSpec
 
 PACKAGE = "linear_attention_transformer.linear_attention_transformer"
 # The default of the causal function, which has no attribute of the layer.

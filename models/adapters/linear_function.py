@@ -19,8 +19,8 @@ from effexport.models.adapters.adapter import NotReplaceableError
 from effexport.models.adapters.fast_transformers import AllOnes, Keeping, check_mask
 from effexport.models.adapters.folding import ROUNDING, detached_copy
 from effexport.models.layers import CallsOperators, at_least_float32
+from effexport.models.variants.linear import LinearSpec
 from effexport.models.variants.linear.layer import ELEMENTWISE, causal_sums, total_sums
-from effexport.models.variants.linear.spec import LinearSpec
 from effexport.plugins.linear_attention.op import linear_attention
 
 # The axes of queries, keys and values, and where the heads are in them.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, weight_alone
+from effexport.models.variants.nystrom import NystromSpec
 from effexport.models.variants.nystrom.layer import NystromAttention
-from effexport.models.variants.nystrom.spec import NystromSpec
 
 # An eps that float32 loses in a sum with a count of tokens.
 LARGEST_EPS = torch.finfo(torch.float32).eps / 2

@@ -16,8 +16,8 @@ from effexport.models.adapters.adapter import Adapter, GivenDraws, NotExportable
 from effexport.models.layers import causal_mask, keep_from_mask, merge_heads, split_heads
 from effexport.models.validation import SpecError
 from effexport.models.variants.local.layer import window_attention
+from effexport.models.variants.lsh import LSHSpec
 from effexport.models.variants.lsh.layer import LSHAttention, scaled_unit_keys
-from effexport.models.variants.lsh.spec import LSHSpec
 
 # The logit of a token's own key, a constant of the package.
 SELF_LOGIT = -5e4

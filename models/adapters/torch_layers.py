@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.adapters.sdpa import zero_without_keys
 from effexport.models.layers import MASKED_LOGIT, at_least_float32, merge_heads, split_heads
+from effexport.models.variants.softmax import SoftmaxSpec
 from effexport.models.variants.softmax.layer import SoftmaxAttention
-from effexport.models.variants.softmax.spec import SoftmaxSpec
 
 
 class MultiheadAttention(nn.Module):

@@ -25,12 +25,12 @@ from effexport.models.checkpoints.modernbert import ModernBertAttention
 from effexport.models.checkpoints.modernbert_spec import ModernBertAttentionSpec
 from effexport.models.layers import AttentionLayer, keep_from_mask, merge_heads, split_heads, take_rows
 from effexport.models.validation import SpecError
+from effexport.models.variants.local import LocalSpec
 from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.lsh import LSHSpec, automatic_num_buckets
 from effexport.models.variants.lsh.layer import LSHAttention
-from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
+from effexport.models.variants.nystrom import NystromSpec
 from effexport.models.variants.nystrom.layer import NystromAttention
-from effexport.models.variants.nystrom.spec import NystromSpec
 from effexport.plugins.masked_attention.op import HIDES
 
 

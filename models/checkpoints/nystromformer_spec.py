@@ -13,7 +13,7 @@ from effexport.models.attention_spec import AttentionSpec
 from effexport.models.checkpoints.bert_spec import BertSpec, check_not_pruned
 from effexport.models.checkpoints.spec import config_value
 from effexport.models.validation import nearest_multiples, require, shown
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.nystrom import NystromSpec
 
 # The position table starts with two rows that are never read.
 FIRST_POSITION = 2

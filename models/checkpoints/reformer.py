@@ -16,8 +16,8 @@ from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.layers import AttentionLayer, LayerNorm, keep_from_mask, take_rows
 from effexport.models.validation import SpecError
 from effexport.models.variants.local.layer import LocalAttention
+from effexport.models.variants.lsh import LSHSpec
 from effexport.models.variants.lsh.layer import LSHAttention
-from effexport.models.variants.lsh.spec import LSHSpec
 
 # Names that may be in a checkpoint and mean nothing here: constants, and heads of other tasks.
 IGNORED: tuple[str, ...] = (

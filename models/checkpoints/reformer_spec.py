@@ -23,8 +23,8 @@ from effexport.models.validation import (
     require,
     shown,
 )
-from effexport.models.variants.local.spec import LocalSpec
-from effexport.models.variants.lsh.spec import HF_ROUNDING, LSHSpec, automatic_num_buckets
+from effexport.models.variants.local import LocalSpec
+from effexport.models.variants.lsh import HF_ROUNDING, LSHSpec, automatic_num_buckets
 
 KINDS = ("lsh", "local")
 # transformers does not wrap a shift beyond the number of chunks, and its shortest chunked sequence has two.

@@ -20,7 +20,7 @@ from effexport.models.shapes import Dims
 from effexport.models.size_formula import axes_of, shape_of, size_of, written
 from effexport.models.user.inputs import ModuleInputs
 from effexport.models.user.model import CalledByPosition, UnexpectedOutputError
-from effexport.models.validation import SpecError, require
+from effexport.models.validation import SpecError, in_one_line, require
 
 # Sizes that tell the axes of an output apart; others are taken where a parameter has the same.
 PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
@@ -195,9 +195,8 @@ class Probe:
             raise
         except Exception as error:  # whatever the user's code raises
             owner = failing_module(error, self.module)
-            text = " ".join(str(error).split()) or type(error).__name__
             place = f" (in {owner})" if owner else ""
-            raise ModuleFailedError(f"{self.name} fails on {what}: {text}{place}") from error
+            raise ModuleFailedError(f"{self.name} fails on {what}: {in_one_line(error)}{place}") from error
         require(bool(outputs), f"{self.name} returns no tensor; expected at least one")
         for name, value in outputs.items():
             require(

@@ -56,7 +56,7 @@ from effexport.models.user.probe import (
 )
 from effexport.models.user.spec import ModuleSpec, is_constant
 from effexport.models.validation import SpecError, require
-from effexport.models.variants.pytorch.spec import PyTorchSpec
+from effexport.models.variants.pytorch import PyTorchSpec
 
 # The length to export for if neither the user nor a layer says one.
 DEFAULT_SEQ_LEN = 1024

@@ -1,4 +1,4 @@
-"""Attention variants, one folder each: `spec.py` has the options and facts, `layer.py` the layer.
+"""Attention variants, one folder each: `__init__.py` has the options and facts, `layer.py` the layer and its contract.
 
 A folder whose spec has a `place` is a variant for users. No torch here.
 """
@@ -12,7 +12,7 @@ from effexport.models.attention_spec import offered
 
 for found in pkgutil.iter_modules(__path__):
     if found.ispkg:
-        importlib.import_module(f"{__name__}.{found.name}.spec")
+        importlib.import_module(f"{__name__}.{found.name}")
 
 ATTENTION_SPECS = offered()
 # Those whose causal models decode with a state of constant size.

@@ -17,7 +17,7 @@ Exact = Callable[[Any, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class VariantContract:
-    """CONTRACT in the contract.py of a variant's folder.
+    """CONTRACT in the layer.py of a variant's folder.
 
     exact: what `attend` of the layer should return, from the formula and the weights, slow and obvious. limit: the
     largest error in float32 as a fraction of the RMS of a result, by rounding; reason says why.
@@ -35,7 +35,7 @@ class VariantContract:
 
 def variant_contract(variant: str) -> VariantContract:
     """The contract of a variant by name, such as "aft-conv"."""
-    module = importlib.import_module(f"effexport.models.variants.{variant.replace('-', '_')}.contract")
+    module = importlib.import_module(f"effexport.models.variants.{variant.replace('-', '_')}.layer")
     contract = module.CONTRACT
     assert isinstance(contract, VariantContract)
     return contract

@@ -17,10 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from effexport.models import AttentionSpec, attention_from_spec
 from effexport.models.layers import AttentionCore
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.lsh.spec import LSHSpec
-from effexport.models.variants.nystrom.spec import NystromSpec
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.lsh import LSHSpec
+from effexport.models.variants.nystrom import NystromSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import CUDA_OPS
 from gpu.building import load_kernels

@@ -75,7 +75,7 @@ def test_a_module_of_ones_own_is_built_and_stays_as_it_is(tmp_path: Path) -> Non
     import torch
 
     from effexport.models import attention_from_spec
-    from effexport.models.variants.linear.spec import LinearSpec
+    from effexport.models.variants.linear import LinearSpec
 
     module = attention_from_spec(LinearSpec(dim=32, heads=2, seq_len=32)).half().train()
     result = effexport.build(module=module, output=tmp_path / "mine")
@@ -133,7 +133,7 @@ def test_inspect_describes_what_the_command_prints(built: Built, cli: Callable[.
 
 def test_the_repr_of_a_spec_is_the_call_that_makes_it(small_spec: Callable[..., BuildSpec]) -> None:
     from effexport.models.encoder.spec import EncoderSpec
-    from effexport.models.variants.lsh.spec import LSHSpec
+    from effexport.models.variants.lsh import LSHSpec
 
     spec = BuildSpec(model=EncoderSpec(attention=LSHSpec(dim=64, heads=4), layers=3), precision="fp16")
     assert repr(LSHSpec()) == "LSHSpec()"

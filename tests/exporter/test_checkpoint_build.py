@@ -249,8 +249,8 @@ FACTORY = """
 import torch
 from torch import nn
 from effexport.models import attention_from_spec
-from effexport.models.variants.lsh.spec import LSHSpec
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.lsh import LSHSpec
+from effexport.models.variants.nystrom import NystromSpec
 
 
 class Classifier(nn.Module):

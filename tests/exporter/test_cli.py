@@ -149,7 +149,7 @@ def test_python_dash_m_imports_nothing_from_the_current_folder(tmp_path: Path) -
 OWN_MODULE = """
 from effexport.models.encoder.module import Encoder
 from effexport.models.encoder.spec import EncoderSpec
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 
 
 def make():

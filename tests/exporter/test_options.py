@@ -18,7 +18,7 @@ from effexport.base.option_fields import OTHER, Options, file_option, in_python,
 from effexport.base.spec import BuildSpec
 from effexport.cli._verbs import verb
 from effexport.cli.main import COMMANDS
-from effexport.models.variants.lsh.spec import LSHSpec
+from effexport.models.variants.lsh import LSHSpec
 from effexport.options import (
     SECTIONS,
     SIZES,

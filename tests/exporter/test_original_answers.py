@@ -18,8 +18,8 @@ import effexport
 from effexport.base.errors import StageError
 from effexport.models import attention_from_spec
 from effexport.models.attention_spec import AttentionSpec
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.lsh.spec import LSHSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.lsh import LSHSpec
 from effexport.proof.cases import load_reference
 from effexport.proof.other_answers import load_answers
 

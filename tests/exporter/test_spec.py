@@ -14,7 +14,7 @@ from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.validation import SpecError
-from effexport.models.variants.lsh.spec import LSHSpec
+from effexport.models.variants.lsh import LSHSpec
 
 
 @pytest.fixture

@@ -19,19 +19,15 @@ from kept import code_of, digest_of, kept
 from torch import Tensor
 
 from effexport.models.layers import AttentionLayer
-from effexport.models.variants.aft.contract import bias_full, gated_sums
-from effexport.models.variants.aft.layer import AFTPositionLayer
-from effexport.models.variants.aft_conv.contract import bias_conv
-from effexport.models.variants.aft_conv.layer import AFTConvAttention
-from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft.layer import AFTPositionLayer, bias_full, gated_sums
+from effexport.models.variants.aft_conv import AFTConvSpec
+from effexport.models.variants.aft_conv.layer import AFTConvAttention, bias_conv
+from effexport.models.variants.aft_full import AFTFullSpec
 from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.variants.aft_full.spec import AFTFullSpec
-from effexport.models.variants.aft_local.contract import bias_local
-from effexport.models.variants.aft_local.layer import AFTLocalAttention
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
-from effexport.models.variants.aft_simple.contract import bias_simple
-from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
+from effexport.models.variants.aft_local.layer import AFTLocalAttention, bias_local
+from effexport.models.variants.aft_simple import AFTSimpleSpec
+from effexport.models.variants.aft_simple.layer import AFTSimpleAttention, bias_simple
 
 DIM = 8
 # Nodes that some runtime lacks, runs serially, computes unsafely or draws at random.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from effexport.models.variants.aft_conv import AFTConvSpec
 from effexport.models.variants.aft_conv.layer import AFTConvAttention
-from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from effexport.models.validation import SpecError
+from effexport.models.variants.aft_full import AFTFullSpec
 from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.variants.aft_full.spec import AFTFullSpec
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6

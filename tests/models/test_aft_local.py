@@ -7,12 +7,12 @@ import torch
 
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
+from effexport.models.variants.aft_full import AFTFullSpec
 from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.variants.aft_full.spec import AFTFullSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
 from effexport.models.variants.aft_local.layer import AFTLocalAttention
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6

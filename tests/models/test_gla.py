@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from effexport.models.encoder.module import module_from_spec
+from effexport.models.variants.gla import GLASpec
 from effexport.models.variants.gla.layer import GatedLinearAttention
-from effexport.models.variants.gla.spec import GLASpec
 
 
 @torch.no_grad()

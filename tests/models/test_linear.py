@@ -12,9 +12,15 @@ from effexport.models.contract import HostileInputs
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import State
 from effexport.models.validation import SpecError
-from effexport.models.variants.linear.contract import exact, features
-from effexport.models.variants.linear.layer import LinearAttention, causal_sums, feature_map, total_sums
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.linear.layer import (
+    LinearAttention,
+    causal_sums,
+    exact,
+    feature_map,
+    features,
+    total_sums,
+)
 
 # Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64.
 # The largest of several thousand elements was 9e-7 of the RMS.

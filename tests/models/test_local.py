@@ -9,9 +9,8 @@ import torch
 from comparison import all_kept, relative_error, tokens
 from torch import Tensor, nn
 
-from effexport.models.variants.local.contract import visible_keys
-from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.local import LocalSpec
+from effexport.models.variants.local.layer import LocalAttention, visible_keys
 
 # fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the
 # weights.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.validation import SpecError
+from effexport.models.variants.lsh import LSHSpec, automatic_num_buckets
 from effexport.models.variants.lsh.layer import LSHAttention, LSHHash
-from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
 from effexport.plugins.lsh_sort.op import lsh_sort
 
 # fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from effexport.models.encoder.module import module_from_spec
+from effexport.models.variants.mamba2 import Mamba2Spec
 from effexport.models.variants.mamba2.layer import Mamba2
-from effexport.models.variants.mamba2.spec import Mamba2Spec
 
 
 @pytest.mark.requires("transformers")

@@ -17,10 +17,10 @@ from effexport.models.checkpoints.spec import checkpoint_from_dict
 from effexport.models.user.model import check_weights
 from effexport.models.user.spec_from_module import Calling, model_and_spec, spec_from_module
 from effexport.models.validation import SpecError
-from effexport.models.variants.aft_full.spec import AFTFullSpec
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.aft_full import AFTFullSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.nystrom import NystromSpec
 
 LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)
 FIXED = NystromSpec(
@@ -255,3 +255,12 @@ def test_a_tied_weight_is_named_once_and_many_are_counted() -> None:
     assert "0.weight (NaN in 16 of 16 elements), 0.bias" in str(failure.value)
     assert "1.weight" not in str(failure.value)
     assert " and 2 more;" in str(failure.value)
+
+
+def test_a_key_that_a_table_of_the_module_lacks_is_named_as_one() -> None:
+    class ByLength(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * {5: 1, 6: 2}[x.shape[1]]
+
+    with pytest.raises(SpecError, match=r"mine fails on its example inputs: KeyError: 7"):
+        model_and_spec(ByLength(), "mine", calling=Calling(examples=torch.randn(2, 7, 8)))

@@ -14,9 +14,15 @@ from torch import Tensor, nn
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
-from effexport.models.variants.nystrom.contract import exact, naive_segments, slow_pinv
-from effexport.models.variants.nystrom.layer import NystromAttention, balanced_weights, landmark_weights
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.nystrom import NystromSpec
+from effexport.models.variants.nystrom.layer import (
+    NystromAttention,
+    balanced_weights,
+    exact,
+    landmark_weights,
+    naive_segments,
+    slow_pinv,
+)
 
 # Two fp32 evaluations whose matrix products are cut into different blocks differ in the last bits, 6e-8
 # relative, and the pseudo-inverse multiplies what reaches it; measured up to 6e-6 of the RMS.

@@ -17,9 +17,9 @@ from effexport.models.checkpoints.reformer import IGNORED, Reformer, weight_name
 from effexport.models.checkpoints.reformer_spec import ReformerSpec
 from effexport.models.checkpoints.weights import fill_module
 from effexport.models.validation import SpecError
-from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.local import LocalSpec
+from effexport.models.variants.lsh import LSHSpec
 from effexport.models.variants.lsh.layer import LSHHash
-from effexport.models.variants.lsh.spec import LSHSpec
 
 pytestmark = pytest.mark.requires("torch")
 

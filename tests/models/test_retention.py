@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from effexport.models.encoder.module import module_from_spec
+from effexport.models.variants.retention import RetentionSpec
 from effexport.models.variants.retention.layer import Retention
-from effexport.models.variants.retention.spec import RetentionSpec
 
 
 @torch.no_grad()

@@ -13,11 +13,11 @@ from effexport.models.attention_spec import QueryKeySpec
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import MultiHeadAttention, fused_operators, rotary_angles, rotate_pairs
 from effexport.models.validation import SpecError
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.local import LocalSpec
 from effexport.models.variants.local.layer import LocalAttention
-from effexport.models.variants.local.spec import LocalSpec
-from effexport.models.variants.nystrom.spec import NystromSpec
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.nystrom import NystromSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 
 # Angles of up to 1000 are float32: their sines are off by 6e-5 of a turn at most, in the channels that turn fastest.
 ANGLES = 1e-4

@@ -9,9 +9,8 @@ from comparison import all_kept, relative_error, tokens
 from torch import Tensor
 
 from effexport.models.encoder.module import module_from_spec
-from effexport.models.variants.softmax.contract import projected
-from effexport.models.variants.softmax.layer import SoftmaxAttention, softmax_attention
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.softmax import SoftmaxSpec
+from effexport.models.variants.softmax.layer import SoftmaxAttention, projected, softmax_attention
 
 # Error of a logit in fp32 as a fraction of the largest Σ|q_i k_i| / √d: q and k are sums of 32 products, and so off by
 # about √32 · 2^-25 = 1.7e-7 of what they sum; both errors are the logit's. Measured 2.2e-7 over 1000 tokens.

@@ -14,16 +14,16 @@ from effexport.models.attention_spec import AttentionSpec, attention_from_dict, 
 from effexport.models.encoder.spec import EncoderSpec, encoder_from_dict
 from effexport.models.validation import SpecError, nearest_divisors, nearest_multiples
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.models.variants.aft_conv.spec import AFTConvSpec
-from effexport.models.variants.aft_full.spec import AFTFullSpec
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.aft_conv import AFTConvSpec
+from effexport.models.variants.aft_full import AFTFullSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.contract import variant_contract
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.local.spec import LocalSpec
-from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
-from effexport.models.variants.nystrom.spec import NystromSpec
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.local import LocalSpec
+from effexport.models.variants.lsh import LSHSpec, automatic_num_buckets
+from effexport.models.variants.nystrom import NystromSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 
 # Values that differ from every default.
 CHANGED = {variant: variant_contract(variant).changed for variant in ATTENTION_SPECS}

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.validation import SpecError
-from effexport.models.variants.window.contract import CONTRACT, exact
-from effexport.models.variants.window.layer import WindowAttention
-from effexport.models.variants.window.spec import WindowSpec
+from effexport.models.variants.window import WindowSpec
+from effexport.models.variants.window.layer import CONTRACT, WindowAttention, exact
 
 BATCH, DIM = 3, 32
 

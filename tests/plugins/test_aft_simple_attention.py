@@ -10,8 +10,8 @@ from slow_cases import named
 from torch import Tensor
 
 from effexport.models.layers import fused_operators
+from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
 from effexport.plugins.aft_simple_attention.contract import CONTRACT
 from effexport.plugins.aft_simple_attention.op import onnx_function_body
 from effexport.plugins.contract import ROUNDING, Case

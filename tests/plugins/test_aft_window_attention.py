@@ -10,10 +10,10 @@ from implementations import implementation
 from slow_cases import named
 
 from effexport.models.layers import AttentionLayer, fused_operators
+from effexport.models.variants.aft_conv import AFTConvSpec
 from effexport.models.variants.aft_conv.layer import AFTConvAttention
-from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
 from effexport.models.variants.aft_local.layer import AFTLocalAttention
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
 from effexport.plugins.contract import Case
 
 OP = "AFTWindowAttention"

@@ -13,8 +13,8 @@ from slow_cases import named
 from torch import Tensor
 
 from effexport.models.layers import fused_operators
+from effexport.models.variants.linear import LinearSpec
 from effexport.models.variants.linear.layer import LinearAttention
-from effexport.models.variants.linear.spec import LinearSpec
 from effexport.plugins.contract import ROUNDING, Case
 from effexport.plugins.linear_attention.contract import CONTRACT
 from effexport.plugins.linear_attention.op import onnx_function_body, reference

@@ -19,8 +19,8 @@ from slow_cases import named
 from torch import Tensor
 
 from effexport.models.layers import fused_operators
+from effexport.models.variants.lsh import LSHSpec
 from effexport.models.variants.lsh.layer import LSHAttention
-from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.plugins import contract
 from effexport.plugins.lsh_attention.contract import CONTRACT, formula
 from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body

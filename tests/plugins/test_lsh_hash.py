@@ -10,8 +10,8 @@ import torch
 from implementations import exact, implementation
 from torch import Tensor
 
+from effexport.models.variants.lsh import LSHSpec
 from effexport.models.variants.lsh.layer import LSHHash
-from effexport.models.variants.lsh.spec import LSHSpec
 from effexport.plugins.contract import Case
 from effexport.plugins.lsh_hash.contract import CONTRACT, case
 from effexport.plugins.lsh_hash.op import lsh_hash

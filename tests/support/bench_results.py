@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from effexport.bench.grid import Agreement, BenchCase, BenchResults, BenchRow, Floor, Timing
+from effexport.bench.page import document_from_results
 from effexport.bench.presets import PRESETS
+from effexport.render.formats import html_from_document
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 # label → variant, and milliseconds and bytes at 1024 tokens with the powers of the length by which they grow
@@ -80,6 +82,11 @@ def results(rows: tuple[BenchRow, ...] | None = None, **fields: Any) -> BenchRes
         "environment": {"effexport": "0.1.0", "torch": "2.13.0", "onnxruntime": "1.30.0"},
     }
     return BenchResults(rows=rows, **(known | fields))
+
+
+def html_from_results(*found: Any) -> str:
+    """The page of a benchmark, and of its advice."""
+    return html_from_document(document_from_results(*found))
 
 
 def without_timing(status: Any, reason: str, parity: Agreement | None = None, **fields: Any) -> BenchRow:

@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from artifact_commands import Command, commands_on, infer_request, inputs_of, next_commands
 from random_tokenizers import saved_tokenizer
+from serving_load import free_ports
 from transformers_models import saved
 
 from effexport.artifact import open_artifact
@@ -161,11 +161,6 @@ def fresh_clone(folder: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as opened:
-        return int(opened.getsockname()[1])
-
-
 def on_port(text: str, port: int) -> str:
     """The command with another port for the server, because 8000 may be taken."""
     text = text.replace("localhost:8000", f"127.0.0.1:{port}")
@@ -175,7 +170,7 @@ def on_port(text: str, port: int) -> str:
 def run_page(folder: Path) -> Iterator[Done]:
     """Take every step of the page in `folder`, which is a clone, and then every command on each artifact that is there;
     stop after the first that fails."""
-    port, shell = free_port(), Shell(folder)
+    port, shell = free_ports(1)[0], Shell(folder)
     printed = ""
     try:
         for step in steps_of_pages():

@@ -11,7 +11,9 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -79,6 +81,14 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(timeout_s)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
 
 
 @contextmanager
@@ -369,6 +379,56 @@ class Stopped:
     outcome: Outcome
     refused_later: int = 0
     exit_status: int | None = None
+
+
+def check_right_answers(server: ServerProcess, samples: Sequence[Sample], clients: int = 2, requests: int = 24) -> None:
+    outcome = asyncio.run(closed_loop(server.port, samples, clients, requests))
+    assert (outcome.statuses, outcome.wrong, outcome.lost) == ({200: requests}, 0, 0)
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def events_of(body: str) -> list[dict[str, Any]]:
+    """The events of a stream, as a client reads them: lines `data: …`, each before an empty line."""
+    *lines, last = body.split("\n\n")
+    assert last == ""
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def check_malformed(server: ServerProcess, requests: Sequence[tuple[str, bytes]], first: int, most_bytes: int) -> None:
+    """Each gets a 4xx with one message, and nothing leaks. requests: with their kinds.
+
+    first: after so many, all is there that is allocated once. most_bytes: by which the others may grow the process.
+    """
+
+    def ask(request: bytes) -> Reply:
+        return asyncio.run(exchange_once(server.port, request))
+
+    index = ask(post("/v2/repository/index", b"{}")).body
+    for _, request in requests[:first]:
+        ask(request)
+    rss, files = server.rss_bytes, server.open_files
+    for kind, request in requests:
+        reply = ask(request)
+        assert 400 <= reply.status < 500, (kind, reply, request[:500])
+        error = json_of(reply)["error"]
+        if re.match(rb"\S+ /v1/", request):
+            assert set(error) == {"message", "type", "param", "code"}
+            error = error["message"]
+        # a line, however long what it is about
+        assert 10 < len(error) < 500, (kind, error)
+        assert "\n" not in error
+    assert server.rss_bytes - rss < most_bytes
+    assert server.open_files <= files + 1
+    assert server.metric("effexport_queue_depth") == 0
+    assert "Traceback" not in server.log.read_text()
+    assert ask(post("/v2/repository/index", b"{}")).body == index
 
 
 async def exchange_once(port: int, request: bytes, timeout_s: float = 30.0) -> Reply:

@@ -19,7 +19,7 @@ from serving_load import Outcome, Sample, binary_request, closed_loop, exchange_
 SCORE_LIMIT = 1e-4
 # Rounding of float32 in sums over 32 channels; the rows of a joined run may be summed in another order.
 VECTOR_LIMIT = 1e-5
-WORDS = (
+WORDS = [
     "the",
     "quick",
     "brown",
@@ -35,7 +35,7 @@ WORDS = (
     "naïve",
     "42",
     "!",
-)
+]
 Feeds = dict[str, Any]
 
 

@@ -14,7 +14,9 @@ from effexport.artifact import Manifest, write_manifest
 from effexport.bench.cells import ARTIFACT, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import ProcessExecutor
-from effexport.bench.sweep import Sweep, SweepResults, plan_of, results_of_sweep, write_results
+from effexport.bench.grid import SweepResults
+from effexport.bench.page import write_sweep
+from effexport.bench.sweep import Sweep, plan_of, results_of_sweep
 from effexport.bench.sweep_file import cells_from_document
 from effexport.plugins.building.toolchain import Gpu
 
@@ -90,7 +92,7 @@ class PretendedSweep:
             finally:
                 executor.close()
             results = results_of_sweep(plan, self.store, sweep, **known)
-            write_results(results, self.store.path)
+            write_sweep(results, self.store.path)
         return results
 
     @property

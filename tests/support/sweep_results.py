@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from effexport.bench.sweep import MAX_OPEN_ROWS, SweepResults, SweepRow
+from bench_results import HOSTILE
 
-HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
+from effexport.bench.grid import SweepResults, SweepRow
+from effexport.bench.page import MAX_OPEN_CELLS
 
 
 def row(seq_len: int = 512, label: str = "lsh, 4 rounds", **fields: Any) -> SweepRow:
@@ -69,7 +70,7 @@ def hostile() -> SweepResults:
 
 
 def many() -> SweepResults:
-    return results(*(row(length) for length in range(1, 2 + MAX_OPEN_ROWS)), complete=False)
+    return results(*(row(length) for length in range(1, 2 + MAX_OPEN_CELLS)), complete=False)
 
 
 SWEEPS = {"mixed": mixed, "hostile": hostile, "many": many, "empty": lambda: results(row(status="not run"))}

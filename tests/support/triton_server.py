@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from serving_load import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-triton"
@@ -28,14 +28,6 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in kept.items() if not name.startswith(("EFFEXPORT_", "PYTEST_"))}
     libraries = (ENVIRONMENT / "library-path").read_text().strip()
     return kept | {"LD_LIBRARY_PATH": libraries, "PATH": f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}"}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [opened.getsockname()[1] for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
 
 
 def ask_client(command: str, folder: Path, job: Mapping[str, Any]) -> Any:

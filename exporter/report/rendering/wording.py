@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import Unavailable
 from effexport.base.formatting import NOTHING, counted, listed, number
-from effexport.models.variants.pytorch.spec import PyTorchSpec
+from effexport.models.variants.pytorch import PyTorchSpec
 from effexport.proof.check import ALL_CASES, METRIC, Check, Suspect, Trace, excess, outcome_of, outcomes_text
 from effexport.quantize.record import Quantization
 

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from effexport.base.dtypes import joined_rows
 from effexport.base.errors import EffexportError
+from effexport.runners.runner import Closeable
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError, stopping
 from effexport.serving.engine.metrics import Metrics
 
@@ -112,6 +113,8 @@ def padding_share(rows: Sequence[int], lengths: Sequence[int]) -> float:
 logger = logging.getLogger("effexport.serving")
 Result = TypeVar("Result")
 Outputs = Mapping[str, "Array"]
+# The outputs of a request, or its error.
+Outcome = Outputs | EffexportError
 Run = Callable[[Mapping[str, "Array"]], Outputs]
 # Done when the client of a request has gone.
 Gone = asyncio.Future[None]
@@ -119,16 +122,40 @@ Gone = asyncio.Future[None]
 THREAD_BYTES = 64 << 10
 
 
-class Job:
-    """A waiting request. length: in tokens; 0 if no input has an axis of tokens. Times are from time.perf_counter."""
+class Queued:
+    """The inputs of a request that may share a run. length: in tokens; 0 if no input has an axis of tokens."""
+
+    def __init__(self, feeds: Mapping[str, Array], padding: Padding = NO_PADDING) -> None:
+        self.feeds = feeds
+        self.rows = rows_of(feeds)
+        self.length = padding.length_of(feeds)
+        self.key = joining_key(feeds, padding)
+
+
+OneQueued = TypeVar("OneQueued", bound=Queued)
+
+
+def first_batch(waiting: Sequence[OneQueued], fits: Callable[[Sequence[OneQueued]], bool]) -> list[OneQueued]:
+    """The oldest request, and those that may share its run: those closest to its length, the older ones first.
+
+    fits: whether requests that differ only in what can be joined may share a run.
+    """
+    first = waiting[0]
+    batch = [first]
+    others = [one for one in waiting if one.key == first.key and one is not first]
+    for one in sorted(others, key=lambda one: abs(one.length - first.length)):
+        if fits([*batch, one]):
+            batch.append(one)
+    return batch
+
+
+class Job(Queued):
+    """A waiting request of a server. Times are from time.perf_counter."""
 
     started = False
 
-    def __init__(self, feeds: Mapping[str, Array], rows: int, timeout_s: float, padding: Padding) -> None:
-        self.feeds = feeds
-        self.rows = rows
-        self.length = padding.length_of(feeds)
-        self.key = joining_key(feeds, padding)
+    def __init__(self, feeds: Mapping[str, Array], timeout_s: float, padding: Padding) -> None:
+        super().__init__(feeds, padding)
         self.enqueued = time.perf_counter()
         self.deadline = self.enqueued + timeout_s
         self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
@@ -148,8 +175,48 @@ class Job:
             timeout = None  # the run has started and cannot be stopped
 
 
-class Batcher:
-    """A bounded queue and the threads that empty it.
+Item = TypeVar("Item")
+
+
+class Queue(Closeable, Generic[Item]):
+    """Items that wait, and the threads that take them. works: of each thread; it returns after `close`."""
+
+    def __init__(self, name: str, *works: Callable[[], None]) -> None:
+        self._waiting: deque[Item] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._threads = [threading.Thread(target=work, name=name, daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
+
+    def _check_room(self) -> None:
+        """Raises RequestError if no more may wait."""
+
+    @property
+    def is_alive(self) -> bool:
+        return all(thread.is_alive() for thread in self._threads)
+
+    def add(self, item: Item) -> None:
+        """Let an item wait. Raises RequestError if too many wait, or the server is stopping."""
+        with self._changed:
+            if self._closing:
+                raise stopping()
+            self._check_room()
+            self._waiting.append(item)
+            # all, because the one that wakes up may only wait for others to join the oldest item
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the threads end their work, which includes what was accepted, then stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+
+class Batcher(Queue[Job]):
+    """The bounded queue of a model, and the threads that run it. It runs what was accepted before it stops.
 
     joins: whether requests may share a run. padding: how those of different lengths do, if the settings allow padding.
     """
@@ -162,21 +229,9 @@ class Batcher:
         self._metrics = metrics
         self._joins = joins
         self._padding = padding
-        self._waiting: deque[Job] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
         metrics.queue_depth.set_function(lambda: len(self._waiting))
-        self._threads = [
-            threading.Thread(target=self._work, name="effexport-runner", daemon=True)
-            for _ in range(settings.concurrent_runs or 1)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return all(thread.is_alive() for thread in self._threads)
+        super().__init__("effexport-runner", *[self._work] * (settings.concurrent_runs or 1))
 
     @property
     def retry_after_s(self) -> int:
@@ -184,19 +239,16 @@ class Batcher:
         return max(1, round(len(self._waiting) * self._busy_s / len(self._threads)))
 
     def refuse_if_full(self) -> None:
+        """Raises RequestError if no more requests may wait."""
         if len(self._waiting) >= self.settings.queue_size:
             raise RequestError(f"{self.settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
 
-    def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
-        """Queue a request; called by one event loop. Raises RequestError if the queue is full or the server stops."""
-        job = Job(feeds, rows, timeout_s, self._padding)
-        with self._changed:
-            if self._closing:
-                raise stopping()
-            self.refuse_if_full()
-            self._waiting.append(job)
-            # all, because the one that wakes up may only wait for others to join the oldest job
-            self._changed.notify_all()
+    _check_room = refuse_if_full
+
+    def submit(self, feeds: Mapping[str, Array], timeout_s: float) -> Job:
+        """Queue a request; called by one event loop. Raises as `add`."""
+        job = Job(feeds, timeout_s, self._padding)
+        self.add(job)
         return job
 
     async def outputs(self, feeds: Mapping[str, Array], timeout_s: float, gone: Gone) -> Outputs:
@@ -204,7 +256,7 @@ class Batcher:
 
         Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
         """
-        job = self.submit(feeds, rows_of(feeds), timeout_s)
+        job = self.submit(feeds, timeout_s)
         try:
             return await job.first_of(gone, timeout_s)
         finally:
@@ -220,14 +272,6 @@ class Batcher:
         with self._changed, contextlib.suppress(ValueError):
             self._waiting.remove(job)
 
-    def close(self) -> None:
-        """Run what was accepted, then stop."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-
     def _work(self) -> None:
         while batch := self._take():
             started = time.perf_counter()
@@ -242,7 +286,7 @@ class Batcher:
             while True:
                 self._drop_late()
                 if self._waiting:
-                    batch = self._first_batch()
+                    batch = first_batch(self._waiting, self._fits)
                     if not self._is_worth_waiting(batch):
                         for job in batch:
                             self._waiting.remove(job)
@@ -264,18 +308,10 @@ class Batcher:
         self._changed.wait(left)
         return True
 
-    def _first_batch(self) -> list[Job]:
-        """The oldest job, and those that may share its run: those closest to its length, the older ones first."""
-        first = self._waiting[0]
-        batch = [first]
-        if not self._joins:
-            return batch
-        others = [job for job in self._waiting if job.key == first.key and job is not first]
-        for job in sorted(others, key=lambda job: abs(job.length - first.length)):
-            rows, lengths = zip(*((one.rows, one.length) for one in (*batch, job)), strict=True)
-            if self._has_room(sum(rows), max(lengths)) and padding_share(rows, lengths) <= self.settings.max_padding:
-                batch.append(job)
-        return batch
+    def _fits(self, batch: Sequence[Job]) -> bool:
+        rows, lengths = zip(*((one.rows, one.length) for one in batch), strict=True)
+        has_room = self._joins and self._has_room(sum(rows), max(lengths))
+        return has_room and padding_share(rows, lengths) <= self.settings.max_padding
 
     def _has_room(self, rows: int, length: int) -> bool:
         """True if requests may share a run of this size."""
@@ -290,14 +326,13 @@ class Batcher:
             self._waiting.remove(job)
         deliver(late, [waited_too_long() for _ in late])
 
-    def _outcomes(self, batch: Sequence[Job]) -> list[Outputs | Exception]:
+    def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
         """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
         started = time.perf_counter()
         for job in batch:
             job.started = True
             self._metrics.queue_s.observe(started - job.enqueued)
-        outcomes = run_together(self._timed, [job.feeds for job in batch], self._padding)
-        return [expected_error(one) if isinstance(one, Exception) else one for one in outcomes]
+        return run_together(self._timed, batch, self._padding)
 
     def _timed(self, feeds: Mapping[str, Array]) -> Outputs:
         started = time.perf_counter()
@@ -314,16 +349,15 @@ def why_not_joined(spec: BuildSpec) -> str:
     return spec.model.why_samples_mix or alone
 
 
-def run_together(
-    run: Run, feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PADDING
-) -> list[Outputs | Exception]:
+def run_together(run: Run, batch: Sequence[Queued], padding: Padding = NO_PADDING) -> list[Outcome]:
     """The outputs of requests that run as one batch. If it fails, they run one by one, and some get their error."""
+    feeds = [one.feeds for one in batch]
     try:
         return list(split_outputs(run(joined_feeds(feeds, padding)), feeds, padding))
     except Exception as error:  # the thread must survive anything that a runtime raises
-        if len(feeds) == 1:
-            return [error]
-    return [outcome for one in feeds for outcome in run_together(run, [one], padding)]
+        if len(batch) == 1:
+            return [expected_error(error)]
+    return [outcome for one in batch for outcome in run_together(run, [one], padding)]
 
 
 def waited_too_long() -> RequestError:
@@ -338,7 +372,7 @@ def expected_error(error: Exception) -> EffexportError:
     return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
 
 
-def deliver(jobs: Sequence[Job], outcomes: Sequence[Outputs | Exception]) -> None:
+def deliver(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
     """Hand outcomes to the event loop in one call: for each, the threads would take turns, which costs as much again
     as all the rest of a small request. If the loop has ended, nobody waits for them."""
 

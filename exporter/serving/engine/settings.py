@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from effexport.base.errors import UserError
 from effexport.base.formatting import bytes_from_text, tokens_from_text
 from effexport.base.machine import STATUS
-from effexport.base.option_fields import A_NUMBER, Option, option
+from effexport.base.option_fields import A_NUMBER, Option, option, options_of
 from effexport.base.runtimes import CPU
 from effexport.keyless import IdentityOptions, as_given
 
@@ -75,18 +75,11 @@ class ServingSettings(IdentityOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (
-            "max_batch",
-            "max_run_tokens",
-            "concurrent_runs",
-            "queue_size",
-            "max_sessions",
-            "max_request_bytes",
-            "max_seq_len",
-        ):
+        known = options_of(ServingSettings)
+        for name, one in known.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+            if one.kind is int and value is not None and value < 1:
+                raise UserError(f"{one.flags[0]} is {value}; expected at least 1")
         if self.concurrent_runs is not None and self.concurrent_runs > MOST_CONCURRENT_RUNS:
             raise UserError(f"--concurrent-runs is {self.concurrent_runs}; expected at most {MOST_CONCURRENT_RUNS}")
         if not 0 <= self.max_padding < 1:
@@ -94,8 +87,8 @@ class ServingSettings(IdentityOptions):
         for name, low in (("batch_delay_ms", 0.0), ("timeout_s", 1e-3)):
             value = getattr(self, name)
             if not (low <= value <= LONGEST_WAIT):
-                option = "--timeout" if name == "timeout_s" else "--batch-delay-ms"
-                raise UserError(f"{option} is {value:g}; expected a number from {low:g} to {LONGEST_WAIT:g}")
+                flag = known[name].flags[0]
+                raise UserError(f"{flag} is {value:g}; expected a number from {low:g} to {LONGEST_WAIT:g}")
         if self.max_memory_bytes is not None and not STATUS.exists():
             raise UserError("--max-memory needs /proc, which this system does not have; leave it out")
         if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):

@@ -65,10 +65,12 @@ class ServedSignature:
 
     def metadata(self) -> dict[str, Any]:
         """`inputs` and `outputs` of the V2 model metadata; −1 stands for a dynamic dimension."""
-        return {
-            "inputs": [tensor_metadata(t) for t in self.inputs],
-            "outputs": [tensor_metadata(t) for t in self.outputs],
-        }
+
+        def described(tensor: TensorInfo) -> dict[str, Any]:
+            shape = [dim if isinstance(dim, int) else -1 for dim in tensor.dims]
+            return {"name": tensor.name, "datatype": DTYPES[tensor.dtype].protocol, "shape": shape}
+
+        return {"inputs": list(map(described, self.inputs)), "outputs": list(map(described, self.outputs))}
 
 
 # Remedies for a dimension that is too large.
@@ -99,9 +101,9 @@ def unknown_name(name: str, names: Sequence[str], kind: str) -> RequestError:
     return RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
 
 
-def tensor_metadata(tensor: TensorInfo) -> dict[str, Any]:
-    shape = [dim if isinstance(dim, int) else -1 for dim in tensor.dims]
-    return {"name": tensor.name, "datatype": DTYPES[tensor.dtype].protocol, "shape": shape}
+def example_shape(tensor: TensorInfo, sizes: Mapping[str, int]) -> list[int]:
+    """A shape that a model takes; sizes: of axes by name, 2 for others."""
+    return [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
 
 
 @dataclass(frozen=True)

@@ -9,31 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-from collections import deque
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.base.errors import UserError
 from effexport.generation.sampling import ALIASES, Sampling
-from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
 from effexport.runners.decode import Graph
-from effexport.runners.runner import Closeable
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError, stopping
-from effexport.serving.engine.queue import Batcher, Waiting, aside
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError
+from effexport.serving.engine.queue import Batcher, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, CONTEXT, OPTIONS, STREAM, TEXT, ServedSignature, unknown_name
-from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
-from effexport.text.task import TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
-from effexport.text.tasks import Embedding, task_from_spec
+from effexport.text.task import DEFAULT_OPTIONS, TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
+from effexport.text.tasks import Embedding
 
 if TYPE_CHECKING:
-    from effexport.artifact import Artifact
     from effexport.generation.text_generator import Piece, Session, TextGenerator
     from effexport.serving.engine.metrics import Metrics
     from effexport.serving.engine.settings import ServingSettings
@@ -41,23 +36,7 @@ if TYPE_CHECKING:
 
 # Shorter texts are tokenised in less than a millisecond.
 THREAD_CHARACTERS = 2048
-# Tasks with different options that a model keeps.
-KEPT_TASKS = 16
 TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
-
-
-class Tasks:
-    """The task of an artifact, with any options. default: the one without options."""
-
-    def __init__(self, artifact: Artifact) -> None:
-        """Raises UserError for an artifact that does not read text, or whose outputs answer no task."""
-        spec, tokenizer, config = artifact.spec, tokenizer_from_artifact(artifact), json_of(artifact.path / CONFIG)
-        self._of_options = lru_cache(KEPT_TASKS)(partial(task_from_spec, spec, tokenizer, config))
-        self.default: Task = self._of_options(TextOptions())
-
-    def of_parameters(self, parameters: Mapping[str, Any]) -> Task:
-        """Raises UserError as `options_from_parameters`, and for options that the artifact does not have."""
-        return self._of_options(options_from_parameters(parameters))
 
 
 def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:
@@ -78,12 +57,13 @@ class Texts:
     """The texts of a served model: each is a request to its queue, or several if its windows are more rows than a run
     has."""
 
-    def __init__(self, tasks: Tasks, batcher: Batcher, signature: ServedSignature) -> None:
-        self._tasks = tasks
+    def __init__(self, task_of: Callable[[TextOptions], Task], batcher: Batcher, signature: ServedSignature) -> None:
+        self._task_of = task_of
+        self._default = task_of(DEFAULT_OPTIONS)
         self._batcher = batcher
         self._signature = signature
-        self.name = tasks.default.name
-        self.is_embedding = isinstance(tasks.default, Embedding)
+        self.name = self._default.name
+        self.is_embedding = isinstance(self._default, Embedding)
         # names and datatypes of the outputs
         self.outputs = {ANSWER: "BYTES", **({EMBEDDING: "FP32"} if self.is_embedding else {})}
 
@@ -107,13 +87,14 @@ class Texts:
 
         Raises ClientGoneError, or UserError with the index of a text that cannot be answered.
         """
-        task = self._tasks.of_parameters({n: parameters[n] for n in TEXT_OPTIONS if parameters.get(n) is not None})
+        given = {name: parameters[name] for name in TEXT_OPTIONS if parameters.get(name) is not None}
+        task = self._task_of(options_from_parameters(given))
         prepared = [(len(text) + len(pair or ""), partial(task.prepare, text, pair)) for text, pair in texts]
         return await self._answers(task, prepared, waiting)
 
     async def embeddings_of(self, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting) -> list[Any]:
         """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `answers_of`."""
-        task = self._tasks.default
+        task = self._default
         assert isinstance(task, Embedding)
         texts: list[Unprepared] = [
             (len(one), partial(task.prepare, one) if isinstance(one, str) else partial(prepared_tokens, task, one))
@@ -190,64 +171,51 @@ def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, A
     return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
 
 
-class HasSession(Protocol):
+class TextWaiter:
     """A text that somebody waits for."""
 
-    session: Session
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def new_pieces(self) -> list[Piece]:
+        """Pieces that the session has added since the last call."""
+        return [self.session.pieces.popleft() for _ in range(len(self.session.pieces))]
 
 
-Waiter = TypeVar("Waiter", bound=HasSession)
+Waiter = TypeVar("Waiter", bound=TextWaiter)
 
 
-class GenerationLoop(Closeable, Generic[Waiter]):
+class GenerationLoop(Queue[Waiter]):
     """Generates many texts at a time, with one step of the model for all of them. Only its thread changes sessions.
 
     generator: warmed up, and closed with the loop. max_sessions: texts that grow at the same time; later ones wait.
-    max_waiting: how many may wait, 0 for any number. on_step: called by the thread with the texts that have something
-    new, and the seconds of the step. finishes: whether the texts that were accepted are finished before it closes.
+    max_waiting: how many may wait, 0 for any number. others: works of further threads, as of `Queue`.
+    finishes: whether the texts that were accepted are finished before it closes.
     """
 
     finishes = True
 
     def __init__(
-        self,
-        generator: TextGenerator,
-        max_sessions: int,
-        on_step: Callable[[list[Waiter], float], object],
-        max_waiting: int = 0,
+        self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0, *others: Callable[[], None]
     ) -> None:
         """Raises what the runtime of the generator raises."""
         warm_up(generator)
         self._generator = generator
         self._max_sessions = max_sessions
         self._max_waiting = max_waiting
-        self._on_step = on_step
-        self._waiting: deque[Waiter] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="effexport-generation", daemon=True)
-        self._thread.start()
+        super().__init__("effexport-generation", self._work, *others)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    @abstractmethod
+    def _stepped(self, texts: list[Waiter], seconds: float) -> None:
+        """Take what is new of these texts; called by the thread, with the seconds of the step."""
 
-    def add(self, text: Waiter) -> None:
-        """Begin a text, from any thread. Raises RequestError if too many wait, or the server is stopping."""
-        with self._changed:
-            if self._closing:
-                raise stopping()
-            if self._max_waiting and len(self._waiting) >= self._max_waiting:
-                raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later", QUEUE_FULL)
-            self._waiting.append(text)
-            self._changed.notify()
+    def _check_room(self) -> None:
+        if self._max_waiting and len(self._waiting) >= self._max_waiting:
+            raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later", QUEUE_FULL)
 
     def close(self) -> None:
         """Finish the accepted texts or drop them, then stop and close the generator."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
+        super().close()
         self._generator.close()
 
     def _work(self) -> None:
@@ -267,14 +235,14 @@ class GenerationLoop(Closeable, Generic[Waiter]):
             stepped = stepper.step()
             if stepped:
                 texts = [running[session] for session in stepped if session in running]
-                self._on_step(texts, time.perf_counter() - started)
+                self._stepped(texts, time.perf_counter() - started)
 
 
-class Stream:
+class Stream(TextWaiter):
     """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state."""
 
     def __init__(self, session: Session, timeout_s: float, on_close: Callable[[], None]) -> None:
-        self.session = session
+        super().__init__(session)
         self._loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._on_close = on_close
@@ -301,13 +269,11 @@ class Stream:
 
     def put_new(self) -> int:
         """Put what the session has added; from the thread that steps it. Returns the number of new tokens."""
-        session = self.session
-        pieces = [session.pieces.popleft() for _ in range(len(session.pieces))]
-        if pieces:
+        if pieces := self.new_pieces():
             self._put_from_thread(pieces)
-        if session.error is not None:
-            logger.error("a text could not be continued: %s", session.error)
-            self._put_from_thread(RequestError(str(session.error), FAILED))
+        if (error := self.session.error) is not None:
+            logger.error("a text could not be continued: %s", error)
+            self._put_from_thread(RequestError(str(error), FAILED))
         return sum(piece.finish_reason != "eos" for piece in pieces)
 
     def _put_from_thread(self, found: list[Piece] | Exception) -> None:
@@ -337,10 +303,10 @@ class Generations(GenerationLoop[Stream]):
         self._metrics = metrics
         metrics.add_generation()
         metrics.sessions.set_function(lambda: len(self._places))
-        super().__init__(generator, self.most, self._send)
+        super().__init__(generator, self.most)
 
-    def _send(self, streams: list[Stream], seconds: float) -> None:
-        self._metrics.tokens.inc(sum(stream.put_new() for stream in streams))
+    def _stepped(self, texts: list[Stream], seconds: float) -> None:
+        self._metrics.tokens.inc(sum(stream.put_new() for stream in texts))
         self._metrics.step_s.observe(seconds)
 
     def refuse_if_full(self) -> None:

@@ -32,9 +32,11 @@ from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUN
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Padding, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
-from effexport.serving.engine.signature import ServedSignature, signature_from_spec
-from effexport.serving.engine.texts import Generations, Tasks, Texts
+from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
+from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
+from effexport.text.task import Task, TextOptions
+from effexport.text.tasks import tasks_from_artifact
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -63,7 +65,7 @@ class ServedModel:
         name: str,
         settings: ServingSettings,
         runtime: Runtime,
-        tasks: Tasks | str = "",
+        tasks: Callable[[TextOptions], Task] | str = "",
     ) -> None:
         spec = artifact.spec
         self.name = name
@@ -75,11 +77,7 @@ class ServedModel:
         self.signature: ServedSignature = signature_from_spec(spec, settings)
         self.metrics = Metrics(name)
         self._runner = runner
-        # the length of the build is only an example, however long it is
-        self._warm_up_length = spec.model.fixed_seq_len or min(
-            spec.model.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN
-        )
-        self._axis_sizes: Mapping[str, int] = spec.model.axis_sizes
+        self._model = spec.model
         joins, padding = not self.why_not_joined, Padding.from_spec(spec)
         self.batcher = Batcher(runner.run, self.settings, self.metrics, joins=joins, padding=padding)
         self._texts = tasks if isinstance(tasks, str) else Texts(tasks, self.batcher, self.signature)
@@ -129,22 +127,21 @@ class ServedModel:
 
         Raises what the runner raises, so that a model that cannot run is noticed before the server is ready.
         """
+        # the length of the build is only an example, however long it is
+        longest = min(self._model.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN)
+        length = self._model.fixed_seq_len or longest
         try:
-            self._runner.run(self.example_feeds(1, self._warm_up_length))
+            self._runner.run(self.example_feeds(1, length))
         except MemoryError as error:
             raise RuntimeFailedError(
-                f"{self.name} cannot run with {self._warm_up_length} tokens here: there is not enough memory"
+                f"{self.name} cannot run with {length} tokens here: there is not enough memory"
             ) from error
 
     def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
         """Zeros for the inputs that are not optional; every model accepts them."""
-        sizes = {**self._axis_sizes, "batch": rows, "seq": seq_len}
-        feeds = {}
-        for tensor in self.signature.inputs:
-            if not is_optional(tensor):
-                shape = [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
-                feeds[tensor.name] = np.zeros(shape, numpy_dtype(tensor.dtype))
-        return feeds
+        sizes = {**self._model.axis_sizes, "batch": rows, "seq": seq_len}
+        needed = [tensor for tensor in self.signature.inputs if not is_optional(tensor)]
+        return {one.name: np.zeros(example_shape(one, sizes), numpy_dtype(one.dtype)) for one in needed}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -194,14 +191,13 @@ READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVA
 class ModelRepository:
     """The served models of one server. Each has its own queue, limits and runner thread.
 
-    settings: of the server; limits on connections and memory hold for all models together.
+    models: with different names. settings: limits on connections and memory hold for all models together.
     loadable: what may be loaded and unloaded while the server runs; None: nothing.
     """
 
     def __init__(
         self, models: Sequence[ServedModel], settings: ServingSettings, loadable: LoadableModels | None = None
     ) -> None:
-        check_names([model.name for model in models])
         self.settings = settings
         self._loadable = loadable
         self._models = {model.name: model for model in models}
@@ -374,7 +370,7 @@ class ServingTarget:
         """
         artifact, name = self.checked()
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
-        tasks = made_or_why(Tasks, artifact, name, EffexportError)
+        tasks = made_or_why(tasks_from_artifact, artifact, name, EffexportError)
         runner = runner_from_artifact(artifact, self.options)
         model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], tasks)
         try:

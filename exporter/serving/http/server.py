@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -26,8 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from effexport.base.errors import EffexportError, UserError
 from effexport.serving.engine.errors import BAD_HEAD, CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError, refusal_of
-from effexport.serving.http import openai, v2
-from effexport.serving.http.openai import openai_error
+from effexport.serving.http.endpoints import ENDPOINTS, OPENAI, openai_error
 from effexport.serving.http.service import MAX_HEAD_BYTES, Service, json_response
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def create_app(models: ModelRepository) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method])
-            for endpoint in (*v2.ENDPOINTS, *openai.ENDPOINTS)
+            Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
         ],
         middleware=[Middleware(guarded, service)],
         exception_handlers={EffexportError: refused, HTTPException: not_served, Exception: failed},
@@ -103,7 +102,7 @@ def refusal(message: str, kind: Refusal, service: Service, request: Request, par
     if kind in (CROWDED, BAD_HEAD) or kind.status in (408, 413, 431):
         # frees a connection, avoids waiting for the rest of a body, or does not guess where the next request begins
         headers["connection"] = "close"
-    is_openai = request.scope["path"].startswith(f"{openai.PREFIX}/")
+    is_openai = request.scope["path"].startswith(f"{OPENAI}/")
     return json_response(openai_error(message, kind, param) if is_openai else {"error": message}, kind.status, headers)
 
 
@@ -117,7 +116,6 @@ READ_TIMEOUT_S = 30.0
 # Instead of that, if unread answers have more memory than all bodies may have.
 URGENT_READ_TIMEOUT_S = 2.0
 READ_CHECK_S = 1.0
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 class Protocol(HttpToolsProtocol):
@@ -256,7 +254,8 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Refuse what arrives, and close the connection when the complete requests before it are answered."""
         body = orjson.dumps({"error": message})
-        head = f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        reason = HTTPStatus(status).phrase
+        head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self._refusal = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         if not self._is_answered and self.cycle.more_body:  # the request at fault is the last one
             if not self.pipeline:

@@ -22,7 +22,8 @@ from effexport.artifact import MANIFEST, Artifact
 from effexport.base.errors import UserError
 from effexport.base.formatting import listed
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
-from effexport.base.spec import BuildSpec
+from effexport.base.spec import BuildSpec, is_optional
+from effexport.base.version import __version__
 from effexport.export.onnx_graph import external_files
 from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import CUDA_NAME, LIBRARY_NAME
@@ -32,7 +33,7 @@ from effexport.render.formats import escaped, template_environment
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
 from effexport.serving.engine.queue import rows_of
-from effexport.serving.engine.signature import CONTEXT, TEXT, PackagedSignature, triton_type
+from effexport.serving.engine.signature import CONTEXT, GENERATION, TEXT, PackagedSignature, triton_type
 from effexport.serving.triton.repository import Content
 from effexport.serving.triton.spec import (
     BACKENDS,
@@ -55,22 +56,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend of Triton that can serve an artifact.
+    """An artifact as a model of Triton: the backend that serves it, and the options that it was packaged with.
 
-    files: contents of the folder of a version. library: whether they include the kernel library.
-    engine: description of the engine, for the backend tensorrt. example: texts of a request, by input; {} for a model
-    of tensors only. generates: whether the model continues texts, instead of answering tensors and texts.
-    packages: what it imports in the server, besides NumPy.
+    files: contents of the folder of a version. engine: description of the engine, for the backend tensorrt. example:
+    texts of a request, by input; {} for a model of tensors only. generates: whether the model continues texts, instead
+    of answering tensors and texts. packages: what it imports in the server, besides NumPy.
     """
 
+    artifact: Artifact
+    spec: PackageSpec
     name: BackendName
     kind: Literal["cpu", "gpu"]
     files: Content
-    library: bool = False
     engine: EngineInfo | None = None
     example: Mapping[str, str] = field(default_factory=dict)
     generates: bool = False
     packages: tuple[PackageName, ...] = ()
+
+    @property
+    def has_library(self) -> bool:
+        """True if it has the kernel library."""
+        return LIBRARY_NAME in self.files
+
+    @property
+    def title(self) -> str:
+        return f"{self.artifact.spec.model.title}, {self.artifact.spec.precision}"
+
+    @functools.cached_property
+    def batching(self) -> Batching:
+        """Raises UserError as `batching_of`."""
+        return Batching(0) if self.generates else batching_of(self.artifact.spec, self.spec, self.engine)
+
+    @property
+    def signature(self) -> PackagedSignature:
+        if self.generates:
+            return GENERATION
+        build = self.artifact.spec
+        # effexport's runner has defaults for missing inputs; other backends need every input of the graph
+        optional = frozenset(t.name for t in build.inputs if self.name == "python" and is_optional(t))
+        signature = PackagedSignature(build.inputs, build.outputs, optional)
+        return signature.with_texts(self.batching.max_batch) if self.example else signature
+
+    @functools.cached_property
+    def warm_ups(self) -> tuple[WarmUp, ...]:
+        """Batches of 1, and on a GPU also of the preferred sizes, for which it chooses memory and kernels."""
+        if self.generates or not self.spec.warm_up:
+            return ()
+        preferred = self.batching.preferred if self.kind == "gpu" else ()
+        sizes = tuple(sorted({1, *preferred})) if self.batching.max_batch else (0,)
+        return warm_ups(self.artifact, sizes, self.engine)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Settings that the backend reads: of ONNX Runtime, and of generated texts."""
+        threads = self.spec.threads or 0
+        if self.name != "python":
+            return {"intra_op_thread_count": threads} if self.name == "onnxruntime" and threads else {}
+        if not self.generates:
+            return {"threads": threads}
+        sessions = self.spec.max_batch or DEFAULT_SESSIONS
+        return {"threads": threads, "sessions": sessions, "max_queue": self.spec.max_queue}
+
+    def config(self, model: str, version: int) -> bytes:
+        """The contents of config.pbtxt, which names the kernel library by its path on the server."""
+        named = self.has_library and self.name != "python"
+        library = f"{self.spec.server_path.rstrip('/')}/{model}/{version}/{LIBRARY_NAME}" if named else ""
+        values = {"model": model, "backend": self, "library": library, "release": __version__}
+        return render("config.pbtxt.j2", values).encode()
 
 
 PLAN = "model.plan"
@@ -120,7 +172,7 @@ def onnxruntime_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     if taken := weights.keys() & {model.name, *library}:
         raise UserError(f"{model} keeps its weights in {min(taken)}, which is another file in Triton; build it again")
     files: dict[str, bytes | Path] = {model.name: model, **weights}
-    return Backend("onnxruntime", kind, files | library, bool(library))
+    return Backend(artifact, spec, "onnxruntime", kind, files | library)
 
 
 def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
@@ -139,7 +191,6 @@ def python_model(
     artifact: Artifact, spec: PackageSpec, *, example: Mapping[str, str] = MappingProxyType({}), generates: bool = False
 ) -> Backend:
     kind = spec.kind or "cpu"
-    library = kernel_library(artifact, spec, kind)
     files: dict[str, bytes | Path] = {
         f"artifact/{name}": artifact.path / name for name in (MANIFEST, *artifact.manifest.files)
     }
@@ -147,9 +198,8 @@ def python_model(
     files["effexport.zip"] = zip_of_effexport()
     tokenizes = TOKENIZER_JSON in artifact.manifest.files and (example or generates)
     packages: tuple[PackageName, ...] = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
-    return Backend(
-        "python", kind, files | library, bool(library), example=example, generates=generates, packages=packages
-    )
+    everything = files | kernel_library(artifact, spec, kind)
+    return Backend(artifact, spec, "python", kind, everything, example=example, generates=generates, packages=packages)
 
 
 def example_request(task: Task, tokenizer: Tokenizer) -> dict[str, str]:
@@ -170,7 +220,7 @@ def tensorrt_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     if spec.kind == "cpu":
         raise UserError("a TensorRT engine runs on a GPU only; expected --kind gpu, or another backend")
     engine = artifact.engine_path("trt")
-    return Backend("tensorrt", "gpu", {PLAN: engine}, engine=read_sidecar(engine))
+    return Backend(artifact, spec, "tensorrt", "gpu", {PLAN: engine}, engine=read_sidecar(engine))
 
 
 MAKERS: dict[str, Callable[[Artifact, PackageSpec], Backend]] = {
@@ -325,38 +375,6 @@ def accepts(profile: Mapping[str, Sequence[Sequence[int]]], inputs: dict[str, Ar
         for name, value in inputs.items()
         for low, size, high in zip(profile[name][0], value.shape, profile[name][2], strict=True)
     )
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The contents of config.pbtxt."""
-
-    name: str
-    title: str
-    backend: Backend
-    signature: PackagedSignature
-    batching: Batching
-    warm_ups: Sequence[WarmUp]
-    spec: PackageSpec
-    version: int
-
-    @property
-    def library(self) -> str:
-        """The path of the kernel library on the server, "" if it is not named."""
-        if self.backend.name == "python" or not self.backend.library:
-            return ""
-        return f"{self.spec.server_path.rstrip('/')}/{self.name}/{self.version}/{LIBRARY_NAME}"
-
-    @property
-    def parameters(self) -> dict[str, int]:
-        """Settings that the backend reads: of ONNX Runtime, and of generated texts."""
-        threads = self.spec.threads or 0
-        if self.backend.name != "python":
-            return {"intra_op_thread_count": threads} if self.backend.name == "onnxruntime" and threads else {}
-        if not self.backend.generates:
-            return {"threads": threads}
-        sessions = self.spec.max_batch or DEFAULT_SESSIONS
-        return {"threads": threads, "sessions": sessions, "max_queue": self.spec.max_queue}
 
 
 def quoted(text: str) -> str:

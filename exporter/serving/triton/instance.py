@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
 from effexport.serving.engine.errors import refusal_of
-from effexport.serving.engine.queue import Key, expected_error, joining_key, rows_of, run_together
+from effexport.serving.engine.queue import Outcome, Queued, first_batch, run_together
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
@@ -40,9 +39,9 @@ from effexport.serving.engine.signature import (
     TEXT_INPUT,
     decoded,
 )
-from effexport.serving.engine.texts import GenerationLoop, Tasks, sampling_from_options
+from effexport.serving.engine.texts import GenerationLoop, TextWaiter, options_from_parameters, sampling_from_options
 from effexport.text.task import PreparedText, Task, joined_outputs
-from effexport.text.tasks import Embedding
+from effexport.text.tasks import Embedding, tasks_from_artifact
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -53,8 +52,6 @@ ARTIFACT = "artifact"
 MOST_WINDOWS = 256
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
 CANCEL_CHECK_SECONDS = 0.05
-# The outputs of a request, or its error.
-Answer = Mapping[str, "Array"] | EffexportError
 TaskOf = Callable[[Mapping[str, Any]], Task]
 
 
@@ -111,7 +108,10 @@ class ModelInstance(Closeable):
         self._backend = backend
         self.runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
         reads_text = any(tensor["name"] == TEXT for tensor in config["input"])
-        self.task_of = Tasks(artifact).of_parameters if reads_text else None
+        self.task_of: TaskOf | None = None
+        if reads_text:
+            tasks = tasks_from_artifact(artifact)
+            self.task_of = lambda parameters: tasks(options_from_parameters(parameters))
         # 0 if results may depend on the rest of the batch; requests then run one by one
         self.max_batch = config["max_batch_size"]
 
@@ -122,7 +122,7 @@ class ModelInstance(Closeable):
         ]
         return [self._response(answer) for answer in run_requests(self.runner, self.task_of, given, self.max_batch)]
 
-    def _response(self, answer: Answer) -> Any:
+    def _response(self, answer: Outcome) -> Any:
         if isinstance(answer, EffexportError):
             return self._backend.InferenceResponse(error=triton_error(self._backend, answer))
         tensors = [self._backend.Tensor(name, value) for name, value in answer.items()]
@@ -157,7 +157,7 @@ class TritonRequest:
 
 def run_requests(
     runner: OrtRunner, task_of: TaskOf | None, requests: Sequence[TritonRequest], max_batch: int
-) -> list[Answer]:
+) -> list[Outcome]:
     """The outputs of each request, or its error. A bad request does not affect the others.
 
     A request has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context`
@@ -172,7 +172,7 @@ def run_requests(
 
 def job_from_request(
     task_of: TaskOf | None, request: TritonRequest, max_batch: int
-) -> tuple[Sequence[Mapping[str, Array]], Callable[[Sequence[Answer]], Answer]]:
+) -> tuple[Sequence[Mapping[str, Array]], Callable[[Sequence[Outcome]], Outcome]]:
     """The runs of a request with tensors or texts, none for one with an error; and what makes its answer of theirs."""
     tensors = request.tensors
     if task_of is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
@@ -186,7 +186,7 @@ def job_from_request(
     # of each text, at most as many windows as the model takes together
     runs = [one.rows(max(max_batch, 1)) for one in prepared]
 
-    def answer(answers: Sequence[Answer]) -> Answer:
+    def answer(answers: Sequence[Outcome]) -> Outcome:
         left = iter(answers)
         try:
             joined = [joined_outputs([outputs_or_raise(next(left)) for _ in of_text]) for of_text in runs]
@@ -197,7 +197,7 @@ def job_from_request(
     return [run for of_text in runs for run in of_text], answer
 
 
-def outputs_or_raise(answer: Answer) -> Mapping[str, Array]:
+def outputs_or_raise(answer: Outcome) -> Mapping[str, Array]:
     if isinstance(answer, EffexportError):
         raise answer
     return answer
@@ -248,27 +248,23 @@ def answers_of_texts(
     return found
 
 
-def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_batch: int) -> list[Answer]:
+def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_batch: int) -> list[Outcome]:
     """The outputs of each request, or its error; those of one shape run together. A bad request spoils no other one.
 
     max_batch: rows that run together, unless one request has more; 0 runs each request on its own, for models whose
     results depend on the rest of the batch.
     """
-    answers: dict[int, Answer] = {}
-    groups: dict[Key, list[dict[int, Mapping[str, Array]]]] = {}
+    answers: dict[int, Outcome] = {}
+    waiting: dict[Queued, int] = {}
     for i, request in enumerate(requests):
         try:
-            feeds = checked_feeds(request, runner.inputs, runner.limits)
+            waiting[Queued(checked_feeds(request, runner.inputs, runner.limits))] = i
         except EffexportError as error:
             answers[i] = error
-            continue
-        of_shape = groups.setdefault(joining_key(feeds), [{}])
-        if of_shape[-1] and sum(map(rows_of, [*of_shape[-1].values(), feeds])) > max_batch:
-            of_shape.append({})
-        of_shape[-1][i] = feeds
-    for group in (group for of_shape in groups.values() for group in of_shape):
-        for i, outcome in zip(group, run_together(runner.run, list(group.values())), strict=True):
-            answers[i] = expected_error(outcome) if isinstance(outcome, Exception) else outcome
+    while waiting:
+        batch = first_batch(list(waiting), lambda batch: sum(one.rows for one in batch) <= max_batch)
+        for one, outcome in zip(batch, run_together(runner.run, batch), strict=True):
+            answers[waiting.pop(one)] = outcome
     return [answers[i] for i in range(len(requests))]
 
 
@@ -330,11 +326,11 @@ class Reply:
         self._sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 
 
-class TextReply:
+class TextReply(TextWaiter):
     """A request that is being answered. in_pieces: send text as it arrives, instead of all at the end."""
 
     def __init__(self, session: Session, reply: Reply, in_pieces: bool) -> None:
-        self.session = session
+        super().__init__(session)
         self._reply = reply
         self._in_pieces = in_pieces
         self._text = ""
@@ -353,11 +349,9 @@ class TextReply:
                 self._reply.cancel(session)
                 return
             self._next_check = time.monotonic() + CANCEL_CHECK_SECONDS
-        reason = None
-        while session.pieces:
-            piece = session.pieces.popleft()
-            self._text += piece.text
-            reason = piece.finish_reason
+        pieces = self.new_pieces()
+        self._text += "".join(piece.text for piece in pieces)
+        reason = pieces[-1].finish_reason if pieces else None
         self._done = session.error is not None or reason is not None
         if session.error is not None:
             self._reply.fail(session.error)
@@ -379,10 +373,7 @@ class GenerationInstance(GenerationLoop[TextReply]):
         self._backend = backend
         # replies with something to send, each once, however many steps ago
         self._unsent: dict[TextReply, None] = {}
-        self._arrived = threading.Condition()
-        super().__init__(generator, max_sessions, self._stepped, max_waiting)
-        self._sender = threading.Thread(target=self._send, daemon=True)
-        self._sender.start()
+        super().__init__(generator, max_sessions, max_waiting, self._send)
 
     def __str__(self) -> str:
         return f"effexport {__version__}"
@@ -402,15 +393,15 @@ class GenerationInstance(GenerationLoop[TextReply]):
         """
         self.add(TextReply(self._generator.session(prompt, sampling), reply, in_pieces))
 
-    def _stepped(self, replies: list[TextReply], _: float) -> None:
-        with self._arrived:
-            self._unsent |= dict.fromkeys(replies)
-            self._arrived.notify()
+    def _stepped(self, texts: list[TextReply], seconds: float) -> None:
+        with self._changed:
+            self._unsent |= dict.fromkeys(texts)
+            self._changed.notify_all()
 
     def _send(self) -> None:
         while True:
-            with self._arrived:
-                self._arrived.wait_for(lambda: self._unsent or self._closing)
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._closing)
                 if self._closing:
                     return
                 replies, self._unsent = self._unsent, {}
@@ -419,12 +410,6 @@ class GenerationInstance(GenerationLoop[TextReply]):
                     reply.send_new()
                 except Exception:  # the server does not say which error it raises for a connection that has gone
                     reply.session.cancel()
-
-    def close(self) -> None:
-        super().close()
-        with self._arrived:
-            self._arrived.notify()
-        self._sender.join()
 
 
 Instance = ModelInstance | GenerationInstance

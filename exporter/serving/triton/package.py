@@ -15,18 +15,9 @@ from effexport.artifact import MANIFEST, REMEDY, Artifact
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.records import record_from_values
-from effexport.base.spec import BuildSpec, is_optional
-from effexport.base.version import __version__
-from effexport.serving.engine.signature import GENERATION, PackagedSignature, protocol_type, tensors_of
-from effexport.serving.triton.config import (
-    Backend,
-    Batching,
-    ModelConfig,
-    batching_of,
-    choose_backends,
-    render,
-    warm_ups,
-)
+from effexport.base.spec import is_optional
+from effexport.serving.engine.signature import BINARY_ONLY, example_shape, protocol_type, tensors_of
+from effexport.serving.triton.config import Backend, choose_backends, render
 from effexport.serving.triton.repository import (
     CONFIG,
     RECORD,
@@ -54,9 +45,7 @@ from effexport.serving.triton.spec import (
 EXAMPLE_LENGTH = 8
 
 
-def model_change(
-    artifact: Artifact, repository: Path, name: str, backend: Backend, spec: PackageSpec, *, replace_config: bool
-) -> ModelChange:
+def model_change(repository: Path, name: str, backend: Backend, *, replace_config: bool) -> ModelChange:
     """Raises UserError for a version with other contents, or a folder with another model."""
     folder = repository / name
     old = read_record(folder)
@@ -66,21 +55,15 @@ def model_change(
         )
     versions = numbered_folders(folder)
     content = backend.files
-    version = version_of(content, versions, spec.version, name)
+    version = version_of(content, versions, backend.spec.version, name)
     is_new = version not in versions
-    batching = Batching(0) if backend.generates else batching_of(artifact.spec, spec, backend.engine)
-    warm_up = spec.warm_up and not backend.generates
-    warm = warm_ups(artifact, warm_up_sizes(backend, batching), backend.engine) if warm_up else ()
-    build, title = artifact.spec, f"{artifact.spec.model.title}, {artifact.spec.precision}"
-    signature = signature_of(build, backend, batching)
-    config = ModelConfig(name, title, backend, signature, batching, warm, spec, version)
-    text = render("config.pbtxt.j2", {"config": config, "release": __version__}).encode()
-    record = model_record(artifact, config, text, old)
+    text = backend.config(name, version)
+    record = model_record(backend, name, version, text, old)
     if old is not None:
         check_same_model(folder, old, record)
     files: dict[str, bytes] = {}
     if version == max((*versions, version)):
-        files = {f"warmup/{w.files[key]}": w.inputs[key].tobytes() for w in warm for key in w.inputs}
+        files = {f"warmup/{w.files[key]}": w.inputs[key].tobytes() for w in backend.warm_ups for key in w.inputs}
         files[CONFIG] = text
         check_unedited(folder, old, text, replace_config=replace_config)
     elif old is not None:
@@ -125,57 +108,42 @@ def next_free(versions: Mapping[int, Path]) -> int:
     return number
 
 
-def warm_up_sizes(backend: Backend, batching: Batching) -> tuple[int, ...]:
-    """Batch sizes to warm up: 1, and on a GPU also the preferred ones, for which it chooses memory and kernels."""
-    if not batching.max_batch:
-        return (0,)
-    preferred = batching.preferred if backend.kind == "gpu" else ()
-    return tuple(sorted({1, *preferred}))
-
-
-def signature_of(build: BuildSpec, backend: Backend, batching: Batching) -> PackagedSignature:
-    if backend.generates:
-        return GENERATION
-    # effexport's runner has defaults for missing inputs; other backends need every input of the graph
-    optional = frozenset(t.name for t in build.inputs if backend.name == "python" and is_optional(t))
-    signature = PackagedSignature(build.inputs, build.outputs, optional)
-    return signature.with_texts(batching.max_batch) if backend.example else signature
-
-
-def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: ModelRecord | None) -> ModelRecord:
-    build, manifest = artifact.spec, artifact.manifest
+def model_record(backend: Backend, name: str, version: int, text: bytes, old: ModelRecord | None) -> ModelRecord:
+    """text: of its configuration. old: the record of the model so far."""
+    artifact, spec, signature = backend.artifact, backend.spec, backend.signature
+    model, manifest = artifact.spec.model, artifact.manifest
     origin = Origin(
         artifact=artifact.path.resolve().name,
         weights_sha256=manifest.weights_sha256,
         built_by=manifest.effexport_version,
         custom_ops=sorted(manifest.custom_ops),
-        implementation=implementation_of(config.backend, manifest.custom_ops),
-        example=dict(config.backend.example),
+        implementation=implementation_of(backend, manifest.custom_ops),
+        example=dict(backend.example),
     )
     packages: dict[PackageName, str] = {}
-    for name in config.backend.packages:
+    for package in backend.packages:
         # those that a build does not record are those of this packaging
-        recorded = name in manifest.environment
-        release = manifest.environment[name] if recorded else importlib.metadata.version(name)
+        recorded = package in manifest.environment
+        release = manifest.environment[package] if recorded else importlib.metadata.version(package)
         if release:
-            packages[name] = release
+            packages[package] = release
     record = ModelRecord(
-        name=config.name,
-        group=config.name if config.backend.generates else config.spec.name,
-        backend=config.backend.name,
-        kind=config.backend.kind,
-        title=config.title,
-        inputs=config.signature.inputs,
-        outputs=config.signature.outputs,
-        max_batch=config.batching.max_batch,
-        reason=config.batching.reason,
-        example_length=build.model.fixed_seq_len
-        or max(build.model.shortest, min(EXAMPLE_LENGTH, build.model.max_seq_len or EXAMPLE_LENGTH)),
-        tensorrt_version=config.backend.engine.tensorrt_version if config.backend.engine else None,
-        server_path=config.spec.server_path,
+        name=name,
+        group=name if backend.generates else spec.name,
+        backend=backend.name,
+        kind=backend.kind,
+        title=backend.title,
+        inputs=signature.inputs,
+        outputs=signature.outputs,
+        max_batch=backend.batching.max_batch,
+        reason=backend.batching.reason,
+        example_length=model.fixed_seq_len
+        or max(model.shortest, min(EXAMPLE_LENGTH, model.max_seq_len or EXAMPLE_LENGTH)),
+        tensorrt_version=backend.engine.tensorrt_version if backend.engine else None,
+        server_path=spec.server_path,
         config_sha256=config_digest(text),
         packages=packages,
-        versions={**(old.versions if old else {}), str(config.version): origin},
+        versions={**(old.versions if old else {}), str(version): origin},
     )
     # what comes from the artifact goes into a Dockerfile
     return record_from_values(asdict(record), ModelRecord, str(artifact.path), REMEDY)
@@ -184,7 +152,7 @@ def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: Mode
 def implementation_of(backend: Backend, custom_ops: Mapping[str, int]) -> str:
     if backend.engine is not None:
         return ", ".join(sorted(set(backend.engine.implementation.values()))) or "standard operators"
-    return ("kernel" if backend.library else "body") if custom_ops else "standard operators"
+    return ("kernel" if backend.has_library else "body") if custom_ops else "standard operators"
 
 
 def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
@@ -251,7 +219,7 @@ def package_artifact(
         names = tuple(backend.name for backend in backends if not backend.generates)
         for backend in backends:
             name = f"{spec.name}-generate" if backend.generates else spec.model_name(backend.name, names)
-            changes.append(model_change(artifact, repository, name, backend, spec, replace_config=replace_config))
+            changes.append(model_change(repository, name, backend, replace_config=replace_config))
         records = records_of(repository) | {change.name: change.record for change in changes}
         for name, record in records.items():
             if record.server_path != spec.server_path:  # configurations contain absolute paths
@@ -328,7 +296,6 @@ MARK = "written by effexport package"
 PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
 # Requests with more numbers are not shown as examples.
 LARGEST_EXAMPLE = 64
-NOT_IN_JSON = ("float16", "bfloat16")
 
 
 def pages_of_repository(
@@ -377,7 +344,7 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "tensorrt": {record.name: record.tensorrt_version for record in models if record.tensorrt_version},
         "first": first,
         "request": json_request(first),
-        "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
+        "client_inputs": example_inputs(first),
         "protocol_type": protocol_type,
         "tensors": tensors_of,
         "reader": readers[0] if readers else None,
@@ -423,23 +390,19 @@ def packages_of(models: list[ModelRecord]) -> list[str]:
     return [f"{name}{suffix if name == 'onnxruntime' else ''}=={version}" for name, version in sorted(newest.items())]
 
 
-def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
-    """The inputs of an example request; Python models have defaults for masks and segments."""
-    return [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
-
-
-def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:
+def example_inputs(record: ModelRecord) -> list[tuple[TensorInfo, list[int]]]:
+    """The inputs of an example request with their shapes; Python models have defaults for masks and segments."""
+    needed = [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
     sizes = {"batch": 1, "seq": record.example_length}
-    return [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
+    return [(tensor, example_shape(tensor, sizes)) for tensor in needed]
 
 
 def json_request(record: ModelRecord) -> str | None:
     """An example request for curl; None if it is too long to read, or has float16, which Triton refuses in JSON."""
-    if any(tensor.dtype in NOT_IN_JSON for tensor in (*record.inputs, *record.outputs)):
+    if any(protocol_type(tensor.dtype) in BINARY_ONLY for tensor in (*record.inputs, *record.outputs)):
         return None
     inputs = []
-    for tensor in needed_inputs(record):
-        shape = example_shape(record, tensor)
+    for tensor, shape in example_inputs(record):
         count = math.prod(shape)
         if count > LARGEST_EXAMPLE:
             return None

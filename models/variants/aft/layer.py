@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from effexport.models.attention_spec import AttentionSpec
 from effexport.models.layers import AttentionLayer, at_least_float32, split_heads
 from effexport.models.validation import SpecError
-from effexport.models.variants.aft.spec import AFTPositionSpec
+from effexport.models.variants.aft import AFTPositionSpec
 from effexport.models.variants.sums import ExpSums, average, block_count, sums_of_tokens
 
 
@@ -134,3 +135,32 @@ def later_columns(x: Tensor, step: int) -> Tensor:
     rows, columns = x.shape[-2:]
     # rows that are `step` elements longer move the columns below each other
     return torch.unflatten(F.pad(x.flatten(-2), (0, rows * step)), -1, (rows, columns + step))
+
+
+@torch.no_grad()
+def gated_sums(layer: AttentionLayer, x: Tensor, keep: Tensor, w: Tensor) -> Tensor:
+    """x [batch, seq, dim], keep [batch, seq], w [heads, seq, seq] → float64 [batch, seq, inner], a query at a time."""
+    x, heads = x.double(), w.shape[0]
+
+    def projected(name: str) -> Tensor:
+        projection = getattr(layer, name)
+        return linear(x, projection.weight.double(), None if projection.bias is None else projection.bias.double())
+
+    k, v = (projected(name).unflatten(-1, (heads, -1)) for name in ("key", "value"))
+    context = torch.zeros_like(v)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            end = t + 1 if layer.spec.causal else x.shape[1]
+            seen = keep[b, :end].nonzero().flatten()
+            if len(seen):
+                logits = k[b, seen] + w[:, t, seen].double().T[..., None]
+                context[b, t] = (torch.softmax(logits, dim=0) * v[b, seen]).sum(dim=0)
+    return torch.sigmoid(projected("query")) * context.flatten(-2)
+
+
+def bias_full(layer: AFTPositionLayer, seq_len: int) -> Tensor:
+    """w of the first positions, as it is or u vᵀ: float64 [1, seq, seq]."""
+    if layer.spec.position_bias == "full":
+        return layer.position_bias.detach().double()[None, :seq_len, :seq_len]
+    u, v = layer.position_query.detach().double(), layer.position_key.detach().double()
+    return (u @ v.T)[None, :seq_len, :seq_len]

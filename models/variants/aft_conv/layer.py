@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.layers import at_least_float32
-from effexport.models.variants.aft.layer import AFTLayer
-from effexport.models.variants.aft_conv.spec import AFTConvSpec
+from effexport.models.variants.aft.layer import AFTLayer, gated_sums
+from effexport.models.variants.aft_conv import AFTConvSpec
 from effexport.models.variants.aft_local.layer import band_offsets, banded_block_size
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.sums import ExpSums, banded_sums, block_count, causal_banded_sums
 from effexport.plugins.aft_window_attention.op import aft_window_attention
 
@@ -61,3 +62,30 @@ class AFTConvAttention(AFTLayer):
         offset = band_offsets(size, before, after, self.weight.device)
         near = self.taps()[:, (offset + half).clamp(0, 2 * half)]
         return torch.where(offset.abs() <= half, near, 0.0).unsqueeze(1)
+
+
+def bias_conv(layer: AFTConvAttention, seq_len: int) -> Tensor:
+    """The re-parameterised tap of every offset t' − t, 0 outside the filter: float64 [heads, seq, seq]."""
+    weight, half = layer.weight.detach().double(), layer.spec.kernel_size // 2
+    variance = weight.var(dim=1, keepdim=True, unbiased=False)
+    taps = (weight - weight.mean(dim=1, keepdim=True)) / torch.sqrt(variance + layer.spec.std_eps**2)
+    taps = layer.gamma.detach().double()[:, None] * taps + layer.beta.detach().double()[:, None]
+    w = torch.zeros(layer.spec.heads, seq_len, seq_len, dtype=torch.float64)
+    for tap in range(layer.spec.kernel_size):
+        if abs(tap - half) < seq_len:
+            w.diagonal(tap - half, 1, 2)[:] = taps[:, tap, None]
+    return w
+
+
+def exact(layer: AFTConvAttention, x: Tensor, keep: Tensor) -> Tensor:
+    return gated_sums(layer, x, keep, bias_conv(layer, x.shape[1]))
+
+
+CONTRACT = VariantContract(
+    exact=exact,
+    limit=1e-5,
+    reason="float32 rounding of sums of at most 100 terms with outputs near 1",
+    changed=AFTConvSpec(kernel_size=5, std_eps=1e-3),
+    small={"kernel_size": 5},
+    forms={"one tap": {"kernel_size": 1}, "a long filter": {"kernel_size": 145}, "wide heads": {"head_dim": 16}},
+)

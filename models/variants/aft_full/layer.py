@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from effexport.models.layers import at_least_float32
-from effexport.models.variants.aft.layer import AFTPositionLayer, near_diagonal
+from effexport.models.variants.aft.layer import AFTPositionLayer, bias_full, gated_sums, near_diagonal
+from effexport.models.variants.aft_full import AFTFullSpec
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.sums import (
     ExpSums,
     causal_block_size,
@@ -72,3 +74,17 @@ class AFTFullAttention(AFTPositionLayer):
         own_bias = u @ v.transpose(-1, -2) if self.is_factored else near_diagonal(pairs, size, before=0, after=0)
         sums = merge(causal_block_sums(parts, own_bias[:blocks]), earlier_block_sums(parts, bias))
         return join_blocks(sums, seq_len)
+
+
+def exact(layer: AFTFullAttention, x: Tensor, keep: Tensor) -> Tensor:
+    return gated_sums(layer, x, keep, bias_full(layer, x.shape[1]))
+
+
+CONTRACT = VariantContract(
+    exact=exact,
+    limit=1e-5,
+    reason="float32 rounding of sums of at most 100 terms with outputs near 1",
+    changed=AFTFullSpec(seq_len=100, position_bias="full", position_dim=8),
+    small={"position_dim": 8},
+    forms={"full biases": {"position_bias": "full"}, "wide heads": {"head_dim": 16}},
+)

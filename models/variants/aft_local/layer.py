@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.validation import SpecError
-from effexport.models.variants.aft.layer import AFTPositionLayer, later_columns, near_diagonal
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
+from effexport.models.variants.aft.layer import AFTPositionLayer, bias_full, gated_sums, later_columns, near_diagonal
+from effexport.models.variants.aft_local import AFTLocalSpec
 from effexport.models.variants.aft_simple.layer import simple_sums
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.sums import (
     ABSENT,
     ExpSums,
@@ -119,3 +120,30 @@ def band_offsets(size: int, before: int, after: int, device: torch.device) -> Te
     """t' − t of each query and key of a block's window: int64 [size, (before + 1 + after) · size]."""
     query = torch.arange(size, device=device)[:, None] + before * size
     return torch.arange((before + 1 + after) * size, device=device)[None, :] - query
+
+
+def bias_local(layer: AFTLocalAttention, seq_len: int) -> Tensor:
+    """The w of AFT-full where |t − t'| < window, 0 elsewhere: float64 [1, seq, seq]."""
+    positions = torch.arange(seq_len)
+    near = (positions[:, None] - positions).abs() < layer.spec.window
+    return bias_full(layer, seq_len) * near
+
+
+def exact(layer: AFTLocalAttention, x: Tensor, keep: Tensor) -> Tensor:
+    return gated_sums(layer, x, keep, bias_local(layer, x.shape[1]))
+
+
+CONTRACT = VariantContract(
+    exact=exact,
+    limit=1e-5,
+    reason="float32 rounding of sums of at most 100 terms with outputs near 1",
+    changed=AFTLocalSpec(position_dim=8, window=0),
+    small={"position_dim": 8, "window": 8},
+    forms={
+        "full biases": {"position_bias": "full"},
+        "no window": {"window": 0},
+        "own position": {"window": 1},
+        "a long window": {"window": 90},
+        "wide heads": {"head_dim": 16},
+    },
+)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from effexport.models.layers import State, merge_heads
-from effexport.models.variants.aft.layer import AFTLayer
-from effexport.models.variants.aft_simple.spec import AFTSimpleSpec
+from effexport.models.variants.aft.layer import AFTLayer, gated_sums
+from effexport.models.variants.aft_simple import AFTSimpleSpec
+from effexport.models.variants.contract import VariantContract
 from effexport.models.variants.sums import ABSENT, ExpSums, average, merge, prefix_sums, sums_of_tokens, total
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention
 
@@ -67,3 +68,22 @@ def sums_of_state(state: State) -> ExpSums:
 def simple_sums(keys: ExpSums, causal: bool) -> ExpSums:
     """Σ e^key over all tokens (seq becomes 1) or, if causal, over the tokens up to each one."""
     return prefix_sums(keys) if causal else total(keys).each(lambda x: x.unsqueeze(-2))
+
+
+def bias_simple(layer: AFTSimpleAttention, seq_len: int) -> Tensor:
+    """No position bias: [1, seq, seq] zeros."""
+    return torch.zeros(1, seq_len, seq_len, dtype=torch.float64)
+
+
+def exact(layer: AFTSimpleAttention, x: Tensor, keep: Tensor) -> Tensor:
+    return gated_sums(layer, x, keep, bias_simple(layer, x.shape[1]))
+
+
+CONTRACT = VariantContract(
+    exact=exact,
+    limit=1e-5,
+    reason="float32 rounding of sums of at most 100 terms with outputs near 1",
+    changed=AFTSimpleSpec(dim=30, heads=4, causal=True),
+    small={},
+    forms={"wide heads": {"head_dim": 16}},
+)

@@ -11,6 +11,7 @@ from typing import Any
 
 import bench_results
 import pytest
+from bench_results import html_from_results
 from command_lines import options_from_words
 
 from effexport.base.errors import UserError
@@ -18,7 +19,6 @@ from effexport.bench import advice as advise_module
 from effexport.bench import recommendation as advise_rendering
 from effexport.bench.advice import AdvicePlan, Adviser, Limits, Speed, least_ms_by_products, misses
 from effexport.bench.grid import BenchCase, BenchRow, Grid, Status, model_of_case, models_from_text
-from effexport.bench.page import html_from_results
 from effexport.bench.recommendation import (
     NOTHING_MEASURED,
     OTHER_MODELS,

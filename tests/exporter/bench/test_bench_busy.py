@@ -59,9 +59,9 @@ def conclusions(results: BenchResults) -> dict[str, str]:
         where, _, rest = sentence.partition(", ")
         if " is the fastest" in rest:
             found[where] = rest.partition(" is the fastest")[0]
-    for curve, crossover in crossovers(curves(results)):
-        if not crossover.text.startswith("not compared"):
-            found[curve.name] = re.sub("[0-9, ]+", "", crossover.text)
+    for curve, text in crossovers(curves(results)):
+        if not text.startswith("not compared"):
+            found[curve.name] = re.sub("[0-9, ]+", "", text)
     return found
 
 

@@ -303,7 +303,8 @@ def test_a_benchmark_that_fits_nowhere_fails_and_is_announced_as_short(cli: Cli,
 
 
 def test_progress_says_how_far_and_how_long() -> None:
-    from effexport.bench.costs import Pace, Step
+    from effexport.bench.costs import Pace
+    from effexport.bench.grid import Step
     from effexport.cli._console import time_left
 
     now: Iterator[float] = iter([0.0, 0.0, 10.0, 20.0])
@@ -312,7 +313,7 @@ def test_progress_says_how_far_and_how_long() -> None:
     for text in ("first", "second", "third"):
         pace.say(text)
         pace.pay(1.0)
-    assert [(step.text, step.share, step.seconds_left) for step in steps] == [
+    assert [(step.text, step.done, step.seconds_left) for step in steps] == [
         ("first", 0.0, None),
         ("second", 0.25, 30.0),
         ("third", 0.5, 20.0),

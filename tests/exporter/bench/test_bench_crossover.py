@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effexport.bench.findings import crossover
+from effexport.bench.findings import crossings, crossover
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
@@ -15,9 +15,9 @@ def power_law(scale: float, power: float, lengths: tuple[int, ...] = LENGTHS) ->
 
 @pytest.mark.parametrize("length", [600.0, 1500.0, 3000.0, 8000.0])
 def test_power_laws_cross_where_they_are_equal(length: float) -> None:
-    found = crossover(power_law(1.0, 1), power_law(1 / length, 2))
-    assert found.text.startswith("faster from")
-    assert found.crossings == pytest.approx((length,), rel=1e-9)
+    curves = power_law(1.0, 1), power_law(1 / length, 2)
+    assert crossover(*curves).startswith("faster from")
+    assert crossings(*curves) == pytest.approx((length,), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_power_laws_cross_where_they_are_equal(length: float) -> None:
     ],
 )
 def test_a_crossover_in_words(candidate: dict[int, float], baseline: dict[int, float], text: str) -> None:
-    assert crossover(candidate, baseline).text.startswith(text)
+    assert crossover(candidate, baseline).startswith(text)
 
 
 def test_curves_may_cross_more_than_once() -> None:
-    found = crossover({100: 2.0, 200: 0.5, 400: 2.0}, dict.fromkeys((100, 200, 400), 1.0))
-    assert found.crossings == pytest.approx((100 * 2**0.5, 200 * 2**0.5))
-    assert found.text == "faster on some stretches: the curves cross at about 141, 283 tokens"
+    curves = {100: 2.0, 200: 0.5, 400: 2.0}, dict.fromkeys((100, 200, 400), 1.0)
+    assert crossings(*curves) == pytest.approx((100 * 2**0.5, 200 * 2**0.5))
+    assert crossover(*curves) == "faster on some stretches: the curves cross at about 141, 283 tokens"

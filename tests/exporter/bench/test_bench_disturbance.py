@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_results import LENGTHS, PASSED, results, row
+from bench_results import LENGTHS, PASSED, html_from_results, results, row
 from planted_machine import PlantedMachine
 
 from effexport.base.machine import CoreUse
 from effexport.bench import run as bench_run
 from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
 from effexport.bench.grid import BenchResults, BenchRow, Disturbance, Floor, Grid, Model, results_from_json
-from effexport.bench.page import bench_chart, csv_from_results, document_from_results, html_from_results
+from effexport.bench.page import bench_chart, csv_from_results, document_from_results
 from effexport.bench.run import Settings, bench
 from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN
 from effexport.render.formats import print_document
@@ -147,7 +147,7 @@ def test_no_model_is_the_fastest_where_one_was_disturbed() -> None:
 
 def test_curves_with_a_disturbed_length_are_not_compared() -> None:
     found = busy_results(lambda one: longest_linear_on_ort(one) or one.case.runtime == "torch")
-    said = {(curve.label, curve.place): crossover.text for curve, crossover in crossovers(curves(found))}
+    said = {(curve.label, curve.place): text for curve, text in crossovers(curves(found))}
     wrong = "not compared: other programs disturbed the timings"
     assert {place for place, text in said.items() if text == wrong} == {
         ("linear", "ort"),
@@ -156,7 +156,7 @@ def test_curves_with_a_disturbed_length_are_not_compared() -> None:
     assert said["nystrom-64", "ort"] == "faster from about 1,024 tokens on"
     # softmax on ort is fine, but the baseline of all on torch was disturbed
     only_softmax = busy_results(lambda one: one.case.label == "softmax" and one.case.seq_len == 512)
-    assert {crossover.text for _, crossover in crossovers(curves(only_softmax))} == {wrong}
+    assert {text for _, text in crossovers(curves(only_softmax))} == {wrong}
 
 
 def test_a_busy_machine_is_said_on_the_page_and_concludes_nothing() -> None:

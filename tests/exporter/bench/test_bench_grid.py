@@ -9,7 +9,7 @@ from effexport.base.formatting import lengths, numbers, words
 from effexport.bench.grid import Grid, Model, models_from_text, spec_from_case
 from effexport.bench.presets import PRESETS, published_of
 from effexport.models.attention_spec import attention_spec
-from effexport.models.variants.lsh.spec import LSHSpec
+from effexport.models.variants.lsh import LSHSpec
 
 
 def test_cases_are_every_combination_shorter_sequences_first() -> None:
@@ -61,12 +61,12 @@ def test_variants_that_cannot_be_read_are_refused(text: str, message: str) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"runtimes": ("ort", "ort")}, "--runtimes has ort twice"),
+        ({"runtimes": ("ort", "ort")}, "--runtimes has 'ort' twice"),
         ({"precisions": ("fp8",)}, "unknown name 'fp8' in --precision"),
         ({"scope": "layer"}, "unknown name 'layer' in --scope"),
         ({"batches": ()}, "--batch is empty"),
         ({"heads": -1}, "--heads has -1"),
-        ({"models": (Model("lsh"), Model("lsh"))}, "--variants has lsh twice"),
+        ({"models": (Model("lsh"), Model("lsh"))}, "--variants has 'lsh' twice"),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import bench_results
 import pytest
+from bench_results import html_from_results
 
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
 from effexport.base.files import json_text
 from effexport.bench.advice import AdvicePlan, Limits, judged_from_files, quality_of_cases
 from effexport.bench.grid import BenchRow, Grid, models_from_text, spec_from_case
-from effexport.bench.page import html_from_results, json_of_advice
-from effexport.bench.recommendation import Advice, advice_from_results
+from effexport.bench.recommendation import Advice, advice_from_results, json_of_advice
 from effexport.evaluation.figures import Estimate, Evaluation, Objective
 from effexport.render.svg import ticks_around
 

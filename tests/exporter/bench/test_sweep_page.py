@@ -5,19 +5,14 @@ from __future__ import annotations
 from sweep_results import many, mixed, results, row
 
 from effexport.artifact import CheckSummary, EngineEntry
-from effexport.bench.sweep import (
-    SweepResults,
-    document_from_results,
-    engine_parity,
-    engine_text,
-    sweep_chart,
-    worst_of_summary,
-)
+from effexport.bench.grid import SweepResults
+from effexport.bench.page import document_from_sweep, sweep_chart
+from effexport.bench.sweep import engine_parity, engine_text, worst_of_summary
 from effexport.render.formats import html_from_document
 
 
 def html_from_results(found: SweepResults) -> str:
-    return html_from_document(document_from_results(found))
+    return html_from_document(document_from_sweep(found))
 
 
 def test_the_page_says_what_failed_why_and_how_to_repeat_it() -> None:

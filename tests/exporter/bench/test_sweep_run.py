@@ -15,7 +15,8 @@ from effexport.base.errors import EffexportError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
 from effexport.bench.executors import Event, FilePiece, ProcessExecutor, Unpacking, pieces_of_folder
-from effexport.bench.sweep import MAX_LOSSES, Progress, Sweep
+from effexport.bench.grid import Step
+from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
 
 
@@ -200,7 +201,7 @@ def test_a_cell_that_is_lost_begins_again_and_not_for_ever(tmp_path: Path, losse
 
 def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
     now = iter(float(second) for second in range(0, 1000, 10))
-    news: list[Progress] = []
+    news: list[Step] = []
     with (store := Store(tmp_path / "out")).opened():
         Sweep(store, LosingExecutor(0), news.append, clock=lambda: next(now)).run(tiny_cells(16, 17, 18, 19))
     assert [(one.done, one.total, one.seconds_left) for one in news] == [

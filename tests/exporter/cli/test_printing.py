@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from effexport.base.formatting import say
-from effexport.cli import bench
-from effexport.cli._console import result_console, stage_progress, stderr_console
-from effexport.cli.sweep import sweep_progress
+from effexport.bench.grid import Step
+from effexport.cli import bench, sweep
+from effexport.cli._console import result_console, stage_progress, stderr_console, step_progress
 
 # rich takes the first for styles, the others for an end tag, an emoji and a link
 NAMES = ("artifacts/[bold]lsh", "effexport[openvino]", "[/]", "a:warning:b", ":x:", "[link=x]y[/link]", "\\[red]")
@@ -73,12 +72,12 @@ def test_the_clock_of_a_stage_is_on_every_line(width: int, steps: bool) -> None:
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_clock_of_a_benchmark_and_of_a_sweep_is_on_every_line(width: int) -> None:
     console, file = frames(width)
-    with bench.bench_progress(console) as show:
-        show(SimpleNamespace(share=0.5, text=LONG, seconds_left=3000.0))
+    with step_progress(console, bench.line_of_step) as show:
+        show(Step(LONG, 0.5, 1.0, 3000.0))
     assert re.search(r"\d:\d\d:\d\d", last_line(file))
     console, file = frames(width)
-    with sweep_progress(console) as show:
-        show(SimpleNamespace(done=3, total=12, running=2, seconds_left=3000.0, text="a cell"))
+    with step_progress(console, sweep.line_of_step, of_cells=True) as show:
+        show(Step("a cell", 3, 12, 3000.0, running=2))
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
     assert "3/12" in plain
     assert re.search(r"\d:\d\d:\d\d", plain)

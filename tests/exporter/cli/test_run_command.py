@@ -11,7 +11,7 @@ from small_specs import spec_of
 from effexport.base.spec import BuildSpec
 from effexport.cli.run import amount_of
 from effexport.models.user.spec import ModuleSpec
-from effexport.models.variants.pytorch.spec import PyTorchSpec
+from effexport.models.variants.pytorch import PyTorchSpec
 
 
 def module_of(*axes: Any) -> BuildSpec:

@@ -18,8 +18,8 @@ from effexport.artifact import open_artifact
 from effexport.base.errors import EffexportError, RuntimeUnsupportedError, UserError
 from effexport.base.spec import OPSETS, BuildSpec
 from effexport.export.custom_nodes import CONVERTED_OPSET
-from effexport.models.variants.gated_delta.spec import GatedDeltaSpec
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.gated_delta import GatedDeltaSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 from effexport.plugins.linear_recurrence.op import linear_recurrence
 from effexport.plugins.ops import CARRIER_OPSET, CONTRIB_DOMAIN
 from effexport.runners.ort.session import ANY_OPSET

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import effexport
 from effexport.models import attention_from_spec
 from effexport.models.attention_spec import AttentionSpec
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.lsh.spec import LSHSpec
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.lsh import LSHSpec
+from effexport.models.variants.nystrom import NystromSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 SMALL = {"dim": 16, "heads": 2, "seq_len": 64}

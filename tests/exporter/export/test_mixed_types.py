@@ -22,8 +22,8 @@ from effexport.models import attention_from_spec
 from effexport.models.adapters import replace
 from effexport.models.adapters.adapter import Adapter
 from effexport.models.user.model import CalledByPosition
-from effexport.models.variants.aft_local.spec import AFTLocalSpec
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.aft_local import AFTLocalSpec
+from effexport.models.variants.linear import LinearSpec
 from effexport.proof.cases import load_reference
 from effexport.proof.tolerances import ARITHMETIC, OWN_ERROR_FACTOR
 

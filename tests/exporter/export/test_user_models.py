@@ -22,8 +22,8 @@ from effexport.cli.main import cli, main
 from effexport.models import attention_from_spec
 from effexport.models.adapters import replace
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, Replacement
-from effexport.models.variants.lsh.spec import LSHSpec
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.lsh import LSHSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -20,7 +20,7 @@ from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.sizes_of_code import OtherSizesError, Sizes
 from effexport.models import attention_from_spec
 from effexport.models.user.spec_from_module import spec_from_module
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.linear import LinearSpec
 from effexport.pipeline.build import Build, Stopwatch, why_sizes_fail
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner

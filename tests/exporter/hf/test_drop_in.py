@@ -24,7 +24,7 @@ from effexport.base.errors import MissingExtraError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.export.exported_model import EXPORT_JSON, output_class
 from effexport.models.encoder.spec import EncoderSpec
-from effexport.models.variants.linear.spec import LinearSpec
+from effexport.models.variants.linear import LinearSpec
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 # Scores are softmaxes of logits that differ by rounding in float32; the limit that docs/text.md states.

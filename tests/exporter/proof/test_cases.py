@@ -14,7 +14,7 @@ from effexport.base.errors import StageError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.models.user.spec import ModuleSpec
 from effexport.models.validation import SpecError
-from effexport.models.variants.pytorch.spec import PyTorchSpec
+from effexport.models.variants.pytorch import PyTorchSpec
 from effexport.pipeline.build import check_axes
 from effexport.proof.cases import Case, kept_tokens, load_reference, save_reference, stored_cases
 from effexport.proof.check import Limit

@@ -18,7 +18,7 @@ from effexport.base.errors import StageError
 from effexport.base.spec import BuildSpec, build_spec_from_options
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.user.model import model_of_ours
-from effexport.models.variants.aft.spec import AFTSpec
+from effexport.models.variants.aft import AFTSpec
 from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import KEPT, Case, load_reference
 from effexport.proof.check import HISTOGRAM_EDGES, Kind, Limit

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import effexport
 from effexport.models import attention_from_spec
-from effexport.models.variants.nystrom.spec import NystromSpec
+from effexport.models.variants.nystrom import NystromSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 # Where the error of the pseudo-inverse was largest: few tokens for each landmark.

@@ -23,13 +23,13 @@ from page_browser import (
 )
 from sweep_results import SWEEPS
 
-from effexport.bench import page, sweep
+from effexport.bench import page
 from effexport.render.document import Document
 from effexport.render.formats import html_from_document
 
 DOCUMENTS: dict[str, Callable[[], Document]] = {
     **{f"bench {name}": lambda made=made: page.document_from_results(made()) for name, made in RESULTS.items()},  # type: ignore[misc]
-    **{f"sweep {name}": lambda made=made: sweep.document_from_results(made()) for name, made in SWEEPS.items()},  # type: ignore[misc]
+    **{f"sweep {name}": lambda made=made: page.document_from_sweep(made()) for name, made in SWEEPS.items()},  # type: ignore[misc]
 }
 every_document = pytest.mark.parametrize("name", DOCUMENTS)
 in_browser = pytest.mark.requires("browser")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,8 +50,3 @@ def long_samples(long_artifact: Artifact) -> list[Sample]:
 
     with effexport.load(long_artifact.path) as runner:
         return samples_of(runner.run, (4096,))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path

@@ -17,10 +17,21 @@ from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import ClientGoneError, RequestError, refusal_of
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Batcher, Job, TextMemory, joined_feeds, split_outputs, why_not_joined
+from effexport.serving.engine.queue import (
+    NO_PADDING,
+    Batcher,
+    Job,
+    Padding,
+    TextMemory,
+    joined_feeds,
+    padding_share,
+    split_outputs,
+    why_not_joined,
+)
 from effexport.serving.engine.settings import ServingSettings
 
 pytestmark = pytest.mark.requires("serve")
+TOKENS = Padding({"x": 1}, {"y": 1}, {})
 
 
 @pytest.fixture
@@ -30,11 +41,11 @@ def runner() -> HeldRunner:
 
 @pytest.fixture
 def batcher(runner: HeldRunner) -> Iterator[Callable[..., Batcher]]:
-    """(joins, **settings) → a batcher, closed at the end."""
+    """(joins, padding, **settings) → a batcher, closed at the end."""
     made: list[Batcher] = []
 
-    def make(joins: bool = True, **settings: Any) -> Batcher:
-        made.append(Batcher(runner.run, ServingSettings(**settings), Metrics("m"), joins=joins))
+    def make(joins: bool = True, padding: Padding = NO_PADDING, **settings: Any) -> Batcher:
+        made.append(Batcher(runner.run, ServingSettings(**settings), Metrics("m"), joins=joins, padding=padding))
         return made[-1]
 
     yield make
@@ -44,7 +55,7 @@ def batcher(runner: HeldRunner) -> Iterator[Callable[..., Batcher]]:
 
 
 def job(batcher: Batcher, value: int, length: int = 3, rows: int = 1, timeout_s: float = 30.0) -> Job:
-    return batcher.submit({"x": np.full((rows, length), value)}, rows, timeout_s)
+    return batcher.submit({"x": np.full((rows, length), value)}, timeout_s)
 
 
 async def held(batcher: Batcher, runner: HeldRunner) -> Job:
@@ -61,55 +72,53 @@ def run(scenario: Awaitable[None]) -> None:
     asyncio.run(limited())
 
 
-def test_requests_that_wait_share_a_run_up_to_the_largest_batch(
-    batcher: Callable[..., Batcher], runner: HeldRunner
+@pytest.mark.parametrize(
+    ("queue", "requests", "shapes"),
+    [
+        ({"max_batch": 4}, [(1, 3)] * 6, [(4, 3), (2, 3)]),
+        # other lengths do not join, and do not starve
+        ({}, [(1, 5), (1, 3), (1, 5), (1, 4), (1, 3)], [(2, 5), (2, 3), (1, 4)]),
+        # rows of a request stay together
+        ({"max_batch": 4}, [(3, 3), (2, 3), (1, 3)], [(4, 3), (2, 3)]),
+        # samples depend on each other
+        ({"joins": False, "batch_delay_ms": 1000.0}, [(1, 3)] * 2, [(1, 3)] * 2),
+        # the oldest runs with those closest to its length: 8 + 9 + 10 in 3 × 10 are 10 % padding; 9 + 10 + 12 would be
+        # 14 %, so 12 is the oldest of a later run
+        (
+            {"padding": TOKENS, "max_padding": 0.12},
+            [(1, length) for length in (10, 40, 9, 12, 41, 8)],
+            [(3, 10), (2, 41), (1, 12)],
+        ),
+        ({"padding": TOKENS, "max_padding": 0.0}, [(1, 10), (1, 9), (1, 10)], [(2, 10), (1, 9)]),
+        # the first is alone, and longer than any run that is shared
+        (
+            {"padding": TOKENS, "max_padding": 0.2, "max_run_tokens": 30},
+            [(1, length) for length in (40, 10, 10, 10, 9)],
+            [(1, 40), (3, 10), (1, 9)],
+        ),
+    ],
+)
+def test_requests_that_wait_share_the_runs_that_they_may_and_get_their_own_answers(
+    batcher: Callable[..., Batcher],
+    runner: HeldRunner,
+    queue: dict[str, Any],
+    requests: list[tuple[int, int]],
+    shapes: list[tuple[int, int]],
 ) -> None:
+    """requests, shapes: rows and length of each request, and of each run after the one that they wait for."""
+
     async def scenario() -> None:
-        queue = batcher(max_batch=4)
-        jobs = [await held(queue, runner), *(job(queue, value) for value in range(1, 7))]
+        made = batcher(**queue)
+        jobs = [await held(made, runner)]
+        jobs += [job(made, value, length, rows) for value, (rows, length) in enumerate(requests, 1)]
         runner.let.set()
-        for value, one in enumerate(jobs):
-            assert (await one.answer)["y"].tolist() == [[2 * value] * 3]
+        for value, (one, (rows, length)) in enumerate(zip(jobs, [(1, 3), *requests], strict=True)):
+            answer = await one.answer
+            assert answer["y"].tolist() == [[2 * value] * length] * rows
+            assert answer["pooled"].tolist() == [value * length] * rows
 
     run(scenario())
-    assert runner.shapes == [(1, 3), (4, 3), (2, 3)]
-
-
-def test_other_lengths_do_not_join_and_do_not_starve(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
-    async def scenario() -> None:
-        queue = batcher(max_batch=8)
-        jobs = [await held(queue, runner), *(job(queue, 1, length) for length in (5, 3, 5, 4, 3))]
-        runner.let.set()
-        await asyncio.gather(*(one.answer for one in jobs))
-
-    run(scenario())
-    assert runner.shapes == [(1, 3), (2, 5), (2, 3), (1, 4)]
-
-
-def test_rows_of_a_request_stay_together(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
-    async def scenario() -> None:
-        queue = batcher(max_batch=4)
-        jobs = [await held(queue, runner), job(queue, 1, rows=3), job(queue, 2, rows=2), job(queue, 3)]
-        runner.let.set()
-        answers = [await one.answer for one in jobs]
-        assert [answer["y"].shape[0] for answer in answers] == [1, 3, 2, 1]
-        assert [int(answer["y"][0, 0]) for answer in answers] == [0, 2, 4, 6]
-
-    run(scenario())
-    assert runner.shapes == [(1, 3), (4, 3), (2, 3)]
-
-
-def test_a_model_whose_samples_depend_on_each_other_runs_every_request_alone(
-    batcher: Callable[..., Batcher], runner: HeldRunner
-) -> None:
-    async def scenario() -> None:
-        queue = batcher(joins=False, batch_delay_ms=1000.0)
-        jobs = [await held(queue, runner), job(queue, 1), job(queue, 2)]
-        runner.let.set()
-        await asyncio.gather(*(one.answer for one in jobs))
-
-    run(scenario())
-    assert runner.shapes == [(1, 3)] * 3
+    assert runner.shapes == [(1, 3), *shapes]
 
 
 def test_a_lone_request_is_run_at_once(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
@@ -201,6 +210,65 @@ def test_a_run_that_fails_harms_only_the_request_that_makes_it_fail(
         assert (await job(queue, 4).answer)["y"][0, 0] == 8
 
     run(scenario())
+
+
+def test_a_failing_or_cancelled_request_of_another_length_costs_its_mates_nothing(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    runner.error = lambda x: RuntimeFailedError("planted") if (x == 2).any() else None
+
+    async def scenario() -> None:
+        queue = batcher(padding=TOKENS, max_padding=0.5)
+        jobs = [await held(queue, runner), *(job(queue, i, length) for i, length in enumerate((10, 10, 9, 9), 1))]
+        queue.withdraw(jobs.pop())
+        runner.let.set()
+        _, *answers = await asyncio.gather(*(one.answer for one in jobs), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [dict, RuntimeFailedError, dict]
+        assert [answer["y"].shape for answer in answers if isinstance(answer, dict)] == [(1, 10), (1, 9)]
+
+    run(scenario())
+    # the whole batch without the cancelled request, then one by one
+    assert runner.shapes == [(1, 3), (3, 10), (1, 10), (1, 10), (1, 9)]
+
+
+def test_several_runs_go_on_at_once_and_all_end_before_a_stop(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        queue = batcher(joins=False, concurrent_runs=2)
+        jobs = [job(queue, value) for value in range(3)]
+        for _ in range(2):
+            await asyncio.to_thread(runner.running.acquire)
+        assert not runner.running.acquire(blocking=False)
+        closing = asyncio.create_task(asyncio.to_thread(queue.close))
+        runner.let.set()
+        await asyncio.gather(*(one.answer for one in jobs))
+        await closing
+
+    run(scenario())
+    assert len(runner.shapes) == 3
+
+
+def test_a_delay_for_one_shape_does_not_keep_other_runners_from_sleeping_through_a_stop(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    runner.let.set()
+
+    async def scenario() -> None:
+        queue = batcher(padding=TOKENS, batch_delay_ms=60_000.0, concurrent_runs=3)
+        one = job(queue, 1)
+        started = time.perf_counter()
+        await asyncio.to_thread(queue.close)
+        assert (await one.answer)["y"].tolist() == [[2, 2, 2]]
+        assert time.perf_counter() - started < 20
+
+    run(scenario())
+
+
+def test_the_share_of_padding_counts_rows() -> None:
+    # 3 rows of 10 and 1 row of 6: 4 of 40 tokens
+    assert padding_share([3, 1], [10, 6]) == pytest.approx(0.1)
+    assert padding_share([2, 1], [7, 7]) == 0.0
 
 
 def test_closing_runs_what_was_accepted_and_accepts_nothing_more(

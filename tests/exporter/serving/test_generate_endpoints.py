@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving_load import ServerProcess, running_server
+from serving_load import ServerProcess, events_of, running_server, wait_until
 
 import effexport
 from effexport.artifact import Artifact
@@ -51,12 +50,6 @@ def asked(server: ServerProcess, path: str, body: object) -> tuple[int, dict[str
         return answer.status, headers, answer.read().decode()
     finally:
         connection.close()
-
-
-def events_of(body: str) -> list[dict[str, Any]]:
-    *events, last = body.split("\n\n")
-    assert last == ""
-    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def fields_of(number: int) -> dict[str, Any]:
@@ -114,10 +107,7 @@ def test_a_stream_whose_client_goes_is_dropped(server: ServerProcess) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", "/v2/models/writer/generate_stream", json.dumps({"text_input": "x", "seed": 1}))
     connection.close()
-    deadline = time.monotonic() + 20
-    while server.metric("effexport_generation_sessions") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert server.metric("effexport_generation_sessions") == 0
+    wait_until(lambda: not server.metric("effexport_generation_sessions"))
 
 
 @pytest.mark.parametrize(

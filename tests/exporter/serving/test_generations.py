@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from alphabet import Alphabet
+from alphabet import Alphabet, quick_switches
+from serving_load import events_of
 
 from effexport.base.errors import UserError
 from effexport.generation.sampling import Sampling
@@ -29,7 +28,7 @@ from effexport.serving.engine.errors import (
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.texts import Generations, Stream
-from effexport.serving.http.v2 import EventStream, Text, generate_request
+from effexport.serving.http.endpoints import EventStream, Text, generate_request
 from effexport.text.task import ByteTokenizer
 
 COUNTING = Sampling(max_new_tokens=6, temperature=0)
@@ -138,14 +137,6 @@ class Model:
     name, version = "letters", "1"
 
 
-def events_of(body: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, as a client reads them: lines `data: …`, each before an empty line."""
-    *lines, last = body.decode().split("\n\n")
-    assert last == ""
-    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
 async def sent(stream: Any) -> list[dict[str, Any]]:
     """The messages of a response."""
     messages = []
@@ -153,8 +144,7 @@ async def sent(stream: Any) -> list[dict[str, Any]]:
     async def send(message: dict[str, Any]) -> None:
         messages.append(message)
 
-    request = generate_request(b'{"text_input": "a"}', streaming=True)
-    text = Text(Model(), request, stream)  # type: ignore[arg-type]
+    text = Text(Model(), stream)  # type: ignore[arg-type]
     with ExitStack() as stack:
         stack.callback(stream.close)
         response = EventStream(text, await stream.pieces(), stack.pop_all())
@@ -170,7 +160,7 @@ def test_what_fails_after_the_first_event_is_an_event_too(decoder: Alphabet, mad
 
     start, *parts = asyncio.run(check())
     assert start["status"] == 200
-    events = events_of(b"".join(part["body"] for part in parts))
+    events = events_of(b"".join(part["body"] for part in parts).decode())
     assert "".join(event.get("text_output", "") for event in events) == "bcd"
     assert events[-1] == {"error": "the GPU is gone"}
     assert [part["more_body"] for part in parts][-1] is False
@@ -206,16 +196,7 @@ def tokens_counted(metrics: Metrics) -> float:
     return found
 
 
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    """Threads take turns 500 times as often as usual, so that they meet at every place."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("quick_switches")
+@quick_switches()
 def test_of_2000_cancelled_texts_none_runs_on_and_each_token_is_counted_once() -> None:
     """At every stage: while they wait, while the prompt is read, between steps, and when the last token comes."""
     decoder, metrics, dice = Alphabet(batches=64), Metrics("letters"), random.Random(0)
@@ -340,5 +321,5 @@ def test_parameters_may_stand_in_parameters_or_beside_the_text_and_null_is_the_d
     inside = generate_request(b'{"text_input": "x", "parameters": {"max_tokens": 5, "seed": 2}}', streaming=False)
     beside = generate_request(b'{"text_input": "x", "max_new_tokens": 5, "seed": 2, "stream": true}', streaming=True)
     assert inside == beside
-    assert inside.sampling == Sampling(max_new_tokens=5, seed=2)
-    assert generate_request(b'{"text_input": "x", "top_k": null}', streaming=False).sampling == Sampling()
+    assert inside == ("x", Sampling(max_new_tokens=5, seed=2), None)
+    assert generate_request(b'{"text_input": "x", "top_k": null}', streaming=False)[1] == Sampling()

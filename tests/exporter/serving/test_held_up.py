@@ -22,12 +22,11 @@ from effexport.base.dtypes import TensorInfo
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http import server
+from effexport.serving.http.bodies import PIECE, InferRequest, answer_from_outputs, array_from_json, parsed_object
+from effexport.serving.http.endpoints import embedding_request
 from effexport.serving.http.models import ModelRepository
-from effexport.serving.http.openai import embedding_request
-from effexport.serving.http.request import PIECE, InferRequest, array_from_json, parsed_object
 from effexport.serving.http.server import Protocol
 from effexport.serving.http.service import Service
-from effexport.serving.http.v2 import answer_from_outputs
 
 pytestmark = pytest.mark.requires("serve")
 

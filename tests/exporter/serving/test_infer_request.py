@@ -15,8 +15,7 @@ from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
-from effexport.serving.http.request import InferRequest, fields_from_body, infer_request
-from effexport.serving.http.v2 import answer_from_outputs
+from effexport.serving.http.bodies import InferRequest, answer_from_outputs, fields_from_body, infer_request
 
 pytestmark = pytest.mark.requires("serve")
 
@@ -148,6 +147,24 @@ def test_a_wrong_tensor_is_refused_with_what_was_expected(
 
 
 @pytest.mark.parametrize(
+    ("inputs", "fields", "message"),
+    [
+        ([tensor(), tensor()], {}, "inputs name 'input_ids' twice"),
+        ([tensor(), tensor(name="attention_mask", shape=[1, 3], data=[1, 1, 1])], {}, "but seq is 4 in 'input_ids'"),
+        ([tensor()], {"outputs": [{"name": "logits"}]}, "unknown output 'logits'"),
+        ([tensor()], {"outputs": [{"name": "last_hidden_state"}] * 2}, "twice"),
+        ([tensor()], {"id": 5}, "id is 5; expected a string"),
+        ([tensor()], {"parameters": 3}, "parameters of the request are 3; expected an object"),
+        ([tensor()], {"parameters": {"binary_data_output": "yes"}}, "binary_data_output 'yes'; expected true or false"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    signature: ServedSignature, inputs: list[dict[str, Any]], fields: dict[str, Any], message: str
+) -> None:
+    assert message in refusal(signature, *inputs, **fields)
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         (b"", "not JSON"),
@@ -183,25 +200,6 @@ def test_binary_sizes_must_agree_with_shape_and_body(
     part = {"name": "input_ids", "shape": [1, 4], "datatype": "INT64", "parameters": {"binary_data_size": size}}
     with pytest.raises(RequestError):
         binary(signature, [part], bytes(present))
-
-
-def test_an_input_may_be_given_once(signature: ServedSignature) -> None:
-    assert "inputs name 'input_ids' twice" in refusal(signature, tensor(), tensor())
-
-
-def test_inputs_must_agree_about_their_dims(signature: ServedSignature) -> None:
-    mask = {"name": "attention_mask", "shape": [1, 3], "datatype": "INT64", "data": [1, 1, 1]}
-    assert "but seq is 4 in 'input_ids'" in refusal(signature, tensor(), mask)
-
-
-def test_outputs_that_are_not_there_are_refused(signature: ServedSignature) -> None:
-    assert "unknown output 'logits'" in refusal(signature, tensor(), outputs=[{"name": "logits"}])
-    assert "twice" in refusal(signature, tensor(), outputs=[{"name": "last_hidden_state"}] * 2)
-
-
-@pytest.mark.parametrize("fields", [{"id": 5}, {"parameters": 3}, {"parameters": {"binary_data_output": "yes"}}])
-def test_fields_of_another_type_are_refused(signature: ServedSignature, fields: dict[str, Any]) -> None:
-    assert "expected" in refusal(signature, tensor(), **fields)
 
 
 def test_a_long_value_does_not_fill_the_message(signature: ServedSignature) -> None:

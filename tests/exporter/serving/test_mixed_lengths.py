@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from held_runner import HeldRunner
 
 import effexport
 from effexport.artifact import Artifact
 from effexport.base.environment import usable_cores
-from effexport.base.errors import RuntimeFailedError
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Batcher, Job, Padding, padding_share
+from effexport.serving.engine.queue import Batcher, Padding
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServingTarget, why_not_padded
-
-TOKENS = Padding({"x": 1}, {"y": 1}, {})
 
 
 def random_request(artifact: Artifact, rng: np.random.Generator) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def joined_answers(run: Callable[..., Any], requests: list[dict[str, Any]], padd
     async def scenario() -> list[Any]:
         settings = ServingSettings(max_batch=sum(rows), max_padding=0.999, batch_delay_ms=60_000.0)
         batcher = Batcher(run, settings, Metrics("m"), joins=True, padding=padding)
-        jobs = [batcher.submit(feeds, count, 60.0) for feeds, count in zip(requests, rows, strict=True)]
+        jobs = [batcher.submit(feeds, 60.0) for feeds in requests]
         found = await asyncio.gather(*(job.answer for job in jobs), return_exceptions=True)
         await asyncio.to_thread(batcher.close)
         return found
@@ -97,101 +92,6 @@ def check_kept_tokens(answer: Mapping[str, Any], right: Mapping[str, Any], mask:
             assert np.abs(answer[name][row, keep] - expected[row, keep]).max() <= limit * scale
 
 
-def answers_of(lengths: list[int], runner: HeldRunner, cancelled: int = -1, **settings: Any) -> list[Any]:
-    """Answers to requests of one row and these lengths, all of which wait while a first request runs; None for the
-    cancelled one. Row i holds i + 1."""
-
-    async def scenario() -> list[Any]:
-        batcher = Batcher(runner.run, ServingSettings(**settings), Metrics("m"), joins=True, padding=TOKENS)
-
-        def submit(value: int, length: int) -> Job:
-            return batcher.submit({"x": np.full((1, length), value)}, 1, 30.0)
-
-        first = submit(0, 100)
-        await asyncio.to_thread(runner.running.acquire)
-        jobs = [submit(number + 1, length) for number, length in enumerate(lengths)]
-        if cancelled >= 0:
-            batcher.withdraw(jobs.pop(cancelled))
-        runner.let.set()
-        found = await asyncio.gather(first.answer, *(job.answer for job in jobs), return_exceptions=True)
-        await asyncio.to_thread(batcher.close)
-        return found[1:]
-
-    return asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
-@pytest.mark.requires("serve")
-def test_the_oldest_request_runs_with_those_closest_to_its_length() -> None:
-    runner = HeldRunner()
-    lengths = [10, 40, 9, 12, 41, 8]
-    answers = answers_of(lengths, runner, max_padding=0.12)
-    # 8 + 9 + 10 in 3 × 10: 10 % padding; 9 + 10 + 12 would be 14 %, so 12 is the oldest of a later run
-    assert runner.shapes == [(1, 100), (3, 10), (2, 41), (1, 12)]
-    for number, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
-        assert answer["y"].tolist() == [[2 * (number + 1)] * length]
-        assert answer["pooled"].tolist() == [length * (number + 1)]
-
-
-@pytest.mark.requires("serve")
-def test_without_padding_only_equal_lengths_share_a_run() -> None:
-    runner = HeldRunner()
-    answers_of([10, 9, 10], runner, max_padding=0.0)
-    assert runner.shapes == [(1, 100), (2, 10), (1, 9)]
-
-
-@pytest.mark.requires("serve")
-def test_a_failing_or_cancelled_request_costs_its_mates_nothing() -> None:
-    runner = HeldRunner()
-    runner.error = lambda x: RuntimeFailedError("planted") if (x == 2).any() else None
-    answers = answers_of([10, 10, 9, 9], runner, cancelled=3, max_padding=0.5)
-    assert [answer["y"].shape for answer in answers if isinstance(answer, dict)] == [(1, 10), (1, 9)]
-    assert [type(answer) for answer in answers] == [dict, RuntimeFailedError, dict]
-    # the whole batch without the cancelled request, then one by one
-    assert runner.shapes == [(1, 100), (3, 10), (1, 10), (1, 10), (1, 9)]
-
-
-@pytest.mark.requires("serve")
-def test_several_runs_go_on_at_once_and_all_end_before_a_stop() -> None:
-    runner = HeldRunner()
-
-    async def scenario() -> None:
-        batcher = Batcher(runner.run, ServingSettings(concurrent_runs=2), Metrics("m"), joins=False)
-        jobs = [batcher.submit({"x": np.ones((1, 3))}, 1, 30.0) for _ in range(3)]
-        for _ in range(2):
-            await asyncio.to_thread(runner.running.acquire)
-        assert not runner.running.acquire(blocking=False)
-        closing = asyncio.create_task(asyncio.to_thread(batcher.close))
-        runner.let.set()
-        await asyncio.gather(*(job.answer for job in jobs))
-        await closing
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-    assert len(runner.shapes) == 3
-
-
-@pytest.mark.requires("serve")
-def test_a_delay_for_one_shape_does_not_keep_other_runners_from_sleeping_through_a_stop() -> None:
-    runner = HeldRunner()
-    runner.let.set()
-
-    async def scenario() -> None:
-        settings = ServingSettings(batch_delay_ms=60_000.0, concurrent_runs=3)
-        batcher = Batcher(runner.run, settings, Metrics("m"), joins=True, padding=TOKENS)
-        job = batcher.submit({"x": np.ones((1, 3))}, 1, 30.0)
-        started = time.perf_counter()
-        await asyncio.to_thread(batcher.close)
-        assert (await job.answer)["y"].tolist() == [[2, 2, 2]]
-        assert time.perf_counter() - started < 20
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
-def test_the_share_of_padding_counts_rows() -> None:
-    # 3 rows of 10 and 1 row of 6: 4 of 40 tokens
-    assert padding_share([3, 1], [10, 6]) == pytest.approx(0.1)
-    assert padding_share([2, 1], [7, 7]) == 0.0
-
-
 @pytest.mark.requires("torch", "onnx", "ort")
 def test_lengths_are_mixed_only_if_the_report_has_shown_that_it_changes_nothing(
     built: Callable[..., Artifact], small_spec: Callable[..., BuildSpec]
@@ -214,14 +114,6 @@ def test_lengths_are_mixed_only_if_the_report_has_shown_that_it_changes_nothing(
     assert "no passed check named 'trt: padding length'" in reason("trt")
     dependent = small_spec("nystrom", pinv_init="global")
     assert reason(spec=dependent.to_dict()).startswith("pinv_init=global: the other samples")
-
-
-@pytest.mark.requires("serve")
-def test_a_run_that_requests_share_has_a_limit_of_tokens() -> None:
-    runner = HeldRunner()
-    answers_of([40, 10, 10, 10, 9], runner, max_padding=0.2, max_run_tokens=30)
-    # the first is alone, and longer than any run that is shared
-    assert runner.shapes == [(1, 100), (1, 40), (3, 10), (1, 9)]
 
 
 @pytest.mark.parametrize(

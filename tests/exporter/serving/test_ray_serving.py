@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from serving_load import free_ports
 
 import effexport
 from effexport.artifact import Artifact
@@ -24,35 +24,18 @@ pytestmark = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def test_the_application_on_ray_answers_as_the_runner_does_and_stops_cleanly(
     built: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     import tritonclient.http
     from tritonclient.utils import InferenceServerException
 
-    artifact, port = built("linear"), free_port()
+    artifact, port = built("linear"), free_ports(1)[0]
     feeds = np.random.default_rng(0).integers(2, 250, (2, 40))
     with effexport.load(artifact.path) as runner:
         right = runner.run({"input_ids": feeds})["last_hidden_state"]
-    options = [
-        "--ray",
-        "--port",
-        str(port),
-        "--name",
-        "small",
-        "--json",
-        "--max-replicas",
-        "2",
-        "--replica-cpus",
-        "0.5",
-    ]
-    command = [sys.executable, "-m", "effexport", "serve", str(artifact.path), *options]
+    options = f"--ray --port {port} --name small --json --max-replicas 2 --replica-cpus 0.5"
+    command = [sys.executable, "-m", "effexport", "serve", str(artifact.path), *options.split()]
     log = tmp_path / "log"
     with (
         log.open("w") as stream,
@@ -105,7 +88,7 @@ def test_the_application_on_ray_answers_as_the_runner_does_and_stops_cleanly(
 def test_options_that_cannot_work_are_refused_before_ray_starts(
     cli: Callable[..., Any], built: Callable[..., Artifact], options: tuple[str, ...], message: str
 ) -> None:
-    assert message in cli("serve", built("linear").path, "--ray", "--port", str(free_port()), *options).error(2)
+    assert message in cli("serve", built("linear").path, "--ray", "--port", str(free_ports(1)[0]), *options).error(2)
 
 
 def test_a_runtime_on_a_gpu_gets_one_for_each_replica() -> None:

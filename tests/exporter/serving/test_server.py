@@ -7,8 +7,6 @@ import gzip
 import json
 import resource
 import socket
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +19,8 @@ from serving_load import (
     Reply,
     Sample,
     ServerProcess,
+    check_malformed,
+    check_right_answers,
     closed_loop,
     exchange_once,
     json_of,
@@ -29,6 +29,7 @@ from serving_load import (
     post,
     running_server,
     stop_under_load,
+    wait_until,
 )
 
 from effexport.artifact import Artifact
@@ -84,30 +85,13 @@ def test_what_is_not_served_is_answered_in_json(server: ServerProcess, path: str
 
 
 def test_500_malformed_requests_each_get_a_4xx_and_nothing_leaks(server: ServerProcess, samples: list[Sample]) -> None:
-    requests = malformed_requests("small", 500)
-    # whatever is allocated once is there after the first hundred
-    for _, request in requests[:100]:
-        exchange(server, request)
-    rss, files = server.rss_bytes, server.open_files
-    answered = Counter()
-    for kind, request in requests:
-        reply = exchange(server, request)
-        assert 400 <= reply.status < 500, (kind, reply, request[:500])
-        answered[kind] += 1
-    assert answered.total() == 500
     # 500 bodies of up to 200 kB would be 10 MiB and more, were they kept
-    assert server.rss_bytes - rss < 8 * MIB
-    assert server.open_files <= files + 1
-    assert server.metric("effexport_queue_depth") == 0
-    assert "Traceback" not in server.log.read_text()
-    outcome = asyncio.run(closed_loop(server.port, samples, 4, 24))
-    assert (outcome.statuses, outcome.wrong) == ({200: 24}, 0)
+    check_malformed(server, malformed_requests("small", 500), 100, 8 * MIB)
+    check_right_answers(server, samples, 4)
 
 
 def test_64_clients_lose_nothing_and_get_right_answers(server: ServerProcess, samples: list[Sample]) -> None:
-    outcome = asyncio.run(closed_loop(server.port, samples, 64, 2000))
-    assert outcome.statuses == {200: 2000}
-    assert (outcome.wrong, outcome.lost) == (0, 0)
+    check_right_answers(server, samples, 64, 2000)
 
 
 def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> None:
@@ -121,15 +105,14 @@ def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> 
     assert (outcome.wrong, outcome.lost) == (0, 0)
     # ONNX Runtime keeps the memory of the first two full batches that run at once
     assert server.rss_bytes - rss < 128 * MIB
-    well = asyncio.run(closed_loop(server.port, samples, 1, 20))
-    assert well.statuses == {200: 20}
+    check_right_answers(server, samples, 1, 20)
 
 
 @pytest.mark.slow
 def test_overload_is_answered_with_503_and_the_server_recovers(
-    long_artifact: Artifact, folder: Path, long_samples: list[Sample]
+    long_artifact: Artifact, tmp_path: Path, long_samples: list[Sample]
 ) -> None:
-    with running_server(long_artifact.path, folder, "--name", "small", "--queue-size", "8") as server:
+    with running_server(long_artifact.path, tmp_path, "--name", "small", "--queue-size", "8") as server:
         overloaded(server, long_samples, 5.0)
         # a crowd that comes at once does not fit into the queue, however fast the machine is
         crowd = asyncio.run(open_loop(server.port, long_samples, [0.0] * 200))
@@ -140,9 +123,9 @@ def test_overload_is_answered_with_503_and_the_server_recovers(
 
 @pytest.mark.soak
 def test_a_minute_of_overload_leaves_the_server_as_it_was(
-    long_artifact: Artifact, folder: Path, long_samples: list[Sample]
+    long_artifact: Artifact, tmp_path: Path, long_samples: list[Sample]
 ) -> None:
-    with running_server(long_artifact.path, folder, "--name", "small") as server:
+    with running_server(long_artifact.path, tmp_path, "--name", "small") as server:
         overloaded(server, long_samples, 60.0)
 
 
@@ -157,7 +140,7 @@ def file_limit(files: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_too_many_connections_are_told_when_to_come_back(artifact: Artifact, folder: Path) -> None:
+def test_too_many_connections_are_told_when_to_come_back(artifact: Artifact, tmp_path: Path) -> None:
     async def load(server: ServerProcess) -> tuple[Reply, Reply, Reply]:
         files = server.open_files
         crowd = [await Connection.open(server.port) for _ in range(MAX_CONNECTIONS + 1)]
@@ -174,7 +157,7 @@ def test_too_many_connections_are_told_when_to_come_back(artifact: Artifact, fol
 
     with ExitStack() as stack:
         with file_limit(1024):
-            server = stack.enter_context(running_server(artifact.path, folder, "--name", "small"))
+            server = stack.enter_context(running_server(artifact.path, tmp_path, "--name", "small"))
         refused, probe, well = asyncio.run(asyncio.wait_for(load(server), 60))
         assert (refused.status, probe.status, well.status) == (503, 200, 200)
         assert int(refused.headers["retry-after"]) >= 1
@@ -231,12 +214,8 @@ def test_a_client_that_goes_away_takes_nothing_with_it(server: ServerProcess, sa
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", server.port)) as connection:
                 connection.sendall(samples[0].request[:cut])
-    outcome = asyncio.run(closed_loop(server.port, samples, 2, 24))
-    assert (outcome.statuses, outcome.wrong) == ({200: 24}, 0)
-    deadline = time.monotonic() + 30
-    while server.open_files > files + 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    check_right_answers(server, samples)
+    wait_until(lambda: server.open_files <= files + 1, 30)
     assert server.metric("effexport_queue_depth") == 0
 
 
@@ -288,12 +267,18 @@ def test_the_port_of_another_server_is_one_clear_error(
         (("--host", "no.such.host.invalid"), "which is not an address"),
         (("--min-replicas", "2"), "--min-replicas only works with --ray"),
         (("--runtime", "trt-rtx"), "has no trt-rtx engine"),
+        (("again",), "several models have the name"),
+        (("again", "--name", "a", "--name", "a"), "several models have the name a;"),
+        (("again", "--name", "a"), "--name is given 1 time for 2 artifacts; expected one name for each artifact"),
+        (("again", "--name", "a", "--name", "b", "--ray"), "--ray serves one artifact; 2 were given"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_anything_listens(
     cli: Callable[..., Any], artifact: Artifact, options: tuple[str, ...], message: str
 ) -> None:
-    assert message in cli("serve", artifact.path, "--port", "0", *options).error(2)
+    """again: the artifact for a second time."""
+    words = [artifact.path if word == "again" else word for word in options]
+    assert message in cli("serve", artifact.path, "--port", "0", *words).error(2)
 
 
 def test_what_is_no_artifact_is_refused(cli: Callable[..., Any], tmp_path: Path) -> None:
@@ -301,12 +286,12 @@ def test_what_is_no_artifact_is_refused(cli: Callable[..., Any], tmp_path: Path)
 
 
 def test_two_servers_of_one_artifact_do_not_disturb_each_other_and_a_stop_under_load_answers_what_was_accepted(
-    artifact: Artifact, server: ServerProcess, folder: Path, samples: list[Sample]
+    artifact: Artifact, server: ServerProcess, tmp_path: Path, samples: list[Sample]
 ) -> None:
     async def load(*ports: int) -> list[Any]:
         return await asyncio.gather(*(closed_loop(port, samples, 4, 100) for port in ports))
 
-    with running_server(artifact.path, folder, "--name", "small", "--implementation", "body") as other:
+    with running_server(artifact.path, tmp_path, "--name", "small", "--implementation", "body") as other:
         results = asyncio.run(load(server.port, other.port))
         assert [(outcome.statuses, outcome.wrong) for outcome in results] == [({200: 100}, 0)] * 2
         stopped = asyncio.run(stop_under_load(other, samples, 32, 1.0))

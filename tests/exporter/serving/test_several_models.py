@@ -12,7 +12,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from serving_load import Sample, ServerProcess, closed_loop, exchange_once, json_of, post, running_server, samples_of
+from serving_load import (
+    Sample,
+    ServerProcess,
+    check_right_answers,
+    closed_loop,
+    exchange_once,
+    json_of,
+    post,
+    running_server,
+    samples_of,
+)
 
 import effexport
 from effexport.artifact import Artifact
@@ -48,8 +58,7 @@ def test_each_model_answers_by_its_name_and_counts_its_own_requests(
 ) -> None:
     names = ("effexport_requests_total", "effexport_batch_size_sum", "effexport_queue_seconds_count")
     before = [both.metric(name, model) for model in ("small", "second") for name in names]
-    outcome = asyncio.run(closed_loop(both.port, mixed_samples, 8, 96))
-    assert (outcome.statuses, outcome.wrong) == ({200: 96}, 0)
+    check_right_answers(both, mixed_samples, 8, 96)
     after = [both.metric(name, model) for model in ("small", "second") for name in names]
     assert [new - old for new, old in zip(after, before, strict=True)] == [48] * 6
 
@@ -62,21 +71,6 @@ def test_the_index_lists_all_models_and_an_unknown_name_is_told_them(both: Serve
     reply = asyncio.run(exchange_once(both.port, post("/v2/models/third/infer", b"{}")))
     assert reply.status == 404
     assert json_of(reply)["error"] == "no model 'third'; this server has 'small' and 'second'"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "several models have the name"),
-        (("--name", "a", "--name", "a"), "several models have the name a;"),
-        (("--name", "a"), "--name is given 1 time for 2 artifacts; expected one name for each artifact"),
-        (("--name", "a", "--name", "b", "--ray"), "--ray serves one artifact; 2 were given"),
-    ],
-)
-def test_names_that_do_not_fit_the_artifacts_are_refused(
-    cli: Callable[..., Any], artifact: Artifact, options: tuple[str, ...], message: str
-) -> None:
-    assert message in cli("serve", artifact.path, artifact.path, "--port", "0", *options).error(2)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +126,7 @@ def test_models_are_loaded_again_and_unloaded_under_load_without_a_lost_or_wrong
     assert {status for outcome in outcomes for status in outcome.statuses} == {200, 404}
     assert all((outcome.wrong, outcome.lost) == (0, 0) for outcome in outcomes)
     assert states(loading)["second"] == ("READY", "")
-    assert asyncio.run(closed_loop(loading.port, second, 2, 24)).statuses == {200: 24}
+    check_right_answers(loading, second)
 
 
 def test_a_load_that_fails_changes_nothing_and_the_index_says_why(
@@ -146,7 +140,7 @@ def test_a_load_that_fails_changes_nothing_and_the_index_says_why(
     assert state == "UNAVAILABLE"
     assert "model.onnx" in reason
     assert "damaged" not in states(loading, ready=True)
-    assert asyncio.run(closed_loop(loading.port, samples, 2, 24)).statuses == {200: 24}
+    check_right_answers(loading, samples)
 
 
 @pytest.mark.parametrize(

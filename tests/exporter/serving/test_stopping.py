@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from serving_load import ServerProcess, post, running_server
+from serving_load import ServerProcess, post, running_server, wait_until
 
 from effexport.artifact import Artifact
 
@@ -69,10 +69,7 @@ def test_a_server_whose_clients_left_their_texts_is_idle_and_stops(writer: Serve
         request = text_request(number, "generate_stream" if number % 2 else "generate")
         cut = len(request) - (7 if number % 10 == 0 else 0)
         opened(writer, request[:cut], answered=number % 4 == 1 and cut == len(request)).close()
-    deadline = time.monotonic() + 20
-    while writer.metric("effexport_generation_sessions"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not writer.metric("effexport_generation_sessions"))
     tokens = writer.metric("effexport_generated_tokens_total")
     assert tokens <= 120 * 60
     cpu = writer.cpu_s
@@ -86,8 +83,8 @@ def test_a_server_whose_clients_leave_while_it_stops_finishes_the_texts_of_the_o
     with ExitStack() as stack:
         requests = [text_request(number, "generate_stream") for number in range(40)]
         connections = [stack.enter_context(opened(writer, request)) for request in requests]
-        while writer.metric("effexport_requests_total") < 40:  # the first event of each text is on its way
-            time.sleep(0.02)
+        # the first event of each text is on its way
+        wait_until(lambda: writer.metric("effexport_requests_total") >= 40)
         writer.process.send_signal(signal.SIGTERM)
         for connection in connections[::2]:
             connection.close()

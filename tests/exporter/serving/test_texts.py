@@ -17,7 +17,17 @@ import pytest
 from kept import kept
 from random_tokenizers import saved_tokenizer
 from serving_fuzz import malformed_texts
-from serving_load import Reply, Sample, ServerProcess, exchange_once, json_of, post, running_server, samples_of
+from serving_load import (
+    Reply,
+    Sample,
+    ServerProcess,
+    check_malformed,
+    exchange_once,
+    json_of,
+    post,
+    running_server,
+    samples_of,
+)
 from serving_traffic import SCORE_LIMIT, VECTOR_LIMIT, Oracle, check_load, mixed_traffic, sized, text_input
 from small_builds import what_decides_a_build
 from transformers_models import TINY_OF_TEXTS, saved
@@ -125,6 +135,11 @@ def ask(server: ServerProcess, path: str, fields: object, headers: str = "", dat
     return asyncio.run(exchange_once(server.port, post(path, head + data, headers)))
 
 
+def binary_input(data: bytes) -> dict[str, Any]:
+    """Two texts, as binary data."""
+    return {"name": "text", "shape": [2], "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}
+
+
 def infer(server: ServerProcess, model: str, *inputs: dict[str, Any], **fields: Any) -> Any:
     """The outputs of a request by name."""
     reply = ask(server, f"/v2/models/{model}/infer", {"inputs": inputs, **fields})
@@ -168,8 +183,7 @@ def test_texts_are_answered_as_transformers_pipeline_answers_them(
 def test_texts_and_answers_travel_as_binary_data_too(reading: ServerProcess, vector: Callable[[str], Any]) -> None:
     texts = ["Paris", "naïve 漢字"]
     data = sized(*(text.encode() for text in texts))
-    given = {"name": "text", "shape": [2], "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}
-    fields = {"inputs": [given], "parameters": {"binary_data_output": True}, "id": "7"}
+    fields = {"inputs": [binary_input(data)], "parameters": {"binary_data_output": True}, "id": "7"}
     reply = ask(reading, "/v2/models/pooled/infer", fields, data=data)
     described = json_of(reply)
     assert described["id"] == "7"
@@ -205,6 +219,10 @@ def test_tritonclient_sends_texts_as_arrays_of_objects(reading: ServerProcess, v
 @pytest.mark.parametrize(
     ("model", "inputs", "fields", "message"),
     [
+        ("pooled", sized(b"good", b"\xff\xfe"), {}, "element 1 of 'text' is not UTF-8: byte 0 is 0xff"),
+        ("pooled", sized(b"good", b"bad")[:-1], {}, "ends within element 1"),
+        ("pooled", sized(b"good") + b"\xff\xff\xff\xff", {}, "ends within element 1"),
+        ("pooled", sized(b"good", b"bad", b"more"), {}, "has 8 bytes after its 2 strings"),
         ("fill", [text_input(["no mask"])], {}, "the text has no [MASK]"),
         ("fill", [text_input([*MASKED, "no mask"])], {}, "text 3: the text has no [MASK]"),
         ("pooled", [text_input([""])], {}, "the text is empty"),
@@ -233,25 +251,12 @@ def test_tritonclient_sends_texts_as_arrays_of_objects(reading: ServerProcess, v
     ],
 )  # fmt: skip
 def test_texts_that_cannot_be_answered_are_refused_with_the_reason(
-    reading: ServerProcess, model: str, inputs: list[dict[str, Any]], fields: dict[str, Any], message: str
+    reading: ServerProcess, model: str, inputs: list[dict[str, Any]] | bytes, fields: dict[str, Any], message: str
 ) -> None:
-    reply = ask(reading, f"/v2/models/{model}/infer", {"inputs": inputs, **fields})
-    assert reply.status == 400
-    assert message in json_of(reply)["error"]
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (sized(b"good", b"\xff\xfe"), "element 1 of 'text' is not UTF-8: byte 0 is 0xff"),
-        (sized(b"good", b"bad")[:-1], "ends within element 1"),
-        (sized(b"good") + b"\xff\xff\xff\xff", "ends within element 1"),
-        (sized(b"good", b"bad", b"more"), "has 8 bytes after its 2 strings"),
-    ],
-)
-def test_binary_texts_that_cannot_be_read_are_refused(reading: ServerProcess, data: bytes, message: str) -> None:
-    given = {"name": "text", "shape": [2], "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}
-    reply = ask(reading, "/v2/models/pooled/infer", {"inputs": [given]}, data=data)
+    """inputs: or the binary data of two texts."""
+    data = inputs if isinstance(inputs, bytes) else b""
+    given = [binary_input(data)] if data else inputs
+    reply = ask(reading, f"/v2/models/{model}/infer", {"inputs": given, **fields}, data=data)
     assert reply.status == 400
     assert message in json_of(reply)["error"]
 
@@ -317,28 +322,8 @@ def test_what_openai_has_and_this_server_does_not_is_refused_in_the_form_of_open
 def test_malformed_requests_each_get_a_4xx_with_one_message_and_nothing_leaks(
     reading: ServerProcess, traffic: list[Sample]
 ) -> None:
-    requests = malformed_texts("pooled", 450)
-    index = ask(reading, "/v2/repository/index", {}).body
-    # whatever is allocated once is there after the first
-    for _, request in requests[:90]:
-        asyncio.run(exchange_once(reading.port, request))
-    rss, files = reading.rss_bytes, reading.open_files
-    for kind, request in requests:
-        reply = asyncio.run(exchange_once(reading.port, request))
-        assert 400 <= reply.status < 500, (kind, reply, request[:500])
-        error = json_of(reply)["error"]
-        if request.split()[1].startswith(b"/v1/"):
-            assert set(error) == {"message", "type", "param", "code"}
-            error = error["message"]
-        # a line, however long what it is about
-        assert 10 < len(error) < 500, (kind, error)
-        assert "\n" not in error
     # requests have half a megabyte at most; the allocator keeps some of what was freed
-    assert reading.rss_bytes - rss < 16 << 20
-    assert reading.open_files <= files + 1
-    assert reading.metric("effexport_queue_depth") == 0
-    assert "Traceback" not in reading.log.read_text()
-    assert ask(reading, "/v2/repository/index", {}).body == index
+    check_malformed(reading, malformed_texts("pooled", 450), 90, 16 << 20)
     check_load(reading.port, traffic, 120)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_load import ServerProcess, running_server
+from serving_load import ServerProcess, running_server, token_ids
 
 import effexport
 from effexport.artifact import Artifact
@@ -18,17 +18,6 @@ Feeds = dict[str, Any]
 Expected = Callable[[Feeds], Feeds]
 # rounding of float32 where rows of a joined run are summed in another order
 JOINED_LIMIT = 1e-5
-CHECKPOINT: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "segment_means_seq_len": 32,
-    "num_landmarks": 8,
-    "conv_kernel_size": 5,
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +38,6 @@ def inputs_of(feeds: Feeds, *, binary: bool = True) -> list[Any]:
         one.set_data_from_numpy(value, binary_data=binary)
         inputs.append(one)
     return inputs
-
-
-def ids(rows: int = 2, seq_len: int = 40, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).integers(2, 250, (rows, seq_len))
 
 
 def refusal(client: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
@@ -91,7 +76,7 @@ def test_every_encoding_gets_the_runners_answer_exactly(
 ) -> None:
     from tritonclient.http import InferRequestedOutput
 
-    feeds = {"input_ids": ids()}
+    feeds = {"input_ids": token_ids(2, 40)}
     outputs = None
     if binary_output is not None:
         outputs = [InferRequestedOutput("last_hidden_state", binary_data=binary_output)]
@@ -113,7 +98,7 @@ def test_every_encoding_gets_the_runners_answer_exactly(
 
 
 def test_a_mask_is_taken_and_padding_changes_nothing(client: Any, expected: Expected) -> None:
-    feeds = {"input_ids": ids(1, 30), "attention_mask": np.ones((1, 30), np.int64)}
+    feeds = {"input_ids": token_ids(1, 30), "attention_mask": np.ones((1, 30), np.int64)}
     feeds["attention_mask"][:, 20:] = 0
     answer = client.infer("small", inputs_of(feeds), model_version="1").as_numpy("last_hidden_state")
     assert np.array_equal(answer, expected(feeds)["last_hidden_state"])
@@ -125,7 +110,7 @@ def test_requests_at_once_are_joined_and_each_gets_its_own_answer(
     client: Any, server: ServerProcess, expected: Expected
 ) -> None:
     before = server.batch_sizes()
-    feeds = [{"input_ids": ids(1, (24, 48)[seed % 2], seed)} for seed in range(96)]
+    feeds = [{"input_ids": token_ids(1, (24, 48)[seed % 2], seed)} for seed in range(96)]
     pending = [client.async_infer("small", inputs_of(one)) for one in feeds]
     for one, waiting in zip(feeds, pending, strict=True):
         answer = waiting.get_result().as_numpy("last_hidden_state")
@@ -140,13 +125,13 @@ def test_requests_at_once_are_joined_and_each_gets_its_own_answer(
 @pytest.mark.parametrize(
     ("feeds", "message"),
     [
-        ({"input_ids": ids(1, 65)}, "seq is 65; this server takes at most 64"),
-        ({"input_ids": ids(9, 8)}, "batch is 9; this server takes at most 8"),
+        ({"input_ids": token_ids(1, 65)}, "seq is 65; this server takes at most 64"),
+        ({"input_ids": token_ids(9, 8)}, "batch is 9; this server takes at most 8"),
         ({"input_ids": np.full((1, 8), 258)}, "expected 0 to 257"),
         ({"input_ids": np.zeros((1, 8), np.float32)}, "has datatype 'FP32'; expected INT64"),
-        ({"tokens": ids(1, 8)}, "unknown input 'tokens'"),
-        ({"attention_mask": ids(1, 8)}, "input 'input_ids' is missing"),
-        ({"input_ids": ids(1, 8), "attention_mask": ids(1, 8)}, "values other than 0 and 1"),
+        ({"tokens": token_ids(1, 8)}, "unknown input 'tokens'"),
+        ({"attention_mask": token_ids(1, 8)}, "input 'input_ids' is missing"),
+        ({"input_ids": token_ids(1, 8), "attention_mask": token_ids(1, 8)}, "values other than 0 and 1"),
     ],
 )
 def test_wrong_inputs_raise_the_clients_exception_with_what_was_expected(
@@ -160,7 +145,7 @@ def test_wrong_inputs_raise_the_clients_exception_with_what_was_expected(
 def test_a_wrong_model_version_or_output_is_named(client: Any) -> None:
     from tritonclient.http import InferRequestedOutput
 
-    inputs = inputs_of({"input_ids": ids()})
+    inputs = inputs_of({"input_ids": token_ids(2, 40)})
     assert refusal(client, "other", inputs) == ("404", "no model 'other'; this server has 'small'")
     assert refusal(client, "small", inputs, model_version="2")[0] == "404"
     status, text = refusal(client, "small", inputs, outputs=[InferRequestedOutput("logits")])
@@ -173,12 +158,12 @@ def test_several_outputs_and_half_precision_are_served_as_they_are_asked_for(
     cli: Callable[..., Any], built: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     """And requests to a checkpoint never share a run: published Nyströmformer models mix the samples of a batch."""
-    from transformers_models import saved
+    from transformers_models import TINY_NYSTROMFORMER, saved
     from tritonclient.http import InferenceServerClient, InferRequestedOutput
 
     from effexport.artifact import open_artifact
 
-    saved(tmp_path / "checkpoint", "NystromformerForQuestionAnswering", CHECKPOINT)
+    saved(tmp_path / "checkpoint", "NystromformerForQuestionAnswering", TINY_NYSTROMFORMER)
     assert cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "two").code == 0
     artifact, half = open_artifact(tmp_path / "two"), built("linear", "attention", precision="fp16")
     names = [tensor.name for tensor in artifact.spec.outputs]

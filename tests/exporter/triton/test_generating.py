@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from alphabet import Alphabet
+from alphabet import Alphabet, quick_switches
+from serving_load import wait_until
 
 import effexport
 from effexport.artifact import Artifact
@@ -174,32 +174,25 @@ class LeavingReply(KeptReply):
         super().cancel(session)
 
 
+@quick_switches()
 def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("effexport.serving.triton.instance.CANCEL_CHECK_SECONDS", 0.0)
-    switches = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads take turns 500 times as often as usual, so that they meet at every place
     decoder, dice = Alphabet(batches=64), random.Random(0)
     generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
     replies = [LeavingReply(dice.randrange(4), broken=dice.random() < 0.5) for _ in range(2000)]
-    try:
-        loop = GenerationInstance(generator, 40)
-        for reply in replies:
-            sampling = Sampling(max_new_tokens=dice.choice((3, 10**6)), temperature=0)
-            loop.begin("a" * dice.randrange(1, 20), sampling, True, reply)
-        assert all(reply.done.wait(SECONDS) for reply in replies)
-        last = KeptReply()
-        loop.begin("x", Sampling(max_new_tokens=2, temperature=0), True, last)
-        assert last.text == "yz"
-        deadline = time.monotonic() + SECONDS
-        while generator.stepper.is_busy:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        steps = decoder.steps
-        time.sleep(0.1)
-        assert decoder.steps == steps
-        loop.close()
-    finally:
-        sys.setswitchinterval(switches)
+    loop = GenerationInstance(generator, 40)
+    for reply in replies:
+        sampling = Sampling(max_new_tokens=dice.choice((3, 10**6)), temperature=0)
+        loop.begin("a" * dice.randrange(1, 20), sampling, True, reply)
+    assert all(reply.done.wait(SECONDS) for reply in replies)
+    last = KeptReply()
+    loop.begin("x", Sampling(max_new_tokens=2, temperature=0), True, last)
+    assert last.text == "yz"
+    wait_until(lambda: not generator.stepper.is_busy, SECONDS)
+    steps = decoder.steps
+    time.sleep(0.1)
+    assert decoder.steps == steps
+    loop.close()
     assert decoder.closed
     assert all(reply.error is None for reply in replies)
 

@@ -141,6 +141,7 @@ def test_requests_for_a_model_whose_samples_depend_on_their_batch_stay_apart(run
 @pytest.mark.parametrize(
     "body",
     [
+        *(b"", b"{", b"\xff\xfe", b"[]", b'{"inputs": 3}', json.dumps({"inputs": [{**IDS, "shape": [1, 5]}]}).encode()),
         {"inputs": []},
         {"inputs": [{**IDS, "name": "tokens"}]},
         {"inputs": [{**IDS, "datatype": "INT32"}]},
@@ -153,23 +154,13 @@ def test_requests_for_a_model_whose_samples_depend_on_their_batch_stay_apart(run
         {"inputs": [IDS, {**IDS, "name": "attention_mask", "data": [1, 1, 2, 1]}]},
         {"inputs": [IDS, {**IDS, "name": "attention_mask", "shape": [1, 3], "data": [1, 1, 1]}]},
     ],
-    ids=lambda body: json.dumps(body)[:60],
+    ids=lambda body: str(body)[:60],
 )
-def test_a_bad_request_is_refused_and_the_server_lives_on(running: Running, body: dict[str, Any]) -> None:
+def test_a_bad_request_is_refused_and_the_server_lives_on(running: Running, body: dict[str, Any] | bytes) -> None:
+    """Bytes are refused before the model sees them; this release calls some of it its own error, 500."""
     status, answer = running.server.post("/v2/models/nystrom/infer", body)
-    assert 400 <= status < 500, answer
+    assert status in ((400, 500) if isinstance(body, bytes) else range(400, 500)), answer
     assert answer["error"]
-    assert running.server.post("/v2/models/nystrom/infer", {"inputs": [IDS]})[0] == 200
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"\xff\xfe", b"[]", b'{"inputs": 3}', json.dumps({"inputs": [{**IDS, "shape": [1, 5]}]}).encode()],
-)
-def test_what_the_server_cannot_read_is_refused_and_the_server_lives_on(running: Running, body: bytes) -> None:
-    """Before the model sees it. This release calls some of it its own error, 500."""
-    status, answer = running.server.post("/v2/models/nystrom/infer", body)
-    assert status in (400, 500), answer
     assert running.server.post("/v2/models/nystrom/infer", {"inputs": [IDS]})[0] == 200
 
 

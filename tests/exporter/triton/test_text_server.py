@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from kept import kept
 from random_tokenizers import saved_tokenizer
+from serving_load import events_of, wait_until
 from small_builds import what_decides_a_build
 from transformers_models import TINY_OF_TEXTS, saved
 from triton_server import ENVIRONMENT, ROOT, TritonServer, ask_client, environment
@@ -224,7 +224,7 @@ def test_sixteen_streams_at_the_same_time_are_effexports_own_texts(running: Runn
     with effexport.load_generator(running.artifacts["writer"].path) as generator:
         for i, (status, events) in enumerate(answers):
             assert status == 200, events
-            parts = [json.loads(event.removeprefix("data: ")) for event in events.decode().split("\n\n") if event]
+            parts = events_of(events.decode())
             expected = generator(f"prompt {i}", Sampling(**sampling_of(i)))
             assert "".join(part["text_output"] for part in parts) == expected.text
             assert [part.get("finish_reason") for part in parts] == [None] * (len(parts) - 1) + ["length"]
@@ -299,8 +299,6 @@ def test_a_stream_whose_client_leaves_ends(running: Running, protocol: str) -> N
     # this model generates one text at a time, so the next one waits for the end of the first
     status, answer = running.generate("writer-slow-generate", text_input="b", max_new_tokens=2)
     assert status == 200, answer
-    end = time.monotonic() + 60
-    while f" of {count} tokens" not in running.server.log.read_text() and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: f" of {count} tokens" in running.server.log.read_text(), 60)
     (line,) = [line for line in running.server.log.read_text().splitlines() if f" of {count} tokens" in line]
     assert "the client has gone after" in line

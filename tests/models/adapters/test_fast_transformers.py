@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.replace import with_our_layers
 from effexport.models.layers import AttentionLayer
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.linear import LinearSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -13,9 +13,9 @@ from exported_layers import OnnxFile, padded_mask, trained_like
 from torch import Tensor, nn
 
 from effexport.models.adapters.replace import with_our_layers
+from effexport.models.variants.linear import LinearSpec
 from effexport.models.variants.linear.layer import LinearAttention
-from effexport.models.variants.linear.spec import LinearSpec
-from effexport.models.variants.local.spec import LocalSpec
+from effexport.models.variants.local import LocalSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "foreign")
 

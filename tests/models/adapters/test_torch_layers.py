@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import effexport
 from effexport.models.adapters.replace import with_our_layers
-from effexport.models.variants.softmax.spec import SoftmaxSpec
+from effexport.models.variants.softmax import SoftmaxSpec
 
 pytestmark = [
     pytest.mark.requires("torch"),

@@ -1,12 +1,14 @@
-"""The KServe V2 protocol and its extensions: infer, generate, metadata, health, metrics, and the model repository."""
+"""The endpoints of a server: the KServe V2 protocol and its extensions (infer, generate, metadata, health, metrics, and
+the model repository), and OpenAI's API as far as a server of encoders has it (embeddings, and the list of models).
+"""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,28 +16,25 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from effexport.base.dtypes import DTYPES
 from effexport.base.version import __version__
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
-from effexport.serving.engine.errors import ClientGoneError, RequestError, stopping
+from effexport.serving.engine.errors import UNAUTHORIZED, ClientGoneError, Refusal, RequestError, stopping
 from effexport.serving.engine.metrics import exposition
 from effexport.serving.engine.queue import Gone, Waiting, aside
+from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, TEXT_INPUT
 from effexport.serving.engine.texts import Stream, sampling_from_options
-from effexport.serving.http.request import (
-    PIECE,
+from effexport.serving.http.bodies import (
     InferRequest,
+    answer_from_outputs,
     checked_texts,
-    fields_from_body,
     flag,
-    has_texts,
     id_of,
-    infer_request,
     json_length,
     parameters_of,
     parsed_object,
-    text_request,
+    wanted_from_body,
 )
 from effexport.serving.http.service import ENCODINGS, Endpoint, Service, compressed, json_response, watched
 
@@ -147,14 +146,6 @@ async def infer(service: Service, request: Request) -> Response:
         return Response(body, headers=headers, media_type=kind)
 
 
-def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest:
-    """Read a request with tensors or with texts. header: see `fields_from_body`. Raises RequestError."""
-    parsed = fields_from_body(body, header)
-    if has_texts(parsed, model.signature):
-        return text_request(parsed, model.texts.outputs)
-    return infer_request(parsed, model.signature)
-
-
 async def outputs_from_wanted(
     wanted: InferRequest, model: ServedModel, gone: Gone, service: Service
 ) -> Mapping[str, Array | Sequence[bytes]]:
@@ -171,89 +162,11 @@ async def outputs_from_wanted(
     return outputs
 
 
-# Where numbers are filled in. In JSON, this byte stands nowhere else.
-GAP = b"\0"
+def generate_request(body: bytes, *, streaming: bool) -> tuple[str, Sampling, str | None]:
+    """A text to continue, how, and the id to be returned. Parameters may be in `parameters` or beside the text.
 
-
-@dataclass(frozen=True)
-class Answer:
-    """The body of an answer. header_length: size of its JSON if binary data follows, else None."""
-
-    body: bytes
-    header_length: int | None
-
-
-def answer_from_outputs(
-    wanted: InferRequest, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
-) -> Answer:
-    """outputs: arrays, or strings in UTF-8. Raises RequestError for NaN and infinity that would be sent as JSON."""
-    described: list[dict[str, Any]] = []
-    binary: list[bytes | memoryview] = []
-    numbers: list[list[bytes | memoryview]] = []
-    for output, is_binary in wanted.outputs.items():
-        value = outputs[output]
-        if isinstance(value, Sequence):
-            entry: dict[str, Any] = {"name": output, "datatype": "BYTES", "shape": [len(value)]}
-        else:
-            entry = {"name": output, "datatype": DTYPES[value.dtype.name].protocol, "shape": list(value.shape)}
-        if is_binary:
-            binary.append(sized_strings(value) if isinstance(value, Sequence) else bytes_of(value))
-            entry["parameters"] = {"binary_data_size": len(binary[-1])}
-        elif isinstance(value, Sequence):
-            entry["data"] = [text.decode() for text in value]
-        else:
-            check_finite(output, value)
-            entry["data"] = orjson.Fragment(GAP)
-            numbers.append(numbers_as_json(value.reshape(-1)))
-        described.append(entry)
-    fields: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": described}
-    if wanted.id is not None:
-        fields["id"] = wanted.id
-    first, *others = orjson.dumps(fields).split(GAP)
-    text = [first, *chain.from_iterable((*filled, after) for filled, after in zip(numbers, others, strict=True))]
-    return Answer(b"".join([*text, *binary]), sum(map(len, text)) if binary else None)
-
-
-def numbers_as_json(numbers: Array) -> list[bytes | memoryview]:
-    """A list of numbers as parts of JSON, because no other thread runs while orjson writes one of them."""
-    parts: list[bytes | memoryview] = []
-    for start in range(0, len(numbers), PIECE):
-        text = orjson.dumps(numbers[start : start + PIECE], option=orjson.OPT_SERIALIZE_NUMPY)
-        parts += [memoryview(text)[1:-1], b","]
-    return [b"[", *parts[:-1], b"]"]
-
-
-def bytes_of(array: Array) -> memoryview:
-    """The bytes of an array as a view, so that the only copy is into the body."""
-    # as uint8, because memoryview lacks some types
-    view: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return view
-
-
-def sized_strings(strings: Sequence[bytes]) -> bytes:
-    """BYTES as binary data: each string after its size in four bytes, little-endian."""
-    return b"".join(part for text in strings for part in (len(text).to_bytes(4, "little"), text))
-
-
-def check_finite(name: str, array: Array) -> None:
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise RequestError(
-            f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data, and see "
-            "whether the inputs are too large for the model"
-        )
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """A text to continue. id: to be returned."""
-
-    id: str | None
-    text: str
-    sampling: Sampling
-
-
-def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
-    """Parse and check a request. Parameters may be in `parameters` or beside the text. Raises UserError."""
+    Raises UserError.
+    """
     beside = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
     identifier, text, inside = id_of(beside), beside.pop(TEXT_INPUT, None), beside.pop("parameters", None)
     beside.pop("id", None)
@@ -267,7 +180,7 @@ def generate_request(body: bytes, *, streaming: bool) -> GenerateRequest:
     if stream not in (streaming, None):
         other = "generate" if streaming else "generate_stream"
         raise RequestError(f"stream is {shown(stream)}; send the request to …/{other}, or leave stream out")
-    return GenerateRequest(identifier, text, sampling)
+    return text, sampling, identifier
 
 
 # Proxies that buffer would hold back the events; this header turns that off in the most common one.
@@ -299,21 +212,22 @@ async def begun_text(service: Service, request: Request, stack: ExitStack, *, st
     # before the body is read, so that an overloaded server refuses at once
     model.generations.refuse_if_full()
     async with service.body_of(request) as body:
-        wanted = await service.parsed(len(body), partial(generate_request, body, streaming=streaming))
-    stream = await model.generations.submit(wanted.text, wanted.sampling)
+        read = partial(generate_request, body, streaming=streaming)
+        text, sampling, identifier = await service.parsed(len(body), read)
+    stream = await model.generations.submit(text, sampling)
     stack.callback(stream.close)
     gone = stack.enter_context(watched(request.receive))
     gone.add_done_callback(lambda _: stream.put(ClientGoneError()))
-    return Text(model, wanted, stream)
+    return Text(model, stream, identifier)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that a client waits for."""
+    """A text that a client waits for. id: of its request."""
 
     model: ServedModel
-    request: GenerateRequest
     stream: Stream
+    id: str | None = None
 
     def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The answer with pieces of the text: all of them, or those of one event. The last says how it ended."""
@@ -323,8 +237,8 @@ class Text:
             "text_output": "".join(piece.text for piece in pieces),
             "tokens": [piece.token for piece in pieces if piece.finish_reason != "eos"],
         }
-        if self.request.id is not None:
-            answer["id"] = self.request.id
+        if self.id is not None:
+            answer["id"] = self.id
         if (reason := pieces[-1].finish_reason) is not None:
             session = self.stream.session
             answer |= {"finish_reason": reason, "prompt_tokens": len(session.prompt), "seed": session.seed}
@@ -372,6 +286,147 @@ async def send_event(send: Send, fields: Mapping[str, Any]) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
+EMBEDDING_FIELDS = ("model", "input", "encoding_format", "dimensions", "user")
+EMBEDDING_FORMATS = ("float", "base64")
+# Larger numbers are not even int64; which ones the model knows is checked with its name at hand.
+LARGEST_TOKEN = 2**63
+
+
+class FieldError(RequestError):
+    """A refused request whose field `param` is at fault."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """inputs: texts, or tokens. dimensions: how many the client expects, or None."""
+
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    is_base64: bool
+    dimensions: int | None
+
+
+def embedding_request(body: bytes) -> EmbeddingRequest:
+    """Parse and check a request. Raises RequestError."""
+    fields = parsed_object(body, "a JSON object with model and input")
+    for name in fields:
+        if name not in EMBEDDING_FIELDS:
+            raise FieldError(name[:80], f"unknown field {shown(name)}; expected: {', '.join(EMBEDDING_FIELDS)}")
+    model, form, dimensions = fields.get("model"), fields.get("encoding_format"), fields.get("dimensions")
+    if not isinstance(model, str):
+        raise FieldError("model", f"model is {shown(model)}; expected the name of a model: GET /v1/models lists them")
+    if form is not None and form not in EMBEDDING_FORMATS:
+        raise FieldError(
+            "encoding_format", f"encoding_format is {shown(form)}; expected {' or '.join(EMBEDDING_FORMATS)}"
+        )
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise FieldError("dimensions", f"dimensions is {shown(dimensions)}; expected a positive integer")
+    return EmbeddingRequest(model, checked_inputs(fields.get("input")), form == "base64", dimensions)
+
+
+def checked_inputs(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    """A string, strings, tokens, or lists of tokens, always as a tuple of inputs. The first element decides which."""
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise FieldError(
+            "input", f"input is {shown(given)}; expected a string, a list of strings, or a list of lists of tokens"
+        )
+    if len(given) > MAX_TEXTS and not isinstance(given[0], int):
+        raise FieldError("input", f"input has {len(given)} texts; expected at most {MAX_TEXTS}: send several requests")
+    if isinstance(given[0], str):
+        try:
+            return checked_texts(given, "input")
+        except RequestError as error:
+            raise FieldError("input", str(error)) from error
+    if not isinstance(given[0], list):
+        return (checked_tokens(given, "input"),)
+    return tuple(checked_tokens(tokens, f"element {index} of input") for index, tokens in enumerate(given))
+
+
+def checked_tokens(given: Any, what: str) -> tuple[int, ...]:
+    if not isinstance(given, list) or not given:
+        raise FieldError("input", f"{what} is {shown(given)}; expected a list of tokens")
+    for index, token in enumerate(given):
+        if type(token) is not int or not 0 <= token < LARGEST_TOKEN:
+            raise FieldError("input", f"{what} has {shown(token)} at {index}; expected tokens of the vocabulary")
+    return tuple(given)
+
+
+def embedding_answer(request: EmbeddingRequest, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON of an answer. answers: of the task, {embedding, tokens} for each input."""
+
+    def to_form(vector: Sequence[float]) -> Sequence[float] | str:
+        # as float32, little-endian
+        return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode() if request.is_base64 else vector
+
+    tokens = sum(answer["tokens"] for answer in answers)
+    return {
+        "object": "list",
+        "model": request.model,
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": to_form(answer["embedding"]),
+            }
+            for index, answer in enumerate(answers)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def openai_error(message: str, kind: Refusal, param: str | None = None) -> dict[str, Any]:
+    """The JSON of a refusal, in the form that OpenAI's clients read."""
+    name = "invalid_request_error" if kind.status < 500 else "server_error"
+    code = "invalid_api_key" if kind is UNAUTHORIZED else kind.reason
+    return {"error": {"message": message, "type": name, "param": param, "code": code}}
+
+
+async def list_models(service: Service, request: Request) -> Response:
+    return json_response({"object": "list", "data": [model_card(model) for model in service.models]})
+
+
+async def one_model(service: Service, request: Request) -> Response:
+    with service.using(request) as model:
+        return json_response(model_card(model))
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    async with service.body_of(request) as body:
+        wanted = await service.parsed(len(body), partial(embedding_request, body))
+        with service.using(request, wanted.model) as model, watched(request.receive) as gone:
+            check_embeds(model, wanted)
+            waiting = Waiting(service.settings.timeout_s, gone, service.text_memory)
+            answers = await model.texts.embeddings_of(wanted.inputs, waiting)
+    return json_response(embedding_answer(wanted, answers))
+
+
+def check_embeds(model: ServedModel, wanted: EmbeddingRequest) -> None:
+    """Raises RequestError for a model without embeddings, or with others than the client expects."""
+    if not model.texts.is_embedding:
+        raise FieldError(
+            "model", f"model {model.name!r} answers {model.texts.name}, not embeddings; build one with --pool"
+        )
+    width = model.signature.outputs[0].dims[-1]
+    if wanted.dimensions not in (None, width):
+        raise FieldError(
+            "dimensions",
+            f"dimensions is {wanted.dimensions}; {model.name!r} has {width}: leave it out, or build the artifact with "
+            "--truncate-dim",
+        )
+
+
+def model_card(model: ServedModel) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": model.loaded_at, "owned_by": "effexport"}
+
+
+# Errors below this path have the form of OpenAI's API.
+OPENAI = "/v1"
 OF_MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 STORED = "/v2/repository/models/{name}"
 ENDPOINTS = (
@@ -388,4 +443,7 @@ ENDPOINTS = (
     Endpoint("POST", f"{STORED}/unload", unload),
     *(Endpoint("POST", f"{prefix}/generate", generate, counts=True) for prefix in OF_MODEL),
     *(Endpoint("POST", f"{prefix}/generate_stream", generate_stream, counts=True) for prefix in OF_MODEL),
+    Endpoint("POST", f"{OPENAI}/embeddings", embeddings, counts=True),
+    Endpoint("GET", f"{OPENAI}/models", list_models),
+    Endpoint("GET", f"{OPENAI}/models/{{name}}", one_model),
 )

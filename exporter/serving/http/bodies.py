@@ -1,4 +1,4 @@
-"""Infer requests of the KServe V2 protocol: JSON and binary data, as tensors or texts."""
+"""Bodies of the KServe V2 protocol: requests and answers, JSON and binary data, tensors and texts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import orjson
+
 from effexport.base.dtypes import DTYPES, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
@@ -19,6 +22,7 @@ from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, Serve
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array, TensorInfo
+    from effexport.serving.http.models import ServedModel
 
 
 Value = TypeVar("Value")
@@ -81,8 +85,6 @@ def json_length(body: bytes, header: str | None) -> int:
 
 def parsed_object(text: bytes, expected: str = "a JSON object with inputs") -> dict[str, Any]:
     """The JSON object in the body of a request. Raises RequestError, which says what was expected."""
-    import orjson
-
     # In memory, a list that is two bytes of JSON takes 56, so 64 MiB of them would be 1.7 GB and take seconds.
     pieces = sum(map(text.count, (b"[", b"{", b'"')))
     if pieces > MAX_JSON_PIECES:
@@ -194,8 +196,6 @@ _ELEMENTS: dict[str, tuple[set[type], str]] = {
 
 def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
     """The elements as an array. shape: already checked. Raises RequestError for a wrong type, number or range."""
-    import numpy as np
-
     datatype = DTYPES[tensor.dtype].protocol
     if datatype in BINARY_ONLY:
         raise RequestError(f"input {tensor.name!r} is {datatype}, which JSON cannot represent; send it as binary data")
@@ -220,8 +220,6 @@ def pieces(flat: list[Any]) -> Iterator[list[Any]]:
 
 def check_finite_input(name: str, array: Array) -> None:
     """Raises RequestError for NaN and infinity, to which no model has an answer; JSON has them as too large numbers."""
-    import numpy as np
-
     if array.dtype.kind in "fV" and not np.isfinite(array).all():
         raise RequestError(
             f"data of input {name!r} holds NaN, infinity, or a number outside of {DTYPES[array.dtype.name].protocol}; "
@@ -292,8 +290,6 @@ def check_datatype(value: Mapping[str, Any], expected: str) -> None:
 
 def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryview, size: Any) -> Array:
     """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
-    import numpy as np
-
     dtype = numpy_dtype(tensor.dtype)
     expected = math.prod(shape) * dtype.itemsize
     if type(size) is not int or size != expected:
@@ -389,3 +385,83 @@ def checked_texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
                 "split the text"
             )
     return tuple(values)
+
+
+def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest:
+    """Read a request with tensors or with texts. header: see `fields_from_body`. Raises RequestError."""
+    parsed = fields_from_body(body, header)
+    if has_texts(parsed, model.signature):
+        return text_request(parsed, model.texts.outputs)
+    return infer_request(parsed, model.signature)
+
+
+# Where numbers are filled in. In JSON, this byte stands nowhere else.
+GAP = b"\0"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The body of an answer. header_length: size of its JSON if binary data follows, else None."""
+
+    body: bytes
+    header_length: int | None
+
+
+def answer_from_outputs(
+    wanted: InferRequest, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
+) -> Answer:
+    """outputs: arrays, or strings in UTF-8. Raises RequestError for NaN and infinity that would be sent as JSON."""
+    described: list[dict[str, Any]] = []
+    binary: list[bytes | memoryview] = []
+    numbers: list[list[bytes | memoryview]] = []
+    for output, is_binary in wanted.outputs.items():
+        value = outputs[output]
+        if isinstance(value, Sequence):
+            entry: dict[str, Any] = {"name": output, "datatype": "BYTES", "shape": [len(value)]}
+        else:
+            entry = {"name": output, "datatype": DTYPES[value.dtype.name].protocol, "shape": list(value.shape)}
+        if is_binary:
+            binary.append(sized_strings(value) if isinstance(value, Sequence) else bytes_of(value))
+            entry["parameters"] = {"binary_data_size": len(binary[-1])}
+        elif isinstance(value, Sequence):
+            entry["data"] = [text.decode() for text in value]
+        else:
+            check_finite(output, value)
+            entry["data"] = orjson.Fragment(GAP)
+            numbers.append(numbers_as_json(value.reshape(-1)))
+        described.append(entry)
+    fields: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": described}
+    if wanted.id is not None:
+        fields["id"] = wanted.id
+    first, *others = orjson.dumps(fields).split(GAP)
+    text = [first, *chain.from_iterable((*filled, after) for filled, after in zip(numbers, others, strict=True))]
+    return Answer(b"".join([*text, *binary]), sum(map(len, text)) if binary else None)
+
+
+def numbers_as_json(numbers: Array) -> list[bytes | memoryview]:
+    """A list of numbers as parts of JSON, because no other thread runs while orjson writes one of them."""
+    parts: list[bytes | memoryview] = []
+    for start in range(0, len(numbers), PIECE):
+        text = orjson.dumps(numbers[start : start + PIECE], option=orjson.OPT_SERIALIZE_NUMPY)
+        parts += [memoryview(text)[1:-1], b","]
+    return [b"[", *parts[:-1], b"]"]
+
+
+def bytes_of(array: Array) -> memoryview:
+    """The bytes of an array as a view, so that the only copy is into the body."""
+    # as uint8, because memoryview lacks some types
+    view: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return view
+
+
+def sized_strings(strings: Sequence[bytes]) -> bytes:
+    """BYTES as binary data: each string after its size in four bytes, little-endian."""
+    return b"".join(part for text in strings for part in (len(text).to_bytes(4, "little"), text))
+
+
+def check_finite(name: str, array: Array) -> None:
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise RequestError(
+            f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data, and see "
+            "whether the inputs are too large for the model"
+        )
