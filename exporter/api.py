@@ -229,8 +229,8 @@ def verify(options: VerifyOptions) -> Report:
 def verified(options: VerifyOptions) -> Verified:
     from effexport.artifact import open_artifact
     from effexport.proof.named_module import source_of_verify
-    from effexport.proof.reference_choice import parse_choice
-    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+    from effexport.proof.verify import ArtifactCandidate
+    from effexport.proof.verify_artifact import VerifyRequest, parse_choice
     from effexport.report.rendering.formats import checked_output, written
     from effexport.report.verified import judged
     from effexport.signature import check_identity

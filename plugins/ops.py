@@ -16,6 +16,8 @@ OPSET_VERSION = 1
 
 # TensorRT takes a plugin rather than the function body for a node that carries this attribute.
 PLUGIN_NAMESPACE = "plugin_namespace"
+# The end of the name of a graph value that holds the buckets of an LSH layer: "<module path>.buckets".
+BUCKETS = "buckets"
 # The path of the module that a node came from, in the metadata of a written file, and as torch.onnx writes it.
 MODULE_KEY, SCOPES_KEY = "effexport.module", "pkg.torch.onnx.name_scopes"
 

@@ -37,7 +37,7 @@ from effexport.base.spec import build_spec_from_options
 from effexport.bench.candidates import inputs_of_case, onnx_from_case
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
 from effexport.bench.run import Settings, bench
-from effexport.export.decode_step import onnx_with_state
+from effexport.export.onnx_from_module import GraphFile, onnx_with_state
 from effexport.models.encoder.module import DecodeStep, Encoder, Prefill, module_from_spec
 from effexport.models.variants.gated_delta.layer import GatedDeltaAttention
 from effexport.pipeline.build import artifact_from_spec
@@ -308,7 +308,7 @@ def recurrence(rounds: int) -> Iterator[Claim]:
     with tempfile.TemporaryDirectory() as folder:
         for name, (kind, own) in graphs.items():
             path = Path(folder) / f"{name}.onnx"
-            onnx_with_state(kind, ours, own, path)
+            onnx_with_state(kind, ours, GraphFile(path, own))
             runners[name] = OrtRunner(path, RunOptions(threads=1))
     model = Prefill(ours)
     state = {name: x.numpy() for name, x in zip(model.state_names, model.initial_state(1), strict=True)}

@@ -39,7 +39,7 @@ from turns import Call, rotated  # noqa: E402
 from effexport.base.environment import versions  # noqa: E402
 from effexport.base.machine import peak_bytes_of  # noqa: E402
 from effexport.bench.timing import times_faster  # noqa: E402
-from effexport.export.carriers import use_carriers  # noqa: E402
+from effexport.export.custom_nodes import use_carriers  # noqa: E402
 from effexport.plugins.building.library import find_library  # noqa: E402
 from effexport.plugins.contract import Case, Contract, load_contract  # noqa: E402
 from effexport.plugins.ops import OPS, Op  # noqa: E402

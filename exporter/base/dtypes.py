@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from effexport.base.errors import UserError
 
@@ -124,7 +124,14 @@ def check_tensors(tensors: Iterable[TensorInfo], what: str, remedy: str, others:
             raise UserError(f"{what} is damaged: a tensor has a negative size; {remedy}")
 
 
-def named_sizes(tensors: Iterable[TensorInfo], arrays: Mapping[str, Array]) -> dict[str, int]:
+class HasShape(Protocol):
+    """An array of NumPy, or a tensor of PyTorch."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def named_sizes(tensors: Iterable[TensorInfo], arrays: Mapping[str, HasShape]) -> dict[str, int]:
     """The sizes of the free dimensions that arrays have, by the names of the dimensions."""
     return {
         dim: size

@@ -86,13 +86,15 @@ def onnx_from_case(case: BenchCase, path: Path) -> None:
 
     Raises StageError when the exporter fails or the graph does not have the expected signature.
     """
-    from effexport.export.onnx_from_module import at_precision, onnx_from_module, write_graph
+    from effexport.export.onnx_from_module import GraphFile, at_precision, onnx_from_module, write_graph
 
     spec, module = spec_from_case(case), module_from_case(case)
     if case.scope != "core":
         onnx_from_module(module, spec, path)
         return
-    write_graph(at_precision(module, spec.precision), example_of_case(case), signature_of_case(case), spec, path)
+    write_graph(
+        at_precision(module, spec.precision), example_of_case(case), signature_of_case(case), GraphFile(path, spec)
+    )
 
 
 def example_of_case(case: BenchCase) -> tuple[torch.Tensor, ...]:

@@ -145,7 +145,7 @@ def save_inlined(artifact: Artifact, path: Path) -> int:
     """
     import onnx_ir as ir
 
-    from effexport.export.inlined import inline_functions, save
+    from effexport.export.custom_nodes import inline_functions, save
     from effexport.export.onnx_graph import GraphSignature, check_graph
 
     spec = artifact.spec

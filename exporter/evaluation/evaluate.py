@@ -44,7 +44,8 @@ from effexport.runners.runner import checked_feeds, limits_from_spec, limits_of_
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.base.dtypes import Array
-    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+    from effexport.proof.verify import ArtifactCandidate
+    from effexport.proof.verify_artifact import VerifyRequest
 
 # Inputs by name → outputs by name.
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]

@@ -1,4 +1,8 @@
-"""module → onnx: one file with one node per custom operator, function bodies attached, and its signature checked."""
+"""module → onnx: one file with one node per custom operator, function bodies attached, and its signature checked.
+
+Also graphs that run token by token: of a causal model with constant memory, one decodes a token, and the other reads a
+whole prompt; of an encoder-decoder, one reads the source, and the other decodes a token.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,28 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import InlinePass
 from torch import nn
 
 from effexport.base.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.base.errors import StageError, UserError
 from effexport.base.quiet import few_lookups, quiet
 from effexport.base.spec import INPUT_DEFAULTS, BuildSpec
-from effexport.export.carriers import use_carriers
+from effexport.export.custom_nodes import attach_function_bodies, inline_functions, save, use_carriers
 from effexport.export.failures import STAGE, place_of, reason_of
-from effexport.export.inlined import inline_functions, save
-from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
+from effexport.export.onnx_graph import (
+    RANDOM_OPS,
+    GraphSignature,
+    check_graph,
+    check_portable,
+    signature_with_state,
+    why_not_traced,
+)
 from effexport.export.quantized_graph import float_products, quantize_graph
 from effexport.export.sizes_of_code import NO_CHANGES, SpecChanges
 from effexport.export.torch_onnx import avoid_missing_bfloat16, make_portable, recurrent_translation, size_translation
@@ -32,25 +42,39 @@ from effexport.export.traced_graphs import (
     REMEDY,
     add_traced,
     blaming_traced,
+    clear_metadata,
     graph_without_numbers,
     graph_without_weights,
     optimized_graph,
     read_traced,
     traced_weights,
 )
+from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.encoder.spec import MASKS
 from effexport.models.layers import fused_operators
 from effexport.models.size_formula import shape_of
 from effexport.plugins.building.library import known_ops
-from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, SCOPES_KEY, Op
+from effexport.plugins.ops import BUCKETS, DOMAIN, MODULE_KEY, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, SCOPES_KEY, Op
 from effexport.plugins.user_operators import loaded
-from effexport.quantize.places import first_paths, reason_of_product
+from effexport.quantize.modules import first_paths, reason_of_product
 from effexport.quantize.record import FloatProduct, Quantization
 
-# Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
-BUCKETS_SUFFIX = "buckets"
 # Of a model in memory: the operators that stand for what the code of a module writes out, and `SpecChanges`.
 OPERATORS, CHANGES = "operators of the program", "changes of the spec"
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """An ONNX file to write.
+
+    traced: an archive of traced graphs. If it has that of `path`, the module is not traced; otherwise it is added.
+    quantization: which layers are quantised; None for a graph that is not.
+    """
+
+    path: Path
+    spec: BuildSpec
+    traced: Path | None = None
+    quantization: Quantization | None = None
 
 
 def onnx_from_module(
@@ -63,14 +87,12 @@ def onnx_from_module(
     """Export `module`, which must be in evaluation mode and float32, to `path`.
 
     Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
-    they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
-    traced: an archive of traced graphs. If it has that of `path`, the module is not traced; otherwise it is added.
-    quantization: which layers are quantised; None for a graph that is not.
+    they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it. traced, quantization: see `GraphFile`.
     Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
     signature = GraphSignature(spec.inputs, spec.outputs, spec.model.custom_ops(spec.fused))
     module = at_precision(module, spec.arithmetic)
-    return write_graph(module, example_inputs(spec), signature, spec, path, traced, quantization)
+    return write_graph(module, example_inputs(spec), signature, GraphFile(path, spec, traced, quantization))
 
 
 @dataclass(frozen=True)
@@ -93,21 +115,14 @@ class Written:
 
 
 def write_graph(
-    module: nn.Module,
-    example: tuple[torch.Tensor, ...],
-    signature: GraphSignature,
-    spec: BuildSpec,
-    path: Path,
-    traced: Path | None = None,
-    quantization: Quantization | None = None,
+    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, file: GraphFile
 ) -> Written:
     """Trace `module` on `example`, complete the graph, save it and check its signature.
 
-    traced, quantization: as in `onnx_from_module`.
     A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
     """
-    changes = NO_CHANGES
-    graph = None if traced is None else read_traced(traced, path.name)
+    spec, traced, changes = file.spec, file.traced, NO_CHANGES
+    graph = None if traced is None else read_traced(traced, file.path.name)
     is_read = graph is not None
     if graph is not None:
         register_schemas()
@@ -117,9 +132,9 @@ def write_graph(
         graph, signature, changes = traced_graph(module, example, signature, spec)
         if traced is not None:
             # without its whole state, a module is always traced anew
-            add_traced(traced, path.name, graph if spec.model.has_whole_state else graph_without_numbers(graph))
+            add_traced(traced, file.path.name, graph if spec.model.has_whole_state else graph_without_numbers(graph))
     with blaming_traced(is_read):
-        return replace(finish_graph(graph, module, signature, spec, path, quantization), changes=changes)
+        return replace(finish_graph(graph, module, signature, file), changes=changes)
 
 
 def traced_graph(
@@ -136,16 +151,9 @@ def traced_graph(
     return graph_without_weights(program.model, module), signature, changes
 
 
-def finish_graph(
-    traced: bytes,
-    module: nn.Module,
-    signature: GraphSignature,
-    spec: BuildSpec,
-    path: Path,
-    quantization: Quantization | None,
-) -> Written:
+def finish_graph(traced: bytes, module: nn.Module, signature: GraphSignature, file: GraphFile) -> Written:
     """Put the weights of a module into its traced graph, complete it, save it and check its signature."""
-    model = optimized_graph(traced, module)
+    model, spec, path, quantization = optimized_graph(traced, module), file.spec, file.path, file.quantization
     make_portable(model)
     if spec.arithmetic == "bf16":
         avoid_missing_bfloat16(model)
@@ -158,13 +166,15 @@ def finish_graph(
     if quantization is not None:
         use_first_paths(model, module)
         unrounded = quantize_graph(model, quantization, {node: module_path(node) for node in model.graph})
-        linear = {name: n for name, op in OPS.items() if op.linear and (n := count_of(model, name))}
+        found = Counter(node.op_type for node in model.graph if node.domain == DOMAIN)
+        linear = {name: found[name] for name, op in OPS.items() if op.linear and found[name]}
     replaced = attach_function_bodies(model, spec.opset_of_file)
-    strip_metadata(model)
+    clear_metadata(model, lambda node: (MODULE_KEY, module_path(node)))
+    model.graph.name = model.producer_name = "effexport"
     if spec.inline:
         inline_functions(model)
     if quantization is not None:
-        products = declared_products(model, module)
+        products = float_products(model, partial(reason_of_product, module))
     save(model, spec, path)
     # of a user's module, the number before that is known
     gone = replaced if spec.model.is_traced_as_found else Counter[str]()
@@ -267,7 +277,7 @@ def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
     from effexport.models.adapters.fla_functions import recurrences_as_operators
     from effexport.models.adapters.sdpa import attention_calls_as_operators
-    from effexport.models.user.traced_code import code_as_exported
+    from effexport.models.user.modes import code_as_exported
 
     with contextlib.ExitStack() as stack:
         if spec.model.is_traced_as_found:
@@ -355,7 +365,7 @@ def mark_custom_nodes(model: ir.Model) -> None:
         seen[name] += 1
         node.attributes[PLUGIN_NAMESPACE] = ir.AttrString(PLUGIN_NAMESPACE, DOMAIN)
         if node.op_type in OPS and OPS[node.op_type].decides and node.inputs[0] is not None:
-            node.inputs[0].name = f"{owner}.{BUCKETS_SUFFIX}" if owner else BUCKETS_SUFFIX
+            node.inputs[0].name = f"{owner}.{BUCKETS}" if owner else BUCKETS
     model.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
 
 
@@ -376,73 +386,43 @@ def use_first_paths(model: ir.Model, module: nn.Module) -> None:
             node.metadata_props[SCOPES_KEY] = repr([*scopes[:-2], first[path], scopes[-1]])
 
 
-def count_of(model: ir.Model, op: str) -> int:
-    return sum(node.domain == DOMAIN and node.op_type == op for node in model.graph)
+def onnx_with_state(kind: type[DecodeStep | Prefill], module: nn.Module, file: GraphFile) -> None:
+    """Export the decode step of a causal module, or its prefill: token or tokens and mask, position (for an encoder)
+    and state → output and next state.
 
-
-def declared_products(model: ir.Model, module: nn.Module) -> tuple[FloatProduct, ...]:
-    """Every product of a finished graph that stays float, and why."""
-    return float_products(model, lambda path: reason_of_product(module, path))
-
-
-def attach_function_bodies(model: ir.Model, opset: int) -> Counter[str]:
-    """Give every custom operator in the graph its body of standard operators.
-
-    Functions are found by the name of their operator alone, so nodes whose attributes ask for another body than most
-    nodes of theirs are replaced by that body. Returns the number of these by operator.
+    Raises StageError if the graph does not have its signature.
     """
-    bodies, replaced = [], Counter[str]()
-    for op in known_ops().values():
-        nodes = [n for n in model.graph if n.domain == DOMAIN and n.op_type == op.onnx_name]
-        most, *others = nodes_of_one_body(op, nodes, opset) if nodes else [[]]
-        if most:
-            bodies.append(body_of(op, most, opset))
-        for i, group in enumerate(others):
-            function = body_of(op, group, opset)
-            function.name = f"{op.onnx_name}_{i}"
-            model.functions[function.identifier()] = function
-            for node in group:
-                node.op_type = function.name
-            replaced[op.onnx_name] += len(group)
-    if replaced:
-        InlinePass()(model)
-    for function in bodies:
-        model.functions[function.identifier()] = function
-    return replaced
+    spec = file.spec
+    model: DecodeStep | Prefill = kind(at_precision(module, spec.arithmetic))  # type: ignore[arg-type]
+    states = tuple(
+        TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
+        for name, tensor in zip(model.state_names, model.initial_state(1), strict=True)
+    )
+    one_token = kind is DecodeStep
+    called = {} if one_token else spec.model.prefill_ops(spec.fused)
+    signature = replace(signature_with_state(spec, states, one_token=one_token), custom_ops=called)
+    tokens, *others = example_inputs(spec)
+    batch = len(tokens)
+    # the exporter cannot translate the strides of a view
+    example = [tokens[:, :1].contiguous()] if one_token else [tokens, *others]
+    if spec.model.counts_positions:
+        example.append(torch.zeros(batch, dtype=torch.int64))
+    if file.quantization is not None:
+        file = replace(file, quantization=file.quantization.below("model"))  # the attribute of ModelWithState
+    write_graph(model, (*example, *model.initial_state(batch)), signature, file)
 
 
-def nodes_of_one_body(op: Op, nodes: Sequence[ir.Node], opset: int) -> list[list[ir.Node]]:
-    """The nodes of an operator, in groups that one body serves, the largest group first."""
-    try:
-        body_of(op, nodes, opset)
-    except ValueError:
-        groups: dict[str, list[ir.Node]] = {}
-        for node in nodes:
-            groups.setdefault(str(sorted(map(str, node.attributes.values()))), []).append(node)
-        if len(groups) == 1:
-            raise
-        return sorted(groups.values(), key=len, reverse=True)
-    return [list(nodes)]
-
-
-def body_of(op: Op, nodes: Sequence[ir.Node], opset: int) -> ir.Function:
-    """The function body of these nodes. Raises ValueError if they need several."""
-    protos = [ir.serde.serialize_node(node) for node in nodes]
-    return ir.serde.deserialize_function(loaded(op).onnx_function_body(protos, opset))
-
-
-def strip_metadata(model: ir.Model) -> None:
-    """Remove the exporter's metadata, stack traces with paths of this machine, except the module path."""
-    for node in model.graph.all_nodes():
-        scopes = node.metadata_props.get(SCOPES_KEY)
-        path = module_path(node) if scopes else ""
-        node.metadata_props.clear()
-        node.doc_string = None
-        if path:
-            node.metadata_props[MODULE_KEY] = path
-    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
-        value.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    model.metadata_props.clear()
-    model.graph.name = "effexport"
-    model.producer_name = "effexport"
+def onnx_of_decoder(
+    kinds: tuple[type[nn.Module], type[nn.Module]], module: nn.Module, files: tuple[GraphFile, GraphFile]
+) -> None:
+    """Export the two graphs of an encoder-decoder, the encoder and its decode step. Raises as `onnx_with_state`."""
+    spec = files[0].spec
+    module = at_precision(module, spec.arithmetic)
+    reading = GraphSignature(*spec.source_tensors, spec.model.custom_ops(spec.fused))
+    decoding = GraphSignature(*spec.step_tensors, {})
+    for kind, file, signature in zip(kinds, files, (reading, decoding), strict=True):
+        example = tuple(
+            torch.zeros(shape_of(tensor.dims, spec.model.trace_sizes), dtype=getattr(torch, tensor.dtype))
+            for tensor in signature.inputs
+        )
+        write_graph(kind(module), example, signature, file)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
+from effexport.base.dtypes import named_sizes
 from effexport.base.errors import StageError
 from effexport.export.failures import GRAPH_CHECK
 from effexport.models.shapes import Dims
@@ -160,11 +161,5 @@ def sizes_of_one_graph(error: StageError, spec: BuildSpec) -> list[Sizes]:
 
 def batch_of_example(examples: Mapping[str, torch.Tensor], spec: BuildSpec) -> int:
     """The batch of the examples; that of the build without them."""
-    sizes = (
-        size
-        for tensor in spec.inputs
-        if tensor.name in examples
-        for axis, size in zip(tensor.dims, examples[tensor.name].shape, strict=True)
-        if axis == "batch"
-    )
-    return next(sizes, spec.batch)
+    given = [tensor for tensor in spec.inputs if tensor.name in examples]
+    return named_sizes(given, examples).get("batch", spec.batch)

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -220,10 +220,14 @@ def holds_everywhere(guard: Any, limits: Mapping[str, tuple[int, int]]) -> bool:
     symbols = list(guard.free_symbols)
     if not all(str(symbol) in limits for symbol in symbols):
         return True
-    ranges = []
-    for low, high in (limits[str(symbol)] for symbol in symbols):
-        ranges.append([size for size in {*SIZES, *numbers_of([guard])} if max(low, 2) <= size <= high])
-    return all(itertools.starmap(condition(guard, tuple(symbols)), itertools.product(*ranges)))
+    tried = combinations(numbers_of([guard]), [limits[str(symbol)] for symbol in symbols])
+    return all(itertools.starmap(condition(guard, tuple(symbols)), tried))
+
+
+def combinations(numbers: Iterable[int], limits: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    """Sizes of several axes within their limits: all combinations of a few, and of these numbers."""
+    tried = {*SIZES, *numbers}
+    return itertools.product(*([size for size in tried if max(low, 2) <= size <= high] for low, high in limits))
 
 
 def is_same_size(dim: int | str, other: int | str, limits: Mapping[str, tuple[int, int]]) -> bool:
@@ -233,11 +237,9 @@ def is_same_size(dim: int | str, other: int | str, limits: Mapping[str, tuple[in
         return True  # the proof compares constants
     numbers = {int(number) + i for text in texts for number in re.findall(r"\d+", text) for i in (-1, 0, 1)}
     axes = sorted(frozenset[str]().union(*map(axes_of, texts)))
-    ranges = []
-    for low, high in (limits.get(axis, (1, LARGEST_SIZE)) for axis in axes):
-        ranges.append([size for size in {*SIZES, *numbers} if max(low, 2) <= size <= high])
-    combinations = (dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*ranges))
-    return all(size_of(dim, sizes) == size_of(other, sizes) for sizes in combinations)
+    tried = combinations(numbers, [limits.get(axis, (1, LARGEST_SIZE)) for axis in axes])
+    named = (dict(zip(axes, sizes, strict=True)) for sizes in tried)
+    return all(size_of(dim, sizes) == size_of(other, sizes) for sizes in named)
 
 
 def numbers_of(guards: Sequence[Any]) -> list[int]:

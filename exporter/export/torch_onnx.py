@@ -18,7 +18,8 @@ import onnx_ir as ir
 import torch
 from onnxscript import values
 
-from effexport.models.user.traced_code import GATES
+from effexport.export.custom_nodes import nodes_of, replace_node
+from effexport.models.user.modes import GATES
 
 
 def size_translation(opset: int) -> dict[Any, Callable[..., Any]]:
@@ -130,7 +131,7 @@ def is_whole(value: Any) -> bool:
 
 
 def recurrent_translation(opset: int) -> dict[Any, Callable[..., Any]]:
-    """Translations for torch.onnx.export of the operator of `models.user.traced_code`, by operator."""
+    """Translations for torch.onnx.export of the recurrent operator of `models.user.modes`, by operator."""
     op = values.Opset("", opset)
 
     def translate(
@@ -187,11 +188,9 @@ def make_divisions_exact(model: ir.Model) -> None:
 
     The result is the same, but OpenVINO forgets to round the quotient.
     """
-    for node in list(model.graph.all_nodes()):
-        dividend = node.inputs[0] if node.inputs else None
-        if (node.domain, node.op_type) != ("", "Div") or dividend is None:
-            continue
-        if dividend.dtype in (ir.DataType.INT32, ir.DataType.INT64):
+    for node in nodes_of(model, "Div"):
+        dividend = node.inputs[0]
+        if dividend is not None and dividend.dtype in (ir.DataType.INT32, ir.DataType.INT64):
             # fmod: like Div, which rounds towards zero
             rest = ir.node("Mod", [dividend, node.inputs[1]], {"fmod": 1})
             whole = ir.node("Sub", [dividend, rest.outputs[0]])
@@ -210,9 +209,8 @@ def select_instead_of_casting(model: ir.Model) -> None:
     graph = model.graph
     casts = [
         node
-        for node in graph.all_nodes()
-        if (node.domain, node.op_type) == ("", "Cast")
-        and node.inputs[0] is not None
+        for node in nodes_of(model, "Cast")
+        if node.inputs[0] is not None
         and node.inputs[0].dtype == ir.DataType.BOOL
         and node.attributes["to"].as_int() == ir.DataType.FLOAT
     ]
@@ -221,10 +219,7 @@ def select_instead_of_casting(model: ir.Model) -> None:
     one = _initializer(graph, "true_as_float", np.array(1, np.float32))
     zero = _initializer(graph, "false_as_float", np.array(0, np.float32))
     for cast in casts:
-        choice = ir.node("Where", [cast.inputs[0], one, zero], name=cast.name)
-        choice.metadata_props.update(cast.metadata_props)
-        assert cast.graph is not None
-        ir.convenience.replace_nodes_and_values(cast.graph, cast, [cast], [choice], cast.outputs, choice.outputs)
+        replace_node(cast, ir.node("Where", [cast.inputs[0], one, zero]))
 
 
 def reduce_parts_of_concatenations(model: ir.Model) -> None:
@@ -233,7 +228,7 @@ def reduce_parts_of_concatenations(model: ir.Model) -> None:
     The result has the same bits. OpenVINO before 2026.2 takes the first form for an elementwise maximum of the parts.
     """
     elementwise = {"ReduceMax": "Max", "ReduceMin": "Min"}
-    waiting = [node for node in model.graph.all_nodes() if node.domain == "" and node.op_type in elementwise]
+    waiting = nodes_of(model, *elementwise)
     while waiting:
         node = waiting.pop()
         reduced = node.inputs[0]
@@ -241,12 +236,10 @@ def reduce_parts_of_concatenations(model: ir.Model) -> None:
         if source is None or source.op_type != "Concat" or not _reduces_axis_of(node, source):
             continue
         parts = [ir.node(node.op_type, [part, node.inputs[1]], dict(node.attributes)) for part in source.inputs]
-        whole = ir.node(elementwise[node.op_type], [part.outputs[0] for part in parts], name=node.name)
-        whole.metadata_props.update(node.metadata_props)
+        whole = ir.node(elementwise[node.op_type], [part.outputs[0] for part in parts])
         for part in parts:
             part.outputs[0].type, part.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-        assert node.graph is not None
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [*parts, whole], node.outputs, whole.outputs)
+        replace_node(node, *parts, whole)
         waiting += parts
         if not source.outputs[0].uses():
             assert source.graph is not None
@@ -259,7 +252,7 @@ def halve_the_input_of_gelu(model: ir.Model) -> None:
     torch.onnx writes the first form before opset 20, which has Gelu; ONNX Runtime makes one kernel of the second form
     only. Halving is exact, so both have the same bits, but for numbers so small that halves of them are rounded.
     """
-    for node in [node for node in model.graph.all_nodes() if node.domain == "" and node.op_type in ("Erf", "Tanh")]:
+    for node in nodes_of(model, "Erf", "Tanh"):
         readers = _readers(node, "Add", "Mul", "Mul")
         if not readers:
             continue
@@ -284,7 +277,7 @@ def find_rows_without_keys(model: ir.Model) -> None:
 
     PyTorch's softmax gives NaN there, and its attention then writes zeros; ONNX Runtime's gives equal shares.
     """
-    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "IsNaN")]:
+    for node in nodes_of(model, "IsNaN"):
         shares = node.inputs[0]
         softmax = shares.producer() if shares is not None else None
         scores = softmax.inputs[0] if softmax is not None and softmax.op_type == "Softmax" else None
@@ -299,20 +292,17 @@ def find_rows_without_keys(model: ir.Model) -> None:
         highest = ir.node("ReduceMax", [scores, axes], {"keepdims": 1})
         hidden = ir.node("Equal", [highest.outputs[0], lowest])
         found = ir.node("IsNaN", [shares])
-        either = ir.node("Or", [found.outputs[0], hidden.outputs[0]], name=node.name)
-        either.metadata_props.update(node.metadata_props)
+        either = ir.node("Or", [found.outputs[0], hidden.outputs[0]])
         highest.outputs[0].type = scores.type
         for value in (hidden.outputs[0], found.outputs[0], either.outputs[0]):
             value.type = node.outputs[0].type
         found.outputs[0].shape = either.outputs[0].shape = node.outputs[0].shape
-        assert node.graph is not None
-        new = [highest, hidden, found, either]
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, either.outputs)
+        replace_node(node, highest, hidden, found, either)
 
 
 def write_out_sums_of_exponentials(model: ir.Model) -> None:
     """Replace ReduceLogSumExp by its formula, with the maximum subtracted, which TensorRT leaves out."""
-    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "ReduceLogSumExp")]:
+    for node in nodes_of(model, "ReduceLogSumExp"):
         x, *axes = node.inputs
         if x is None or x.dtype is None:
             continue
@@ -328,16 +318,14 @@ def write_out_sums_of_exponentials(model: ir.Model) -> None:
         total = ir.node("ReduceSum", [*power.outputs, *axes], attributes)
         logarithm = ir.node("Log", total.outputs)
         back = [] if keep else [ir.node("Squeeze", [*offset.outputs, *axes])]
-        result = ir.node("Add", [*logarithm.outputs, *(back[0] if back else offset).outputs], name=node.name)
-        result.metadata_props.update(node.metadata_props)
+        result = ir.node("Add", [*logarithm.outputs, *(back[0] if back else offset).outputs])
         new = [highest, is_infinite, offset, shifted, power, total, logarithm, *back, result]
         for made in new:
             made.outputs[0].type = x.type
         is_infinite.outputs[0].type = ir.TensorType(ir.DataType.BOOL)
         shifted.outputs[0].shape = power.outputs[0].shape = x.shape
         result.outputs[0].shape = node.outputs[0].shape
-        assert node.graph is not None
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, result.outputs)
+        replace_node(node, *new)
 
 
 def name_axes_of_einsum(model: ir.Model) -> None:
@@ -346,7 +334,7 @@ def name_axes_of_einsum(model: ir.Model) -> None:
     TensorRT refuses capitals, and an ellipsis that stands for more axes in one operand than in another, which ONNX
     Runtime does too. The results of up to two operands have the same bits.
     """
-    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "Einsum")]:
+    for node in nodes_of(model, "Einsum"):
         shapes = [value.shape if value is not None else None for value in node.inputs]
         ranks = [len(shape) for shape in shapes if shape is not None]
         equation = node.attributes["equation"].as_string()

@@ -12,7 +12,7 @@ import contextlib
 import lzma
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
@@ -40,16 +40,7 @@ def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
     Its weights follow the other inputs. Stack traces and other metadata of the exporter are left out.
     """
     graph = model.graph
-    for node in graph.all_nodes():
-        scopes = node.metadata_props.get(SCOPES_KEY)
-        node.metadata_props.clear()
-        node.doc_string = None
-        if scopes:
-            node.metadata_props[SCOPES_KEY] = scopes
-    for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
-        value.metadata_props.clear()
-    graph.metadata_props.clear()
-    model.metadata_props.clear()
+    clear_metadata(model, lambda node: (SCOPES_KEY, node.metadata_props.get(SCOPES_KEY, "")))
     weights = module.state_dict()
     for name in [name for name in graph.initializers if name in weights]:
         value = graph.initializers.pop(name)
@@ -57,6 +48,24 @@ def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
         graph.inputs.append(value)
     traced: bytes = ir.to_proto(model).SerializeToString()
     return traced
+
+
+def clear_metadata(model: ir.Model, kept: Callable[[ir.Node], tuple[str, str]]) -> None:
+    """Remove the exporter's metadata, stack traces with paths of this machine, but one entry of each node.
+
+    kept: its key and its value, if that is not empty.
+    """
+    graph = model.graph
+    for node in graph.all_nodes():
+        key, value = kept(node)
+        node.metadata_props.clear()
+        node.doc_string = None
+        if value:
+            node.metadata_props[key] = value
+    for value_of_graph in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
+        value_of_graph.metadata_props.clear()
+    graph.metadata_props.clear()
+    model.metadata_props.clear()
 
 
 def graph_without_numbers(traced: bytes) -> bytes:

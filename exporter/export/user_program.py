@@ -22,7 +22,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from effexport.base.dtypes import TensorInfo
+from effexport.base.dtypes import TensorInfo, named_sizes
 from effexport.base.errors import StageError
 from effexport.base.spec import BuildSpec
 from effexport.export.failures import STAGE, line_of_user, reason_of
@@ -105,12 +105,7 @@ class UserProgram:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the free axes in the example."""
-        return {
-            axis: size
-            for tensor, values in zip(self.inputs, self.example, strict=True)
-            for axis, size in zip(tensor.dims, values.shape, strict=True)
-            if isinstance(axis, str)
-        }
+        return named_sizes(self.inputs, dict(zip((tensor.name for tensor in self.inputs), self.example, strict=True)))
 
     def at(self, sizes: Mapping[str, int]) -> UserProgram:
         """The same on an example of other sizes."""
@@ -387,13 +382,9 @@ def program_of_sides(
     wholes = []
     for side in sides:
         agreeing = [one for one in sides if agrees_on(one, side)]
-        sizes = frozenset[int]().union(*(one.sizes for one in agreeing))
-        low = high = example
-        while low - 1 in sizes and low > lowest:
-            low -= 1
-        while high + 1 in sizes:
-            high += 1
-        if example in sizes:
+        below, above = around(side)
+        if below < example:
+            low, high = max(below + 1, lowest), above - 1
             low, high = limits[0] if low == lowest else low, limits[1] if high == tried else high
             others = [one.reason for one in sides if one not in agreeing] if agreeing != [first] else []
             reason = next(iter(others), first.reason)

@@ -45,6 +45,7 @@ from effexport.base.option_fields import optional_path
 from effexport.base.quiet import quiet
 from effexport.base.runtimes import engine_name
 from effexport.base.spec import BuildSpec
+from effexport.export.custom_nodes import replaced_note
 from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import model_from_source, weights_digest
 from effexport.export.onnx_graph import custom_ops_of_model, not_for_tensorrt, operators_of_model
@@ -52,7 +53,6 @@ from effexport.export.sizes_of_code import OtherSizesError, with_sizes_of_code
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.sources import ModelSource, source_from_seed
 from effexport.options import NOTHING_GIVEN, BuildOptions, Progress
-from effexport.pipeline.notes import carried_note, replaced_note, undefined_notes
 from effexport.pipeline.quantization import (
     NO_DATA,
     QuantizationData,
@@ -62,29 +62,29 @@ from effexport.pipeline.quantization import (
     quantization_of_build,
 )
 from effexport.pipeline.refit import RefitRequest, held_to_previous, other_architecture, refit_note
-from effexport.proof.candidate import open_in_ort
-from effexport.proof.cases import Answers, Case, keep_golden, save_reference, stored_cases, why_not_of_spec
+from effexport.plugins.ops import CONTRIB_DOMAIN, OPS
+from effexport.proof.cases import (
+    Answers,
+    Case,
+    keep_golden,
+    save_reference,
+    stored_cases,
+    undefined_notes,
+    why_not_of_spec,
+)
 from effexport.proof.check import OTHER_LAYER, Check, Kind, Trace
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.other_answers import is_original, original_cases, with_hashes
 from effexport.proof.quantized import quantized_answers
 from effexport.proof.trace import trace_if_it_runs
-from effexport.proof.verify import (
-    Verification,
-    case_to_trace,
-    verify_bodies,
-    verify_candidate,
-    verify_decode_engines_if_possible,
-    verify_decoding,
-    verify_engine_if_possible,
-)
+from effexport.proof.verify import ArtifactCandidate, Verification, case_to_trace, if_it_runs, verify_decoding
 from effexport.report.compare import Side
 from effexport.report.rendering.formats import html_from_report
 from effexport.report.rendering.wording import failure_lines
 from effexport.report.report import LayerError, Report, json_from_report, manifest_from_report, without_built
 from effexport.runners.options import RunOptions
-from effexport.runners.ort.session import check_settings
+from effexport.runners.ort.session import ANY_OPSET, check_settings
 from effexport.tensorrt.bindings import import_api
 from effexport.tensorrt.engine_from_onnx import engine_from_engine
 from effexport.tensorrt.sidecar import summary_of_engine
@@ -141,15 +141,12 @@ class Build:
     previous: Artifact | None
     quantized: QuantizedModel | None = None
 
-    @property
-    def decisions(self) -> Sequence[str]:
-        """Graph values that the reference can prescribe: buckets, and what is rounded."""
-        return (*self.hashes, *(self.quantized.record.unrounded if self.quantized else ()))
-
-    @property
-    def traced(self) -> Path:
-        """The folder of traced graphs."""
-        return self.folder / TRACED
+    def artifact(self, engines: Sequence[EngineEntry] = ()) -> Artifact:
+        """The artifact as far as it is written, for what runs the model before the build is finished."""
+        found = artifact_in_progress(self.folder, self.spec)
+        record = self.quantized.record if self.quantized else None
+        known = {"hash_values": tuple(self.hashes), "quantization": record, "engines": tuple(engines)}
+        return replace(found, manifest=msgspec.structs.replace(found.manifest, **known))
 
 
 @with_sizes_of_code
@@ -187,7 +184,7 @@ def artifact_from_spec(
             "only; use --carrier own, or leave the target out"
         )
     originals = original_cases(reference, spec) if reference is not None else []
-    quantization.check(spec, [engine.target for engine in engines], capabilities_of(engines))
+    quantization.check(spec, engines)
     with ARTIFACT_FOLDER.new(output, force=options.force) as folder:
         text_notes = copy_tokenizer(tokenizer, folder, spec.model.input_limits.get("input_ids"))
         with watch.stage("loading PyTorch and the ONNX exporter"):
@@ -208,7 +205,7 @@ def artifact_from_spec(
             export = "putting the weights into the traced graphs"
         else:
             export = "exporting to ONNX"
-        with watch.stage(export), held_to_previous(previous, source, build.model, build.traced):
+        with watch.stage(export), held_to_previous(previous, source, build.model, folder / TRACED):
             written, build = write_graphs(build)
             spec = with_operators_of_graph(build.spec, build.model, written.carried)
             build = replace(build, spec=spec)
@@ -315,25 +312,26 @@ def answers_from_model(model: UserModel, spec: BuildSpec) -> Answers:
 def write_graphs(build: Build) -> tuple[Written, Build]:
     """Export the model, and its graphs that run token by token. Returns what is written of the model, and the build
     with the names that quantised graphs have. Raises UserError for a carrier that nothing needs."""
-    from effexport.export.decode_step import onnx_of_decoder, onnx_with_state
-    from effexport.export.onnx_from_module import onnx_from_module
+    from effexport.export.onnx_from_module import GraphFile, onnx_from_module, onnx_of_decoder, onnx_with_state
+    from effexport.models.checkpoints.seq2seq import SourceEncoder, TargetStep
     from effexport.models.encoder.module import DecodeStep, Prefill
 
     module, spec, quantized = build.module, build.spec, build.quantized
-    record = None
+    record, traced = None, build.folder / TRACED
     if quantized is not None:
         module, record = quantized.module, quantized.record
-    written = onnx_from_module(module, spec, build.model, build.traced, record)
+    written = onnx_from_module(module, spec, build.model, traced, record)
     if written.changes.sizes and build.previous is not None:
         raise OtherSizesError(EXPORT, written.changes.sizes)
     if spec.is_carried and not written.carried:
         raise UserError(spec.why_not_carried)
     build = replace(build, spec=written.changes.applied(spec))
     if spec.has_decode_step:
-        onnx_with_state(DecodeStep, module, spec, build.folder / DECODE_STEP, build.traced, record)
-        onnx_with_state(Prefill, module, spec, build.folder / PREFILL, build.traced, record)
+        for kind, name in ((DecodeStep, DECODE_STEP), (Prefill, PREFILL)):
+            onnx_with_state(kind, module, GraphFile(build.folder / name, spec, traced, record))
     if spec.model.decoder is not None:
-        onnx_of_decoder(module, spec, build.folder / ENCODER, build.folder / DECODE_STEP, build.traced)
+        encoder, step = (GraphFile(build.folder / name, spec, traced) for name in (ENCODER, DECODE_STEP))
+        onnx_of_decoder((SourceEncoder, TargetStep), module, (encoder, step))
     if quantized is not None and record is not None:
         known = {product.layer for product in record.products}
         products = (*record.products, *(p for p in written.products if p.layer not in known))
@@ -342,11 +340,6 @@ def write_graphs(build: Build) -> tuple[Written, Build]:
         )
         build = replace(build, quantized=replace(quantized, record=record))
     return written, build
-
-
-def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:
-    """The compute capabilities that engines are asked to be for."""
-    return [number for engine in engines for number in engine.compute_capabilities]
 
 
 def with_operators_of_graph(spec: BuildSpec, model: Path, carried: Counter[str]) -> BuildSpec:
@@ -361,6 +354,17 @@ def with_operators_of_graph(spec: BuildSpec, model: Path, carried: Counter[str])
 
     remarks = remarks_on_written(found, spec.custom_ops)
     return replace(spec, model=spec.model.with_custom_ops(found, spec.fused, remarks))
+
+
+def carried_note(op: str, count: int, spec: BuildSpec) -> str:
+    """For the report: which operator stands for one of ours, and what it takes to run it."""
+    nodes = f"{op}: {count} node{'s' * (count > 1)} became"
+    if spec.carrier == "contrib":
+        return f"{nodes} {CONTRIB_DOMAIN}::{OPS[op].carrier}, which ONNX Runtime runs without the kernel library."
+    return (
+        f"{nodes} ONNX's {OPS[op].carrier}, so the file has opset {spec.opset_of_file}. ONNX Runtime "
+        f"{versions()['onnxruntime']} opens it where {ANY_OPSET} is 0, and runs the operator's function body."
+    )
 
 
 def blame(checks: Sequence[Check], reference: Path | None) -> str:
@@ -435,16 +439,17 @@ def check_axes(cases: Sequence[Case], spec: BuildSpec) -> None:
 
 def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
     """Check the model in ONNX Runtime, its function bodies if it has any, and its decoder if it has one."""
-    spec, watch, settings = build.spec, build.watch, build.settings
+    spec, watch = build.spec, build.watch
+    # every case has another shape and up to two sessions are open, so memory is released after each run
+    candidate = ArtifactCandidate(build.artifact(), replace(build.settings, memory_arena=False), None)
     with watch.stage("checking parity in ONNX Runtime"):
-        result = verify_candidate(build.model, cases, spec, build.decisions, settings)
+        result = candidate.verify(cases)
     if custom_ops_of_model(build.model):
         with watch.stage("checking the function bodies of custom operators"):
-            open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
-            result += verify_bodies(build.model, cases, spec, build.decisions, result.implementation, open_with_bodies)
+            result += candidate.verify_bodies(cases, result.implementation)
     if spec.decodes:
         with watch.stage(f"checking the decode step and the {'prefill' if spec.has_decode_step else 'encoder'}"):
-            result += verify_decoding(artifact_in_progress(build.folder, spec), cases, settings)
+            result += verify_decoding(build.artifact(), cases, build.settings)
     return result
 
 
@@ -458,10 +463,11 @@ def prove_engine(
     entries = [build_engine(build, engine, MODEL, on_progress, remarks)]
     if spec.has_decode_step:
         entries += [build_engine(build, engine, model, on_progress) for model in (DECODE_STEP, PREFILL)]
+    candidate = ArtifactCandidate(build.artifact(entries), RunOptions(runtime=target), None)
     with build.watch.stage(f"checking parity of the {target} engine"):
-        result += verify_engine_if_possible(build.folder / engine_name(target), build.model, cases, spec, build.hashes)
+        result += if_it_runs(Kind.PARITY, target, lambda: candidate.verify(cases))
         if spec.has_decode_step:
-            result += verify_decode_engines_if_possible(build.folder, target, cases, spec)
+            result += if_it_runs(Kind.DECODE_STEP, target, lambda: candidate.verify_decoder(cases))
     return entries
 
 

@@ -22,6 +22,7 @@ from effexport.quantize.record import Quantization, Samples
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import Runner, limits_from_spec
+from effexport.tensorrt.spec import EngineSpec
 from effexport.text.reading import samples_from_file
 
 if TYPE_CHECKING:
@@ -59,12 +60,10 @@ class QuantizationData:
     calibration: Path | None = None
     task: TaskData | None = None
 
-    def check(self, spec: BuildSpec, targets: Sequence[str], capabilities: Sequence[int] = ()) -> None:
-        """Refuse, before any work, what cannot be quantised as asked. Raises UserError.
-
-        targets: of the engines.
-        capabilities: compute capabilities of GPUs that they are for.
-        """
+    def check(self, spec: BuildSpec, engines: Sequence[EngineSpec]) -> None:
+        """Refuse, before any work, what cannot be quantised as asked. Raises UserError."""
+        targets = [engine.target for engine in engines]
+        capabilities = [number for engine in engines for number in engine.compute_capabilities]
         if not spec.is_quantized:
             given = ["--calibration"] * (self.calibration is not None) + ["--evaluate"] * (self.task is not None)
             if given:

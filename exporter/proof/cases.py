@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,12 @@ class Case:
         rows: Array = own[keep]
         return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
+    def pairs(self, outputs: Mapping[str, Array]) -> Iterator[tuple[str, int, Array, Array]]:
+        """Both `kept` parts of every sample of an output, that of the reference last."""
+        for name, expected in self.outputs.items():
+            for sample in self.samples(expected):
+                yield name, sample, self.kept(name, outputs[name], sample), self.kept(name, expected, sample)
+
     def place_of(self, sample: int, row: int, channel: int, kept: Array, own: Array) -> tuple[int, ...]:
         """The place in a sample of an output of an element of its `kept` part, [row, channel] there."""
         if kept.size == own.size:
@@ -154,12 +160,14 @@ class Case:
         return max(1.0, float(np.sqrt(np.nanmean(np.nanvar(logits, axis=-1)))))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answers:
-    """PyTorch's answers to every case, and the checks that PyTorch itself had to pass."""
+    """The cases of one source with its answers. checks: of the source itself; what it could not answer is a check that
+    was not run. kind: of the source, see `ReferenceChoice`."""
 
-    cases: list[Case]
-    checks: list[Check]
+    cases: list[Case] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    kind: str = "torch"
 
 
 def golden_cases(cases: Sequence[Case], golden: Golden) -> list[Case]:
@@ -322,6 +330,18 @@ def with_tokens(case: Case, spec: BuildSpec) -> Case:
 def with_nan(case: Case, spec: BuildSpec) -> Case:
     """The case, which allows NaN where the original of a user has answered so."""
     return replace(case, allows_nan=not spec.model.answers_always and case.undefined[0] > 0)
+
+
+def undefined_notes(cases: Sequence[Case], spec: BuildSpec) -> list[str]:
+    """A sentence on answers of a user's own module that are not numbers; none if all are."""
+    found = [
+        f"{undefined:,} of {all_:,} elements in {c.label}"
+        for c in cases
+        for undefined, all_ in [c.undefined]
+        if undefined
+    ]
+    text = f"{spec.model.title} itself answers with NaN, which was not compared: {'; '.join(found)}."
+    return [text] if found else []
 
 
 def why_not_of_spec(case: Case, spec: BuildSpec) -> str:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from effexport.base.dtypes import UNIT_ROUNDOFF, Array
 from effexport.base.errors import StageError
 from effexport.base.spec import BuildSpec
 from effexport.models.encoder.spec import TOKENS
+from effexport.plugins.ops import BUCKETS
 from effexport.proof.cases import Case
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind
 from effexport.proof.tolerances import rms_change
@@ -209,7 +211,7 @@ def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 def bucket_name(path: str) -> str:
     """The name of the buckets of a hash in the graph. path: of the hash in its model."""
-    return path.removesuffix("hash") + "buckets"
+    return path.removesuffix("hash") + BUCKETS
 
 
 @contextmanager
@@ -217,15 +219,22 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
     """Buckets and margins of every hash during the block, by graph value name."""
     buckets: dict[str, Array] = {}
     margins: dict[str, Array] = {}
+
+    def record(name: str, child: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        buckets[name] = output.numpy()
+        margins[name] = child.margins(inputs[0]).numpy()  # type: ignore[operator]
+
+    with hooked_hashes(module, record):
+        yield buckets, margins
+
+
+@contextmanager
+def hooked_hashes(module: nn.Module, hook: Callable[..., torch.Tensor | None]) -> Iterator[None]:
+    """Call a forward hook, which also takes the name of the buckets first, after every hash during the block."""
     with ExitStack() as stack:
         for name, child in hash_modules(module).items():
-
-            def record(child: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> None:
-                buckets[name] = output.numpy()
-                margins[name] = child.margins(inputs[0]).numpy()  # type: ignore[operator]
-
-            stack.callback(child.register_forward_hook(record).remove)
-        yield buckets, margins
+            stack.callback(child.register_forward_hook(partial(hook, name)).remove)
+        yield
 
 
 def recorded_run(module: nn.Module, spec: Named, inputs: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
@@ -242,15 +251,10 @@ def given_buckets(module: nn.Module, buckets: Mapping[str, Array]) -> Iterator[N
     them."""
     import torch
 
-    with ExitStack() as stack:
-        for name, child in hash_modules(module).items():
-            if name not in buckets:
-                continue
+    def replace(name: str, child: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.array(buckets[name])) if name in buckets else output
 
-            def replace(child: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> torch.Tensor:
-                return torch.from_numpy(np.array(buckets[name]))
-
-            stack.callback(child.register_forward_hook(replace).remove)
+    with hooked_hashes(module, replace):
         yield
 
 

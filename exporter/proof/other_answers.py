@@ -17,8 +17,8 @@ from effexport.base.spec import BuildSpec
 from effexport.models.contract import ModelContract
 from effexport.models.encoder.spec import EMBEDDING, LOGITS, POSITIONS, SCORES, TOKENS, Head, vocabulary
 from effexport.models.size_formula import shape_of
-from effexport.proof.cases import Case, check_fits, checked_cases, kept_tokens, stored_cases
-from effexport.proof.check import Check, Kind, not_run
+from effexport.proof.cases import Answers, Case, check_fits, checked_cases, kept_tokens, stored_cases
+from effexport.proof.check import Kind, not_run
 from effexport.proof.module_runs import RepeatedRuns, answered_case, with_hash_noise
 from effexport.runners.runner import checked_feeds, limits_from_spec, tensors_text
 
@@ -197,9 +197,7 @@ def import_transformers() -> Any:
     return transformers
 
 
-def with_answers_of_transformers(
-    cases: Sequence[Case], build: BuildSpec, folder: Path
-) -> tuple[list[Case], list[Check]]:
+def with_answers_of_transformers(cases: Sequence[Case], build: BuildSpec, folder: Path) -> Answers:
     """The cases with the outputs of transformers in float32, and checks: repeated runs, and cases without an answer.
 
     build: its head is applied to what transformers returns.
@@ -213,15 +211,16 @@ def with_answers_of_transformers(
     model = model_from_checkpoint(spec, folder)
     warm_up()
     runs = RepeatedRuns("transformers")
-    answered, missing = [], []
+    found, missing = Answers(kind="transformers"), []
     for case in cases:
         try:
             answer = runs.answer(case.label, functools.partial(answer_to_case, model, spec, build.head, case))
         except NoAnswerError as error:
             missing.append(not_run(Kind.TRANSFORMERS, str(error), case.label))
         else:
-            answered.append(case.with_parts(answer))
-    return answered, [*([runs.check] if answered else []), *missing]
+            found.cases.append(case.with_parts(answer))
+    found.checks += [*([runs.check] if found.cases else []), *missing]
+    return found
 
 
 def model_from_checkpoint(spec: ModelContract, folder: Path) -> nn.Module:

@@ -38,7 +38,6 @@ from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.cases import Case
 from effexport.proof.check import OUTSIDE, Kind, not_run
-from effexport.proof.free_sizes import notes_on_sizes, with_sizes_of_both, with_sizes_of_module, with_sums
 from effexport.proof.matching import (
     Match,
     Offer,
@@ -46,11 +45,14 @@ from effexport.proof.matching import (
     kind_of,
     matched_inputs,
     matched_outputs,
+    notes_on_sizes,
     offers_of,
+    with_sizes_of_both,
+    with_sizes_of_module,
+    with_sums,
 )
-from effexport.proof.reference_choice import ReferenceChoice
-from effexport.proof.verify import Verification, verify_in_runtime
-from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+from effexport.proof.verify import ArtifactCandidate, Verification, verify_in_runtime
+from effexport.proof.verify_artifact import ReferenceChoice, VerifyRequest
 from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, model_opener
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Closeable, FeedLimits, Runner, tensors_text

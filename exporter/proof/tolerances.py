@@ -114,12 +114,7 @@ def overall_error(actual: Array, expected: Array) -> float:
 
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     """The largest change of any element that is compared, relative to the scale of its token."""
-    changes = [
-        largest_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))
-        for name, expected in case.outputs.items()
-        for row in case.samples(expected)
-    ]
-    return float(np.max(changes))
+    return float(np.max([largest_error(actual, expected) for *_, actual, expected in case.pairs(outputs)]))
 
 
 def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
@@ -147,11 +142,11 @@ def value_error(actual: Array, expected: Array) -> float:
         return float(np.mean(actual != expected))
     width = expected.shape[-1] if expected.ndim else 1
     actual, expected = actual.reshape(-1, width), expected.reshape(-1, width)
-    parts = [*slices(len(expected), width)]
-    sums = np.sum([square_sums(expected[rows]).sum(axis=1) for rows in parts], axis=0)
-    whole = mean_root(*sums)
-    errors = [slice_error(actual[rows], expected[rows], whole) for rows in parts]
-    return float(np.max(errors))  # not the built-in max, which may drop NaN
+    if not is_ordinary(expected):
+        # without an error, and of no weight in the scale of the others
+        same = (np.isinf(expected) & (actual == expected)) | (np.isnan(actual) & np.isnan(expected))
+        actual, expected = (np.where(same, np.float64(2 * MASK_CONSTANT), x) for x in (actual, expected))
+    return largest_error(actual, expected)
 
 
 def magnitude(x: Array) -> tuple[float, float]:
@@ -175,16 +170,6 @@ def square_sums(x: Array) -> Array:
 
 def mean_root(total: Any, count: Any) -> Any:
     return np.sqrt(total / np.maximum(count, 1))
-
-
-def slice_error(actual: Array, expected: Array, whole: float) -> float:
-    """max |error| / scale of some rows; `whole` is the RMS of all."""
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    scale = scales(expected, whole)
-    with np.errstate(invalid="ignore"):  # inf − inf, where both are equal
-        error = np.abs(actual - expected) / scale
-    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    return float(np.where(same, 0.0, error).max(initial=0.0))
 
 
 _DEEP = Limit(2e-4, "float32 sums in another order, amplified by each layer's norm and softmax")

@@ -1,15 +1,12 @@
-"""Checks a model file or an engine against its reference: what `build` and `verify` have in common."""
+"""Checks a model file, an engine or an artifact against its references, for `build` and for `verify`."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
-from effexport.artifact import Artifact
+from effexport.artifact import DECODE_STEP, Artifact
 from effexport.base.dtypes import Array
 from effexport.base.errors import (
     EffexportError,
@@ -18,9 +15,9 @@ from effexport.base.errors import (
     UserError,
     is_out_of_memory,
 )
+from effexport.base.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES, TENSORRT
 from effexport.base.spec import BuildSpec
-from effexport.export.onnx_graph import custom_ops_of_model, load_graph, value_types
-from effexport.plugins.ops import DOMAIN, OPS
+from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.proof.candidate import (
     ModelCandidate,
     ModelUnderTest,
@@ -45,12 +42,13 @@ from effexport.proof.check import (
     not_run,
 )
 from effexport.proof.checks.arithmetic import (
-    FINITE_METRIC,
     SIGNATURE_METRIC,
     check_buckets,
     check_finite,
+    check_float32_ops,
     check_free_run,
     check_hashed,
+    check_long_sequence,
     check_numbers,
     check_repeatable,
     check_signature,
@@ -63,53 +61,19 @@ from effexport.proof.checks.invariance import (
     check_padding_content,
     check_prefix,
 )
-from effexport.proof.inputs import random_inputs
-from effexport.proof.quantized import check_quantized
+from effexport.proof.matching import check_nothing_lost, check_same_inputs
+from effexport.proof.quantized import check_products, check_quantized
 from effexport.proof.tolerances import foreign_limit, free_limit, rms_change
-from effexport.runners.artifact_runner import OpenModel, decoder_from_artifact, encoder_decoder_from_artifact
-from effexport.runners.decode import DecodeRunner
+from effexport.runners.artifact_runner import (
+    OpenModel,
+    check_precision_of_model,
+    decoder_from_artifact,
+    encoder_decoder_from_artifact,
+    model_opener,
+)
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import limits_from_spec
 from effexport.tensorrt.sidecar import EngineMismatchError, read_sidecar
-
-# Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:
-# EluLinearAttention casts inside its body.
-OURS = tuple(name for name, op in OPS.items() if op.around_in_float32 and "float32" in op.element_types)
-FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", *OURS)
-LISTED = 5
-
-
-def check_float32_ops(model: Path, spec: BuildSpec) -> list[Check]:
-    """Empty for float32 models, and for users' own modules, which choose themselves what stays in float32."""
-    if spec.arithmetic == "fp32" or not spec.model.keeps_float32:
-        return []
-    kind, case, metric = Kind.FLOAT32_OPS, CaseLabel("the graph"), "operators that read half precision"
-    proto = load_graph(model)
-    types = value_types(proto)
-    inside = [node for node in proto.graph.node if node.op_type in FLOAT32_OPS and node.domain in ("", DOMAIN)]
-    known = [(node, types[node.input[0]][0]) for node in inside if node.input[0] in types]
-    lowered = [node for node, dtype in known if dtype in ("float16", "bfloat16")]
-    if inside and not known:
-        return [not_run(kind, "the element types of this file cannot be inferred", case, metric)]
-    shown = ", ".join(f"{node.op_type} {node.name or node.output[0]}" for node in lowered[:LISTED])
-    return [
-        Check(
-            kind,
-            case,
-            metric,
-            "failed" if lowered else "passed",
-            len(lowered),
-            0,
-            "these overflow or cancel in half precision on a GPU",
-            f"they are: {shown}" if lowered else "",
-        )
-    ]
-
-
-# Long enough for sums in float16 to overflow; shorter for quadratic variants, because of their memory.
-LONG = 8192
-LONG_IF_QUADRATIC = 2048
-LONG_SEED = 8192
 
 
 def run_checks(
@@ -185,21 +149,6 @@ def failed_run(label: CaseLabel, error: RuntimeFailedError, spec: BuildSpec) -> 
     return Check(Kind.RUNS, label, "the runtime answers", "failed", detail=" ".join(str(error).split()))
 
 
-def check_long_sequence(candidate: ModelUnderTest, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
-    """No NaN and no infinity in the answer to one long sequence, as half precision overflows and cancels in long sums;
-    nothing if some case is as long already."""
-    kind = Kind.LONG_SEQUENCE
-    length = min(LONG_IF_QUADRATIC if spec.attention.is_quadratic else LONG, spec.model.max_seq_len or LONG)
-    if spec.model.fixed_seq_len is not None or length <= max(case.keep.shape[-1] for case in cases):
-        return
-    label = CaseLabel("long", (1, length))
-    inputs = random_inputs(spec, np.random.default_rng(LONG_SEED), 1, length, None)
-    if not candidate.accepts(inputs):
-        yield not_run(kind, f"a sequence of {length} tokens {OUTSIDE}", label, FINITE_METRIC)
-        return
-    yield check_finite(label, candidate.run(inputs), kind)
-
-
 # Bodies are slow, and the kernels have passed the long cases.
 SHORT_PADDED_CASE = "padded batch"
 
@@ -222,7 +171,7 @@ def verify_candidate(
 ) -> Verification:
     """Check a model file against reference cases in ONNX Runtime."""
     # every case has another shape and up to two sessions are open, so memory is released after each run
-    settings = dataclasses.replace(settings, memory_arena=False)
+    settings = replace(settings, memory_arena=False)
     return verify_in_runtime(model, cases, spec, hashes, open_in_ort(settings))
 
 
@@ -246,27 +195,6 @@ def verify_in_runtime(
         return Verification([check], dict.fromkeys(custom_ops_of_model(model), "not run"))
     checks = [*run_checks(candidate, cases, spec, precision_hint), *check_float32_ops(model, spec)]
     return Verification(checks, candidate.implementation)
-
-
-def verify_bodies(
-    model: Path,
-    cases: Sequence[Case],
-    spec: BuildSpec,
-    hashes: Sequence[str],
-    ran: Mapping[str, str],
-    open_with_bodies: OpenModel,
-) -> Verification:
-    """Check what a model computes without the kernel library, as on any other machine: each function body by itself
-    and, if kernels ran so far, the whole model with its bodies on a short padded case.
-
-    ran: the implementation that the other checks ran, per operator.
-    open_with_bodies: opens models to run their bodies.
-    """
-    checks = check_function_bodies(model, spec)
-    if "kernel" in ran.values() and cases:
-        case = next((case for case in cases if case.name == SHORT_PADDED_CASE), cases[0])
-        checks.append(check_with_bodies(model, case, spec, hashes, open_with_bodies))
-    return Verification(checks)
 
 
 def check_with_bodies(
@@ -295,34 +223,25 @@ def check_with_bodies(
     elif checks[0].status == "passed":
         checks = [*check_numbers(case, outputs, spec, kind)]
     worst = next((check for check in checks if check.status == "failed"), checks[0])
-    return dataclasses.replace(worst, kind=kind)
-
-
-def verify_decoder(
-    open_decoder: Callable[[], DecodeRunner], cases: Sequence[Case], spec: BuildSpec, target: str = ""
-) -> Verification:
-    """Check a decode step, and a prefill if there is one, against the answers to whole sequences.
-
-    target: of engines, as in --target. Raises UserError for engines that cannot run here.
-    """
-    try:
-        with open_decoder() as decoder:
-            checks = check_decoder(decoder, cases, spec)
-        return Verification([dataclasses.replace(check, target=target) for check in checks])
-    except RuntimeUnsupportedError as error:
-        return Verification([not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)])
+    return replace(worst, kind=kind)
 
 
 def verify_decoding(artifact: Artifact, cases: Sequence[Case], options: RunOptions, target: str = "") -> Verification:
-    """Check the graphs of an artifact that run token by token, as `verify_decoder` does."""
+    """Check the graphs of an artifact that run token by token against the answers to whole sequences.
+
+    target: of engines, as in --target. Raises UserError for engines that cannot run here.
+    """
     spec = artifact.spec
-    if spec.model.decoder is None:
-        return verify_decoder(lambda: decoder_from_artifact(artifact, options), cases, spec, target)
     try:
-        with encoder_decoder_from_artifact(artifact, options) as model:
-            return Verification([check_encoder_decoder(model, case, spec) for case in cases])
+        if spec.model.decoder is None:
+            with decoder_from_artifact(artifact, options) as decoder:
+                checks = check_decoder(decoder, cases, spec)
+        else:
+            with encoder_decoder_from_artifact(artifact, options) as model:
+                checks = [check_encoder_decoder(model, case, spec) for case in cases]
     except RuntimeUnsupportedError as error:
-        return Verification([not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)])
+        checks = [not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)]
+    return Verification([replace(check, target=target) for check in checks])
 
 
 def not_run_in_bfloat16(kind: str, spec: BuildSpec, error: EffexportError) -> Check:
@@ -344,32 +263,11 @@ def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: boo
     return next((case for case in cases if not case.keep.all()), cases[0])
 
 
-def verify_engine_if_possible(
-    engine: Path, model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str]
-) -> Verification:
-    """The checks of `verify_engine`, or one that was not run if the engine cannot run on this machine."""
-    target = read_sidecar(engine).target
-    # without the implementation: the report shows that of model.onnx, and the sidecar that of the engine
-    return if_it_runs(Kind.PARITY, target, lambda: verify_engine(engine, model, cases, spec, hashes).checks)
-
-
-def verify_decode_engines_if_possible(
-    folder: Path, target: str, cases: Sequence[Case], spec: BuildSpec
-) -> Verification:
-    """The checks of the engines of the decode step and the prefill in an artifact folder, or one that was not run if
-    they cannot run on this machine."""
-    from effexport.tensorrt.runner import decoder_in_trt
-
-    def open_decoder() -> DecodeRunner:
-        return decoder_in_trt(folder, target, limits_from_spec(spec))
-
-    return if_it_runs(Kind.DECODE_STEP, target, lambda: verify_decoder(open_decoder, cases, spec, target).checks)
-
-
-def if_it_runs(kind: Kind, target: str, checks: Callable[[], list[Check]]) -> Verification:
+def if_it_runs(kind: Kind, target: str, verify: Callable[[], Verification]) -> Verification:
     """The checks of an engine; one that was not run if it cannot run on this machine."""
     try:
-        return Verification(checks())
+        # without the implementation: the report shows that of model.onnx, and the sidecar that of the engine
+        return Verification(verify().checks)
     except EngineMismatchError as error:
         problem = f"it {error.problem}"
     except UserError as error:
@@ -388,5 +286,98 @@ def verify_engine(
     """
     info = read_sidecar(engine)
     with engine_candidate(engine, info, model, spec, hashes) as candidate:
-        checks = [dataclasses.replace(c, target=info.target) for c in run_checks(candidate, cases, spec)]
+        checks = [replace(c, target=info.target) for c in run_checks(candidate, cases, spec)]
     return Verification(checks, candidate.implementation)
+
+
+@dataclass(frozen=True)
+class ArtifactCandidate:
+    """The model under test: the artifact's model, its engine, or another ONNX file instead of its model."""
+
+    artifact: Artifact
+    options: RunOptions
+    model: Path | None
+
+    @property
+    def runtime(self) -> str:
+        return self.options.runtime
+
+    @property
+    def is_engine(self) -> bool:
+        return self.options.row.engine
+
+    @property
+    def path(self) -> Path:
+        """Raises UserError for an engine that the artifact does not have, or that is to be another ONNX file."""
+        if not self.is_engine:
+            return self.model or self.artifact.model_path
+        if self.model is not None:
+            raise UserError(
+                f"--model names an ONNX file, and --runtime {self.runtime} runs the engine of the artifact; give one"
+            )
+        return self.artifact.engine_path(self.runtime)
+
+    def check(self) -> None:
+        """Raises UserError for options that the model or the runtime cannot follow."""
+        check_precision_of_model(self.artifact.spec, self.options)
+        if not self.is_engine and self.model is not None:
+            check_same_inputs(self.model, self.artifact)
+            check_nothing_lost(self.model, self.artifact.spec)
+        if self.options.implementation == "kernel" and not custom_ops_of_model(self.path):
+            raise UserError(
+                f"--implementation kernel: {self.path} has no custom operators, so there is no kernel to check; "
+                "leave it out"
+            )
+
+    @property
+    def why_not_traced(self) -> str:
+        """The reason why the values inside the graph cannot be read in this runtime; "" if they can."""
+        if self.artifact.spec.is_quantized:
+            return "the layers of a quantised model are compared where they round, and are not traced; leave it out"
+        if self.runtime in ORT_RUNTIMES and self.options.row.provider != TENSORRT:
+            return ""
+        kind = f"a {self.runtime} engine" if self.is_engine else self.runtime
+        return f"{kind} keeps no intermediate values; trace its model with --runtime {DEFAULT_RUNTIME}"
+
+    def verify(self, cases: Sequence[Case]) -> Verification:
+        spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
+        if self.is_engine:
+            return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
+        return verify_in_runtime(self.path, cases, spec, hashes, self.opener(self.options), self.options.precision_hint)
+
+    def opener(self, options: RunOptions) -> OpenModel:
+        """Opens the file for the checks, under the names that the artifact has for its inputs and outputs."""
+        return model_opener(options)
+
+    def check_products(self) -> list[Check]:
+        """A check of the products that a quantised file has quantised; an engine's network has other nodes."""
+        record = self.artifact.manifest.quantization
+        return [] if record is None or self.is_engine else [check_products(self.path, record)]
+
+    def verify_decoder(self, cases: Sequence[Case]) -> Verification:
+        """The graphs of the artifact that run token by token, or their engines."""
+        artifact, target = self.artifact, self.runtime if self.is_engine else ""
+        if self.runtime not in (*ORT_RUNTIMES, *ENGINE_RUNTIMES):
+            reason = f"a decode step runs in ONNX Runtime or as an engine, not in {self.runtime}"
+            return Verification([not_run(Kind.DECODE_STEP, reason)])
+        if artifact.spec.model.decoder is not None and not self.options.row.grows_caches:
+            reason = f"{self.runtime} does not run the decode steps of encoder-decoders"
+            return Verification([not_run(Kind.DECODE_STEP, reason)])
+        if self.is_engine and not artifact.has_engine(target, DECODE_STEP):
+            reason = f"the artifact has no {target} engine of its decode step; build it again with --target {target}"
+            return Verification([not_run(Kind.DECODE_STEP, reason, target=target)])
+        return verify_decoding(artifact, cases, self.options, target)
+
+    def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
+        """Check what the file computes without the kernel library, as on any other machine: each function body by
+        itself and, if kernels ran so far, the whole model with its bodies on a short padded case.
+
+        ran: the implementation that the other checks ran, per operator.
+        """
+        spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
+        checks = check_function_bodies(self.path, spec)
+        if "kernel" in ran.values() and cases:
+            options = replace(self.options, implementation="body", memory_arena=False, precision_hint="")
+            case = next((case for case in cases if case.name == SHORT_PADDED_CASE), cases[0])
+            checks.append(check_with_bodies(self.path, case, spec, hashes, self.opener(options)))
+        return Verification(checks)

@@ -1,244 +1,360 @@
-"""Checks an artifact again, in any runtime and against any reference: what `effexport verify` does."""
+"""Checks an artifact again, in any runtime and against any reference: what `effexport verify` does.
+
+The references are the choices of `verify --reference`, each a source of cases.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.artifact import DECODE_STEP, Artifact
-from effexport.base.dtypes import TensorInfo
-from effexport.base.errors import Unavailable, UserError
-from effexport.base.runtimes import DEFAULT_RUNTIME, ENGINE_RUNTIMES, ORT_RUNTIMES, TENSORRT
-from effexport.base.spec import MASK_NAME, BuildSpec
-from effexport.export.onnx_graph import (
-    custom_ops_of_model,
-    graph_inputs,
-    graph_outline,
-    graph_tensors,
-    ops_without_body,
-)
+import numpy as np
+
+from effexport.artifact import Artifact, open_artifact
+from effexport.base.dtypes import Array
+from effexport.base.environment import require_torch
+from effexport.base.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.base.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
+from effexport.base.spec import BuildSpec
+from effexport.export.module_source import model_from_source
+from effexport.export.onnx_graph import custom_ops_of_model, graph_inputs, graph_outline
 from effexport.models.sources import ModelSource
-from effexport.plugins.ops import DOMAIN
-from effexport.proof.cases import Case
-from effexport.proof.check import ALL_CASES, Check, Kind, Trace, is_about_the_model, not_run
-from effexport.proof.quantized import check_products
-from effexport.proof.rebuilt_module import check_weights, why_not_rebuilt
-from effexport.proof.reference_choice import ReferenceChoice, references_from_choice
+from effexport.models.validation import did_you_mean, near_path
+from effexport.proof.candidate import ModelCandidate, ModelUnderTest, engine_candidate
+from effexport.proof.cases import Answers, Case, has_tokens, stored_cases
+from effexport.proof.check import ALL_CASES, GOLDEN_SUFFIX, NAMED, Check, Kind, Trace, is_about_the_model, not_run
+from effexport.proof.checks.arithmetic import check_buckets
+from effexport.proof.inputs import REFERENCE_SEED_OFFSET
+from effexport.proof.rebuilt_module import check_weights, model_of_artifact, why_not_rebuilt
 from effexport.proof.trace import trace_if_possible
-from effexport.proof.verify import (
-    Verification,
-    case_to_trace,
-    verify_bodies,
-    verify_decoding,
-    verify_engine,
-    verify_in_runtime,
-)
-from effexport.runners.artifact_runner import OpenModel, check_precision_of_model, model_opener
+from effexport.proof.verify import ArtifactCandidate, Verification, case_to_trace
+from effexport.quantize.record import is_unrounded
+from effexport.runners.artifact_runner import model_opener
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import FeedLimits, limits_from_spec, tensors_text
+from effexport.tensorrt.sidecar import read_sidecar
 
 if TYPE_CHECKING:
-    import onnx
+    from effexport.models.user.model import UserModel
+
+EXPECTED = f"{', '.join(NAMED)}, FILE{GOLDEN_SUFFIX}, or PATH@RUNTIME, such as other/artifact@ort"
+# New inputs: another draw than that of the golden file.
+NEW_INPUTS_OFFSET = REFERENCE_SEED_OFFSET + 1
+OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class LostPart:
-    """A part that a file can lose.
+class ReferenceChoice:
+    """A parsed --reference.
 
-    tools: what is known to take it away, with the releases that were seen to do it; "" if nothing is known.
-    remedy: what to do about it.
+    kind: one of NAMED, "file" or "runtime".
+    path and runtime: of the last two. path: of "torch", too, if a file stands for the module.
     """
 
-    part: str
-    tools: str
-    remedy: str
+    kind: str
+    path: Path = Path()
+    runtime: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name of the reference in a verdict: a model that passes is equal to it."""
+        titles = {"file": str(self.path), "runtime": self.option, "transformers": "transformers"}
+        return titles.get(self.kind, str(self.path) if self.path.name else "PyTorch")
+
+    @property
+    def option(self) -> str:
+        """The value of --reference."""
+        return {"file": str(self.path), "runtime": f"{self.path}@{self.runtime}"}.get(self.kind, self.kind)
+
+    @property
+    def needs_module(self) -> bool:
+        """True if nothing can be compared without the PyTorch module of the artifact."""
+        return self.kind in ("torch", "transformers")
 
 
-BODIES = LostPart(
-    "function bodies",
-    "onnx.version_converter (onnx 1.23) drops them",
-    "let the tool change a file that has no functions, made by: effexport inline ARTIFACT -o FILE",
-)
-NAMES = LostPart(
-    "inputs or outputs",
-    "onnxslim --inputs and --outputs (0.1.98) cut the graph, onnx.compose.add_prefix (onnx 1.23) renames them",
-    "leave out these options, or verify the file with the artifact that it was made from",
-)
-# the one part that a file can have too much of
-ADDED = LostPart(
-    "additional inputs or outputs",
-    "",
-    "remove them, or verify the file with the artifact that it was made from",
-)
-TYPES = LostPart(
-    "element types",
-    "float16 of onnxconverter-common (1.16) and of onnxruntime.transformers (1.32) changes them without "
-    "keep_io_types=True, onnxruntime.transformers.optimizer (1.32) with --input_int32",
-    "let the tool keep the types of inputs and outputs; for float16 there, build an artifact with --precision fp16",
-)
-DIMS = LostPart(
-    "dynamic dimensions",
-    "onnxslim --input-shapes (0.1.98), onnxsim's overwrite_input_shapes (0.8.1) and "
-    "onnxruntime.tools.make_dynamic_shape_fixed (1.32) replace them with numbers",
-    "run the tool without fixed shapes: the checks need inputs of several shapes",
-)
+def parse_choice(text: str) -> ReferenceChoice:
+    """Parse --reference. Raises UserError for an unknown reference, missing files, or without PyTorch."""
+    if text in NAMED:
+        if text in ("torch", "transformers"):
+            require_torch(f"--reference {text}")
+        return ReferenceChoice(text)
+    path, at, runtime = text.rpartition("@")
+    if at:
+        known = tuple(ARTIFACT_RUNTIMES)
+        if runtime not in known:
+            raise UserError(
+                f"--reference {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} "
+                f"Expected PATH@RUNTIME with one of: {', '.join(known)}"
+            )
+        if not path:
+            raise UserError(f"--reference {text}: expected an artifact or an ONNX file before the @")
+        return check_runtime_reference(ReferenceChoice("runtime", Path(path), runtime))
+    if text.endswith(GOLDEN_SUFFIX):
+        return ReferenceChoice("file", Path(text))
+    if text and Path(text).exists():
+        raise UserError(f"--reference {text} names no runtime; expected PATH@RUNTIME, such as {text}@ort")
+    raise UserError(f"unknown --reference {text!r}{did_you_mean(text, NAMED)} Expected: {EXPECTED}")
 
 
-def check_nothing_lost(path: Path, spec: BuildSpec) -> None:
-    """Raise UserError if a file lacks what every comparison with an artifact of this spec needs.
-
-    That is: a body of each custom operator, inputs and outputs with their names and element types, and dynamic
-    dimensions of the inputs. A file without bodies is refused even if kernels can run it here, because nothing else
-    can. Also raises what `load_graph` raises, for example for a missing file with weights.
-    """
-    found = list(losses(graph_outline(path), spec))
-    if not found:
-        return
-    reason = "it has more than the artifact" if {loss for loss, _ in found} == {ADDED} else "parts are lost"
-    parts = []
-    for number, (loss, text) in enumerate(found, start=1):
-        known = f" Known: {loss.tools}." if loss.tools else ""
-        counter = f"({number}) " if len(found) > 1 else ""
-        parts.append(f"{counter}{loss.part}: {text}.{known} Remedy: {loss.remedy}")
-    raise UserError(f"{path} cannot be compared with the artifact, because {reason}: {'; '.join(parts)}")
-
-
-def check_same_inputs(path: Path, artifact: Artifact) -> None:
-    """Raise UserError if nothing in a file resembles the data that the artifact reads: it has lost nothing, it is
-    another model. A renamed input still has its type and rank; the mask is an input of nearly every model."""
-    given, expected = graph_inputs(graph_outline(path)), artifact.spec.inputs
-    data, theirs = ([tensor for tensor in inputs if tensor.name != MASK_NAME] for inputs in (expected, given))
-    names = {tensor.name for tensor in theirs}
-    kinds = {(tensor.dtype, len(tensor.dims)) for tensor in theirs}
-    if not any(tensor.name in names or (tensor.dtype, len(tensor.dims)) in kinds for tensor in data):
+def check_runtime_reference(choice: ReferenceChoice) -> ReferenceChoice:
+    if not choice.path.exists():
         raise UserError(
-            f"{path} is another model: its inputs are {listed(given)}; those of {artifact.path} are {listed(expected)}"
+            f"--reference {choice.title}: there is no {choice.path}"
+            + (near_path(choice.path) or "; expected an artifact or an ONNX file before the @")
+        )
+    if choice.path.is_file() and choice.runtime in ENGINE_RUNTIMES:
+        raise UserError(
+            f"--reference {choice.title}: an engine belongs to an artifact, and {choice.path} is a file; expected the "
+            "folder of an artifact, or one of: " + ", ".join(ORT_RUNTIMES)
+        )
+    return choice
+
+
+def references_from_choice(
+    choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str], on_stage: OnStage
+) -> Iterator[Answers]:
+    """The cases that an artifact is compared with. names: of the wanted cases; none: all.
+
+    Raises UserError for a case that the reference does not have, a golden file that is none or of another model, and
+    a runtime or transformers that is not installed.
+    """
+    missing = dict.fromkeys(names if artifact.spec.golden != "full" and choice.kind != "file" else ())
+    for reference in all_references(choice, artifact, source, names, on_stage):
+        check_cases(reference, artifact, choice)
+        for name in (*(case.name for case in reference.cases), *(check.case.name for check in reference.checks)):
+            missing.pop(name, None)
+        yield reference
+    for name in missing:
+        raise UserError(
+            f"there is no case {name!r} among the golden values that {artifact.path} keeps (--golden "
+            f"{artifact.spec.golden}), and PyTorch was not run on it"
         )
 
 
-def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[LostPart, str]]:
-    """Each loss, and a text that names what is missing, or what is given and what was expected."""
-    if ops := ops_without_body(model):
-        yield (
-            BODIES,
-            f"{', '.join(f'{DOMAIN}::{op}' for op in ops)} have none, so only effexport's kernels could run the file",
-        )
-    given = {tensor.name: tensor for tensor in (*graph_inputs(model), *graph_tensors(model.graph.output))}
-    expected = (*spec.inputs, *spec.outputs)
-    both = f"the file has {listed(tuple(given.values()))}; expected {listed(expected)}"
-    names = {tensor.name for tensor in expected}
-    if set(given) != names:
-        yield (ADDED if set(given) > names else NAMES), both
-        return
-    if any(given[tensor.name].dtype != tensor.dtype for tensor in expected):
-        yield TYPES, both
-    if any(is_fixed(given[tensor.name], tensor) for tensor in spec.inputs):
-        yield DIMS, both
+def all_references(
+    choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str], on_stage: OnStage
+) -> Iterator[Answers]:
+    from effexport.proof.other_answers import load_answers
+
+    golden: list[Case] = []
+    if choice.kind == "file":
+        golden = load_answers(choice.path, artifact.spec)
+    elif artifact.has_golden:
+        golden = stored_cases(artifact.reference_path, artifact.spec)
+    if choice.kind == "file" or artifact.spec.golden == "full":
+        check_known(golden, names)
+    cases = [case for case in golden if not names or case.name in names]
+    if choice.kind in ("auto", "golden") and artifact.has_golden:
+        on_stage("comparing with the golden file")
+        yield Answers(cases, kind="golden")
+    elif choice.kind == "file":
+        on_stage(f"comparing with {choice.title}")
+        yield Answers(cases, kind="file")
+    elif choice.kind == "runtime":
+        on_stage(f"comparing with {choice.title}")
+        yield runtime_reference(choice, artifact, cases)
+    if choice.kind in ("auto", "torch"):
+        if cases and source is not None and source.is_original:
+            on_stage("comparing with PyTorch on the stored inputs")
+            yield answers_to_stored(artifact, model_from_source(source, artifact.spec), cases)
+        on_stage("comparing with PyTorch on new inputs")
+        yield torch_reference(choice, artifact, source, names)
+    elif choice.kind == "transformers":
+        yield from transformers_references(artifact, source, cases, names, on_stage)
 
 
-def is_fixed(given: TensorInfo, expected: TensorInfo) -> bool:
-    """True if a dimension is a number that should be dynamic, or another number."""
-    if len(given.dims) != len(expected.dims):
-        return True
-    return any(isinstance(dim, int) and dim != wanted for dim, wanted in zip(given.dims, expected.dims, strict=True))
-
-
-def listed(tensors: Sequence[TensorInfo]) -> str:
-    return ", ".join(map(str, tensors))
-
-
-@dataclass(frozen=True)
-class ArtifactCandidate:
-    """The model under test: the artifact's model, its engine, or another ONNX file instead of its model."""
-
-    artifact: Artifact
-    options: RunOptions
-    model: Path | None
-
-    @property
-    def runtime(self) -> str:
-        return self.options.runtime
-
-    @property
-    def is_engine(self) -> bool:
-        return self.options.row.engine
-
-    @property
-    def path(self) -> Path:
-        """Raises UserError for an engine that the artifact does not have, or that is to be another ONNX file."""
-        if not self.is_engine:
-            return self.model or self.artifact.model_path
-        if self.model is not None:
+def check_known(cases: Sequence[Case], names: Sequence[str]) -> None:
+    """Raise UserError for the name of none of these cases."""
+    known = [case.name for case in cases]
+    for name in names:
+        if name not in known:
             raise UserError(
-                f"--model names an ONNX file, and --runtime {self.runtime} runs the engine of the artifact; give one"
-            )
-        return self.artifact.engine_path(self.runtime)
-
-    def check(self) -> None:
-        """Raises UserError for options that the model or the runtime cannot follow."""
-        check_precision_of_model(self.artifact.spec, self.options)
-        if not self.is_engine and self.model is not None:
-            check_same_inputs(self.model, self.artifact)
-            check_nothing_lost(self.model, self.artifact.spec)
-        if self.options.implementation == "kernel" and not custom_ops_of_model(self.path):
-            raise UserError(
-                f"--implementation kernel: {self.path} has no custom operators, so there is no kernel to check; "
-                "leave it out"
+                f"there is no case {name!r}{did_you_mean(name, known)} Expected: {', '.join(map(repr, known))}"
             )
 
-    @property
-    def why_not_traced(self) -> str:
-        """The reason why the values inside the graph cannot be read in this runtime; "" if they can."""
-        if self.artifact.spec.is_quantized:
-            return "the layers of a quantised model are compared where they round, and are not traced; leave it out"
-        if self.runtime in ORT_RUNTIMES and self.options.row.provider != TENSORRT:
-            return ""
-        kind = f"a {self.runtime} engine" if self.is_engine else self.runtime
-        return f"{kind} keeps no intermediate values; trace its model with --runtime {DEFAULT_RUNTIME}"
 
-    def verify(self, cases: Sequence[Case]) -> Verification:
-        spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
-        if self.is_engine:
-            return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
-        return verify_in_runtime(self.path, cases, spec, hashes, self.opener(self.options), self.options.precision_hint)
+def check_cases(reference: Answers, artifact: Artifact, choice: ReferenceChoice) -> None:
+    """Raises UserError for cases with other inputs, outputs or hashes than the artifact has."""
+    spec = artifact.spec
+    inputs, outputs = {t.name for t in spec.inputs}, {t.name for t in spec.outputs}
+    hashes = set(artifact.manifest.hash_values)
+    for case in reference.cases:
+        for what, given, expected in (
+            ("inputs", set(case.inputs), inputs),
+            ("outputs", set(case.outputs), outputs),
+            ("hashes", set(case.buckets), hashes),
+        ):
+            if given != expected:
+                raise UserError(
+                    f"--reference {choice.title} is of another model: its {what} are {sorted(given)}; "
+                    f"those of {artifact.path} are {sorted(expected)}"
+                )
 
-    def opener(self, options: RunOptions) -> OpenModel:
-        """Opens the file for the checks, under the names that the artifact has for its inputs and outputs."""
-        return model_opener(options)
 
-    def check_products(self) -> list[Check]:
-        """A check of the products that a quantised file has quantised; an engine's network has other nodes."""
-        record = self.artifact.manifest.quantization
-        return [] if record is None or self.is_engine else [check_products(self.path, record)]
+def torch_reference(
+    choice: ReferenceChoice, artifact: Artifact, source: ModelSource | None, names: Sequence[str]
+) -> Answers:
+    """The PyTorch module itself, made again, on inputs of a new seed.
 
-    def verify_decoder(self, cases: Sequence[Case]) -> Verification:
-        """The graphs of the artifact that run token by token, or their engines."""
-        artifact, target = self.artifact, self.runtime if self.is_engine else ""
-        if self.runtime not in (*ORT_RUNTIMES, *ENGINE_RUNTIMES):
-            reason = f"a decode step runs in ONNX Runtime or as an engine, not in {self.runtime}"
-            return Verification([not_run(Kind.DECODE_STEP, reason)])
-        if artifact.spec.model.decoder is not None and not self.options.row.grows_caches:
-            reason = f"{self.runtime} does not run the decode steps of encoder-decoders"
-            return Verification([not_run(Kind.DECODE_STEP, reason)])
-        if self.is_engine and not artifact.has_engine(target, DECODE_STEP):
-            reason = f"the artifact has no {target} engine of its decode step; build it again with --target {target}"
-            return Verification([not_run(Kind.DECODE_STEP, reason, target=target)])
-        return verify_decoding(artifact, cases, self.options, target)
+    Raises UserError if it was asked for and cannot be made again.
+    """
+    model = model_of_artifact(artifact, source)
+    if isinstance(model, Unavailable):
+        if choice.needs_module:
+            raise UserError(f"--reference {choice.option}: {model}")
+        return Answers(checks=[not_run(Kind.PYTORCH_MODULE, model.reason)])
+    return new_answers(artifact, model, names)
 
-    def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
-        """Check the file without the kernel library."""
-        open_with_bodies = self.opener(
-            replace(self.options, implementation="body", memory_arena=False, threads=None, precision_hint="")
+
+def new_answers(artifact: Artifact, model: UserModel, names: Sequence[str]) -> Answers:
+    """The answers of a model to new inputs, and the checks that they passed themselves."""
+    from effexport.proof.reference import reference_from_model
+
+    spec = artifact.spec
+    return with_roundings(reference_from_model(model, spec, spec.seed + NEW_INPUTS_OFFSET, names), model, artifact)
+
+
+def answers_to_stored(artifact: Artifact, model: UserModel, cases: Sequence[Case]) -> Answers:
+    """The answers of a model to the inputs of stored cases, with their checks."""
+    from effexport.proof.reference import answers_of_model
+
+    answers = answers_of_model(model, artifact.spec, {case.name: case.inputs for case in cases})
+    return with_roundings(answers, model, artifact)
+
+
+def with_roundings(answers: Answers, model: UserModel, artifact: Artifact) -> Answers:
+    """The answers of the quantised model, of an artifact that is quantised."""
+    if (record := artifact.manifest.quantization) is None:
+        return answers
+    from effexport.proof.quantized import quantized_answers
+
+    return quantized_answers(answers, model.module, artifact.spec, record)
+
+
+def transformers_references(
+    artifact: Artifact, source: ModelSource | None, golden: Sequence[Case], names: Sequence[str], on_stage: OnStage
+) -> Iterator[Answers]:
+    """transformers' answers to the golden inputs, then to new ones.
+
+    Raises UserError for an artifact of no checkpoint, one that corrects what transformers computes, and without
+    transformers.
+    """
+    from effexport.proof.other_answers import import_transformers, with_answers_of_transformers
+
+    contract = artifact.spec.model
+    if not contract.transformers_class:
+        raise UserError(
+            f"--reference transformers: {artifact.path} was not built from a checkpoint; expected an artifact of "
+            "effexport build --checkpoint; for this one use --reference torch"
         )
-        spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
-        return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
+    if reason := contract.why_not_as_published:
+        raise UserError(f"--reference transformers: {reason}; use --reference torch")
+    import_transformers()
+    model = model_of_artifact(artifact, source)
+    if isinstance(model, Unavailable):
+        raise UserError(f"--reference transformers: {model}")
+    assert source is not None
+    assert source.path is not None
+    if artifact.has_golden:
+        on_stage("comparing with transformers on the golden inputs")
+        yield with_answers_of_transformers(golden, artifact.spec, source.path)
+    on_stage("comparing with transformers on new inputs")
+    cases = new_answers(artifact, model, names).cases
+    yield with_answers_of_transformers(cases, artifact.spec, source.path)
 
-    def trace(self, source: ModelSource | None, case: Case) -> Trace | Unavailable:
-        """The first values that differ from the module's on the inputs of one case."""
-        if self.why_not_traced:
-            return Unavailable(self.why_not_traced)
-        return trace_if_possible(self.path, self.artifact, source, case, self.options)
+
+def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Answers:
+    """The answers of another model, or in another runtime, to the golden inputs.
+
+    A model that hashes answers with the buckets of the case, so that its arithmetic can be compared; the buckets that
+    it would have chosen itself are compared too, or a model with other rotations would pass.
+    Raises UserError for another model, which cannot answer them.
+    """
+    result = Answers(kind="runtime")
+    with contextlib.ExitStack() as stack:
+        candidate, longest = opened_reference(choice, artifact, stack)
+        for case in cases:
+            seq_len = case.keep.shape[-1] if has_tokens(artifact.spec) else 1
+            if longest is not None and seq_len > longest:
+                reason = f"{choice.title} takes at most {longest} tokens"
+            elif not candidate.accepts(case.inputs):
+                reason = f"this case is outside the shapes that {choice.title} was built for"
+            else:
+                try:
+                    outputs, buckets = answers(candidate, case)
+                except RuntimeFailedError as error:
+                    problem = str(error).splitlines()[0]
+                    raise UserError(
+                        f"--reference {choice.title} does not answer the golden inputs: {problem}"
+                    ) from error
+                result.cases.append(replace(case, outputs=outputs))
+                result.checks += reference_buckets(case, buckets, artifact.spec)
+                continue
+            result.checks.append(not_run(Kind.REFERENCE, reason, case.label))
+    return result
+
+
+def reference_buckets(case: Case, buckets: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
+    """Checks that a reference chooses the buckets of the case.
+
+    buckets: its own; empty if it shows none.
+    """
+    for check in check_buckets(case, buckets, spec) if buckets else ():
+        agreement = check.kind == Kind.BUCKET_AGREEMENT
+        yield replace(check, kind=Kind.REFERENCE_BUCKETS if agreement else Kind.REFERENCE_NEAR_TIES)
+
+
+def opened_reference(
+    choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
+) -> tuple[ModelUnderTest, int | None]:
+    """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
+
+    if choice.path.is_file():
+        hashes, path, limits = artifact.manifest.decisions, choice.path, FeedLimits()
+    else:
+        other = open_artifact(choice.path)
+        hashes, path, limits = other.manifest.decisions, other.model_path, limits_from_spec(other.spec)
+        if choice.runtime in ENGINE_RUNTIMES:
+            check_same_model(choice, artifact, path, hashes)
+            engine = other.engine_path(choice.runtime)
+            candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)
+            return stack.enter_context(candidate), limits.max_seq_len
+    check_same_model(choice, artifact, path, hashes)
+    open_model = model_opener(RunOptions(runtime=choice.runtime, memory_arena=False))
+    return ModelCandidate(path, hashes, limits, open_model), limits.max_seq_len
+
+
+def check_same_model(choice: ReferenceChoice, artifact: Artifact, path: Path, hashes: Sequence[str]) -> None:
+    """Raises UserError for a model that cannot answer the cases: it lacks an input of the artifact, or it hashes in
+    other layers, so that the buckets of a case do not fit it."""
+    given, expected = graph_inputs(graph_outline(path)), artifact.spec.inputs
+    if not {tensor.name for tensor in expected} <= {tensor.name for tensor in given}:
+        raise UserError(
+            f"--reference {choice.title} is another model: its inputs are {tensors_text(given)}; those of "
+            f"{artifact.path} are {tensors_text(expected)}"
+        )
+    ours = artifact.manifest.hash_values
+    hashes = [name for name in hashes if not is_unrounded(name)]
+    if hashes and ours and set(hashes) != set(ours):
+        raise UserError(
+            f"--reference {choice.title} is of another model: it hashes in {', '.join(hashes)}; {artifact.path} in "
+            f"{', '.join(ours)}"
+        )
+
+
+def answers(candidate: ModelUnderTest, case: Case) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+    """Float32 outputs, with the buckets of the case where the model shows its own: one that flips would change a third
+    of all outputs. And its own buckets, if it shows them."""
+    own: Mapping[str, Array] = {}
+    if candidate.given and set(candidate.given) <= set(case.given):
+        outputs, own = candidate.run_with_given(case.inputs, case.given)
+        own = {name: array for name, array in own.items() if name in case.buckets}
+    else:
+        outputs = candidate.run(case.inputs)
+    return {name: array.astype(np.float32) for name, array in outputs.items()}, own
 
 
 @dataclass(frozen=True)
@@ -314,7 +430,9 @@ def verify_artifact(
     if case is None:
         return result, None
     on_stage("tracing the values of the graph")
-    found = candidate.trace(request.source, case)
+    found: Trace | Unavailable = Unavailable(candidate.why_not_traced)
+    if not candidate.why_not_traced:
+        found = trace_if_possible(candidate.path, artifact, request.source, case, candidate.options)
     if request.trace and (isinstance(found, Unavailable) or not found.values):
         result.checks.append(failed_trace(found))
     return result, found

@@ -23,11 +23,13 @@ from effexport.quantize.modules import (
     FP8_LARGEST,
     INT8_LARGEST,
     RoundedLinear,
+    is_within,
+    layers_to_quantize,
+    linear_layers,
     quantized_module,
     recorded_inputs,
     smoothed,
 )
-from effexport.quantize.places import is_within, layers_to_quantize, linear_layers
 from effexport.quantize.record import Loss, Quantization, QuantizedLayer, Samples, Smoothing
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from effexport.report.reproduce import AGAINST, DATA, DEVICE, IMPLEMENTATION, MO
 
 if TYPE_CHECKING:
     from effexport.evaluation.figures import Quality
-    from effexport.proof.verify import Verification
-    from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest
+    from effexport.proof.verify import ArtifactCandidate, Verification
+    from effexport.proof.verify_artifact import VerifyRequest
     from effexport.signature import Signed
 
 

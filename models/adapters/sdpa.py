@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from effexport.models.user.modes import ATTENTION, storage, writes, written_out
+from effexport.models.user.modes import storage, writes, written_out
+from effexport.models.user.size_arithmetic import ATTENTION
 from effexport.plugins.masked_attention.op import hides_when_added, masked_attention
 
 TO_BOOL = {Tensor.to, Tensor.bool}

@@ -26,9 +26,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from effexport.models.user.modes import ATTENTION
 from effexport.models.validation import LARGEST_SIZE
 
+# As modes see it, also while its name stands for another function.
+ATTENTION = functional.scaled_dot_product_attention
 DECIDED: ContextVar[bool] = ContextVar("DECIDED", default=False)
 
 

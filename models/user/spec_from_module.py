@@ -45,7 +45,7 @@ from effexport.models.user.model import (
     training_note,
     unwrapped,
 )
-from effexport.models.user.modes import FloatTypes
+from effexport.models.user.modes import FloatTypes, code_as_exported
 from effexport.models.user.probe import (
     PROBE_SEQ_LEN,
     ModuleFailedError,
@@ -55,7 +55,6 @@ from effexport.models.user.probe import (
     probe_length,
 )
 from effexport.models.user.spec import ModuleSpec, is_constant
-from effexport.models.user.traced_code import code_as_exported
 from effexport.models.validation import SpecError, require
 from effexport.models.variants.pytorch import PyTorchSpec
 

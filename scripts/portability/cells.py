@@ -14,8 +14,8 @@ from effexport.base.errors import EffexportError
 from effexport.proof.candidate import open_in_ort
 from effexport.proof.check import METRIC, Check
 from effexport.proof.checks.arithmetic import check_finite
+from effexport.proof.matching import check_nothing_lost
 from effexport.proof.verify import verify_in_runtime
-from effexport.proof.verify_artifact import check_nothing_lost
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import Closeable, FeedLimits, Runner, limits_from_spec

@@ -15,7 +15,7 @@ from one_node import one_node_model, run_poisoned
 from slow_cases import named
 from torch import Tensor
 
-from effexport.export.inlined import inlined
+from effexport.export.custom_nodes import inlined
 from effexport.plugins.contract import Case
 from effexport.plugins.masked_attention import op
 from effexport.plugins.masked_attention.contract import CONTRACT

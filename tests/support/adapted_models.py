@@ -48,7 +48,8 @@ def exported(
     import onnxruntime
 
     from effexport.base.quiet import few_lookups, quiet
-    from effexport.export.onnx_from_module import attach_function_bodies, mark_custom_nodes, register_schemas
+    from effexport.export.custom_nodes import attach_function_bodies
+    from effexport.export.onnx_from_module import mark_custom_nodes, register_schemas
     from effexport.models.layers import fused_operators
     from effexport.plugins.ops import DOMAIN, OPS
 

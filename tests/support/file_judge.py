@@ -15,9 +15,9 @@ from effexport.export.onnx_graph import graph_inputs, graph_outline, graph_tenso
 from effexport.proof.candidate import ModelCandidate
 from effexport.proof.check import Check
 from effexport.proof.prove import ProofRequest, precision_of_file
-from effexport.proof.reference_choice import references_from_choice
 from effexport.proof.tolerances import ARITHMETIC
 from effexport.proof.verify import run_checks
+from effexport.proof.verify_artifact import references_from_choice
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import limits_from_spec

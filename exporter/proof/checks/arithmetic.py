@@ -1,19 +1,37 @@
 """One answer compared with the reference's: names, dtypes, shapes, finite values, repeatability, and the numbers.
 
-Models that hash: arithmetic with identical buckets, agreement of the buckets, and the free run.
+Models that hash: arithmetic with identical buckets, agreement of the buckets, and the free run. Half precision: what a
+file computes in float32, and the answer to a long sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effexport.base.dtypes import Array
 from effexport.base.spec import BuildSpec
+from effexport.export.onnx_graph import load_graph, value_types
+from effexport.plugins.ops import DOMAIN, OPS
 from effexport.proof.cases import Arrays, Case
-from effexport.proof.check import HISTOGRAM_EDGES, METRIC, RMS_METRIC, CaseLabel, Check, Kind, Limit, Worst, judged
+from effexport.proof.check import (
+    HISTOGRAM_EDGES,
+    METRIC,
+    OUTSIDE,
+    RMS_METRIC,
+    CaseLabel,
+    Check,
+    Kind,
+    Limit,
+    Worst,
+    judged,
+    not_run,
+)
+from effexport.proof.inputs import random_inputs
 from effexport.proof.tolerances import (
     MASK_CONSTANT,
     bucket_flip_limit,
@@ -27,6 +45,9 @@ from effexport.proof.tolerances import (
     relative_errors,
     rms_change,
 )
+
+if TYPE_CHECKING:
+    from effexport.proof.candidate import ModelUnderTest
 
 SIGNATURE_METRIC = "names, dtypes, shapes"
 FINITE_METRIC = "NaN or Inf elements"
@@ -101,20 +122,18 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kin
     """The largest error of the kept tokens, relative to the scale of the reference, beside other measures."""
     value, worst = -1.0, None
     figures = Figures()
-    for output, expected in case.outputs.items():
-        if output in case.ranked:
-            continue  # of indices, only the scores can be close
-        for sample in case.samples(expected):
-            actual, wanted = case.kept(output, outputs[output], sample), case.kept(output, expected, sample)
-            if not wanted.size:
-                continue  # x[:, 2:] of two tokens; the shapes have been compared
-            error, (row, channel) = figures.add(actual, wanted)
-            # NaN wins over every number, and stays
-            if value == value and (error > value or error != error):
-                value = error
-                own = expected[sample] if expected.ndim else expected
-                index = (sample, *case.place_of(sample, row, channel, wanted, own))
-                worst = Worst(output, index, float(actual[row, channel]), float(wanted[row, channel]))
+    # of indices, only the scores can be close
+    compared = replace(case, outputs={name: array for name, array in case.outputs.items() if name not in case.ranked})
+    for output, sample, actual, wanted in compared.pairs(outputs):
+        if not wanted.size:
+            continue  # x[:, 2:] of two tokens; the shapes have been compared
+        error, (row, channel) = figures.add(actual, wanted)
+        # NaN wins over every number, and stays
+        if value == value and (error > value or error != error):
+            value, expected = error, case.outputs[output]
+            own = expected[sample] if expected.ndim else expected
+            index = (sample, *case.place_of(sample, row, channel, wanted, own))
+            worst = Worst(output, index, float(actual[row, channel]), float(wanted[row, channel]))
     detail = ""
     if worst is not None:
         indices = ", ".join(map(str, worst.index))
@@ -234,3 +253,58 @@ def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iter
         "; ".join(by_layer),
     )
     yield judged(Kind.BUCKET_NEAR_TIES, case.label, "widest margin of a differing bucket", widest, near_tie_limit(spec))
+
+
+# Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:
+# EluLinearAttention casts inside its body.
+OURS = tuple(name for name, op in OPS.items() if op.around_in_float32 and "float32" in op.element_types)
+FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", *OURS)
+LISTED = 5
+
+
+def check_float32_ops(model: Path, spec: BuildSpec) -> list[Check]:
+    """Empty for float32 models, and for users' own modules, which choose themselves what stays in float32."""
+    if spec.arithmetic == "fp32" or not spec.model.keeps_float32:
+        return []
+    kind, case, metric = Kind.FLOAT32_OPS, CaseLabel("the graph"), "operators that read half precision"
+    proto = load_graph(model)
+    types = value_types(proto)
+    inside = [node for node in proto.graph.node if node.op_type in FLOAT32_OPS and node.domain in ("", DOMAIN)]
+    known = [(node, types[node.input[0]][0]) for node in inside if node.input[0] in types]
+    lowered = [node for node, dtype in known if dtype in ("float16", "bfloat16")]
+    if inside and not known:
+        return [not_run(kind, "the element types of this file cannot be inferred", case, metric)]
+    shown = ", ".join(f"{node.op_type} {node.name or node.output[0]}" for node in lowered[:LISTED])
+    return [
+        Check(
+            kind,
+            case,
+            metric,
+            "failed" if lowered else "passed",
+            len(lowered),
+            0,
+            "these overflow or cancel in half precision on a GPU",
+            f"they are: {shown}" if lowered else "",
+        )
+    ]
+
+
+# Long enough for sums in float16 to overflow; shorter for quadratic variants, because of their memory.
+LONG = 8192
+LONG_IF_QUADRATIC = 2048
+LONG_SEED = 8192
+
+
+def check_long_sequence(candidate: ModelUnderTest, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
+    """No NaN and no infinity in the answer to one long sequence, as half precision overflows and cancels in long sums;
+    nothing if some case is as long already."""
+    kind = Kind.LONG_SEQUENCE
+    length = min(LONG_IF_QUADRATIC if spec.attention.is_quadratic else LONG, spec.model.max_seq_len or LONG)
+    if spec.model.fixed_seq_len is not None or length <= max(case.keep.shape[-1] for case in cases):
+        return
+    label = CaseLabel("long", (1, length))
+    inputs = random_inputs(spec, np.random.default_rng(LONG_SEED), 1, length, None)
+    if not candidate.accepts(inputs):
+        yield not_run(kind, f"a sequence of {length} tokens {OUTSIDE}", label, FINITE_METRIC)
+        return
+    yield check_finite(label, candidate.run(inputs), kind)

@@ -275,7 +275,7 @@ def compared(use: OperatorUse, kind: str) -> Iterator[Check]:
         for name, inputs in cases:
             first = next(iter(inputs.values()))
             label = CaseLabel(name, (len(first), first.shape[-2 if first.ndim > 2 else -1]))
-            yield judged_outputs(kind, label, body(inputs), defined, inputs, use)
+            yield OperatorCase(kind, label, use, defined, inputs).judged(body(inputs))
     except StageError:
         raise  # PyTorch never gives the same answer twice: no body can be compared with it
     except UserError as error:
@@ -284,57 +284,50 @@ def compared(use: OperatorUse, kind: str) -> Iterator[Check]:
         yield Check(kind, label, METRIC, "failed", detail=f"the body does not run: {str(error).splitlines()[0]}")
 
 
-def judged_outputs(
-    kind: str,
-    case: CaseLabel,
-    outputs: Sequence[Array],
-    defined: Definition,
-    inputs: Mapping[str, Array],
-    use: OperatorUse,
-) -> Check:
-    """Check the outputs of a body against its definition: types, shapes, and the output that is furthest off."""
-    expected = defined.exact(inputs)
-    for index, (actual, wanted) in enumerate(zip(outputs, expected, strict=True)):
-        if actual.shape != wanted.shape:
-            detail = f"output {index} is {list(actual.shape)}; expected {list(wanted.shape)}"
-            return Check(kind, case, "shapes", "failed", detail=detail)
-    if expected[0].dtype.kind == "i":
-        different = sum(int(np.count_nonzero(a != w)) for a, w in zip(outputs, expected, strict=True))
-        return judged(kind, case, "elements that differ", different, EXACT)
-    checks = [
-        judged_output(kind, case, index, actual, wanted, defined, inputs, use)
-        for index, (actual, wanted) in enumerate(zip(outputs, expected, strict=True))
-    ]
-    return max(checks, key=lambda check: (check.status != "passed", share_of_limit(check)))
+@dataclass(frozen=True)
+class OperatorCase:
+    """One of the inputs on which a body is checked against its definition. kind, label: of the check."""
 
+    kind: str
+    label: CaseLabel
+    use: OperatorUse
+    defined: Definition
+    inputs: Mapping[str, Array]
 
-def judged_output(
-    kind: str,
-    case: CaseLabel,
-    index: int,
-    actual: Array,
-    wanted: Array,
-    defined: Definition,
-    inputs: Mapping[str, Array],
-    use: OperatorUse,
-) -> Check:
-    """Check one output of floating-point numbers."""
-    error, worst = largest_error(actual, wanted)
-    limit = function_body_limit(use.precision, 0.0)
-    if not error <= limit.value / 2:
-        # close to the limit or beyond it: find out how far rounding alone takes the definition, which is slow
-        limit = function_body_limit(use.precision, own_error(defined, inputs, index, wanted, use))
-    detail = "" if worst is None else f"worst at {list(worst.index)}: {worst.actual:.6g}, defined {worst.expected:.6g}"
-    # the inputs of an operator are not a sequence of the model: no seq_len
-    return replace(judged(kind, case, METRIC, error, limit, detail), worst=worst, seq_len=None)
+    def judged(self, outputs: Sequence[Array]) -> Check:
+        """Check the outputs of a body: types, shapes, and the output that is furthest off."""
+        expected = self.defined.exact(self.inputs)
+        pairs = list(zip(outputs, expected, strict=True))
+        for index, (actual, wanted) in enumerate(pairs):
+            if actual.shape != wanted.shape:
+                detail = f"output {index} is {list(actual.shape)}; expected {list(wanted.shape)}"
+                return Check(self.kind, self.label, "shapes", "failed", detail=detail)
+        if expected[0].dtype.kind == "i":
+            different = sum(int(np.count_nonzero(actual != wanted)) for actual, wanted in pairs)
+            return judged(self.kind, self.label, "elements that differ", different, EXACT)
+        checks = [self.judged_output(index, *pair) for index, pair in enumerate(pairs)]
+        return max(checks, key=lambda check: (check.status != "passed", share_of_limit(check)))
 
+    def judged_output(self, index: int, actual: Array, wanted: Array) -> Check:
+        """Check one output of floating-point numbers."""
+        error, worst = largest_error(actual, wanted)
+        limit = function_body_limit(self.use.precision, 0.0)
+        if not error <= limit.value / 2:
+            # close to the limit or beyond it: find out how far rounding alone takes the definition, which is slow
+            limit = function_body_limit(self.use.precision, self.own_error(index, wanted))
+        detail = (
+            "" if worst is None else f"worst at {list(worst.index)}: {worst.actual:.6g}, defined {worst.expected:.6g}"
+        )
+        # the inputs of an operator are not a sequence of the model: no seq_len
+        return replace(judged(self.kind, self.label, METRIC, error, limit, detail), worst=worst, seq_len=None)
 
-def own_error(defined: Definition, inputs: Mapping[str, Array], index: int, wanted: Array, use: OperatorUse) -> float:
-    """The distance of an output from itself, `wanted`, in float32 or with inputs that are rounded anew."""
-    rounding = "fp32" if known_ops()[use.node.op_type].body_in_float32 else use.precision
-    # one draw of roundings may happen to change little
-    healthy = [defined.in_float32(inputs), *(defined.exact(rounded_anew(inputs, rounding, seed)) for seed in range(2))]
-    return float(np.max([largest_error(outputs[index], wanted)[0] for outputs in healthy]))
+    def own_error(self, index: int, wanted: Array) -> float:
+        """The distance of an output from itself, `wanted`, in float32 or with inputs that are rounded anew."""
+        rounding = "fp32" if known_ops()[self.use.node.op_type].body_in_float32 else self.use.precision
+        # one draw of roundings may happen to change little
+        moved = (rounded_anew(self.inputs, rounding, seed) for seed in range(2))
+        healthy = [self.defined.in_float32(self.inputs), *map(self.defined.exact, moved)]
+        return float(np.max([largest_error(outputs[index], wanted)[0] for outputs in healthy]))
 
 
 def largest_error(actual: Array, expected: Array) -> tuple[float, Worst | None]:

@@ -201,14 +201,9 @@ def check_prefix(candidate: ModelUnderTest, case: Case, outputs: Mapping[str, Ar
     return judged(kind, case.label, metric, worst.error, limit, f"prefix of {length} tokens")
 
 
-def arithmetic_of_case(case: Case, spec: BuildSpec) -> Limit:
-    return case_limit(spec, case.own_error, case.spread)
-
-
 def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
     """The limit of the arithmetic, with the condition that nothing else may use it up."""
-    own = free_limit if spec.is_quantized else arithmetic_of_case
-    limit = own(case, spec)
+    limit = free_limit(case, spec) if spec.is_quantized else case_limit(spec, case.own_error, case.spread)
     return Limit(limit.value, f"{limit.reason}; {condition}")
 
 

@@ -22,7 +22,7 @@ from effexport.base.errors import (
     UserError,
 )
 from effexport.base.runtimes import BFLOAT16_RUNTIME
-from effexport.export.inlined import inlined
+from effexport.export.custom_nodes import inlined
 from effexport.export.onnx_graph import all_nodes, custom_ops_of_model, external_sizes, graph_tensors, load_graph
 from effexport.runners.openvino.places import keep_places
 from effexport.runners.options import RunOptions

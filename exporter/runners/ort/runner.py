@@ -42,6 +42,7 @@ class OrtRunner(CheckedRunner):
     at a time.
 
     model: path of the file, or the serialised model together with the folder of its external data.
+    optimized: whether ONNX Runtime changes the graph; without it, every value is computed as it is written.
     implementation: per custom operator of the model, what runs it here: "kernel" or "body".
     Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not available, and
     RuntimeUnsupportedError if ONNX Runtime refuses the model.
@@ -54,9 +55,10 @@ class OrtRunner(CheckedRunner):
         *,
         limits: FeedLimits | None = None,
         external_folder: Path | None = None,
+        optimized: bool = True,
     ) -> None:
         self.settings = settings or RunOptions()
-        session = session_from_model(model, self.settings, external_folder)
+        session = session_from_model(model, self.settings, external_folder, optimized=optimized)
         self._session: Any = session.inference
         # the addresses of these feeds change, and a CUDA graph would reuse the old ones
         self._options = run_options(NO_GRAPH) if self.settings.cuda_graph else None

@@ -64,20 +64,24 @@ class OrtSession:
     implementation: dict[str, Literal["kernel", "body"]]
 
 
-def session_from_model(model: Path | bytes, settings: RunOptions, external_folder: Path | None = None) -> OrtSession:
+def session_from_model(
+    model: Path | bytes, settings: RunOptions, external_folder: Path | None = None, *, optimized: bool = True
+) -> OrtSession:
     """Open a model: the path of a file, or the serialised model with the folder of its external data.
 
-    Warns if a model on CUDA leaves the GPU. Raises MissingExtraError without onnxruntime, UserError for a provider or
-    kernels that are not available, or for a CUDA graph of a model that leaves the GPU, and RuntimeUnsupportedError if
-    ONNX Runtime refuses the model.
+    optimized: see OrtRunner. Warns if an optimised model on CUDA leaves the GPU. Raises MissingExtraError without
+    onnxruntime, UserError for a provider or kernels that are not available, or for a CUDA graph of a model that leaves
+    the GPU, and RuntimeUnsupportedError if ONNX Runtime refuses the model.
     """
     ort = import_onnxruntime()
     providers = providers_from_settings(ort, settings)
     graph = without_weights(model) if settings.row.tensors == "cuda" else None
     options = session_options(ort, settings, external_folder)
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     kernels = kernels_of_model(model, graph, settings).register(options, settings)
     placement = None
-    if settings.row.provider == CUDA and graph is not None:
+    if settings.row.provider == CUDA and graph is not None and optimized:
         folder = model.parent.resolve() if isinstance(model, Path) else external_folder
         placement = Placement(ort, graph, kernels, settings, folder)
     if settings.row.provider == TENSORRT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpu.engines.model import Model, problem_of_checks
@@ -31,7 +31,7 @@ def check_decoding(model: Model) -> Outcome:
     from effexport.artifact import DECODE_STEP, PREFILL, REFERENCE
     from effexport.proof.cases import load_reference
     from effexport.proof.check import summary
-    from effexport.proof.verify import verify_decoder
+    from effexport.proof.checks.invariance import check_decoder
     from effexport.runners.options import RunOptions
     from effexport.runners.ort.runner import decoder_in_ort
 
@@ -43,7 +43,8 @@ def check_decoding(model: Model) -> Outcome:
         ("plain", RunOptions(runtime="trt")),
         ("graphs", RunOptions(runtime="trt", cuda_graph=True)),
     ):
-        found = verify_decoder(partial(open_decoder, model, settings), cases, model.spec, model.target).checks
+        with open_decoder(model, settings) as decoder:
+            found = [replace(check, target=model.target) for check in check_decoder(decoder, cases, model.spec)]
         checks += found
         with open_decoder(model, settings) as decoder:
             worst, limit = largest_difference(decoded(decoder, model), expected, model)

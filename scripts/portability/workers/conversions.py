@@ -21,7 +21,7 @@ FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", "IterativePinv", 
 def inlined_by_effexport(source: Path, target: Path, inputs: Inputs) -> None:
     import onnx
 
-    from effexport.export.inlined import inlined
+    from effexport.export.custom_nodes import inlined
 
     onnx.save(inlined(onnx.load(source)), target)
 

@@ -19,8 +19,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.options import BuildOptions
 from effexport.pipeline.request import BuildRequest
 from effexport.proof.cases import load_reference
-from effexport.proof.trace import trace_from_model
-from effexport.proof.traced_module import TracedModule
+from effexport.proof.trace import TracedModule, trace_from_model
 from effexport.runners.artifact_runner import runner_from_artifact
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

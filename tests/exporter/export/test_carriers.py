@@ -17,7 +17,7 @@ import effexport
 from effexport.artifact import open_artifact
 from effexport.base.errors import EffexportError, RuntimeUnsupportedError, UserError
 from effexport.base.spec import OPSETS, BuildSpec
-from effexport.export.carriers import CONVERTED_OPSET
+from effexport.export.custom_nodes import CONVERTED_OPSET
 from effexport.models.variants.gated_delta import GatedDeltaSpec
 from effexport.models.variants.softmax import SoftmaxSpec
 from effexport.plugins.linear_recurrence.op import linear_recurrence

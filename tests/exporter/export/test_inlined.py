@@ -17,7 +17,7 @@ from small_specs import spec_of
 
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
-from effexport.export.inlined import inlined
+from effexport.export.custom_nodes import inlined
 from effexport.export.onnx_graph import all_nodes, graph_tensors, load_graph
 from effexport.plugins.ops import DOMAIN
 from effexport.proof.candidate import given_values

@@ -21,7 +21,7 @@ from effexport.artifact import Artifact
 from effexport.base.errors import StageError
 from effexport.base.quiet import few_lookups
 from effexport.base.spec import OPSETS, BuildSpec
-from effexport.export import inlined
+from effexport.export import custom_nodes
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import (
     FORBIDDEN_OPS,
@@ -218,9 +218,9 @@ def test_weights_go_beside_the_file_above_the_threshold(
     module = module_from_spec(spec.model, 0)
     weight_bytes = sum(p.numel() * 4 for p in module.parameters())
     # its dotted name does not lead there: `effexport.export` is a function too
-    monkeypatch.setattr(inlined, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes * 2)
+    monkeypatch.setattr(custom_nodes, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes * 2)
     onnx_from_module(module, spec, tmp_path / "inside.onnx")
-    monkeypatch.setattr(inlined, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes // 2)
+    monkeypatch.setattr(custom_nodes, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes // 2)
     onnx_from_module(module, spec, tmp_path / "outside.onnx")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["inside.onnx", "outside.onnx", "outside.onnx.data"]
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from slow_cases import soak
 from torch import Tensor, nn
+from written_module import Written, check_answers
 
 import effexport
 from effexport.artifact import REFERENCE, Artifact, open_artifact
@@ -38,17 +39,6 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 DIM = 8
 # Rounding in sums of this length; a token in the wrong place is off by 1.
 LIMITS = {"fp32": 1e-5, "fp16": 1e-2}
-
-
-class Changed(nn.Module):
-    """A linear layer, and a function of its result."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.change = nn.Linear(DIM, DIM), change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(self.linear(x))
 
 
 class Several(nn.Module):
@@ -219,13 +209,9 @@ def test_a_size_of_two_axes_and_their_smallest_sizes(tmp_path: Path) -> None:
         ("batch", "height//4*(width//4)+1", DIM),
         ("batch", 3, "(height-1)//16+1", "(width-1)//16+1"),
     ]
+    others = (torch.randn(batch, 3, height, width) for batch, height, width in [(1, 4, 5), (3, 33, 18), (2, 24, 40)])
+    check_answers(made.artifact.path, made.model, *others, atol=LIMITS["fp32"])
     with effexport.load(made.artifact.path) as runner:
-        for batch, height, width in [(1, 4, 5), (3, 33, 18), (2, 24, 40)]:
-            pixels = torch.randn(batch, 3, height, width)
-            with torch.inference_mode():
-                expected = made.model(pixels)
-            for found, wanted in zip(runner.run({"pixels": pixels.numpy()}).values(), expected, strict=True):
-                np.testing.assert_allclose(found, wanted.numpy(), atol=LIMITS["fp32"])
         with pytest.raises(UserError, match="width is 3 in 'pixels'; this model takes at least 4"):
             runner.run({"pixels": np.zeros((1, 3, 8, 3), np.float32)})
         served = ServedModel(runner, made.artifact, "image", ServingSettings(), RUNTIMES["ort"])
@@ -295,16 +281,13 @@ CUT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", [soak(name) if name == "a narrow part" else name for name in CUT])
 def test_a_part_that_is_the_whole_in_the_example_has_its_own_size(name: str, tmp_path: Path) -> None:
     change, size = CUT[name]
-    model = Changed(change).eval()
+    model = Written(change, DIM).eval()
     result = effexport.export(model, torch.randn(2, 12, DIM), tmp_path / "out")
     assert [tensor.dims for tensor in result.artifact.spec.outputs] == [("batch", size, DIM)]
-    with effexport.load(result.path) as runner, torch.no_grad():
-        for length in (1, 7, 100, 101, 300):
-            x = torch.randn(2, length, DIM)
-            (found,) = runner.run({"x": x.numpy()}).values()
-            np.testing.assert_allclose(found, model(x).numpy(), rtol=0, atol=1e-4)
+    others = (torch.randn(2, length, DIM) for length in (1, 7, 100, 101, 300))
+    check_answers(result.path, model, *others, atol=1e-4)
 
 
 def test_an_answer_without_elements_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is \[2, 0, 8\] for its example inputs, without elements; .*longer example"):
-        effexport.export(Changed(lambda x: x[:, 100:]).eval(), torch.randn(2, 12, DIM), tmp_path / "out")
+        effexport.export(Written(lambda x: x[:, 100:], DIM).eval(), torch.randn(2, 12, DIM), tmp_path / "out")

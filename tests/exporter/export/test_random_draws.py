@@ -3,6 +3,7 @@ computes with these, and the report says what was frozen, and how much it matter
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from written_module import DIM, Written, vectors
+from written_module import DIM, Written, check_answers, vectors
 
 import effexport
 from effexport.api import BuildResult
@@ -102,11 +103,14 @@ def exported(model: nn.Module, example: Tensor, folder: Path, **options: object)
     return result, note
 
 
-def seeded(model: nn.Module, x: Tensor) -> Array:
-    """The answer of a model itself when the numbers that it draws are those of the file."""
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        answer: Array = model(x).numpy()
+def seeded(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A model that draws in every call the numbers of the file."""
+
+    def answer(x: Tensor) -> Tensor:
+        torch.manual_seed(SEED)
+        found: Tensor = model(x)
+        return found
+
     return answer
 
 
@@ -138,9 +142,7 @@ def test_indices_drawn_for_each_position_fix_the_length_and_leave_the_batch_free
         f"The file takes seq = 24 only, because the code ties it to one size: {line}: the count or "
     )
     assert "draw the numbers once, in __init__, for the largest size" in sizes
-    xs = [vectors(batch, 24) for batch in (1, 2, 5)]
-    for x, answer in zip(xs, answers(result, *xs), strict=True):
-        np.testing.assert_allclose(answer, seeded(model, x), atol=LIMIT)
+    check_answers(result.path, seeded(model), *(vectors(batch, 24) for batch in (1, 2, 5)), atol=LIMIT)
 
 
 class OwnSeed(nn.Module):
@@ -156,8 +158,7 @@ def test_numbers_with_a_seed_of_their_own_do_not_vary(tmp_path: Path) -> None:
     (note,) = [note for note in result.report.notes if "draws" in note]
     assert note.startswith("Sequential draws numbers, and still answers the same in every call, ")
     assert f"torch.randn of [{DIM}, {DIM}] ({line_of(OwnSeed.forward, 1)})" in note
-    for x, answer in zip((vectors(1, 5), vectors(3, 40)), answers(result, vectors(1, 5), vectors(3, 40)), strict=True):
-        np.testing.assert_allclose(answer, model(x), atol=LIMIT)
+    check_answers(result.path, model, vectors(1, 5), vectors(3, 40), atol=LIMIT)
 
 
 def test_features_drawn_in_every_call_are_frozen_at_every_length(tmp_path: Path) -> None:
@@ -169,9 +170,7 @@ def test_features_drawn_in_every_call_are_frozen_at_every_length(tmp_path: Path)
     assert result.artifact.spec.inputs[0].dims == ("batch", "seq", DIM)
     assert f"torch.randn of [{DIM}, {DIM}] ({line_of(FeatureMap.redraw, 2)}, 4 times)" in note
     assert note.endswith("Made or loaded with deterministic_eval=True, it does not redraw in evaluation mode.")
-    xs = [vectors(*sizes) for sizes in ((1, 1), (2, 24), (5, 63))]
-    for x, answer in zip(xs, answers(result, *xs), strict=True):
-        np.testing.assert_allclose(answer, seeded(model, x), atol=LIMIT)
+    check_answers(result.path, seeded(model), *itertools.starmap(vectors, ((1, 1), (2, 24), (5, 63))), atol=LIMIT)
 
 
 def test_dropout_that_is_left_on_is_one_mask_for_the_shape_of_the_example(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from slow_cases import soak
 from torch import Tensor, nn
 from torch.export import Dim
-from written_module import DIM, Written, vectors
+from written_module import DIM, Written, check_answers, vectors
 
 import effexport
 from effexport.artifact import open_artifact
@@ -213,9 +213,7 @@ def built(change: Callable[[Tensor], Tensor], example: Tensor, folder: Path, **o
     model = Written(change).eval()
     result = effexport.export(model, example, folder, **options)
     assert result.report.verdict == "passed"
-    with effexport.load(folder) as runner, torch.no_grad():
-        # float32 rounding of sums in another order
-        np.testing.assert_allclose(runner.run({"x": example.numpy()})["output"], model(example).numpy(), atol=1e-5)
+    check_answers(folder, model, example)
     spec = open_artifact(folder).spec.model
     assert isinstance(spec, ModuleSpec)
     notes = [note for note in result.report.notes if note.startswith("The file takes")]
@@ -237,10 +235,8 @@ def test_a_branch_of_the_length_limits_the_file_on_the_side_of_the_example(tmp_p
         for runner, other, message in ((lower, 257, "takes at most 256"), (upper, 256, "takes at least 257: pad the ")):
             with pytest.raises(UserError, match=message):
                 runner.run({"x": vectors(1, other).numpy()})
-        with torch.no_grad():
-            for runner, length in ((lower, 1), (lower, 256), (upper, 257), (upper, 900)):
-                x = vectors(3, length)
-                np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+    check_answers(tmp_path / "short", model, vectors(3, 1), vectors(3, 256))
+    check_answers(tmp_path / "long", model, vectors(3, 257), vectors(3, 900))
 
 
 @pytest.mark.parametrize(
@@ -336,11 +332,8 @@ def test_the_sizes_around_the_example_whose_branches_compute_the_same_are_taken(
     spec, note = built(change, vectors(2, length), tmp_path / "out")
     assert (spec.shortest, spec.longest) == sizes
     assert line_of(change, line) in note
-    model = Written(change).eval()
-    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
-        for other in {sizes[0], length + 1, sizes[1] or 100}:
-            x = vectors(3, other)
-            np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+    others = {sizes[0], length + 1, sizes[1] or 100}
+    check_answers(tmp_path / "out", Written(change), *(vectors(3, other) for other in others))
 
 
 def test_logarithms_that_decide_how_often_code_runs_are_numbers_in_the_graph(tmp_path: Path) -> None:
@@ -350,10 +343,7 @@ def test_logarithms_that_decide_how_often_code_runs_are_numbers_in_the_graph(tmp
     assert (spec.shortest, spec.longest) == (17, 32)
     assert line_of(ByLevels.forward, 2) in spec.size_notes["seq"]
     assert not {"Min", "Pow", "Div"} & {node.op_type for node in load_graph(tmp_path / "out" / "model.onnx").graph.node}
-    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
-        for length in (17, 21, 31, 32):
-            x = vectors(3, length)
-            np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+    check_answers(tmp_path / "out", model, *(vectors(3, length) for length in (17, 21, 31, 32)))
 
 
 def test_a_program_must_declare_the_shapes_that_it_returns() -> None:
@@ -379,20 +369,15 @@ def test_sizes_at_which_the_model_fails_are_no_other_side() -> None:
 def test_branches_that_compute_the_same_leave_the_length_free(length: int, tmp_path: Path) -> None:
     model = PadsAndRemembers().eval()
     assert effexport.export(model, vectors(2, length), tmp_path / "out").artifact.spec.model.size_notes == {}
-    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
-        for other in (1, 2, 7, 8, 23, 24, 31, 96, 257, 1000):
-            x = vectors(3, other)
-            # float32 rounding of sums in another order
-            np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+    others = (1, 2, 7, 8, 23, 24, 31, 96, 257, 1000)
+    check_answers(tmp_path / "out", model, *(vectors(3, other) for other in others))
 
 
 def test_what_a_short_input_changes_for_good_does_not_change_the_file(tmp_path: Path) -> None:
     model = ChoosesForGood().eval()
     found = effexport.export(model, vectors(2, 20), tmp_path / "out").artifact.spec.model
     assert (found.shortest, found.max_seq_len, model.is_sparse) == (16, None, True)
-    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
-        x = vectors(3, 24)
-        np.testing.assert_allclose(runner.run({"x": x.numpy()})["output"], model(x).numpy(), atol=1e-5)
+    check_answers(tmp_path / "out", model, vectors(3, 24))
 
 
 @pytest.mark.parametrize(
@@ -638,11 +623,7 @@ def test_a_part_that_is_the_whole_in_the_example_stays_a_part(place: slice, tmp_
             return x[:, place].mT @ x[:, place]
 
     result = effexport.export(Part().eval(), torch.randn(2, 12, DIM), tmp_path / "out")
-    with effexport.load(result.path) as runner:
-        for length in (7, 100, 101, 300):
-            x = torch.randn(2, length, DIM)
-            (found,) = runner.run({"x": x.numpy()}).values()
-            np.testing.assert_allclose(found, Part()(x).numpy(), rtol=0, atol=1e-4)
+    check_answers(result.path, Part(), *(vectors(2, length) for length in (7, 100, 101, 300)), atol=1e-4)
 
 
 class Parts(nn.Module):
@@ -665,9 +646,4 @@ def test_parts_that_a_length_may_leave_empty_are_right_at_every_length(tmp_path:
     spec = result.artifact.spec.model
     assert isinstance(spec, ModuleSpec)
     assert (result.report.verdict, spec.shortest, spec.longest, spec.size_notes) == ("passed", 1, None, {})
-    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
-        for length in (1, 2, 3, 4, 5, 7, 64):
-            x = vectors(3, length)
-            found = runner.run({"x": x.numpy()})
-            for name, wanted in Parts()(x).items():
-                np.testing.assert_allclose(found[name], wanted.numpy(), atol=1e-5, err_msg=f"{name}, {length}")
+    check_answers(tmp_path / "out", Parts(), *(vectors(3, length) for length in (1, 2, 3, 4, 5, 7, 64)))

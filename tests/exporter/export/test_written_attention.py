@@ -12,13 +12,14 @@ import pytest
 import torch
 from slow_cases import slow_after, soak
 from torch import Tensor, nn
+from written_module import DIM, check_written
 
 import effexport
 from effexport.base.errors import UserError
 from effexport.export import written_attention
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
-DIM, HEADS = 16, 2
+HEADS = 2
 NOTE = "1 attention that the code writes out as products and a softmax became effexport's softmax attention."
 
 
@@ -105,27 +106,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(form: Form, folder: Path, precision: str = "fp32") -> effexport.BuildResult:
-    """Build from masks that hide nothing; the file answers as PyTorch does to others, also where all is hidden."""
-    model = Attention(form).eval()
-    example = {"x": torch.randn(2, 12, DIM)} | ({"mask": torch.ones(2, 12, dtype=torch.int64)} if form.hidden else {})
-    result = effexport.export(model, example, folder / "out", precision=precision)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), effexport.load(result.path) as runner:
-        for batch, seq_len in ((1, 1), (3, 9), (2, 300)):
-            inputs = {"x": torch.randn(batch, seq_len, DIM, generator=generator)}
-            if form.hidden:
-                inputs["mask"] = (torch.rand(batch, seq_len, generator=generator) < 0.6).long()
-                inputs["mask"][-1] = 0
-            expected = model(**inputs).numpy()
-            if precision == "fp16":
-                inputs["x"] = inputs["x"].half()
-            (actual,) = runner.run({name: value.numpy() for name, value in inputs.items()}).values()
-            assert (np.isnan(actual) == np.isnan(expected)).all()
-            scale = np.sqrt(np.square(expected[~np.isnan(expected)]).mean()) if not np.isnan(expected).all() else 0
-            # rounding of float32 in another order; of float16, in weights and results
-            limit = (1e-5 if precision == "fp32" else 2e-2) * scale
-            assert np.nanmax(np.abs(actual.astype(np.float64) - expected), initial=0) <= limit
-    return result
+    return check_written(Attention(form), folder, is_masked=form.hidden is not None, precision=precision)
 
 
 @pytest.mark.parametrize("name", slow_after(4, TURNED, 6))

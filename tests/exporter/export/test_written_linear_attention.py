@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from slow_cases import slow_after
 from torch import Tensor, nn
+from written_module import DIM, check_written
 
 import effexport
 from effexport.export.traced_nodes import operators_of
 from effexport.export.written_linear_attention import turn_linear_attentions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
-DIM, HEADS = 16, 2
+HEADS = 2
 OPERATOR = "EluLinearAttention"
 NOTE = "1 linear attention that the code writes out as products became effexport's linear attention."
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -134,41 +133,20 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2) if form.heads else out
 
 
-def check(model: nn.Module, folder: Path, *, is_masked: bool = False, precision: str = "fp32") -> effexport.BuildResult:
-    """Build, and compare with PyTorch at other sizes, with masks that hide some keys or all."""
-    example = {"x": torch.randn(2, 12, DIM)} | ({"mask": torch.ones(2, 12, dtype=torch.int64)} if is_masked else {})
-    result = effexport.export(model.eval(), example, folder / "out", precision=precision)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), effexport.load(result.path) as runner:
-        for batch, tokens in ((1, 1), (3, 9), (2, 300)):
-            inputs = {"x": torch.randn(batch, tokens, DIM, generator=generator)}
-            if is_masked:
-                inputs["mask"] = (torch.rand(batch, tokens, generator=generator) < 0.6).long()
-                inputs["mask"][-1] = 0
-            expected = model(**inputs).numpy()
-            if precision == "fp16":
-                inputs["x"] = inputs["x"].half()
-            (actual,) = runner.run({name: value.numpy() for name, value in inputs.items()}).values()
-            assert (np.isnan(actual) == np.isnan(expected)).all()
-            scale = math.sqrt(np.nanmean(np.square(expected))) if np.isfinite(expected).any() else 0
-            # rounding of float32 in another order; of float16, in features, sums and results
-            limit = (1e-5 if precision == "fp32" else 2e-2) * scale
-            assert np.nanmax(np.abs(actual - expected), initial=0) <= limit
-    return result
+def check(form: Form, folder: Path, precision: str = "fp32") -> effexport.BuildResult:
+    return check_written(Attention(form), folder, is_masked=form.is_masked, precision=precision)
 
 
 @pytest.mark.parametrize("name", slow_after(4, TURNED, 6))
 def test_a_linear_attention_becomes_the_operator(name: str, tmp_path: Path) -> None:
-    form = TURNED[name]
-    result = check(Attention(form), tmp_path, is_masked=form.is_masked)
+    result = check(TURNED[name], tmp_path)
     assert result.artifact.spec.custom_ops == {OPERATOR: 1}
     assert NOTE in result.report.notes
 
 
 @pytest.mark.parametrize("name", slow_after(2, KEPT, 7))
 def test_what_is_another_function_stays(name: str, tmp_path: Path) -> None:
-    form = KEPT[name]
-    assert not check(Attention(form), tmp_path, is_masked=form.is_masked).artifact.spec.custom_ops
+    assert not check(KEPT[name], tmp_path).artifact.spec.custom_ops
 
 
 class Alone(nn.Module):
@@ -319,7 +297,7 @@ def test_results_that_are_arguments_of_the_next() -> None:
 
 def test_values_from_another_attention(tmp_path: Path) -> None:
     form = Form(core=lambda q, k, v: two_products(q, k, two_products(q, k, v)))
-    assert check(Attention(form), tmp_path).artifact.spec.custom_ops == {OPERATOR: 2}
+    assert check(form, tmp_path).artifact.spec.custom_ops == {OPERATOR: 2}
 
 
 def test_whole_numbers_between_the_steps() -> None:
@@ -353,7 +331,7 @@ class Image(nn.Module):
 
 
 def test_channels_that_were_moved_cost_one_transpose(tmp_path: Path) -> None:
-    result = check(Image(), tmp_path)
+    result = check_written(Image(), tmp_path, is_masked=False)
     assert result.artifact.spec.custom_ops == {OPERATOR: 1}
     import onnx
 
@@ -373,7 +351,7 @@ class Two(nn.Module):
 
 def test_layers_with_another_eps_stay(tmp_path: Path) -> None:
     """All nodes of a model share one function body."""
-    assert check(Two(), tmp_path).artifact.spec.custom_ops == {OPERATOR: 1}
+    assert check_written(Two(), tmp_path, is_masked=False).artifact.spec.custom_ops == {OPERATOR: 1}
 
 
 @pytest.mark.slow
@@ -381,5 +359,5 @@ def test_layers_with_another_eps_stay(tmp_path: Path) -> None:
     "form", [Form(torch.exp, column_of_ones), Form(torch.exp, is_masked=True)], ids=["ones", "masked"]
 )
 def test_half_precision(form: Form, tmp_path: Path) -> None:
-    result = check(Attention(form), tmp_path, is_masked=form.is_masked, precision="fp16")
+    result = check(form, tmp_path, "fp16")
     assert result.artifact.spec.custom_ops == {OPERATOR: 1}

@@ -22,13 +22,13 @@ from effexport.models.variants.aft import AFTSpec
 from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import KEPT, Case, load_reference
 from effexport.proof.check import HISTOGRAM_EDGES, Kind, Limit
-from effexport.proof.checks.arithmetic import Figures, check_arithmetic, check_finite
+from effexport.proof.checks.arithmetic import LONG, Figures, check_arithmetic, check_finite, check_long_sequence
 from effexport.proof.checks.invariance import check_padding_content, check_prefix
 from effexport.proof.inputs import adversarial_inputs, padding_of_other_content
 from effexport.proof.module_runs import run_module
 from effexport.proof.reference import reference_from_model
 from effexport.proof.tolerances import arithmetic_limit, case_limit, largest_change
-from effexport.proof.verify import LONG, check_long_sequence, run_checks
+from effexport.proof.verify import run_checks
 from effexport.runners.runner import limits_from_spec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, version_converter
 
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
-from effexport.export.inlined import inlined
+from effexport.export.custom_nodes import inlined
 from effexport.export.onnx_graph import load_graph
-from effexport.proof.verify_artifact import check_nothing_lost
+from effexport.proof.matching import check_nothing_lost
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

@@ -18,7 +18,8 @@ from effexport.base.errors import EffexportError
 from effexport.proof.candidate import ModelCandidate, open_in_ort
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Kind
-from effexport.proof.verify import check_float32_ops, run_checks, verify_candidate, verify_decoding
+from effexport.proof.checks.arithmetic import check_float32_ops
+from effexport.proof.verify import run_checks, verify_candidate, verify_decoding
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import limits_from_spec
 

@@ -27,8 +27,15 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.models.user.inputs import ModuleInput, ModuleInputs
 from effexport.proof.check import Kind
-from effexport.proof.free_sizes import with_sizes_of_module, with_sums
-from effexport.proof.matching import Offer, guessed_inputs, matched_inputs, named_axes, offers_of
+from effexport.proof.matching import (
+    Offer,
+    guessed_inputs,
+    matched_inputs,
+    named_axes,
+    offers_of,
+    with_sizes_of_module,
+    with_sums,
+)
 from effexport.proof.prove import precision_of_file
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

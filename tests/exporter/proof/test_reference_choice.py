@@ -29,9 +29,9 @@ from effexport.base.spec import BuildSpec
 from effexport.models.encoder.module import module_from_spec
 from effexport.proof.cases import load_reference
 from effexport.proof.rebuilt_module import why_not_rebuilt
-from effexport.proof.reference_choice import ReferenceChoice, parse_choice
-from effexport.proof.traced_module import TracedModule
-from effexport.proof.verify_artifact import ArtifactCandidate, VerifyRequest, verify_artifact
+from effexport.proof.trace import TracedModule
+from effexport.proof.verify import ArtifactCandidate
+from effexport.proof.verify_artifact import ReferenceChoice, VerifyRequest, parse_choice, verify_artifact
 from effexport.runners.options import RunOptions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -56,7 +56,7 @@ def traced_modules() -> Callable[[torch.nn.Module, BuildSpec], TracedModule]:
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch, traced_modules: Callable[..., TracedModule]) -> None:
-    monkeypatch.setattr("effexport.proof.traced_module.TracedModule", traced_modules)
+    monkeypatch.setattr("effexport.proof.trace.TracedModule", traced_modules)
 
 
 def damaged_copy(model: Path, folder: Path) -> Path:

@@ -22,8 +22,14 @@ from effexport.proof import trace as tracing
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.check import CaseLabel, Trace, TracedValue
 from effexport.proof.tolerances import value_error
-from effexport.proof.trace import ValueLimits, batches, module_of_node, trace_from_model, trace_if_possible
-from effexport.proof.traced_module import TracedModule
+from effexport.proof.trace import (
+    TracedModule,
+    ValueLimits,
+    batches,
+    module_of_node,
+    trace_from_model,
+    trace_if_possible,
+)
 from effexport.report.rendering.wording import trace_text
 from effexport.runners.options import RunOptions
 
@@ -391,7 +397,7 @@ from effexport.proof import trace as tracing
 from effexport.proof.trace import trace_from_model
 from effexport.export.module_source import module_from_seed
 from effexport.proof.cases import Case
-from effexport.proof.traced_module import TracedModule
+from effexport.proof.trace import TracedModule
 
 torch.set_num_threads(1)
 tracing.BATCH_BYTES = 16 * 2**20

@@ -19,8 +19,8 @@ from effexport.base.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.proof.candidate import spec_with_given_buckets
 from effexport.proof.cases import load_reference
-from effexport.proof.check import passed
-from effexport.proof.verify import verify_engine, verify_engine_if_possible
+from effexport.proof.check import Kind, passed
+from effexport.proof.verify import Verification, if_it_runs, verify_engine
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import FeedLimits
@@ -98,15 +98,15 @@ def engine_of(artifact: Artifact, folder: Path, *texts: str) -> Path:
     return path
 
 
-def verified(artifact: Artifact, engine: Path) -> list[Any]:
+def verified(artifact: Artifact, engine: Path) -> Verification:
     cases = load_reference(artifact.reference_path)
     hashes = artifact.manifest.hash_values
-    return verify_engine(engine, artifact.model_path, cases, artifact.spec, hashes).checks
+    return verify_engine(engine, artifact.model_path, cases, artifact.spec, hashes)
 
 
 def test_an_engine_passes_every_check_of_its_model(built: Built, stand_in: type[StandIn], tmp_path: Path) -> None:
     artifact = built("softmax", "encoder")
-    checks = verified(artifact, engine_of(artifact, tmp_path))
+    checks = verified(artifact, engine_of(artifact, tmp_path)).checks
     assert {check.status for check in checks} == {"passed"}
     assert all(check.name.startswith("trt-rtx: ") for check in checks)
     assert {"trt-rtx: arithmetic", "trt-rtx: batch invariance"} <= {check.name for check in checks}
@@ -116,7 +116,7 @@ def test_a_model_that_hashes_is_compared_with_identical_buckets_in_a_second_engi
     built: Built, stand_in: type[StandIn], tmp_path: Path
 ) -> None:
     artifact = built("lsh", "encoder")
-    checks = verified(artifact, engine_of(artifact, tmp_path))
+    checks = verified(artifact, engine_of(artifact, tmp_path)).checks
     assert stand_in.engines == ["trt-rtx.engine", "given.engine"]
     assert {check.status for check in checks} == {"passed"}
     names = {check.name for check in checks}
@@ -172,7 +172,7 @@ def test_an_engine_that_computes_something_else_fails(built: Built, stand_in: ty
     artifact = built("softmax", "encoder")
     engine = engine_of(artifact, tmp_path)
     stand_in.damage = 1e-3
-    checks = verified(artifact, engine)
+    checks = verified(artifact, engine).checks
     assert not passed(checks)
     failed = {check.name for check in checks if check.status == "failed"}
     assert failed == {"trt-rtx: arithmetic", "trt-rtx: overall error"}
@@ -182,7 +182,7 @@ def test_cases_outside_the_profiles_are_said_and_the_others_are_run(
     built: Built, stand_in: type[StandIn], tmp_path: Path
 ) -> None:
     artifact = built("linear", "encoder")
-    checks = verified(artifact, engine_of(artifact, tmp_path, "batch=3,seq=1:64:64"))
+    checks = verified(artifact, engine_of(artifact, tmp_path, "batch=3,seq=1:64:64")).checks
     ran = {check.case for check in checks if check.status == "passed"}
     assert {str(label) for label in ran} == {"padded batch: 3 × 64, padded"}
     outside = {check.case for check in checks if check.status == "not run" and check.name == "trt-rtx: shapes"}
@@ -200,7 +200,7 @@ def test_an_engine_of_another_model_is_refused(built: Built, stand_in: type[Stan
 def test_a_build_without_a_gpu_says_that_the_engine_was_not_run(built: Built, tmp_path: Path) -> None:
     artifact = built("softmax", "encoder")
     engine = engine_of(artifact, tmp_path)
-    (check,) = verify_engine_if_possible(engine, artifact.model_path, [], artifact.spec, []).checks
+    (check,) = if_it_runs(Kind.PARITY, "trt-rtx", lambda: verified(artifact, engine)).checks
     assert (check.name, check.status) == ("trt-rtx: parity", "not run")
     assert "effexport verify ARTIFACT --runtime trt-rtx" in check.reason
 
@@ -216,7 +216,7 @@ def test_a_build_on_a_gpu_that_the_engine_is_not_for_says_so_and_goes_on(
             check_runs_here(engine, replace(read_sidecar(engine), compute_capabilities=(89,)), "1.7.1.116", 90)
 
     sys.modules["effexport.tensorrt.runner"].TrtRunner = OfAnotherGpu  # type: ignore[attr-defined]
-    (check,) = verify_engine_if_possible(engine, artifact.model_path, [], artifact.spec, []).checks
+    (check,) = if_it_runs(Kind.PARITY, "trt-rtx", lambda: verified(artifact, engine)).checks
     assert check.status == "not run"
     assert "not run: it was built for SM 89, and this GPU is SM 90" in check.reason
     assert str(tmp_path) not in check.reason

@@ -92,7 +92,7 @@ def test_a_bias_may_be_broadcast(shape: tuple[int, ...], precision: str, tmp_pat
 
 def test_a_layer_is_only_too_wide_for_int8() -> None:
     from effexport.plugins.quantized_linear import MOST_INPUTS
-    from effexport.quantize.places import layers_to_quantize
+    from effexport.quantize.modules import layers_to_quantize
 
     wide = nn.ModuleDict({"a": nn.Linear(MOST_INPUTS + 1, 16, device="meta")})
     assert layers_to_quantize(wide, (), "bf16")[0] == ["a"]

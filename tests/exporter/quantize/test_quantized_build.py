@@ -20,6 +20,7 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.proof.cases import load_reference
 from effexport.proof.check import Kind
 from effexport.proof.tolerances import ARITHMETIC
+from effexport.tensorrt.spec import EngineSpec, default_profile
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.usefixtures("kept_traces")]
 
@@ -217,10 +218,12 @@ def test_options_that_cannot_work(fields: dict[str, Any], sentence: str, tmp_pat
 def test_an_engine_needs_static_scales_and_a_gpu_that_has_the_precision(tokens: Path) -> None:
     from effexport.pipeline.quantization import QuantizationData
 
+    int8, fp8 = (spec_of("linear", precision=precision) for precision in ("int8", "fp8"))
+    engine = EngineSpec(target="trt-rtx", profiles=(default_profile(int8),), compute_capabilities=(80,))
     with pytest.raises(UserError, match="reads static scales only"):
-        QuantizationData().check(spec_of("linear", precision="int8"), ["trt-rtx"])
+        QuantizationData().check(int8, [engine])
     with pytest.raises(UserError, match=r"compute capability 8\.9"):
-        QuantizationData(tokens).check(spec_of("linear", precision="fp8"), ["trt-rtx"], [80])
+        QuantizationData(tokens).check(fp8, [engine])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
 from effexport.models.attention_spec import attention_spec
 from effexport.proof.check import CaseLabel, Check, Kind
-from effexport.proof.reference_choice import parse_choice
+from effexport.proof.verify_artifact import parse_choice
 from effexport.quantize.record import Quantization, Samples
 from effexport.report.compare import Side
 from effexport.report.rendering.formats import FORMATS, report_from_values, text_from_report

@@ -15,8 +15,8 @@ from effexport.artifact import PREFILL, Artifact, open_artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.base.formatting import listed
 from effexport.base.spec import BuildSpec
-from effexport.export.decode_step import onnx_with_state
 from effexport.export.module_source import module_from_seed
+from effexport.export.onnx_from_module import GraphFile, onnx_with_state
 from effexport.models.encoder.module import DecodeStep, Prefill
 from effexport.models.user.model import model_of_ours
 from effexport.models.variants import WITH_STATE
@@ -384,8 +384,8 @@ def test_decoders_of_every_block_are_proven(
         name, "encoder", causal=True, layers=2, block=block, precision=precision, seq_len=300, batch=2, lm_head=True
     )
     module = module_from_seed(spec)
-    onnx_with_state(DecodeStep, module, spec, tmp_path / "step.onnx")
-    onnx_with_state(Prefill, module, spec, tmp_path / PREFILL)
+    onnx_with_state(DecodeStep, module, GraphFile(tmp_path / "step.onnx", spec))
+    onnx_with_state(Prefill, module, GraphFile(tmp_path / PREFILL, spec))
     cases = reference_from_model(model_of_ours(module), spec, 7).cases
     with decoder_in_ort(tmp_path / "step.onnx", tmp_path / PREFILL, limits_from_spec(spec)) as decoder:
         checks = check_decoder(decoder, cases, spec)

@@ -11,7 +11,7 @@ from one_node import one_node_model
 
 from effexport.artifact import Artifact
 from effexport.base.errors import RuntimeFailedError, UserError
-from effexport.export.inlined import inlined
+from effexport.export.custom_nodes import inlined
 from effexport.export.onnx_graph import value_types
 from effexport.runners.openvino.places import ROUNDED, keep_places
 from effexport.runners.openvino.runner import OpenVinoRunner, core_of, import_openvino

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effexport.models.user.traced_code import CodeAsExported, product_of
+from effexport.models.user.modes import CodeAsExported, product_of
 
 pytestmark = pytest.mark.requires("torch")
 
