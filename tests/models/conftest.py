@@ -211,28 +211,6 @@ def run_session(session: Any, x: Tensor, mask: Tensor) -> np.ndarray:
 
 
 @pytest.fixture
-def aft_onnx_error() -> Callable[[AttentionLayer, int, Sequence[int]], float]:
-    """(layer, example length, lengths) → the largest |ONNX Runtime − torch| / RMS, over batches 1 and 3."""
-
-    @torch.no_grad()
-    def error(layer: AttentionLayer, example_len: int, seq_lens: Sequence[int]) -> float:
-        session = session_from_layer(layer, example_len)
-        worst = 0.0
-        for seq_len in seq_lens:
-            for batch in (1, 3):
-                x, mask = tokens_and_mask(batch, seq_len)
-                expected, given = layer(x, mask).numpy(), run_session(session, x, mask)
-                assert given.shape == expected.shape
-                assert given.dtype == expected.dtype
-                assert np.isfinite(given).all()
-                rms = float(np.sqrt(np.square(expected).mean()))
-                worst = max(worst, float(np.abs(given - expected).max()) / rms)
-        return worst
-
-    return error
-
-
-@pytest.fixture
 def aft_onnx_answers() -> Callable[[AttentionLayer, int, Sequence[int]], list[tuple[int, int]]]:
     """(layer, example length, lengths) → the (batch, length) that ONNX Runtime answers instead of raising."""
 

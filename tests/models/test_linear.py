@@ -116,33 +116,6 @@ def test_the_mask_acts_after_the_feature_map(causal: bool) -> None:
     assert relative_error(layer.attend(x, keep)[:, kept], expected) <= BLOCKING
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@torch.no_grad()
-def test_padding_content_and_length_do_not_change_kept_rows(causal: bool) -> None:
-    layer = linear(causal=causal)
-    for seq_len in (1, 63, 64, 65, 1000):
-        x = tokens(2, seq_len, 32)
-        expected = layer(x)
-        for extra in (1, 64, 100):
-            padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
-            mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
-            mask[:, seq_len:] = 0
-            assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING, (seq_len, extra)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@torch.no_grad()
-def test_left_padding_and_a_fully_masked_sample_stay_finite(causal: bool) -> None:
-    layer, x = linear(causal=causal), tokens(2, 63, 32)
-    keep = all_kept(x)
-    keep[0, :20] = False
-    keep[1] = False
-    actual = layer.attend(x, keep)
-    assert relative_error(actual[:1, 20:], layer.attend(x[:1, 20:], keep[:1, 20:])) <= BLOCKING
-    # all φ(k) are masked, so eps is the whole denominator
-    assert torch.equal(actual[1], torch.zeros(63, 32))
-
-
 # RMS of the error over RMS of the output: the input and the weights alone are rounded by 2^-11 or 2^-8.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("causal", [False, True])
@@ -239,19 +212,6 @@ def test_every_option_is_its_formula_in_chunks_of_the_default_length(causal: boo
                 assert relative_error(actual, expected) <= (BLOCKING if option else FLOAT32)
 
 
-@torch.no_grad()
-def test_the_causal_form_does_not_see_later_tokens() -> None:
-    layer, x = linear(causal=True), tokens(2, 130, 32)
-    whole = layer(x)
-    for cut in (1, 63, 64, 65, 100):
-        # other shapes, other blocks: last bits only
-        assert relative_error(layer(x[:, :cut]), whole[:, :cut]) <= BLOCKING, cut
-        changed = x.clone()
-        changed[:, cut:] += 3
-        # exactly: products with zero
-        assert torch.equal(layer(changed)[:, :cut], whole[:, :cut]), cut
-
-
 @pytest.mark.parametrize("option", [option for option in CAUSAL_OPTIONS if "blindspot" not in option])
 @torch.no_grad()
 def test_decode_steps_and_prefill_agree_with_the_whole_sequence_for_every_option(option: str) -> None:
@@ -282,17 +242,6 @@ def test_hidden_tokens_leave_the_state_of_every_option_as_it_is(option: str) -> 
         assert relative_error(state_after(padded, keep)[name], expected) <= BLOCKING
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
-@torch.no_grad()
-def test_padding_whose_exponential_overflows_does_not_change_kept_rows(option: str, causal: bool) -> None:
-    layer, x = trained_like(causal=causal, **OPTIONS[option]), tokens(2, 63, 32)
-    padded = torch.cat([x, 1000 * tokens(2, 40, 32, seed=2)], dim=1)
-    mask = torch.ones(2, 103, dtype=torch.int64)
-    mask[:, 63:] = 0
-    assert relative_error(layer(padded, mask)[:, :63], layer(x)) <= BLOCKING
-
-
 @pytest.mark.parametrize("option", ["exp", "softmax", "linear-attention-transformer, causal"])
 @torch.no_grad()
 def test_large_keys_do_not_overflow_before_their_sums_do(option: str) -> None:
@@ -302,16 +251,6 @@ def test_large_keys_do_not_overflow_before_their_sums_do(option: str) -> None:
     layer.key.bias.fill_(75.0)
     # e^k of a key that is rounded to 2^-18 is off by as much
     assert relative_error(layer.attend(x, all_kept(x)), exact(layer, x, all_kept(x))) <= 1e-4
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
-@torch.no_grad()
-def test_a_fully_masked_sample_gives_zero_with_every_option(option: str, causal: bool) -> None:
-    layer, x = trained_like(causal=causal, **OPTIONS[option]), tokens(2, 63, 32)
-    keep = all_kept(x)
-    keep[1] = False
-    assert torch.equal(layer.attend(x, keep)[1], torch.zeros(63, 32))
 
 
 def test_a_blindspot_has_no_decode_step() -> None:
@@ -332,13 +271,3 @@ def test_normalized_sums_of_two_feature_maps_have_a_fused_operator() -> None:
     for name, fields in CAUSAL_OPTIONS.items():
         expected = ("EluLinearAttention",) if name == "relu" else ()
         assert LinearSpec(causal=True, **fields).operators(fused=True) == expected
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_no_mask_is_a_mask_that_hides_nothing(option: str, causal: bool) -> None:
-    layer = trained_like(causal=causal, **OPTIONS[option])
-    x = tokens(2, 70, layer.spec.dim)
-    assert layer.keep(x, None) is None
-    assert layer.keep(x, all_kept(x)) is not None
-    torch.testing.assert_close(layer(x), layer(x, all_kept(x)))

@@ -323,44 +323,9 @@ def test_padding_gets_the_last_bucket_whatever_the_mask() -> None:
     assert int(seen[0].max()) <= layer.spec.total_buckets
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seq_len", [1, 2, 7, 8])
 @torch.no_grad()
-def test_a_sequence_within_one_chunk_is_plain_shared_qk_attention(seq_len: int, causal: bool) -> None:
-    layer, x = lsh(causal=causal), tokens(2, seq_len, 32)
-    qk, v = (p(x).double().unflatten(-1, (2, 16)).transpose(1, 2) for p in (layer.query_key, layer.value))
-    keys = qk / (qk.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() / 4
-    logits = qk @ keys.transpose(-1, -2)
-    if causal:
-        logits = logits.masked_fill(torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1), -math.inf)
-    # itself is the last resort
-    logits = logits.masked_fill(torch.eye(seq_len, dtype=torch.bool), -1e5)
-    expected = (torch.softmax(logits, dim=-1) @ v).transpose(1, 2).flatten(-2)
-    assert relative_error(layer.attend(x, all_kept(x)), expected) <= AGAINST_FLOAT64
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
-@torch.no_grad()
-def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int, causal: bool) -> None:
-    layer = lsh(chunk_length=64, seq_len=1024, num_buckets=None, causal=causal)
-    x = tokens(2, seq_len, 32)
-    with recorded_buckets(layer) as alone:
-        expected = layer.attend(x, all_kept(x))
-    for extra in (1, 64, 129):
-        padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
-        keep = all_kept(padded)
-        keep[:, seq_len:] = False
-        with recorded_buckets(layer) as seen:
-            actual = layer.attend(padded, keep)[:, :seq_len]
-        assert torch.equal(seen[0][:, :seq_len], alone[0][:, :seq_len])
-        assert relative_error(actual, expected) <= BLOCKING
-
-
-@pytest.mark.parametrize("mask_constants", ["safe", "hf"])
-@torch.no_grad()
-def test_left_padding_holes_and_a_fully_masked_sample_stay_finite(mask_constants: str) -> None:
-    layer, x = lsh(mask_constants=mask_constants), tokens(3, 63, 32)
+def test_left_padding_holes_and_a_fully_masked_sample_stay_finite_with_published_constants() -> None:
+    layer, x = lsh(mask_constants="hf"), tokens(3, 63, 32)
     keep = all_kept(x)
     keep[0, :20] = False
     keep[1, 5:60:3] = False
@@ -467,26 +432,6 @@ def test_rotations_stay_float32_in_half_precision(dtype: torch.dtype) -> None:
     assert layer.to(dtype).query_key.weight.dtype == dtype
 
 
-# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md
-# 7.3).
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
-@pytest.mark.parametrize("seq_len", [1, 63, 100])
-@torch.no_grad()
-def test_half_precision_stays_close_when_the_buckets_are_given(
-    dtype: torch.dtype, tolerance: float, seq_len: int
-) -> None:
-    layer, x = lsh(causal=True), tokens(2, seq_len, 32)
-    with recorded_buckets(layer) as seen:
-        expected = layer(x).double()
-    layer.to(dtype)
-    with injected_buckets(layer, seen[0]):
-        actual = layer(x.to(dtype))
-    assert actual.dtype == dtype
-    assert torch.isfinite(actual).all()
-    error = (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert float(error) <= tolerance
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.no_grad()
 def test_the_first_token_does_not_see_the_future_in_half_precision(dtype: torch.dtype) -> None:
@@ -511,12 +456,6 @@ def test_rotations_travel_with_the_weights() -> None:
     target.load_state_dict(source.state_dict())
     assert "hash.rotations" in source.state_dict()
     assert torch.equal(target(x), source(x))
-
-
-@torch.no_grad()
-def test_two_runs_are_equal() -> None:
-    layer, x = lsh(), tokens(2, 100, 32)
-    assert torch.equal(layer(x), layer(x))
 
 
 @torch.no_grad()
