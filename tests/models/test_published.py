@@ -147,6 +147,8 @@ def test_a_tied_decoder_is_the_table_of_words_whatever_the_file_says(family: str
     module, inputs = module_from_weights(spec, weights), token_inputs(spec, 2, 9)
     found, expected = module(*inputs.values()), row.answers(original, module, inputs)
     assert error_of(spec, inputs, found, expected) <= LIMIT
+    parameters, names = list(module.parameters()), list(module.named_parameters(remove_duplicate=False))
+    assert (len(parameters) < len(names)) == tied
     if tied:  # which safetensors files lack, because it would be there twice
         del weights[row.decoder]
         assert torch.equal(module_from_weights(spec, weights)(*inputs.values()), found)
