@@ -1,8 +1,7 @@
-"""LSH attention against loops over rounds and chunks, transformers, and its rules for padding."""
+"""LSH attention beyond test_variants.py: its hash, its options, and the published form of its constants."""
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from effexport.models.encoder.module import module_from_spec
 from effexport.models.validation import SpecError
 from effexport.models.variants.lsh.layer import LSHAttention, LSHHash
 from effexport.models.variants.lsh.spec import LSHSpec, automatic_num_buckets
-from effexport.plugins.lsh_sort.op import lsh_sort
 
 # fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the
 # weights.
@@ -53,56 +51,6 @@ def injected_buckets(layer: LSHAttention, buckets: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def slow_ring(layer: LSHAttention, head: int, qk: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """One head with the options of reformer-pytorch, in float64, pair by pair; the chunks of all rounds are one ring.
-
-    `keep` and the first axis of qk and v: whole chunks, an even number of them.
-    """
-    spec, size = layer.spec, layer.spec.chunk_length
-    padded, chunks = len(qk), len(qk) // size
-    ring = spec.num_hashes * chunks
-    turned = torch.view_as_complex(qk.reshape(padded, -1, 2).contiguous())
-    half = turned.shape[1]
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.arange(padded, dtype=torch.float64)[:, None] * frequencies
-    q = torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)).flatten(1) if spec.rotary else qk
-    keys = q / q.norm(dim=1, keepdim=True).clamp(min=1e-12) / math.sqrt(q.shape[1])
-    rotations = layer.hash.rotations[head if spec.rotations_per_head else 0].double()
-    buckets, orders, chunk_of = [], [], []
-    for r in range(spec.num_hashes):
-        projections = qk @ rotations[:, r, : chunks // 2]
-        buckets.append(torch.cat([projections, -projections], dim=1).argmax(dim=1).tolist())
-        orders.append(sorted(range(padded), key=lambda t: (buckets[-1][t], t)))
-        chunk_of.append([r * chunks + orders[-1].index(t) // size for t in range(padded)])
-
-    def meets(t: int, s: int, r: int) -> bool:
-        near = (chunk_of[r][s] - chunk_of[r][t]) % ring in (0, ring - 1)
-        return near and (spec.attend_across_buckets or buckets[r][s] == buckets[r][t])
-
-    out, lse = torch.zeros(spec.num_hashes, *v.shape, dtype=torch.float64), torch.zeros(spec.num_hashes, padded)
-    for r in range(spec.num_hashes):
-        for t in range(padded):
-            own = chunk_of[r][t]
-            seen = [(s, r) for s in orders[r][own % chunks * size :][:size]]
-            before = (own - 1) % ring
-            seen += [(s, before // chunks) for s in orders[before // chunks][before % chunks * size :][:size]]
-            logits = []
-            for s, at in seen:
-                logit = float(q[t] @ keys[s])
-                if not (keep[s] and keep[t]) or (spec.causal and s > t):
-                    logit = -math.inf
-                logit = spec.self_logit if s == t else logit
-                if not spec.attend_across_buckets and (at, buckets[at][s]) != (r, buckets[r][t]):
-                    logit = -math.inf
-                if not spec.allow_duplicates:
-                    logit -= math.log(sum(meets(t, s, other) for other in range(spec.num_hashes)) + 1e-9)
-                logits.append(logit)
-            row = torch.tensor(logits, dtype=torch.float64)
-            lse[r, t] = torch.logsumexp(row, dim=0)
-            out[r, t] = torch.softmax(row, dim=0) @ v[[s for s, _ in seen]]
-    return (torch.softmax(lse.double(), dim=0).unsqueeze(-1) * out).sum(dim=0)
-
-
 RING = {
     "circular": True,
     "num_buckets": None,
@@ -111,42 +59,6 @@ RING = {
     "scaled_keys": True,
     "self_logit": -5e4,
 }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"rotations_per_head": False, "rotary": True},
-        {"attend_across_buckets": False},
-        {"allow_duplicates": False, "num_hashes": 3},
-        {"allow_duplicates": False, "num_hashes": 1},
-        {"allow_duplicates": False, "attend_across_buckets": False, "causal": True, "rotary": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("seq_len", [1, 16, 37])
-@torch.no_grad()
-def test_the_options_of_reformer_pytorch_compute_the_loops_over_pairs(seq_len: int, options: dict[str, object]) -> None:
-    layer = lsh(**RING | options)
-    spec, size = layer.spec, layer.spec.head_size
-    x = tokens(2, seq_len, 32)
-    keep = all_kept(x)
-    keep[1, seq_len // 2 + 1 :] = False
-    keep[1, 2:4] = False
-    pad = -seq_len % (2 * spec.chunk_length)
-    qk, v = (
-        nn.functional.pad(x.double() @ y.weight.double().T, (0, 0, 0, pad)) for y in (layer.query_key, layer.value)
-    )
-    kept = nn.functional.pad(keep, (0, pad))
-    heads = [slice(h * size, (h + 1) * size) for h in range(spec.heads)]
-    expected = torch.stack(
-        [
-            torch.cat([slow_ring(layer, h, qk[b, :, at], v[b, :, at], kept[b]) for h, at in enumerate(heads)], dim=1)
-            for b in range(2)
-        ]
-    )[:, :seq_len]
-    assert relative_error(layer.attend(x, keep), expected) <= AGAINST_FLOAT64
 
 
 @torch.no_grad()
@@ -274,19 +186,6 @@ def transformers_context(
 
 
 @pytest.mark.requires("transformers")
-@pytest.mark.parametrize("seed", range(30))
-@torch.no_grad()
-def test_the_published_form_equals_transformers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, mask = random_transformers_case(seed)
-    expected, _ = transformers_context(layer, x, mask, monkeypatch)
-    actual = layer.attend(x, all_kept(x) if mask is None else mask.bool())
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    # values of order one, a few roundings of 6e-8 in another order; measured over 200 seeds
-    assert float((actual - expected).abs().max()) <= 1e-6
-
-
-@pytest.mark.requires("transformers")
 @pytest.mark.parametrize("seed", range(12))
 @torch.no_grad()
 def test_buckets_equal_those_of_transformers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,13 +198,6 @@ def test_buckets_equal_those_of_transformers(seed: int, monkeypatch: pytest.Monk
     per_round = layer.spec.total_buckets + int(mask is not None and bool((mask == 0).any()))
     offsets = per_round * torch.arange(layer.spec.num_hashes)[:, None]
     assert torch.equal(ours.long(), theirs - offsets)
-
-
-@torch.no_grad()
-def test_an_unused_padding_bucket_changes_nothing() -> None:
-    buckets = torch.randint(0, 6, (4, 100), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    for with_padding, without in zip(lsh_sort(buckets, 7), lsh_sort(buckets, 6), strict=True):
-        assert torch.equal(with_padding, without)
 
 
 @torch.no_grad()
@@ -395,31 +287,6 @@ def test_round_weights_of_ordinary_rows_add_up_to_one_in_both_modes(num_hashes: 
         weights = lsh(num_hashes=num_hashes, mask_constants=mask_constants).round_weights(lse)
         # a few float32 roundings at logits of order ten
         torch.testing.assert_close(weights.sum(dim=1), torch.ones(3, 50), rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("seq_len", [1, 63, 100, 1000])
-@torch.no_grad()
-def test_a_counting_sort_gives_the_order_and_rank_of_the_stable_sort(seq_len: int) -> None:
-    buckets = torch.randint(0, 7, (3, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(seq_len))
-    order, rank = lsh_sort(buckets, 7)
-    one_hot = torch.nn.functional.one_hot(buckets.long(), 7)
-    within = one_hot.cumsum(dim=1) - 1
-    start = one_hot.sum(dim=1, keepdim=True).cumsum(dim=2) - one_hot.sum(dim=1, keepdim=True)
-    expected = ((within + start) * one_hot).sum(dim=2)
-    assert torch.equal(rank.long(), expected)
-    assert torch.equal(order.long(), torch.argsort(buckets, dim=-1, stable=True))
-    assert torch.equal(order.long().gather(1, rank.long()), torch.arange(seq_len).expand(3, -1))
-
-
-@torch.no_grad()
-def test_sorting_rounds_separately_equals_sorting_them_flattened() -> None:
-    rounds, seq_len = 4, 100
-    buckets = torch.randint(0, 7, (rounds, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    order, _ = lsh_sort(buckets, 7)
-    flattened = (buckets.long() + 7 * torch.arange(rounds)[:, None]).flatten()
-    # the key of transformers: bucket first, place second
-    key = flattened * rounds * seq_len + torch.arange(rounds * seq_len)
-    assert torch.equal(order.long().flatten(), key.argsort() % seq_len)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
