@@ -408,7 +408,7 @@ def lengths_of(spec: PublishedSpec, draw: random.Random) -> tuple[int, ...]:
     """Random ones, the first of them long, and the most tokens that a small model takes."""
     # transformers needs positions for its padding, too
     step = int(getattr(spec, "block_size", 1) or 1)
-    longest = min(spec.max_seq_len // step * step, 120)
+    longest = min(spec.max_seq_len // step * step, 320)
     return (draw.randint(longest // 2 + 1, longest), draw.randint(1, min(20, longest)), longest)
 
 

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from effexport.proof.tolerances import rms
 
 # Fields of configurations.
-TINY_NYSTROMFORMER: dict[str, Any] = {
-    "vocab_size": 60,
+BERT_SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+TINY_NYSTROMFORMER: dict[str, Any] = BERT_SIZES | {
+    "vocab_size": 60,
     "num_attention_heads": 4,
     "intermediate_size": 48,
     "max_position_embeddings": 64,
@@ -28,11 +32,9 @@ TINY_NYSTROMFORMER: dict[str, Any] = {
     "conv_kernel_size": 5,
 }
 # For the tokenizers of random_tokenizers.py. Softmax attention, so that transformers takes every length.
-TINY_OF_TEXTS: dict[str, Any] = {
+TINY_OF_TEXTS: dict[str, Any] = BERT_SIZES | {
     "vocab_size": 210,
     "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
     "intermediate_size": 16,
     "segment_means_seq_len": 8,
     "num_landmarks": 8,
