@@ -61,6 +61,14 @@ RING = {
 
 
 @torch.no_grad()
+def test_in_a_single_round_no_pair_meets_twice_also_around_the_ends_of_the_ring() -> None:
+    once, plain = (lsh(**RING, num_hashes=1, allow_duplicates=allowed) for allowed in (False, True))
+    for seq_len in (16, 37):
+        x = tokens(2, seq_len, 32)
+        assert relative_error(once.attend(x, all_kept(x)), plain.attend(x, all_kept(x))) <= BLOCKING
+
+
+@torch.no_grad()
 def test_rotary_positions_rotate_after_hashing_also_in_the_fused_form() -> None:
     layer, x = lsh(rotary=True, rotations_per_head=False), tokens(2, 40, 32)
     plain = lsh()
