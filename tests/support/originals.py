@@ -405,10 +405,10 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
 
 
 def lengths_of(spec: PublishedSpec, draw: random.Random) -> tuple[int, ...]:
-    """Random ones, the first of them long, and the most tokens that a small model takes."""
+    """Random ones, the first of them long, and nearly the most tokens that a small model takes."""
     # transformers needs positions for its padding, too
-    step = int(getattr(spec, "block_size", 1) or 1)
-    longest = min(spec.max_seq_len // step * step, 320)
+    step, room = int(getattr(spec, "block_size", 1) or 1), 24 if spec.max_seq_len > 100 else 0
+    longest = min(spec.max_seq_len - room, 320) // step * step
     return (draw.randint(longest // 2 + 1, longest), draw.randint(1, min(20, longest)), longest)
 
 
