@@ -1,21 +1,14 @@
-"""Fixtures of the AFT tests: the four variants with their biases, the slow reference and the ONNX checks."""
+"""Fixtures of the AFT tests: the four variants with their biases, and the slow reference."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.metadata
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from kept import code_of, digest_of, kept
 from torch import Tensor
 
 from effexport.models.layers import AttentionLayer
@@ -30,8 +23,6 @@ from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.aft_simple.layer import AFTSimpleAttention, bias_simple
 
 DIM = 8
-# Nodes that some runtime lacks, runs serially, computes unsafely or draws at random.
-FORBIDDEN_NODES = {"Loop", "Scan", "If", "CumSum", "TopK", "ReduceLogSumExp"}
 
 
 @dataclass(frozen=True)
@@ -145,106 +136,3 @@ def aft_key_gap() -> Callable[[AttentionLayer, Tensor, int, float], Tensor]:
         return x
 
     return with_gap
-
-
-def tokens_and_mask(batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Float32 [batch, seq, dim] and int64 [batch, seq]; the last sample ends in padding."""
-    mask = torch.ones(batch, seq_len, dtype=torch.int64)
-    mask[-1, seq_len - seq_len // 3 :] = 0
-    return torch.randn(batch, seq_len, DIM), mask
-
-
-def session_from_layer(layer: AttentionLayer, example_len: int) -> Any:
-    """An ONNX Runtime session with any batch and seq, exported with an example of `example_len` tokens."""
-    import onnxruntime
-
-    # drawn here, so that later draws are the same when the export is that of an earlier run
-    example = tokens_and_mask(2, example_len)
-    layer.eval()
-    what = repr((layer.spec, example_len))
-    weights = hashlib.sha256(b"".join(value.numpy().tobytes() for value in layer.state_dict().values())).hexdigest()
-    folder = kept(
-        f"layers/{digest_of([what])}",
-        [what, weights, what_decides_an_export()],
-        lambda folder: export(layer, example, folder / "layer.onnx"),
-    )
-    return onnxruntime.InferenceSession(folder / "layer.onnx", providers=["CPUExecutionProvider"])
-
-
-@functools.cache
-def what_decides_an_export() -> str:
-    versions = [importlib.metadata.version(name) for name in ("torch", "onnx", "onnxscript")]
-    return digest_of([*versions, Path(__file__), *code_of("models", "plugins")])
-
-
-@torch.no_grad()
-def export(layer: AttentionLayer, example: tuple[Tensor, Tensor], path: Path) -> None:
-    import onnx
-
-    axes = {0: "batch", 1: "seq"}
-    with warnings.catch_warnings():
-        # torch deprecates its own LeafSpec and blames whoever copies one
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        # both inputs share their axes on purpose, and the exporter remarks on it
-        warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
-        program = torch.onnx.export(
-            layer,
-            example,
-            dynamo=True,
-            verbose=False,
-            dynamic_shapes={"hidden_states": axes, "attention_mask": axes},
-            opset_version=20,
-        )
-    kinds = {node.op_type for node in program.model_proto.graph.node}
-    assert not kinds & FORBIDDEN_NODES
-    assert not {kind for kind in kinds if kind.startswith("Random")}
-    onnx.save(program.model_proto, path)
-
-
-def run_session(session: Any, x: Tensor, mask: Tensor) -> np.ndarray:
-    (given,) = session.run(None, {"hidden_states": x.numpy(), "attention_mask": mask.numpy()})
-    return given
-
-
-@pytest.fixture
-def aft_onnx_error() -> Callable[[AttentionLayer, int, Sequence[int]], float]:
-    """(layer, example length, lengths) → the largest |ONNX Runtime − torch| / RMS, over batches 1 and 3."""
-
-    @torch.no_grad()
-    def error(layer: AttentionLayer, example_len: int, seq_lens: Sequence[int]) -> float:
-        session = session_from_layer(layer, example_len)
-        worst = 0.0
-        for seq_len in seq_lens:
-            for batch in (1, 3):
-                x, mask = tokens_and_mask(batch, seq_len)
-                expected, given = layer(x, mask).numpy(), run_session(session, x, mask)
-                assert given.shape == expected.shape
-                assert given.dtype == expected.dtype
-                assert np.isfinite(given).all()
-                rms = float(np.sqrt(np.square(expected).mean()))
-                worst = max(worst, float(np.abs(given - expected).max()) / rms)
-        return worst
-
-    return error
-
-
-@pytest.fixture
-def aft_onnx_answers() -> Callable[[AttentionLayer, int, Sequence[int]], list[tuple[int, int]]]:
-    """(layer, example length, lengths) → the (batch, length) that ONNX Runtime answers instead of raising."""
-
-    def answers(layer: AttentionLayer, example_len: int, seq_lens: Sequence[int]) -> list[tuple[int, int]]:
-        session = session_from_layer(layer, example_len)
-        # what a failing node raises, whatever its kind; anything else is a fault of the test
-        from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, RuntimeException
-
-        answered = []
-        for seq_len in seq_lens:
-            for batch in (1, 3):
-                try:
-                    run_session(session, *tokens_and_mask(batch, seq_len))
-                except (Fail, InvalidArgument, RuntimeException):
-                    continue
-                answered.append((batch, seq_len))
-        return answered
-
-    return answers

@@ -9,8 +9,6 @@ from effexport.models.layers import fused_operators
 from effexport.models.validation import SpecError
 from effexport.models.variants.aft_full import AFTFullSpec
 from effexport.models.variants.aft_full.layer import AFTFullAttention
-from effexport.models.variants.aft_local import AFTLocalSpec
-from effexport.models.variants.aft_local.layer import AFTLocalAttention
 from effexport.models.variants.aft_simple import AFTSimpleSpec
 from effexport.models.variants.aft_simple.layer import AFTSimpleAttention
 
@@ -24,11 +22,6 @@ def _seed():
     torch.manual_seed(0)
 
 
-def test_a_sequence_longer_than_the_learned_positions_is_refused(aft_local):
-    with pytest.raises(SpecError, match="has 65 tokens, but aft-local has learned position biases for 64"):
-        aft_local.build(causal=False, seq_len=64)(torch.randn(1, 65, DIM))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_fused_operator_takes_a_single_position_for_itself_only(causal, aft_local, aft_reference):
     layer = aft_local.build(causal=causal, seq_len=1)
@@ -40,13 +33,6 @@ def test_the_fused_operator_takes_a_single_position_for_itself_only(causal, aft_
     example = torch.randn(2, 8, DIM), torch.ones(2, 8, dtype=torch.int64)
     with fused_operators(layer, True), pytest.raises(SpecError, match="export it for a fixed length of 1"):
         torch.export.export(layer, example, dynamic_shapes=any_length)
-
-
-def test_position_biases_start_small():
-    layer = AFTLocalAttention(AFTLocalSpec(dim=DIM, seq_len=256))
-    # 16384 draws: the standard deviation is known to 0.6 %
-    assert layer.position_query.std().item() == pytest.approx(0.01, rel=0.05)
-    assert layer.position_key.std().item() == pytest.approx(0.01, rel=0.05)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -83,20 +69,3 @@ def test_an_empty_window_equals_aft_simple_exactly(causal, aft_local):
     x = torch.randn(2, 100, DIM)
     with torch.no_grad():
         assert torch.equal(local(x), simple(x))
-
-
-@pytest.mark.soak
-@pytest.mark.requires("onnx", "ort")
-def test_an_example_shorter_than_a_block_still_exports_every_length(aft_local, aft_onnx_error):
-    # 20 times float32 rounding: sums in another order; blocks of 64 for a window of 40
-    assert aft_onnx_error(aft_local.build(causal=False, seq_len=1024, window=40), 24, (5, 600, 1024)) <= 2e-5
-
-
-@pytest.mark.requires("onnx", "ort")
-# PyTorch takes half a minute to export the causal form in standard operators
-@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("bias", ["factored", "full"])
-def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(bias, causal, aft_local, aft_onnx_answers):
-    # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases
-    layer = aft_local.build(causal=causal, seq_len=64, position_bias=bias)
-    assert aft_onnx_answers(layer, 24, (64, 65, 72, 200)) == [(1, 64), (3, 64)]

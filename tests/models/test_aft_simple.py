@@ -48,10 +48,3 @@ def test_the_prefix_scan_is_exact_across_all_its_levels():
     expected = [(torch.softmax(k64[:, :t], dim=1) * v64[:, :t]).sum(dim=1) for t in range(1, 2501)]
     # float32 rounding of 2500 terms, of which few count
     torch.testing.assert_close((sums.n / sums.d).double(), torch.stack(expected, dim=1), atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.requires("onnx", "ort")
-def test_an_example_shorter_than_a_block_still_exports_every_length(aft_simple, aft_onnx_error):
-    # 20 times float32 rounding: up to 1100 terms, summed in a tree of another order
-    assert aft_onnx_error(aft_simple.build(causal=True), 2, (3, 5, 1100)) <= 2e-5

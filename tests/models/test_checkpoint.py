@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from originals import config_of
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,49 +20,7 @@ from effexport.models.contract import load
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")
-CONFIGS: dict[str, dict[str, Any]] = {
-    "nystromformer": {
-        "model_type": "nystromformer",
-        "architectures": ["NystromformerForMaskedLM"],
-        "vocab_size": 20,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 16,
-        "segment_means_seq_len": 16,
-        "num_landmarks": 4,
-        "conv_kernel_size": 3,
-    },
-    "longformer": {
-        "model_type": "longformer",
-        "architectures": ["LongformerForMaskedLM"],
-        "vocab_size": 20,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 18,
-        "attention_window": 4,
-    },
-    "reformer": {
-        "model_type": "reformer",
-        "architectures": ["ReformerForMaskedLM"],
-        "vocab_size": 20,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "attention_head_size": 4,
-        "feed_forward_size": 16,
-        "attn_layers": ["lsh", "local"],
-        "lsh_attn_chunk_length": 4,
-        "local_attn_chunk_length": 4,
-        "num_buckets": 4,
-        "axial_pos_shape": [4, 8],
-        "axial_pos_embds_dim": [4, 4],
-        "max_position_embeddings": 32,
-        "is_decoder": False,
-    },
-}
+CONFIGS = {family: config_of(family, "masked-lm") for family in ("nystromformer", "longformer", "reformer")}
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:

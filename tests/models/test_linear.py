@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from comparison import all_kept, relative_error, tokens
@@ -13,14 +15,7 @@ from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import State
 from effexport.models.validation import SpecError
 from effexport.models.variants.linear import LinearSpec
-from effexport.models.variants.linear.layer import (
-    LinearAttention,
-    causal_sums,
-    exact,
-    feature_map,
-    features,
-    total_sums,
-)
+from effexport.models.variants.linear.layer import CONTRACT, LinearAttention, exact, feature_map, features
 
 # Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64.
 # The largest of several thousand elements was 9e-7 of the RMS.
@@ -35,12 +30,6 @@ def linear(seed: int = 0, **fields: object) -> LinearAttention:
     return module
 
 
-def random_features(seq_len: int, d: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """φ(q), φ(k) and v for 2 samples and 3 heads."""
-    q, k, v = (tokens(2, 3, seq_len, size, seed=seed) for seed, size in enumerate((d, d, m)))
-    return feature_map(q), feature_map(k), v
-
-
 def recurrent(layer: LinearAttention, x: Tensor) -> Tensor:
     state = layer.initial_state(x.shape[0])
     outputs = []
@@ -48,18 +37,6 @@ def recurrent(layer: LinearAttention, x: Tensor) -> Tensor:
         output, state = layer.step(x[:, t : t + 1], state)
         outputs.append(output)
     return torch.cat(outputs, dim=1)
-
-
-@torch.no_grad()
-def test_quadratic_chunked_and_recurrent_forms_agree() -> None:
-    for seq_len in (1, 63, 64, 65, 130):
-        for chunk_length in (1, 7, 64, 200):
-            layer, x = linear(causal=True, chunk_length=chunk_length), tokens(2, seq_len, 32)
-            quadratic = exact(layer, x, all_kept(x)) @ layer.out.weight.double().T + layer.out.bias.double()
-            with named(f"{seq_len} tokens in chunks of {chunk_length}"):
-                assert relative_error(layer(x), quadratic) <= FLOAT32
-        # the length of chunks is nothing to it
-        assert relative_error(recurrent(layer, x), quadratic) <= FLOAT32, seq_len
 
 
 @torch.no_grad()
@@ -79,74 +56,6 @@ def test_the_state_stays_float32_in_half_precision(dtype: torch.dtype) -> None:
     output, state = layer.step(tokens(2, 1, 32).to(dtype), layer.initial_state(2))
     assert output.dtype == dtype
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
-
-
-def divided_by_one_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    numerator, denominator = total_sums(q, k, v)
-    return numerator / (denominator + 1e-6)
-
-
-def divided_by_causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    sums = causal_sums(q, k, v, 8)
-    return sums[..., :-1] / (sums[..., -1:] + 1e-6)
-
-
-@torch.no_grad()
-def test_the_state_is_a_matrix_per_head_and_mixes_the_channels_of_v() -> None:
-    # the seed article sums over the channels: einsum("nsd,nsd->ns"), one vector for the whole sequence
-    q, k, v = random_features(20, 5, 7)
-    kv = torch.einsum("nhsd,nhsm->nhdm", k.double(), v.double())
-    assert kv.shape == (2, 3, 5, 7)
-    normaliser = 1 / (torch.einsum("nhld,nhd->nhl", q.double(), k.double().sum(dim=2)) + 1e-6)
-    expected = torch.einsum("nhld,nhdm,nhl->nhlm", q.double(), kv, normaliser)
-    actual = divided_by_one_sum(q, k, v)
-    assert relative_error(actual, expected) <= FLOAT32
-    assert actual[:, :, 1:].sub(actual[:, :, :1]).abs().max() > 0.01, "every query has an output of its own"
-    # a channel of v reaches that channel of the output, and no other
-    changed = v.clone()
-    changed[..., 2] += 1
-    for form in (divided_by_one_sum, divided_by_causal_sums):
-        moved = (form(q, k, changed) - form(q, k, v)).abs().amax(dim=(0, 1, 2))
-        assert (moved > 0.5).tolist() == [False, False, True, False, False, False, False]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@torch.no_grad()
-def test_the_mask_acts_after_the_feature_map(causal: bool) -> None:
-    # φ(0) is 1: a mask on k before φ would leave masked tokens in both sums
-    layer, x = linear(causal=causal), tokens(2, 40, 32)
-    keep = all_kept(x)
-    keep[:, ::3] = False
-    kept = keep[0].nonzero().flatten()
-    expected = layer.attend(x[:, kept], all_kept(x[:, kept]))
-    assert relative_error(layer.attend(x, keep)[:, kept], expected) <= BLOCKING
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@torch.no_grad()
-def test_padding_content_and_length_do_not_change_kept_rows(causal: bool) -> None:
-    layer = linear(causal=causal)
-    for seq_len in (1, 63, 64, 65, 1000):
-        x = tokens(2, seq_len, 32)
-        expected = layer(x)
-        for extra in (1, 64, 100):
-            padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
-            mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
-            mask[:, seq_len:] = 0
-            assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING, (seq_len, extra)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@torch.no_grad()
-def test_left_padding_and_a_fully_masked_sample_stay_finite(causal: bool) -> None:
-    layer, x = linear(causal=causal), tokens(2, 63, 32)
-    keep = all_kept(x)
-    keep[0, :20] = False
-    keep[1] = False
-    actual = layer.attend(x, keep)
-    assert relative_error(actual[:1, 20:], layer.attend(x[:1, 20:], keep[:1, 20:])) <= BLOCKING
-    # all φ(k) are masked, so eps is the whole denominator
-    assert torch.equal(actual[1], torch.zeros(63, 32))
 
 
 # RMS of the error over RMS of the output: the input and the weights alone are rounded by 2^-11 or 2^-8.
@@ -197,21 +106,8 @@ def test_the_feature_map_has_a_finite_gradient_for_large_inputs() -> None:
 
 
 # The forms of other people's packages, and each option by itself.
-OPTIONS: dict[str, dict[str, object]] = {
-    "relu": {"feature_map": "relu"},
-    "exp": {"feature_map": "exp"},
-    "softmax": {"feature_map": "softmax"},
-    "elu without a denominator": {"normalizer": False},
-    "elu with a large denominator": {"min_denominator": 20.0},
-}
-CAUSAL_OPTIONS: dict[str, dict[str, object]] = OPTIONS | {
-    "linear-attention-transformer, causal": {"feature_map": "softmax", "eps": 0.0, "min_denominator": 1e-3},
-    "blindspot 4": {"feature_map": "softmax", "eps": 0.0, "min_denominator": 1e-3, "blindspot": 4},
-    "blindspot 64": {"blindspot": 64},
-}
-
-
-OPTIONS["linear-attention-transformer"] = {"feature_map": "softmax", "normalizer": False}
+FORMS: dict[str, dict[str, Any]] = {"": {}, **CONTRACT.forms, "blindspot 64": {"blindspot": 64, "causal": True}}
+RECURRENT = [name for name, options in FORMS.items() if options.get("causal", True) and "blindspot" not in options]
 
 
 def trained_like(**fields: object) -> LinearAttention:
@@ -223,14 +119,13 @@ def trained_like(**fields: object) -> LinearAttention:
     return layer
 
 
-@pytest.mark.parametrize(
-    ("causal", "option"),
-    [*((False, option) for option in ["", *OPTIONS]), *((True, option) for option in ["", *CAUSAL_OPTIONS])],
-)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_every_option_is_its_formula_in_chunks_of_the_default_length(causal: bool, option: str) -> None:
-    options = {"": {}, **CAUSAL_OPTIONS, **OPTIONS}[option]
-    layer = (trained_like if option else linear)(causal=causal, **options)
+def test_every_form_is_its_formula_in_chunks_of_the_default_length(form: str, causal: bool) -> None:
+    if FORMS[form].get("causal", causal) != causal:
+        return
+    layer = (trained_like if form else linear)(**FORMS[form] | {"causal": causal})
     # one token, around a chunk of the default length, and many chunks
     for seq_len in (1, 63, 64, 65, 100, 1000):
         x = tokens(2, seq_len, 32)
@@ -242,26 +137,13 @@ def test_every_option_is_its_formula_in_chunks_of_the_default_length(causal: boo
             if not expected.any():  # the first block of a blindspot sees nothing
                 assert torch.equal(actual, expected.float())
             else:
-                assert relative_error(actual, expected) <= (BLOCKING if option else FLOAT32)
+                assert relative_error(actual, expected) <= (BLOCKING if form else FLOAT32)
 
 
+@pytest.mark.parametrize("form", RECURRENT)
 @torch.no_grad()
-def test_the_causal_form_does_not_see_later_tokens() -> None:
-    layer, x = linear(causal=True), tokens(2, 130, 32)
-    whole = layer(x)
-    for cut in (1, 63, 64, 65, 100):
-        # other shapes, other blocks: last bits only
-        assert relative_error(layer(x[:, :cut]), whole[:, :cut]) <= BLOCKING, cut
-        changed = x.clone()
-        changed[:, cut:] += 3
-        # exactly: products with zero
-        assert torch.equal(layer(changed)[:, :cut], whole[:, :cut]), cut
-
-
-@pytest.mark.parametrize("option", [option for option in CAUSAL_OPTIONS if "blindspot" not in option])
-@torch.no_grad()
-def test_decode_steps_and_prefill_agree_with_the_whole_sequence_for_every_option(option: str) -> None:
-    layer, x = trained_like(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, 70, 32)
+def test_decode_steps_and_prefill_agree_with_the_whole_sequence_for_every_option(form: str) -> None:
+    layer, x = trained_like(**FORMS[form] | {"causal": True}), tokens(2, 70, 32)
     keep = all_kept(x)
     expected = exact(layer, x, keep) @ layer.out.weight.double().T + layer.out.bias.double()
     assert relative_error(recurrent(layer, x), expected) <= BLOCKING
@@ -272,10 +154,10 @@ def test_decode_steps_and_prefill_agree_with_the_whole_sequence_for_every_option
     assert relative_error(torch.cat([first, second, last], dim=1), expected) <= BLOCKING
 
 
-@pytest.mark.parametrize("option", [option for option in CAUSAL_OPTIONS if "blindspot" not in option])
+@pytest.mark.parametrize("form", RECURRENT)
 @torch.no_grad()
-def test_hidden_tokens_leave_the_state_of_every_option_as_it_is(option: str) -> None:
-    layer, x = trained_like(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, 30, 32)
+def test_hidden_tokens_leave_the_state_of_every_option_as_it_is(form: str) -> None:
+    layer, x = trained_like(**FORMS[form] | {"causal": True}), tokens(2, 30, 32)
     kept, padded = x[:, :20], x.clone()
     padded[:, 20:] *= 1000  # keys whose exponential overflows
     keep = all_kept(padded)
@@ -288,36 +170,15 @@ def test_hidden_tokens_leave_the_state_of_every_option_as_it_is(option: str) -> 
         assert relative_error(state_after(padded, keep)[name], expected) <= BLOCKING
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("form", ["exp", "softmax", "softmax and a small denominator"])
 @torch.no_grad()
-def test_padding_whose_exponential_overflows_does_not_change_kept_rows(option: str, causal: bool) -> None:
-    layer, x = trained_like(causal=causal, **OPTIONS[option]), tokens(2, 63, 32)
-    padded = torch.cat([x, 1000 * tokens(2, 40, 32, seed=2)], dim=1)
-    mask = torch.ones(2, 103, dtype=torch.int64)
-    mask[:, 63:] = 0
-    assert relative_error(layer(padded, mask)[:, :63], layer(x)) <= BLOCKING
-
-
-@pytest.mark.parametrize("option", ["exp", "softmax", "linear-attention-transformer, causal"])
-@torch.no_grad()
-def test_large_keys_do_not_overflow_before_their_sums_do(option: str) -> None:
+def test_large_keys_do_not_overflow_before_their_sums_do(form: str) -> None:
     # e^75 is 4e32: sums of 100 of them times values and e^q of about 10 still fit into float32
-    layer, x = linear(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, 100, 32)
+    layer, x = linear(causal=True, **FORMS[form]), tokens(2, 100, 32)
     layer.key.weight.mul_(0.1)
     layer.key.bias.fill_(75.0)
     # e^k of a key that is rounded to 2^-18 is off by as much
     assert relative_error(layer.attend(x, all_kept(x)), exact(layer, x, all_kept(x))) <= 1e-4
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
-@torch.no_grad()
-def test_a_fully_masked_sample_gives_zero_with_every_option(option: str, causal: bool) -> None:
-    layer, x = trained_like(causal=causal, **OPTIONS[option]), tokens(2, 63, 32)
-    keep = all_kept(x)
-    keep[1] = False
-    assert torch.equal(layer.attend(x, keep)[1], torch.zeros(63, 32))
 
 
 def test_a_blindspot_has_no_decode_step() -> None:
@@ -334,17 +195,6 @@ def test_the_case_of_small_keys_is_left_out_where_its_queries_overflow() -> None
 
 
 def test_normalized_sums_of_two_feature_maps_have_a_fused_operator() -> None:
-    assert LinearSpec().operators(fused=True) == ("EluLinearAttention",)
-    for name, fields in CAUSAL_OPTIONS.items():
-        expected = ("EluLinearAttention",) if name == "relu" else ()
-        assert LinearSpec(causal=True, **fields).operators(fused=True) == expected
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_no_mask_is_a_mask_that_hides_nothing(option: str, causal: bool) -> None:
-    layer = trained_like(causal=causal, **OPTIONS[option])
-    x = tokens(2, 70, layer.spec.dim)
-    assert layer.keep(x, None) is None
-    assert layer.keep(x, all_kept(x)) is not None
-    torch.testing.assert_close(layer(x), layer(x, all_kept(x)))
+    fused = [name for name, fields in FORMS.items() if LinearSpec(**fields).operators(fused=True)]
+    assert fused == ["", "relu", "long chunks", "chunks of one"]
+    assert LinearSpec(causal=True).operators(fused=True) == ("EluLinearAttention",)

@@ -1,9 +1,8 @@
-"""Nyströmformer attention against its formula, transformers, and its rules for padding and batches."""
+"""Nyströmformer attention beyond test_variants.py: lengths, batch mates, conventions of packages, and landmarks."""
 
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from effexport.models.variants.nystrom import NystromSpec
 from effexport.models.variants.nystrom.layer import (
     NystromAttention,
     balanced_weights,
-    exact,
     landmark_weights,
     naive_segments,
     slow_pinv,
@@ -39,83 +37,6 @@ def nystrom(seed: int = 0, **fields: object) -> NystromAttention:
     module = module_from_spec(small_spec(**fields), seed)
     assert isinstance(module, NystromAttention)
     return module
-
-
-def transformers_attention(layer: NystromAttention) -> nn.Module:
-    """transformers' layer with the weights of ours."""
-    from transformers.models.nystromformer.configuration_nystromformer import NystromformerConfig
-    from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
-
-    spec = layer.spec
-    config = NystromformerConfig(
-        hidden_size=spec.dim,
-        num_attention_heads=spec.heads,
-        num_landmarks=spec.num_landmarks,
-        segment_means_seq_len=spec.segment_means_seq_len,
-        conv_kernel_size=spec.conv_kernel_size,
-    )
-    oracle = NystromformerSelfAttention(config).eval()
-    oracle.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("out.")})
-    return oracle
-
-
-def additive_mask(keep: Tensor) -> Tensor:
-    return (1 - keep[:, None, None, :].float()) * torch.finfo(torch.float32).min
-
-
-def random_transformers_case(seed: int, *, plain_softmax: bool) -> tuple[NystromAttention, Tensor, Tensor]:
-    """A layer in its published form with the usual initialisation of torch, an input and a mask."""
-    draw = random.Random(seed)
-    heads, landmarks = draw.choice([1, 2, 3, 4]), draw.choice([2, 4, 8, 16])
-    segment = 1 if plain_softmax else draw.choice([2, 3, 4, 8])
-    seq_len = landmarks * segment
-    spec = NystromSpec(
-        dim=heads * draw.choice([4, 8, 16, 32]),
-        heads=heads,
-        seq_len=seq_len,
-        num_landmarks=landmarks,
-        segment_means_seq_len=seq_len,
-        pinv_init="global",
-        mask_landmarks=False,
-        conv_kernel_size=draw.choice([None, 3, 5, 33]),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layer = NystromAttention(spec).eval()
-        length = draw.choice([1, seq_len, 63]) if plain_softmax else seq_len
-        x = torch.randn(draw.choice([1, 2, 3]), length, spec.dim)
-    keep = all_kept(x)
-    if seed % 2:
-        for row in keep:
-            row[draw.randint(1, length) :] = False
-    return layer, x, keep
-
-
-def assert_equals_transformers(layer: NystromAttention, x: Tensor, keep: Tensor) -> None:
-    """Within 1e-6: both are fp32 and do the same operations in the same order; measured 0 over 40 configurations."""
-    expected = transformers_attention(layer)(x, additive_mask(keep))[0]
-    actual = layer.attend(x, keep)
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    assert float((actual - expected).abs().max()) <= 1e-6
-
-
-@pytest.mark.requires("transformers")
-@pytest.mark.parametrize("seed", range(30))
-@torch.no_grad()
-def test_the_published_form_equals_transformers(seed: int) -> None:
-    layer, x, keep = random_transformers_case(seed, plain_softmax=False)
-    assert_equals_transformers(layer, x, keep)
-
-
-@pytest.mark.requires("transformers")
-@pytest.mark.parametrize("seed", range(10))
-@torch.no_grad()
-def test_as_many_landmarks_as_segment_tokens_means_plain_softmax_of_any_length(seed: int) -> None:
-    layer, x, keep = random_transformers_case(seed, plain_softmax=True)
-    assert layer.spec.is_plain_softmax
-    assert layer.spec.fixed_seq_len is None
-    assert_equals_transformers(layer, x, keep)
 
 
 @pytest.mark.parametrize("seq_len", [16, 63, 65, 128])
@@ -153,36 +74,9 @@ def test_with_per_head_init_a_neighbour_changes_nothing() -> None:
     assert torch.equal(loud, calm)
 
 
-@pytest.mark.parametrize("seq_len", [1, 5, 8, 63, 100, 1000])
 @torch.no_grad()
-def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int) -> None:
-    layer, x = nystrom(), tokens(2, seq_len, 32)
-    expected = layer(x)
-    for extra in (1, 7, 64):
-        for scale in (0.0, 100.0):
-            padded = torch.cat([x, scale * tokens(2, extra, 32, seed=2)], dim=1)
-            mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
-            mask[:, seq_len:] = 0
-            assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING
-
-
-@pytest.mark.parametrize("holes", ["left", "inside"])
-@torch.no_grad()
-def test_left_padding_and_holes_follow_the_formula(holes: str) -> None:
-    layer, x = nystrom(), tokens(2, 63, 32)
-    keep = all_kept(x)
-    keep[0, : 30 if holes == "left" else 0] = False
-    keep[1, [3, 4, 5, 6, 7, 8, 9, 10, 40, 62] if holes == "inside" else [0]] = False
-    actual = layer.attend(x, keep)
-    assert relative_error(actual[keep], exact(layer, x, keep)[keep]) <= AGAINST_FLOAT64
-    disturbed = torch.where(keep.unsqueeze(-1), x, 50 * tokens(2, 63, 32, seed=3))
-    assert relative_error(layer.attend(disturbed, keep)[keep], actual[keep]) <= BLOCKING
-
-
-@pytest.mark.parametrize("pinv_init", ["per_head", "global"])
-@torch.no_grad()
-def test_a_fully_masked_sample_is_finite_and_leaves_its_neighbour_alone(pinv_init: str) -> None:
-    layer, x = nystrom(pinv_init=pinv_init), tokens(2, 63, 32)
+def test_with_global_init_a_fully_masked_sample_is_finite_and_leaves_its_neighbour_alone() -> None:
+    layer, x = nystrom(pinv_init="global"), tokens(2, 63, 32)
     mask = torch.ones(2, 63, dtype=torch.int64)
     mask[1] = 0
     both = layer(x, mask)
@@ -190,31 +84,6 @@ def test_a_fully_masked_sample_is_finite_and_leaves_its_neighbour_alone(pinv_ini
     # no landmark and no key: the context is zero, and the bias of the projection remains
     assert torch.equal(both[1], layer.out.bias.expand(63, 32))
     assert relative_error(both[:1], layer(x[:1])) <= BLOCKING
-
-
-# RMS of the error over RMS of the output. The input and the weights alone are rounded by 2^-11 (fp16) or 2^-8
-# (bf16); algorithms.md 7.4 measured 1.2e-3 and 1e-2 for whole attention layers.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
-@pytest.mark.parametrize("seq_len", [1, 63, 100])
-@torch.no_grad()
-def test_half_precision_modules_run_and_stay_close(dtype: torch.dtype, tolerance: float, seq_len: int) -> None:
-    layer, x = nystrom(), tokens(2, seq_len, 32)
-    mask = torch.ones(2, seq_len, dtype=torch.int64)
-    mask[1, seq_len // 2 + 1 :] = 0
-    kept = mask.bool()
-    expected = layer(x, mask)
-    actual = layer.to(dtype)(x.to(dtype), mask)
-    assert actual.dtype == dtype
-    assert torch.isfinite(actual).all()
-    error = (actual[kept].double() - expected[kept].double()).square().mean().sqrt()
-    assert float(error / expected[kept].double().square().mean().sqrt()) <= tolerance
-
-
-@torch.no_grad()
-def test_a_single_token_returns_its_own_value() -> None:
-    layer, x = nystrom(conv_kernel_size=None), tokens(3, 1, 32)
-    # every softmax has one entry, so all three kernels are 1
-    assert relative_error(layer.attend(x, all_kept(x)), layer.value(x)) <= BLOCKING
 
 
 def test_the_iteration_count_is_part_of_the_model() -> None:

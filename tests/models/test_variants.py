@@ -4,6 +4,7 @@ form."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def rows() -> Iterator[tuple[str, bool]]:
             yield variant, True
 
 
+# Of a sample that sees nothing, softmaxes average over all values, hashed tokens see themselves, and a norm has a bias.
+NEVER_ZERO = ("softmax", "window", "lsh", "local", "retention")
+# These multiply what is hidden by zero, which leaves NaN and infinities.
+MULTIPLIED = ("softmax", "window", "lsh", "local", "linear", "nystrom")
+
 variants = pytest.mark.parametrize(
     ("variant", "causal"), [pytest.param(*row, id="-".join(map(str, row))) for row in rows()]
 )
@@ -49,10 +55,14 @@ def formulas() -> Iterator[tuple[str, str, bool]]:
                 yield variant, form, causal
 
 
-def layer_of(variant: str, causal: bool, form: str = "") -> AttentionLayer:
+def forms_of(variant: str, causal: bool) -> list[str]:
+    return [form for name, form, is_causal in formulas() if (name, is_causal) == (variant, causal)]
+
+
+def layer_of(variant: str, causal: bool, form: str = "", **changes: Any) -> AttentionLayer:
     """A layer of random weights, those of positions too. What a causal form does not have is left out."""
     contract = CONTRACTS[variant]
-    options = {**contract.small, **contract.forms.get(form, {}), "causal": causal}
+    options = {**contract.small, **contract.forms.get(form, {}), "causal": causal, **changes}
     options = {name: value for name, value in options.items() if not (causal and name == "conv_kernel_size")}
     layer = module_from_spec(SPECS[variant](**{"dim": DIM, "heads": 4, "seq_len": 128, **options}), 0)
     assert isinstance(layer, AttentionLayer)
@@ -60,10 +70,11 @@ def layer_of(variant: str, causal: bool, form: str = "") -> AttentionLayer:
 
 
 def batch(seq_len: int) -> tuple[Tensor, Tensor]:
-    """Three samples [batch, seq, dim]: whole, with padding, and with padding and holes."""
-    x = torch.randn(3, seq_len, DIM, generator=torch.Generator().manual_seed(seq_len))
-    keep = torch.ones(3, seq_len, dtype=torch.bool)
-    keep[1:, max(1, seq_len - 3) :] = False
+    """Four samples [batch, seq, dim]: whole, with padding, with padding and holes, and with padding on the left."""
+    x = torch.randn(4, seq_len, DIM, generator=torch.Generator().manual_seed(seq_len))
+    keep = torch.ones(4, seq_len, dtype=torch.bool)
+    keep[1:3, max(1, seq_len - 3) :] = False
+    keep[3, : seq_len // 3] = False
     keep[2, 1 : seq_len // 2 : 3] = False
     return x, keep
 
@@ -87,15 +98,77 @@ def test_the_layer_computes_the_formula_at_every_length(variant: str, form: str,
 @variants
 @torch.no_grad()
 def test_neither_padding_nor_other_samples_change_a_result(variant: str, causal: bool) -> None:
-    layer, (x, keep) = layer_of(variant, causal), batch(63)
-    # padding may hold anything
-    filled = torch.where(keep[..., None], x, torch.tensor([1e4, -1e4, 0.0])[:, None, None])
-    together = layer.attend(filled, keep)
-    for i in range(3):
-        alone = layer.attend(x[i : i + 1], keep[i : i + 1])
-        assert_close(together[i][keep[i]], alone[0][keep[i]], BLOCKING)
-    shorter = layer.attend(x[1:2, :60], keep[1:2, :60])
-    assert_close(together[1, :60], shorter[0], BLOCKING)
+    for form in forms_of(variant, causal):
+        layer, (x, keep) = layer_of(variant, causal, form), batch(63)
+        # padding may hold anything
+        last = 0.0 if variant in MULTIPLIED else torch.nan
+        filled = torch.where(keep[..., None], x, torch.tensor([1e4, -1e4, last, 1e4])[:, None, None])
+        together = layer.attend(filled, keep)
+        with named(form):
+            for i in range(4):
+                alone = layer.attend(x[i : i + 1], keep[i : i + 1])
+                assert_close(together[i][keep[i]], alone[0][keep[i]], BLOCKING)
+            shorter = layer.attend(x[1:2, :60], keep[1:2, :60])
+            assert_close(together[1, :60], shorter[0], BLOCKING)
+
+
+def buckets_of(layer: AttentionLayer) -> list[Tensor]:
+    """A list of what a hash of the layer returns from now on."""
+    seen: list[Tensor] = []
+    if layer.spec.is_hashed:
+        layer.get_submodule("hash").register_forward_hook(lambda module, inputs, output: seen.append(output))
+    return seen
+
+
+@variants
+@torch.no_grad()
+def test_what_follows_a_sequence_does_not_change_it_at_the_lengths_of_models(variant: str, causal: bool) -> None:
+    """Around chunks of 64, which published models have, and in many of them."""
+    wide = {name: 64 for name in CONTRACTS[variant].small if name == "chunk_length"}
+    layer = layer_of(variant, causal, seq_len=1200, **wide)
+    buckets = buckets_of(layer)
+    for seq_len in (1, 63, 64, 65, 100, 1000):
+        x = torch.randn(2, seq_len, DIM, generator=torch.Generator().manual_seed(seq_len))
+        expected = layer.attend(x, torch.ones(2, seq_len, dtype=torch.bool))
+        for extra in (1, 64, 129):
+            more = 100 * torch.randn(2, extra, DIM, generator=torch.Generator().manual_seed(extra))
+            keep = (torch.arange(seq_len + extra) < seq_len).expand(2, -1)
+            with named(f"{seq_len} tokens and {extra}"):
+                assert_close(layer.attend(torch.cat([x, more], dim=1), keep)[:, :seq_len], expected, BLOCKING)
+                assert all(torch.equal(one[:, :seq_len], buckets[0][:, :seq_len]) for one in buckets)
+        buckets.clear()
+
+
+@variants
+@torch.no_grad()
+def test_left_padding_holes_and_a_sample_without_tokens_may_hold_anything(variant: str, causal: bool) -> None:
+    for form in forms_of(variant, causal):
+        layer, (x, keep) = layer_of(variant, causal, form), batch(63)
+        keep[0, :20], keep[1, 5:60:3], keep[2] = False, False, False
+        given = layer.attend(x, keep)
+        other = layer.attend(torch.where(keep[..., None], x, 50 * x.roll(1, 0)), keep)
+        assert_close(other[keep], given[keep], BLOCKING)
+        assert given.isfinite().all()
+        assert variant in NEVER_ZERO or not given[2].any()
+
+
+@variants
+@torch.no_grad()
+def test_half_precision_stays_close(variant: str, causal: bool) -> None:
+    """RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8."""
+    for dtype, limit in ((torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
+        layer, (x, keep) = layer_of(variant, causal), batch(100)
+        buckets = buckets_of(layer)
+        expected = layer(x, keep)[keep].double()
+        if buckets:  # a token whose buckets nearly tie gets another one
+            layer.get_submodule("hash").register_forward_hook(lambda *_, given=buckets[0]: given)
+        actual = layer.to(dtype)(x.to(dtype), keep)[keep]
+        assert actual.dtype == dtype
+        assert_rms_close(actual.double(), expected, limit)
+
+
+def assert_rms_close(actual: Tensor, expected: Tensor, limit: float) -> None:
+    assert (actual - expected).square().mean().sqrt() <= limit * expected.square().mean().sqrt()
 
 
 @variants
@@ -123,9 +196,10 @@ def test_later_tokens_change_nothing_in_a_causal_form(variant: str) -> None:
 @variants
 @torch.no_grad()
 def test_forward_is_attend_and_a_projection_and_no_mask_hides_nothing(variant: str, causal: bool) -> None:
-    layer, (x, keep) = layer_of(variant, causal), batch(20)
-    assert torch.equal(layer(x, keep.long()), layer.out(layer.attend(x, keep)))
-    assert torch.equal(layer(x), layer(x, torch.ones_like(keep)))
+    for form in forms_of(variant, causal):
+        layer, (x, keep) = layer_of(variant, causal, form), batch(20)
+        assert torch.equal(layer(x, keep.long()), layer.out(layer.attend(x, keep)))
+        assert torch.equal(layer(x), layer(x, torch.ones_like(keep)))
 
 
 @variants

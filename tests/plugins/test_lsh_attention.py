@@ -1,206 +1,128 @@
-"""`effexport::LSHAttention`, beyond its contract (test_contract.py): against another way to float64, the layer's
-formulas and each other."""
+"""`effexport::LSHAttention`, beyond its contract (test_contract.py): against the layer's formulas, and what it does
+with NaN and with tokens that do not exist."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
-import lsh_attention_cases
 import numpy as np
 import pytest
 import torch
 from emulated_plugins import array_of
-from implementations import implementation
-from kernel_sessions import ort_value, session
-from lsh_attention_cases import ATTRIBUTES, CASES, FP32, Case, assert_close, float64_attention
+from implementations import exact, implementation
+from kernel_sessions import session
+from one_node import one_node_model
 from slow_cases import named
 from torch import Tensor
 
 from effexport.models.layers import fused_operators
 from effexport.models.variants.lsh import LSHSpec
 from effexport.models.variants.lsh.layer import LSHAttention
-from effexport.plugins import contract
-from effexport.plugins.lsh_attention.contract import CONTRACT, formula
-from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
+from effexport.plugins.contract import Case
+from effexport.plugins.lsh_attention.contract import CONTRACT, case_of, formula
 from effexport.plugins.lsh_sort.op import lsh_sort
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
-Arrays = dict[str, np.ndarray]
-
-
-def tensor_of(array: np.ndarray) -> Tensor:
-    """A tensor of the same bits; torch takes no bfloat16 from NumPy."""
-    if array.dtype == np.dtype("bfloat16"):
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def torch_attention(case: Case, arrays: Arrays) -> np.ndarray:
-    options = [getattr(case, name) for name in ATTRIBUTES]
-    return array_of(lsh_attention(*map(tensor_of, arrays.values()), *options))
-
-
-def attention_model(
-    attributes: dict[str, Any], dtype: str = "float32", *, body: bool = False, opset: int = 20, known: bool = True
-) -> Any:
-    """A model of one custom node. known: whether inputs and output say their dimensions."""
-    from onnx import TensorProto, helper
-
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    inputs = {
-        "qk": (element, ["batch", "heads", "seq", "head_dim"]),
-        "v": (element, ["batch", "heads", "seq", "value_dim"]),
-        "order": (TensorProto.INT32, ["rows", "padded"]),
-        "rank": (TensorProto.INT32, ["rows", "padded"]),
-        "keep": (TensorProto.BOOL, ["batch", "seq"]),
-    }
-    node = helper.make_node(
-        "LSHAttention", list(inputs), ["out"], domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes
-    )
-    graph = helper.make_graph(
-        [node],
-        "attention",
-        [helper.make_tensor_value_info(name, kind, shape if known else None) for name, (kind, shape) in inputs.items()],
-        [helper.make_tensor_value_info("out", element, inputs["v"][1] if known else None)],
-    )
-    return helper.make_model(
-        graph,
-        functions=[onnx_function_body([node], opset)] if body else [],
-        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, OPSET_VERSION)],
-        ir_version=helper.find_min_ir_version_for([helper.make_opsetid("", opset)], ignore_unknown=True),
-    )
+OP = "LSHAttention"
+# As a share of the largest value. Logits up to ‖q‖, about 12, are float32 sums of up to 100 terms: off by 1e-6 in all,
+# and so are, relatively, the weights of keys and rounds that they become. The rest is a few roundings of 6e-8.
+FP32 = 2e-5
+# one chunk of padding for a layer that looks no further than the next
+MIXED = [
+    *(
+        case
+        for case in (*CONTRACT.cases, *CONTRACT.larger)
+        if case.dtype == "float32" and case.sizes[3] == case.sizes[4]
+    ),
+    replace(case_of(2, 2, 100, 16, 16, 3, 10, 1), kind="axes"),
+    replace(case_of(1, 1, 210, 64, 64, 2, 70, 1), kind="axes"),
+    case_of(1, 2, 100, 8, 8, 2, 10, 1, causal=1),
+]
 
 
-def run_poisoned(opened: Any, arrays: Arrays) -> np.ndarray:
-    """Run into an output of NaN, so that nothing unwritten goes unseen."""
-    out = np.full(arrays["v"].shape, np.nan, arrays["v"].dtype)
-    binding = opened.io_binding()
-    for name, array in arrays.items():
-        binding.bind_ortvalue_input(name, ort_value(array))
-    binding.bind_ortvalue_output("out", ort_value(out))
-    opened.run_with_iobinding(binding)
+def run(how: str, case: Case, inputs: dict[str, Tensor]) -> np.ndarray:
+    out: np.ndarray = implementation(OP, how).run(case, inputs)
     return out
 
 
-def call_of(case: Case) -> contract.Case:
-    sizes = (case.batch, case.heads, case.seq, case.head_dim, case.value_dim, case.rounds)
-    return contract.Case((*sizes, *case.attributes.values()), dtype=case.dtype)
+def made(*sizes: int, dtype: str = "float32", **options: int) -> tuple[Case, dict[str, Tensor]]:
+    """A case [batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before], and its inputs."""
+    case = replace(case_of(*sizes, **options), dtype=dtype)
+    return case, CONTRACT.inputs(case, "cpu")
 
 
-def emulated(case: Case, arrays: Arrays) -> np.ndarray:
-    """The result of the CUDA kernels, emulated."""
-    inputs = {name: tensor_of(array) for name, array in arrays.items()}
-    out: np.ndarray = implementation("LSHAttention", "cuda").run(call_of(case), inputs)
-    return out
+def assert_close(actual: np.ndarray, expected: np.ndarray, limit: float) -> None:
+    assert np.isfinite(actual).all()
+    assert np.abs(actual - expected).max() <= limit * np.abs(expected).max()
 
 
-@cache
-def arrays_of(name: str) -> Arrays:
-    return CASES[name].arrays()
-
-
-def test_the_contracts_formula_is_that_of_another_way_to_float64() -> None:
-    for name, case in CASES.items():
-        arrays = arrays_of(name)
-        out = CONTRACT.exact(call_of(case), {x: torch.from_numpy(array) for x, array in arrays.items()})["out"].numpy()
-        expected, alone = float64_attention(case, arrays)
-        with named(name):
-            # `rounded` has logarithms of about 10 in float32
-            assert_close(out[~alone], expected[~alone], 1e-5 if case.rounded else 1e-12)
-            if not case.rounded:
-                # scores of about -1e5, of a token that sees only itself, are multiples of 1.5e-11 in float64
-                assert_close(out, expected, 1e-10)
-
-
-def layer_of(case: Case, **fields: Any) -> LSHAttention:
+def layer_of(case: Case) -> LSHAttention:
+    _, heads, seq, head_dim, _, rounds, chunk_length, before, after, causal, circular, rounded = case.sizes
     spec = LSHSpec(
-        dim=case.heads * case.head_dim,
-        heads=case.heads,
-        head_dim=case.head_dim,
-        seq_len=case.seq,
-        chunk_length=case.chunk_length,
-        num_chunks_before=case.chunks_before,
-        num_chunks_after=case.chunks_after,
-        causal=case.causal,
-        circular=case.circular,
-        num_hashes=case.rounds,
+        dim=heads * head_dim,
+        heads=heads,
+        head_dim=head_dim,
+        seq_len=seq,
+        chunk_length=chunk_length,
+        num_chunks_before=before,
+        num_chunks_after=after,
+        causal=bool(causal),
+        circular=bool(circular),
+        num_hashes=rounds,
         num_buckets=6,
-        mask_constants="hf" if case.rounded else "safe",
-        **fields,
+        mask_constants="hf" if rounded else "safe",
     )
     return LSHAttention(spec).eval()
 
 
-MIXED = [name for name, case in CASES.items() if case.head_dim == case.value_dim]
-
-
-@torch.no_grad()
-def test_the_operator_equals_the_formulas_of_the_layer() -> None:
-    for name in MIXED:
-        qk, v, keep = (torch.from_numpy(arrays_of(name)[x]) for x in ("qk", "v", "keep"))
-        layer = layer_of(CASES[name])
-        plain = layer.mix((qk, v), keep)
-        with named(name), fused_operators(layer, True):
-            assert_close(layer.mix((qk, v), keep).numpy(), plain.numpy(), 2 * FP32)
-
-
 @pytest.mark.requires("native", "onnx", "ort")
 @torch.no_grad()
-def test_the_kernel_equals_the_formulas_of_the_layer() -> None:
-    for name in MIXED:
-        case, arrays = CASES[name], arrays_of(name)
-        qk, v, keep = (torch.from_numpy(arrays[x]) for x in ("qk", "v", "keep"))
-        layer = layer_of(case)
+def test_the_operator_and_the_kernel_equal_the_formulas_of_the_layer() -> None:
+    """With holes, too."""
+    for case in MIXED:
+        layer, inputs = layer_of(case), CONTRACT.inputs(case, "cpu")
+        qk, v, keep = (inputs[name] for name in ("qk", "v", "keep"))
+        keep[-1:, 3:50:7] = False
+        plain = layer.mix((qk, v), keep)
         order, rank = lsh_sort(layer.hash(qk, keep), layer.spec.total_buckets + 1)
-        hashed = {**arrays, "order": order.numpy(), "rank": rank.numpy()}
-        with named(name):
-            out = run_poisoned(session(attention_model(case.attributes)), hashed)
-            assert_close(out, layer.mix((qk, v), keep).numpy(), 2 * FP32)
+        with named(case.name):
+            assert_close(run("kernel", case, inputs | {"order": order, "rank": rank}), plain.numpy(), 2 * FP32)
+            with fused_operators(layer, True):
+                assert_close(layer.mix((qk, v), keep).numpy(), plain.numpy(), 2 * FP32)
 
 
 @pytest.mark.requires("native", "onnx", "ort")
 def test_rounded_weights_of_a_lonely_token_are_those_of_transformers() -> None:
     # position 0 of a causal sequence sees itself only: its value comes out times the sum of the rounded round weights
     for rounds, total in {1: 1.0, 2: 0.9978, 3: 0.9971, 4: 1.0035}.items():
-        case = Case(causal=True, rounded=True, rounds=rounds)
-        arrays = case.arrays()
-        kernel = run_poisoned(session(attention_model(case.attributes)), arrays)
-        (body,) = session(attention_model(case.attributes, body=True), library=False).run(None, arrays)
-        for out in (kernel, body, torch_attention(case, arrays)):
+        sizes = (2, 2, 100, 8, 8, rounds, 10, 1)
+        case, inputs = made(*sizes, causal=1, rounded=1)
+        value = array_of(inputs["v"])[:, :, 0]
+        for how in ("kernel", "body", "torch"):
             # known to four decimals
-            np.testing.assert_allclose(out[:, :, 0], total * arrays["v"][:, :, 0], rtol=1e-4)
-        safe = replace(case, rounded=False)
-        out = run_poisoned(session(attention_model(safe.attributes)), arrays)
+            np.testing.assert_allclose(run(how, case, inputs)[:, :, 0], total * value, rtol=1e-4)
         # weights that add up to one within a rounding each
-        np.testing.assert_allclose(out[:, :, 0], arrays["v"][:, :, 0], rtol=1e-6)
+        np.testing.assert_allclose(run("kernel", case_of(*sizes, causal=1), inputs)[:, :, 0], value, rtol=1e-6)
 
 
 @pytest.mark.requires("native", "onnx", "ort")
 @pytest.mark.parametrize("poisoned", ["qk", "v"])
-def test_nan_reaches_those_that_see_it_and_no_others(poisoned: str) -> None:
-    case = Case(chunk_length=16, seq=100, padding=10)
-    arrays = case.arrays()
-    opened = session(attention_model(case.attributes))
-    clean = run_poisoned(opened, arrays)
-    arrays[poisoned][0, 1, 40, 3] = np.nan
-    out, expected = run_poisoned(opened, arrays), torch_attention(case, arrays)
+@pytest.mark.parametrize("how", ["kernel", "cuda"])
+def test_nan_reaches_those_that_see_it_and_no_others(how: str, poisoned: str) -> None:
+    case, inputs = made(2, 2, 100, 8, 8, 2, 16, 1)
+    clean = run(how, case, inputs)
+    inputs[poisoned][0, 1, 40, 3] = torch.nan
+    out, expected = run(how, case, inputs), run("torch", case, inputs)
     np.testing.assert_array_equal(np.isnan(out), np.isnan(expected))
-    assert np.isnan(out[0, 1, 40]).any() or poisoned == "v"
+    assert np.isnan(out[0, 1, 40]).all() or poisoned == "v"
     assert np.isnan(out[0, 1]).any()
     np.testing.assert_array_equal(out[~np.isnan(out)], clean[~np.isnan(out)])
 
 
 @pytest.mark.requires("native", "onnx", "ort")
 def test_a_window_that_is_wider_than_a_round_sees_all_of_it() -> None:
-    case = Case()
-    chunks = case.arrays()["order"].shape[1] // case.chunk_length
-    answers = []
-    for around in (chunks - 1, 2**20):
-        attributes = replace(case, chunks_before=around, chunks_after=around).attributes
-        answers.append(session(attention_model(attributes)).run(None, case.arrays())[0])
-    assert np.array_equal(*answers)
+    case, inputs = made(2, 2, 100, 8, 8, 2, 10, 9, after=9)
+    wider = case_of(2, 2, 100, 8, 8, 2, 10, 2**20, after=2**20)
+    assert np.array_equal(run("kernel", case, inputs), run("kernel", wider, inputs))
 
 
 @pytest.mark.requires("native", "onnx", "ort")
@@ -208,10 +130,11 @@ def test_a_window_that_is_wider_than_a_round_sees_all_of_it() -> None:
 def test_the_kernel_names_a_token_that_does_not_exist(place: tuple[int, int], token: int) -> None:
     from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-    arrays = Case().arrays()
-    arrays["order"][place] = token
+    case, inputs = made(2, 2, 100, 8, 8, 2, 10, 1)
+    inputs["order"][place] = token
+    feeds = {name: array_of(x) for name, x in inputs.items()}
     with pytest.raises(InvalidArgument, match=rf"LSHAttention: order holds {token}; expected 0 to 99"):
-        session(attention_model(Case().attributes)).run(None, arrays)
+        session(one_node_model(OP, feeds, body=False, **CONTRACT.attributes(case))).run(None, feeds)
 
 
 @pytest.mark.requires("native")
@@ -223,52 +146,26 @@ def test_half_precision_is_off_by_at_most_twice_what_the_formula_is(
     seq: int, chunk_length: int, head_dim: int, rounds: int, dtype: str
 ) -> None:
     """The formula in standard operators of PyTorch, whose products are in half precision."""
-    case = Case(seq, chunk_length, head_dim=head_dim, value_dim=head_dim, rounds=rounds, heads=1, dtype=dtype)
-    arrays = case.arrays()
-    expected, _ = float64_attention(case, arrays)
-    tensors = [torch.from_numpy(arrays[x].astype(np.float32)).to(getattr(torch, dtype)) for x in ("qk", "v")]
-    tensors += [torch.from_numpy(arrays[x]) for x in ("order", "keep")]
-    theirs = formula(call_of(case), *tensors).double().numpy()
-    ours = emulated(case, arrays).astype(np.float64)
-    assert np.abs(ours - expected).max() <= 2 * np.abs(theirs - expected).max()
+    case, inputs = made(2, 1, seq, head_dim, head_dim, rounds, chunk_length, 1, dtype=dtype)
+    expected, plain = exact(CONTRACT, case, inputs), formula(case, *(inputs[x] for x in ("qk", "v", "order", "keep")))
+    ours = np.abs(run("cuda", case, inputs).astype(np.float64) - expected)
+    assert ours.max() <= 2 * np.abs(plain.double().numpy() - expected).max()
 
 
 @pytest.mark.requires("native")
 def test_tokens_that_do_not_exist_are_taken_for_padding() -> None:
-    case = Case(seq=95, chunk_length=10)
-    arrays = case.arrays()
-    expected = emulated(case, arrays)
+    case, inputs = made(2, 2, 95, 8, 8, 2, 10, 1)
+    expected = run("cuda", case, inputs)
     # the five of each row that stand for no token, last in the sort
-    strange = np.where(arrays["order"] >= 95, np.array([-1, 2**31 - 1, -(2**31), 96, 100] * 20), arrays["order"])
-    out = emulated(case, {**arrays, "order": strange.astype(np.int32)})
-    np.testing.assert_array_equal(out, expected)
+    strange = torch.tensor([-1, 2**31 - 1, -(2**31), 96, 100] * 20, dtype=torch.int32)
+    inputs["order"] = torch.where(inputs["order"] >= 95, strange, inputs["order"])
+    np.testing.assert_array_equal(run("cuda", case, inputs), expected)
 
 
-@pytest.mark.requires("native")
-def test_the_attention_passes_nan_on_to_those_that_see_it() -> None:
-    case = Case(chunk_length=16, rounds=1)
-    arrays = case.arrays()
-    clean = emulated(case, arrays)
-    arrays["v"][0, 1, 40, 3] = np.nan
-    out = emulated(case, arrays)
-    wrong = np.isnan(out)
-    assert wrong[0, 1, :, 3].any()
-    assert not wrong[..., :3].any()
-    assert not wrong[1].any()
-    np.testing.assert_array_equal(out[~wrong], clean[~wrong])
-    arrays = case.arrays()
-    arrays["qk"][0, 1, 40, 3] = np.nan
-    assert np.isnan(emulated(case, arrays)[0, 1, 40]).all()
-
-
-def test_the_formula_of_these_tests_counts_every_key_of_a_window() -> None:
-    # a chunk of one token per window, by hand: the checker itself
-    case = Case(seq=2, chunk_length=1, batch=1, heads=1, rounds=1, head_dim=1, value_dim=1)
-    arrays = case.arrays()
-    arrays["order"][:] = [[1, 0]]
-    arrays["qk"][0, 0, :, 0], arrays["v"][0, 0, :, 0] = [3, 4], [5, 7]
-    out, alone = float64_attention(case, arrays)
-    # token 1 stands first and sees itself; token 0 sees token 1, and itself only as a last resort
-    assert out[0, 0, :, 0].tolist() == [7, 7]
-    assert alone[0, 0].tolist() == [False, True]
-    assert lsh_attention_cases.window_counts(case).tolist() == [[1, 0], [1, 1]]
+def test_the_formula_counts_every_key_of_a_window() -> None:
+    """By hand: of a chunk of one token per window, whose token 1 stands first."""
+    case = case_of(1, 1, 2, 1, 1, 1, 1, 1)
+    order, keep = torch.tensor([[1, 0]], dtype=torch.int32), torch.ones(1, 2, dtype=torch.bool)
+    qk, v = (torch.tensor(x, dtype=torch.float64).view(1, 1, 2, 1) for x in ([3.0, 4.0], [5.0, 7.0]))
+    # token 1 sees itself; token 0 sees token 1, and itself only as a last resort
+    assert formula(case, qk, v, order, keep).flatten().tolist() == [7, 7]

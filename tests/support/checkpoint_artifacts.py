@@ -9,64 +9,45 @@ from typing import Any
 from kept import digest_of, kept
 from random_tokenizers import saved_tokenizer
 from small_builds import what_decides_a_build
-from transformers_models import saved
+from transformers_models import BERT_SIZES, TINY_OF_TEXTS, TINY_REFORMER, saved
 
 # Plain softmax attention, so that transformers computes the same at every length.
-NYSTROMFORMER: dict[str, Any] = {
-    "vocab_size": 210,
+NYSTROMFORMER: dict[str, Any] = TINY_OF_TEXTS | {
     "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
     "intermediate_size": 32,
     "max_position_embeddings": 40,
-    "segment_means_seq_len": 8,
-    "num_landmarks": 8,
     "conv_kernel_size": 3,
-    "pad_token_id": 0,
 }
-REFORMER: dict[str, Any] = {
+REFORMER: dict[str, Any] = TINY_REFORMER | {
     "vocab_size": 210,
     "hidden_size": 16,
-    "num_attention_heads": 2,
-    "attention_head_size": 8,
     "feed_forward_size": 16,
     "attn_layers": ["local", "lsh"],
-    "lsh_attn_chunk_length": 8,
-    "local_attn_chunk_length": 8,
     "num_buckets": 4,
+    "num_hashes": 1,
     "axial_pos_shape": [4, 8],
     "axial_pos_embds_dim": [8, 8],
     "max_position_embeddings": 32,
     "is_decoder": True,
 }
-LONGFORMER: dict[str, Any] = {
+LONGFORMER: dict[str, Any] = BERT_SIZES | {
     "vocab_size": 420,
-    "hidden_size": 32,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
     "max_position_embeddings": 42,
     "attention_window": 8,
     "type_vocab_size": 1,
 }
-BIG_BIRD: dict[str, Any] = {
+BIG_BIRD: dict[str, Any] = BERT_SIZES | {
     "vocab_size": 420,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
     "max_position_embeddings": 40,
     "block_size": 4,
     "num_random_blocks": 2,
     "pad_token_id": 1,
     "sep_token_id": 2,
 }
-MODERNBERT: dict[str, Any] = {
+MODERNBERT: dict[str, Any] = BERT_SIZES | {
     "vocab_size": 210,
-    "hidden_size": 32,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
     "max_position_embeddings": 40,
     "local_attention": 8,
     "pad_token_id": 0,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from random_tokenizers import saved_tokenizer
-from transformers_models import saved
+from transformers_models import TINY_OF_TEXTS, TINY_REFORMER, saved
 
 from effexport.base.spec import build_spec_from_checkpoint
 from effexport.text.fast_tokenizer import fast_tokenizer
@@ -18,34 +18,17 @@ from effexport.text.task import DEFAULT_OPTIONS, Task, TextOptions, joined_outpu
 from effexport.text.tasks import task_from_spec
 
 VOCAB_SIZE = 420
-NYSTROM: dict[str, Any] = {
+NYSTROM: dict[str, Any] = TINY_OF_TEXTS | {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
     "intermediate_size": 32,
     "max_position_embeddings": 96,
     "segment_means_seq_len": 96,
     "num_landmarks": 96,
     "conv_kernel_size": 5,
-    "pad_token_id": 0,
 }
-REFORMER: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "attention_head_size": 8,
-    "feed_forward_size": 32,
-    "attn_layers": ["local", "lsh"],
-    "lsh_attn_chunk_length": 8,
-    "local_attn_chunk_length": 8,
-    "num_buckets": 4,
-    "num_hashes": 2,
-    "axial_pos_shape": [8, 16],
-    "axial_pos_embds_dim": [16, 16],
-    "max_position_embeddings": 128,
-    "is_decoder": False,
-}
+OF_TEXTS = {"vocab_size": VOCAB_SIZE, "feed_forward_size": 32, "attn_layers": ["local", "lsh"], "num_buckets": 4}
+REFORMER: dict[str, Any] = TINY_REFORMER | OF_TEXTS
 # As large as the weights that make the first answers clearly more probable than the next ones.
 SHARPER = 5.0
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,14 @@ from torch import Tensor, nn
 from effexport.proof.tolerances import rms
 
 # Fields of configurations.
-TINY_NYSTROMFORMER: dict[str, Any] = {
-    "vocab_size": 60,
+BERT_SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+TINY_NYSTROMFORMER: dict[str, Any] = BERT_SIZES | {
+    "vocab_size": 60,
     "num_attention_heads": 4,
     "intermediate_size": 48,
     "max_position_embeddings": 64,
@@ -29,11 +32,9 @@ TINY_NYSTROMFORMER: dict[str, Any] = {
     "conv_kernel_size": 5,
 }
 # For the tokenizers of random_tokenizers.py. Softmax attention, so that transformers takes every length.
-TINY_OF_TEXTS: dict[str, Any] = {
+TINY_OF_TEXTS: dict[str, Any] = BERT_SIZES | {
     "vocab_size": 210,
     "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
     "intermediate_size": 16,
     "segment_means_seq_len": 8,
     "num_landmarks": 8,
@@ -88,7 +89,7 @@ def same_rotations(module: nn.Module) -> Iterator[None]:
         if len(shape) == 4:
             given: Tensor = next(rotations)
             assert tuple(given.shape) == shape
-            return given
+            return given.to(options.get("dtype"))
         return real(*size, **options)
 
     with mock.patch("torch.randn", draw):
@@ -131,7 +132,7 @@ def randomize(model: nn.Module, seed: int) -> None:
         if parameter.dim() == 1:
             value = 0.3 * value + float(name.lower().endswith("norm.weight"))
         elif "embeddings" not in name:
-            gain = 1.5 if ".query." in name or ".key." in name else 1.0
+            gain = 1.5 if "query" in name or "key" in name else 1.0
             value = gain * value * parameter[0].numel() ** -0.5
         parameter.data.copy_(value)
 
@@ -144,19 +145,6 @@ def oracle_from_config(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
     model: nn.Module = getattr(transformers, kind)(config_of_class(kind, config))
     randomize(model, seed)
     return model.eval()
-
-
-def with_weights(
-    module: Any, names: Mapping[str, tuple[str, ...]], ignored: Iterable[str], weights: Mapping[str, Tensor]
-) -> Any:
-    """A module of ours with the weights of a checkpoint, each of which must have a place. names: its `weight_names`."""
-    assert names.keys() == module.state_dict().keys()
-    chosen = {ours: next(weights[name] for name in theirs if name in weights) for ours, theirs in names.items()}
-    known = {name for theirs in names.values() for name in theirs}
-    unknown = [name for name in weights if name not in known and not any(re.fullmatch(p, name) for p in ignored)]
-    assert unknown == []
-    module.load_state_dict(chosen)
-    return module.eval()
 
 
 def run_ours(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
