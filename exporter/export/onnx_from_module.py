@@ -267,7 +267,7 @@ def program_from_module(
         raise StageError(STAGE, "torch.onnx returned no program")
     for value in [value for node in program.model.graph for value in node.outputs]:
         if not value.is_graph_output():
-            value.name = inner_name(value.name, signature.outputs)
+            value.name = inner_name(value.name, (*signature.inputs, *signature.outputs))
     program.model.meta[OPERATORS], program.model.meta[CHANGES] = operators, changes
     return program
 
@@ -288,10 +288,10 @@ def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
         yield
 
 
-def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:
-    """The name of a value inside the graph that torch.onnx has named after its operation: another one if an output has
-    it, which torch.onnx does not look at."""
-    return f"{name}.inner" if any(name == tensor.name for tensor in outputs) else name
+def inner_name(name: str | None, declared: Sequence[TensorInfo]) -> str | None:
+    """A name for an inner value that no input and no output has; torch.onnx, which names it after its operation, does
+    not check."""
+    return f"{name}.inner" if any(name == tensor.name for tensor in declared) else name
 
 
 def failure(error: Exception, module: nn.Module) -> StageError:

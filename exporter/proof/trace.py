@@ -431,7 +431,7 @@ def graph_names(program: ExportedProgram, spec: BuildSpec, made: Mapping[str, No
     from effexport.export.onnx_from_module import inner_name
 
     names = {
-        node.name: str(inner_name(node.name, spec.outputs))
+        node.name: str(inner_name(node.name, (*spec.inputs, *spec.outputs)))
         for node in program.graph.nodes
         if node.op == "call_function"
     }

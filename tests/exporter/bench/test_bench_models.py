@@ -164,6 +164,14 @@ def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "model.onnx").exists()
 
 
+def test_a_recurrence_has_no_plain_export(tmp_path: Path) -> None:
+    reason = (
+        r"plain export: effexport::linear_recurrence computes token by token, which torch\.onnx cannot trace at a free"
+    )
+    with pytest.raises(StageError, match=reason):
+        naive_onnx_from_case(small_case("delta", "naive"), tmp_path / "model.onnx")
+
+
 class FakeCandidate:
     """A candidate that returns the outputs it was given."""
 
