@@ -191,7 +191,7 @@ struct Source {
   const T* first_value;  // of v, [n, e]: in the first column of the job
   int query_count, key_count, column_count;
   float factor;
-  bool is_aligned;
+  int row_alignment;
   Sight sights[kQueries];
   Seen<T> seen[attention::kPlaces];
 
@@ -199,7 +199,7 @@ struct Source {
   __device__ int keys() const { return key_count; }
   __device__ int channels() const { return s.d; }
   __device__ int columns() const { return column_count; }
-  __device__ bool aligned() const { return is_aligned; }
+  __device__ int alignment() const { return row_alignment; }
 
   __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(s.d) * sights[row].token; }
   // Whether a query is a global token, of which there are flags of all samples.
@@ -300,8 +300,8 @@ __device__ Softmax<Source<T>> attend(const Sizes& s, const Job& job, const T* q,
     source.key_count = keys.count();
     source.column_count = s.e - job.first_column;
     source.factor = scale * tile::kLog2E;
-    source.is_aligned = tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) &&
-                        tile::chunks_are_aligned(v, s.e);
+    source.row_alignment =
+        min(min(tile::alignment_of(q, s.d), tile::alignment_of(k, s.d)), tile::alignment_of(v, s.e));
   }
   return attention::attend<Source<T>>();
 }
