@@ -102,8 +102,8 @@ struct alignas(16) Key {
 template <class T, bool kWide>
 struct Source {
   using Element = T;
-  static constexpr int kWarps = kWide ? 2 : 4;
   static constexpr int kFragments = kWide ? 2 : 1;
+  static constexpr int kWarps = 4 / kFragments;
   static constexpr int kKeys = attention::kKeys<T>;
 
   Sizes s;
@@ -447,23 +447,12 @@ struct Scratch {
   }
 };
 
-template <class Source>
-constexpr std::size_t kSharedBytes = attention::kTileBytes<typename Source::Element> + sizeof(Source);
-
 // That of float32 is not wide.
 template <class T>
 auto wide_kernel() {
   return entry_of<T>(EFFEXPORT_ENTRY(effexport_lsh_attention_float32),
                      EFFEXPORT_ENTRY(effexport_lsh_attention_wide_float16),
                      EFFEXPORT_ENTRY(effexport_lsh_attention_wide_bfloat16));
-}
-
-// Whether the GPU of a stream has room for as many wide blocks as it has registers for.
-template <class T>
-bool has_room_for_wide(void* stream) {
-  constexpr std::size_t kReserved = 1024;  // of each block, for the driver
-  constexpr std::size_t kWanted = kBlocksAtOnce<true> * (kSharedBytes<Source<T, true>> + kReserved);
-  return kWanted <= allow_cuda_shared_memory<T>(stream) + kReserved;
 }
 
 }  // namespace
@@ -496,15 +485,17 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   if (error != cudaSuccess) return error;
   const auto attend = [&](auto wide, auto kernel) {
     using Own = Source<T, decltype(wide)::value>;
-    const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads<Own>, kSharedBytes<Own>, stream);
+    const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads<Own>, attention::kSharedBytes<Own>, stream);
     return cudaLaunchKernelEx(&launch, kernel, qk, v, order, static_cast<const float*>(memory.scales),
                               static_cast<const std::int32_t*>(memory.kept), s.groups, s.heads, s.seq, s.padded,
                               s.rounds, s.head_dim, s.value_dim, s.chunk_length, s.before, s.after, size(p.causal),
                               size(p.circular), size(p.rounded), memory.contexts, memory.lses);
   };
-  error = p.chunk_length >= kQueries && has_room_for_wide<T>(stream)
-              ? attend(std::true_type(), wide_kernel<T>())
-              : attend(std::false_type(), EFFEXPORT_KERNEL(T, effexport_lsh_attention));
+  using Wide = std::bool_constant<sizeof(T) == 2>;
+  const bool wide = p.chunk_length >= kQueries && attention::has_room_for<Source<T, Wide::value>>(
+                                                     kBlocksAtOnce<true>, allow_cuda_shared_memory<T>(stream));
+  error = wide ? attend(Wide(), wide_kernel<T>())
+               : attend(std::false_type(), EFFEXPORT_KERNEL(T, effexport_lsh_attention));
   if (error != cudaSuccess) return error;
   const std::int64_t pieces = p.groups * parts(p.seq * chunks_of_row<T>(s.value_dim), kThreads);
   const cudaLaunchConfig_t combine = launch_of(pieces, kThreads, 0, stream);

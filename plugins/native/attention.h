@@ -64,6 +64,17 @@ __device__ Source& shared_source() {
   return *reinterpret_cast<Source*>(side_memory<typename Source::Element>());
 }
 
+// Of a kernel whose Source has all of its own shared memory in it.
+template <class Source>
+constexpr std::size_t kSharedBytes = kTileBytes<typename Source::Element> + sizeof(Source);
+
+// Whether a multiprocessor has room for so many of its blocks. allowed: the shared memory that one block may have.
+template <class Source>
+constexpr bool has_room_for(std::size_t blocks, std::size_t allowed) {
+  constexpr std::size_t kReserved = 1024;  // of each block, for the driver
+  return blocks * (kSharedBytes<Source> + kReserved) <= allowed + kReserved;
+}
+
 constexpr float kLowest = -3.402823466e38f;
 // Up to this logit, what is left of the highest one, by its rounding, is less than 2⁻⁵ where a product is not rounded
 // before the highest is taken off.
