@@ -10,8 +10,8 @@
 //
 // Memory traffic of the second kernel: each block reads its window's keys and values once, mostly from the L2 cache, as
 // neighbouring blocks share them. Chunks shorter than 64 leave some of a block's warps without queries. On GPUs with
-// shared memory for enough of them, blocks of longer chunks are two warps of 32 queries each, where what is read of keys
-// and values serves two products, instead of four warps of 16.
+// shared memory for enough of them, blocks of longer chunks are two warps of 32 queries each, where what is read of
+// keys and values serves two products, instead of four warps of 16.
 //
 // The arguments are inputs, int32 scalars, outputs; any grid is right.
 #include "lsh_attention/kernel.h"
@@ -485,7 +485,7 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   if (error != cudaSuccess) return error;
   const auto attend = [&](auto wide, auto kernel) {
     using Own = Source<T, decltype(wide)::value>;
-    const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads<Own>, attention::kSharedBytes<Own>, stream);
+    const auto launch = launch_of(s.jobs(), attention::kThreads<Own>, attention::kSharedBytes<Own>, stream);
     return cudaLaunchKernelEx(&launch, kernel, qk, v, order, static_cast<const float*>(memory.scales),
                               static_cast<const std::int32_t*>(memory.kept), s.groups, s.heads, s.seq, s.padded,
                               s.rounds, s.head_dim, s.value_dim, s.chunk_length, s.before, s.after, size(p.causal),

@@ -162,7 +162,8 @@ __device__ void load_keys(const Source& source, const Stage<T>& stage, int tile,
 
 template <class Source, class T = typename Source::Element>
 __device__ void load_values(const Source& source, const Stage<T>& stage, int tile) {
-  tile::load_tile<kThreads<Source>>(stage.values, kKeys<T>, source.columns(), source.alignment(), source.values_of(tile));
+  tile::load_tile<kThreads<Source>>(stage.values, kKeys<T>, source.columns(), source.alignment(),
+                                    source.values_of(tile));
 }
 
 // Queries [16, 16] of this warp, from channel 16 k of a slice on, for types with tensor cores.

@@ -78,8 +78,8 @@ GPU it runs on, and goals are multiples of the bound that follows from them. Tim
 
 ## Launches
 
-What each case launches on an H100 or H200. Blocks at a time: those that fit on a multiprocessor. A wave is as many as fit
-on all of them; of 2.1 waves, the last leaves nine tenths of the GPU idle, if all blocks take as long.
+What each case launches on an H100 or H200. Blocks at a time: those that fit on a multiprocessor. A wave is as many as
+fit on all of them; of 2.1 waves, the last leaves nine tenths of the GPU idle, if all blocks take as long.
 
 {launches}
 
@@ -88,10 +88,10 @@ on all of them; of 2.1 waves, the last leaves nine tenths of the GPU idle, if al
 Three numbers are for SM 75 / 90 / 120, one number for all of them. Blocks and warps are those that fit on a
 multiprocessor at a time. HMMA: products on tensor cores in the machine code, each counted once.
 
-The last seven columns are of the main loop, for SM 90: instructions of a warp in one turn, on all ways through it, of which
-a warp takes one. Loops inside it do not count. A scheduler, one of four in a multiprocessor, issues one a clock; integers,
-logic, comparisons and moves take two clocks of their pipe, special functions eight, an access of up to 128 bytes of memory
-four, and a product on tensor cores 5.4, which is the measured rate above. The busiest is the one with most clocks.
+The last seven columns are of the main loop, for SM 90: instructions of a warp in one turn, on all ways through it, of
+which a warp takes one. Loops inside it do not count. A scheduler, one of four in a multiprocessor, issues one a clock;
+integers, logic, comparisons and moves take two clocks of their pipe, special functions eight, an access of up to 128
+bytes of memory four, and a product on tensor cores 5.4, which is the measured rate above. The busiest has most clocks.
 
 {resources}
 """

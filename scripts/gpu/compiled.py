@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,8 +219,8 @@ def loops_of(code: Sequence[Instruction]) -> list[Loop]:
 
 
 def counts_of(code: Sequence[Instruction]) -> dict[str, int]:
-    """Fields of Usage. The main loop has most products on tensor cores; among equals, most arithmetic of floats, where a
-    loop in another counts eight times as much. Without loops, it is the whole kernel."""
+    """Fields of Usage. The main loop has most products on tensor cores; among equals, most arithmetic of floats, where
+    a loop in another counts eight times as much. Without loops, it is the whole kernel."""
 
     def counts(loop: Loop) -> dict[str, int]:
         own = [code[i] for i in loop.instructions]
