@@ -510,7 +510,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
     if (error != cudaSuccess) return error;
   }
   auto kernel = EFFEXPORT_KERNEL(T, effexport_banded_attention);
-  if (attention::has_room_for<Wide>(kBlocks<T, true>, allow_cuda_shared_memory<T>(stream))) {
+  if (s.n >= kQueries && attention::has_room_for<Wide>(kBlocks<T, true>, allow_cuda_shared_memory<T>(stream))) {
     attend = launch_of(s.jobs(), attention::kThreads<Wide>, attention::kSharedBytes<Wide>, stream);
     kernel = wide_kernel<T>();
   }
