@@ -433,8 +433,10 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
 EFFEXPORT_BANDED_ATTENTION(float32, float)
 EFFEXPORT_BANDED_ATTENTION(float16, Half)
 EFFEXPORT_BANDED_ATTENTION(bfloat16, BFloat16)
+#ifndef EFFEXPORT_FOR_TENSORRT
 EFFEXPORT_BANDED_ATTENTION_NEAR(effexport_banded_attention_wide_float16, Half, true)
 EFFEXPORT_BANDED_ATTENTION_NEAR(effexport_banded_attention_wide_bfloat16, BFloat16, true)
+#endif
 
 #undef EFFEXPORT_BANDED_ATTENTION
 #undef EFFEXPORT_BANDED_ATTENTION_NEAR

@@ -402,8 +402,10 @@ __device__ void combine(const T* contexts, const float* lses, int groups, int se
 EFFEXPORT_LSH_ATTENTION(float32, float)
 EFFEXPORT_LSH_ATTENTION(float16, Half)
 EFFEXPORT_LSH_ATTENTION(bfloat16, BFloat16)
+#ifndef EFFEXPORT_FOR_TENSORRT
 EFFEXPORT_LSH_ATTENTION_ROUNDS(effexport_lsh_attention_wide_float16, Half, true)
 EFFEXPORT_LSH_ATTENTION_ROUNDS(effexport_lsh_attention_wide_bfloat16, BFloat16, true)
+#endif
 
 #undef EFFEXPORT_LSH_ATTENTION
 #undef EFFEXPORT_LSH_ATTENTION_ROUNDS
@@ -455,6 +457,18 @@ auto wide_kernel() {
                      EFFEXPORT_ENTRY(effexport_lsh_attention_wide_bfloat16));
 }
 
+// The second launch, of blocks with such a source.
+template <class Source, class Kernel, class T>
+cudaError_t launch_rounds(Kernel kernel, const Sizes& s, const T* qk, const T* v, const std::int32_t* order,
+                          const Scratch<T>& memory, void* stream) {
+  const auto launch = launch_of(s.jobs(), attention::kThreads<Source>, attention::kSharedBytes<Source>, stream);
+  return cudaLaunchKernelEx(&launch, kernel, qk, v, order, static_cast<const float*>(memory.scales),
+                            static_cast<const std::int32_t*>(memory.kept), s.groups, s.heads, s.seq, s.padded,
+                            s.rounds, s.head_dim, s.value_dim, s.chunk_length, s.before, s.after,
+                            std::uint32_t{s.causal}, std::uint32_t{s.circular}, std::uint32_t{s.rounded},
+                            memory.contexts, memory.lses);
+}
+
 }  // namespace
 
 template <class T>
@@ -483,19 +497,14 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   cudaError_t error = cudaLaunchKernelEx(&prepare, EFFEXPORT_KERNEL(T, effexport_lsh_attention_prepare), qk, keep,
                                          s.groups, s.heads, s.seq, s.head_dim, memory.scales, memory.kept);
   if (error != cudaSuccess) return error;
-  const auto attend = [&](auto wide, auto kernel) {
-    using Own = Source<T, decltype(wide)::value>;
-    const auto launch = launch_of(s.jobs(), attention::kThreads<Own>, attention::kSharedBytes<Own>, stream);
-    return cudaLaunchKernelEx(&launch, kernel, qk, v, order, static_cast<const float*>(memory.scales),
-                              static_cast<const std::int32_t*>(memory.kept), s.groups, s.heads, s.seq, s.padded,
-                              s.rounds, s.head_dim, s.value_dim, s.chunk_length, s.before, s.after, size(p.causal),
-                              size(p.circular), size(p.rounded), memory.contexts, memory.lses);
-  };
-  using Wide = std::bool_constant<sizeof(T) == 2>;
-  const bool wide = p.chunk_length >= kQueries && attention::has_room_for<Source<T, Wide::value>>(
-                                                     kBlocksAtOnce<true>, allow_cuda_shared_memory<T>(stream));
-  error = wide ? attend(Wide(), wide_kernel<T>())
-               : attend(std::false_type(), EFFEXPORT_KERNEL(T, effexport_lsh_attention));
+  using Wide = Source<T, sizeof(T) == 2>;
+  if (p.chunk_length >= kQueries &&
+      attention::has_room_for<Wide>(kBlocksAtOnce<true>, allow_cuda_shared_memory<T>(stream))) {
+    error = launch_rounds<Wide>(wide_kernel<T>(), s, qk, v, order, memory, stream);
+  } else {
+    error = launch_rounds<Source<T, false>>(EFFEXPORT_KERNEL(T, effexport_lsh_attention), s, qk, v, order, memory,
+                                            stream);
+  }
   if (error != cudaSuccess) return error;
   const std::int64_t pieces = p.groups * parts(p.seq * chunks_of_row<T>(s.value_dim), kThreads);
   const cudaLaunchConfig_t combine = launch_of(pieces, kThreads, 0, stream);

@@ -176,7 +176,7 @@ def first_launches(recorder: Recorder) -> dict[str, Launch]:
     found: dict[str, Launch] = {}
     for op in CUDA_OPS.values():
         check = load_contract(op)
-        cases = [timed.case for timed in check.timed] + [*check.checked]
+        cases = [timed.case for timed in check.timed] + [*check.checked, *check.small]
         for case in (replace(case, dtype=dtype) for case in cases for dtype in op.element_types):
             for launch in recorder.launches(op, case):
                 found.setdefault(launch.entry, launch)

@@ -117,6 +117,7 @@ struct Settings {
   unsigned max_blocks = ~0u;  // larger grids are cut down to this
   bool truncate = false;      // sums of tensor cores lose more bits than on any GPU that has been studied
   int multiprocessors = 1;    // that the GPU says it has: blocks run one after another
+  std::size_t allowed_shared = kMaxSharedBytes;  // of a block, for kernels that ask for all of it
   void* shared = nullptr;     // the extern array of the kernel, kMaxSharedBytes long
 };
 EFFEXPORT_OWN Settings settings;
@@ -536,7 +537,7 @@ inline int multiprocessors(void*) { return cuda_on_cpu::settings.multiprocessors
 template <class Function>
 std::size_t shared_memory_of(Function* kernel, void*) {
   cuda_on_cpu::with_all_shared_memory.insert(reinterpret_cast<const void*>(kernel));
-  return cuda_on_cpu::kMaxSharedBytes;
+  return cuda_on_cpu::settings.allowed_shared;
 }
 }  // namespace effexport
 
