@@ -33,11 +33,12 @@ LIBRARY = FOLDER / "library"
 TIMEOUT_S = 1200
 COMPILER_ERROR = re.compile(r"\.(?:cu|cc|h):\d+:\d+: error: .*")
 CUDA_FILES = {"kernel_cuda.cu", "scratch.h", "tensor_cores.h", "features.h", "attention_slices.h", "split_halves.h"}
-CUDA_FILES |= {"attention.h", "chunk.h", "token_by_token.h"}
+CUDA_FILES |= {"attention.h", "chunk.h", "tile.h", "token_by_token.h"}
 # Shared code, and an operator whose tests should catch its faults.
 TESTED_BY = {
     "native/attention.h": "masked_attention",
     "native/attention_slices.h": "masked_attention",
+    "native/tile.h": "masked_attention",
     "native/linear_vectors.h": "quantized_linear",
     "native/simd.h": "quantized_linear",
     "native/split_halves.h": "iterative_pinv",
@@ -196,6 +197,11 @@ MUTANTS = (
         ("if (factor >= 0 && seen", "if (seen"),
         ("logit == INFINITY ? product * factor : logit", "fminf(product * factor, logit)"),
         ("job.group / s.heads) * s.m", "job.group % s.heads) * s.m"),
+    ),
+    *mutants_of(
+        "native/tile.h",
+        ("from.exists && first + i < columns", "from.exists && first < columns"),
+        ("if (bytes == kChunkBytes) {", "if (bytes >= 8) {"),
     ),
     *mutants_of(
         "masked_attention/kernel_cpu.cc",
@@ -487,6 +493,7 @@ MUTANTS = (
         ("static_cast<int>(place % s.padded) >= kept", "static_cast<int>(place % s.padded) > kept"),
         ("round = 1; round < rounds; ++round) highest", "round = 1; round < rounds - 1; ++round) highest"),
         ("i = whole * 16 + static_cast", "i = whole * 16 + 1 + static_cast"),
+        ("kWarps = 4 / kFragments;", "kWarps = 2;"),
     ),
     *mutants_of(
         "lsh_attention/kernel_cpu.cc",

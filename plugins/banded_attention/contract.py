@@ -158,7 +158,11 @@ def work(case: Case) -> Work:
     size, keys = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64
     columns = batch * heads * parts(e, 64)
     tiles, masked = near_tiles(case, keys)
-    core = attention_core(size, columns * parts(n, 64), tiles + with_globals, d, masked=masked + with_globals)
+    # an H100 has shared memory for blocks of two warps
+    near, masked_tiles = tiles + with_globals, masked + with_globals
+    core = attention_core(
+        size, columns * parts(n, 64), near, d, fragments=2 if size == 2 and n >= 64 else 1, masked=masked_tiles
+    )
     if not with_globals:
         return core
     slices, found = parts(n, 256), 4.0 * batch * (parts(n, 64) + 2)

@@ -174,13 +174,15 @@ struct Keys {
   }
 };
 
-// The queries, keys and values of a job, for the core.
-template <class T>
+// The queries, keys and values of a job, for the core. kWide: two warps of 32 queries each, where what is read of keys
+// and values serves two products, instead of four warps of 16.
+template <class T, bool kWide>
 struct Source {
   using Element = T;
-  static constexpr int kWarps = 4;
-  static constexpr int kFragments = 1;
+  static constexpr int kFragments = kWide ? 2 : 1;
+  static constexpr int kWarps = 4 / kFragments;
   static constexpr int kKeys = attention::kKeys<T>;
+  static_assert(kKeys % tile::kWarpSize == 0);
 
   Sizes s;
   Job job;
@@ -191,7 +193,7 @@ struct Source {
   const T* first_value;  // of v, [n, e]: in the first column of the job
   int query_count, key_count, column_count;
   float factor;
-  bool is_aligned;
+  int row_alignment;
   Sight sights[kQueries];
   Seen<T> seen[attention::kPlaces];
 
@@ -199,7 +201,7 @@ struct Source {
   __device__ int keys() const { return key_count; }
   __device__ int channels() const { return s.d; }
   __device__ int columns() const { return column_count; }
-  __device__ bool aligned() const { return is_aligned; }
+  __device__ int alignment() const { return row_alignment; }
 
   __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(s.d) * sights[row].token; }
   // Whether a query is a global token, of which there are flags of all samples.
@@ -276,15 +278,15 @@ struct Source {
 };
 
 // Blocks for which a multiprocessor should have registers: as many as leave enough for each of them.
-template <class T>
-constexpr int kBlocks = tile::kTensorCores<T> && tile::kAsynchronousCopies ? 3 : 2;
+template <class T, bool kWide>
+constexpr int kBlocks = kWide ? 4 : tile::kTensorCores<T> && tile::kAsynchronousCopies ? 3 : 2;
 
 // The attention of `count` queries of a job: sight_of_row(i) is one of them. first_row: of its results, of the group.
-template <class T, class SightOf>
-__device__ Softmax<Source<T>> attend(const Sizes& s, const Job& job, const T* q, const T* k, const T* v,
-                                     const Keys<T>& keys, int count, std::int64_t first_row, float scale,
-                                     const SightOf& sight_of_row) {
-  Source<T>& source = attention::shared_source<Source<T>>();
+template <bool kWide, class T, class SightOf>
+__device__ Softmax<Source<T, kWide>> attend(const Sizes& s, const Job& job, const T* q, const T* k, const T* v,
+                                            const Keys<T>& keys, int count, std::int64_t first_row, float scale,
+                                            const SightOf& sight_of_row) {
+  Source<T, kWide>& source = attention::shared_source<Source<T, kWide>>();
   const int row = static_cast<int>(threadIdx.x);
   if (row < count) source.sights[row] = sight_of_row(row);
   if (row == 0) {
@@ -300,10 +302,10 @@ __device__ Softmax<Source<T>> attend(const Sizes& s, const Job& job, const T* q,
     source.key_count = keys.count();
     source.column_count = s.e - job.first_column;
     source.factor = scale * tile::kLog2E;
-    source.is_aligned = tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) &&
-                        tile::chunks_are_aligned(v, s.e);
+    source.row_alignment =
+        min(min(tile::alignment_of(q, s.d), tile::alignment_of(k, s.d)), tile::alignment_of(v, s.e));
   }
-  return attention::attend<Source<T>>();
+  return attention::attend<Source<T, kWide>>();
 }
 
 // partials [groups, n, 2 + e]: of each group, as many rows as its global tokens have slices, those of a slice together.
@@ -321,13 +323,14 @@ __device__ void attend_globals(const T* q, const T* k, const T* v, const bool* k
     const int last_key = s.causal ? rows[count - 1] : s.n - 1;  // that any of them sees
     const Keys<T> keys(keep + static_cast<std::int64_t>(job.group / s.heads) * s.n, first_key,
                        max(1, min(min(cut.slice, s.n - first_key), last_key + 1 - first_key)));
-    const Softmax<Source<T>> softmax =
-        attend(s, job, q, k, v, keys, count, static_cast<std::int64_t>(slice) * cut.count + first_row, scale,
+    using Own = Source<T, false>;
+    const Softmax<Own> softmax =
+        attend<false>(s, job, q, k, v, keys, count, static_cast<std::int64_t>(slice) * cut.count + first_row, scale,
                [&](int row) { return sight_of_global(s, rows[row]); });
-    const Source<T>& source = attention::shared_source<Source<T>>();
+    const Own& source = attention::shared_source<Own>();
 #pragma unroll
-    for (int i = 0; i < Softmax<Source<T>>::kRows; ++i) {
-      const int row = Softmax<Source<T>>::row_of(i);
+    for (int i = 0; i < Softmax<Own>::kRows; ++i) {
+      const int row = Softmax<Own>::row_of(i);
       if (row >= source.query_count) continue;
       attention::write_partial_row(softmax, i, source.job.first_column, s.e,
                                    partials + (source.first_row + row) * (kStatistics + s.e));
@@ -337,12 +340,12 @@ __device__ void attend_globals(const T* q, const T* k, const T* v, const bool* k
 }
 
 // Rows of out [groups, n, e]: those of the global tokens [first, last) of a sample, in 64 columns, a warp for 32 of them.
-template <class T>
+template <int kWarps, class T>
 __device__ void merge(const float* partials, const Globals& globals, const Job& job, int first, int last,
                       const Sizes& s, T* out) {
   const Cut cut(globals.before[s.query_tiles()], s.n);
   const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.n, row_floats = kStatistics + s.e;
-  for (int i = tile::warp(); i < 2 * (last - first); i += Source<T>::kWarps) {
+  for (int i = tile::warp(); i < 2 * (last - first); i += kWarps) {
     const int place = first + i / 2, column = job.first_column + i % 2 * tile::kWarpSize + tile::lane();
     const attention::PartialRows rows = {partials + (first_token + place) * row_floats, cut.slices,
                                          cut.count * row_floats};
@@ -351,10 +354,15 @@ __device__ void merge(const float* partials, const Globals& globals, const Job& 
   }
 }
 
-template <class T>
+template <bool kWide, class T>
 __device__ void attend_near(const T* q, const T* k, const T* v, const bool* keep, const bool* is_global, const T* bias,
-                            const Globals& all, const float* partials, const Sizes& s, float scale, T* out) {
-  for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
+                            const Globals& all, const float* partials, const Sizes& sizes, float scale, T* out) {
+  using Own = Source<T, kWide>;
+  for (std::int64_t index = blockIdx.x;; index += gridDim.x) {
+    Sizes s = sizes;
+    // what follows from these does not occupy registers while a block attends
+    for (int* size : {&s.groups, &s.heads, &s.n, &s.d, &s.e, &s.block}) *size = ptx::opaque(*size);
+    if (index >= s.jobs()) break;
     const Job job(s, static_cast<int>(index));
     const int first_query = job.part * kQueries, count = min(kQueries, s.n - first_query);
     const std::int64_t first_of_sample = static_cast<std::int64_t>(job.group / s.heads) * s.n;
@@ -363,20 +371,21 @@ __device__ void attend_near(const T* q, const T* k, const T* v, const bool* keep
     if (s.with_globals) {
       const Globals globals = all.of(s, job.group);
       const int first = globals.before[job.part], last = globals.before[job.part + 1];
-      merge(partials, globals, job, first, last, s, out);
+      merge<Own::kWarps>(partials, globals, job, first, last, s, out);
       if (last - first == count) continue;  // no query is left
       keys.elsewhere = is_global + first_of_sample;
       keys.global_keys = globals.tokens;
       keys.global_count = s.causal ? last : globals.before[s.query_tiles()];
     }
     if (s.offsets > 0) keys.bias = bias + static_cast<std::int64_t>(job.group % s.heads) * s.offsets;
-    const Softmax<Source<T>> softmax = attend(s, job, q, k, v, keys, count, first_query, scale,
+    const Softmax<Own> softmax = attend<kWide>(s, job, q, k, v, keys, count, first_query, scale,
                                       [&](int row) { return sight_of(s, first_query + row); });
-    const Source<T>& source = attention::shared_source<Source<T>>();
+    const Own& source = attention::shared_source<Own>();
+    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
     const bool in_pairs = attention::pairs_are_aligned(out, s.e);
 #pragma unroll
-    for (int i = 0; i < Softmax<Source<T>>::kRows; ++i) {
-      const int row = Softmax<Source<T>>::row_of(i);
+    for (int i = 0; i < Softmax<Own>::kRows; ++i) {
+      const int row = Softmax<Own>::row_of(i, thread);
       if (row >= source.query_count || source.is_global(is_global, row)) continue;
       const float factor = softmax.total[i] == 0 ? 0.0f : 1.0f / softmax.total[i];
       T* const to = out + (source.first_row + row) * s.e;
@@ -394,8 +403,23 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
   find_globals(is_global, batch, n, tokens, before);
 }
 
+// The wide ones of SM 75, which has too little shared memory for them, do nothing.
+#define EFFEXPORT_BANDED_ATTENTION_NEAR(name, T, kWide)                                                                \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T, kWide>>, kBlocks<T, kWide>) name(         \
+      const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
+      const bool* __restrict__ is_global, const T* __restrict__ bias, const std::int32_t* __restrict__ tokens,         \
+      const std::int32_t* __restrict__ before, const float* __restrict__ partials, std::int32_t groups,                \
+      std::int32_t heads, std::int32_t n, std::int32_t d, std::int32_t e, std::int32_t left, std::int32_t right,       \
+      std::int32_t block, std::int32_t causal, std::int32_t with_globals, std::int32_t offsets, float scale,           \
+      T* __restrict__ out) {                                                                                           \
+    const Sizes sizes{groups, heads, n, d, e, left, right, block, causal != 0, with_globals != 0, offsets};            \
+    if constexpr (!kWide || ptx::kArchitecture >= 800) {                                                               \
+      attend_near<kWide>(q, k, v, keep, is_global, bias, {tokens, before}, partials, sizes, scale, out);               \
+    }                                                                                                                  \
+  }
+
 #define EFFEXPORT_BANDED_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T>>, kBlocks<T>)                             \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T, false>>, kBlocks<T, false>)               \
       effexport_banded_attention_partials_##dtype(                                                                     \
           const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,    \
           const std::int32_t* __restrict__ tokens, const std::int32_t* __restrict__ before, std::int32_t groups,       \
@@ -404,23 +428,18 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const Sizes sizes{groups, heads, n, d, e, 0, 0, 1, causal != 0, true, 0};                                          \
     attend_globals(q, k, v, keep, {tokens, before}, sizes, scale, partials);                                           \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T>>, kBlocks<T>)                             \
-      effexport_banded_attention_##dtype(                                                                              \
-      const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
-      const bool* __restrict__ is_global, const T* __restrict__ bias, const std::int32_t* __restrict__ tokens,         \
-      const std::int32_t* __restrict__ before, const float* __restrict__ partials, std::int32_t groups,                \
-      std::int32_t heads, std::int32_t n, std::int32_t d, std::int32_t e, std::int32_t left, std::int32_t right,       \
-      std::int32_t block, std::int32_t causal, std::int32_t with_globals, std::int32_t offsets, float scale,           \
-      T* __restrict__ out) {                                                                                           \
-    const Sizes sizes{groups, heads, n, d, e, left, right, block, causal != 0, with_globals != 0, offsets};            \
-    attend_near(q, k, v, keep, is_global, bias, {tokens, before}, partials, sizes, scale, out);                        \
-  }
+  EFFEXPORT_BANDED_ATTENTION_NEAR(effexport_banded_attention_##dtype, T, false)
 
 EFFEXPORT_BANDED_ATTENTION(float32, float)
 EFFEXPORT_BANDED_ATTENTION(float16, Half)
 EFFEXPORT_BANDED_ATTENTION(bfloat16, BFloat16)
+#ifndef EFFEXPORT_FOR_TENSORRT
+EFFEXPORT_BANDED_ATTENTION_NEAR(effexport_banded_attention_wide_float16, Half, true)
+EFFEXPORT_BANDED_ATTENTION_NEAR(effexport_banded_attention_wide_bfloat16, BFloat16, true)
+#endif
 
 #undef EFFEXPORT_BANDED_ATTENTION
+#undef EFFEXPORT_BANDED_ATTENTION_NEAR
 
 #ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
@@ -452,7 +471,20 @@ struct Scratch {
   }
 };
 
+// That of float32 is not wide.
+template <class T>
+auto wide_kernel() {
+  return entry_of<T>(EFFEXPORT_ENTRY(effexport_banded_attention_float32),
+                     EFFEXPORT_ENTRY(effexport_banded_attention_wide_float16),
+                     EFFEXPORT_ENTRY(effexport_banded_attention_wide_bfloat16));
+}
+
 }  // namespace
+
+template <class T>
+std::size_t allow_cuda_shared_memory(void* stream) {
+  return sizeof(T) == 2 ? shared_memory_of(wide_kernel<T>(), stream) : 0;
+}
 
 std::size_t cuda_scratch_bytes(const Problem& p) { return countable(p) ? Scratch(p, nullptr).bytes : 0; }
 
@@ -465,8 +497,9 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   const Scratch memory(p, scratch);
   const std::int32_t *const tokens = memory.tokens, *const before = memory.before;
   const float* const partials = memory.partials;
-  const std::size_t shared_bytes = attention::kTileBytes<T> + sizeof(Source<T>);
-  const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads<Source<T>>, shared_bytes, stream);
+  using Narrow = Source<T, false>;
+  using Wide = Source<T, sizeof(T) == 2>;
+  cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads<Narrow>, attention::kSharedBytes<Narrow>, stream);
   if (s.with_globals) {
     const std::int32_t batch = s.groups / s.heads;
     const cudaLaunchConfig_t find = launch_of(batch, kScanThreads, 2 * kScanWarps * sizeof(int), stream);
@@ -478,15 +511,24 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
                                std::int32_t{s.causal}, p.scale, memory.partials);
     if (error != cudaSuccess) return error;
   }
-  return cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_banded_attention), a.q, a.k, a.v, a.keep,
+  auto kernel = EFFEXPORT_KERNEL(T, effexport_banded_attention);
+  if (s.n >= kQueries && attention::has_room_for<Wide>(kBlocks<T, true>, allow_cuda_shared_memory<T>(stream))) {
+    attend = launch_of(s.jobs(), attention::kThreads<Wide>, attention::kSharedBytes<Wide>, stream);
+    kernel = wide_kernel<T>();
+  }
+  return cudaLaunchKernelEx(&attend, kernel, a.q, a.k, a.v, a.keep,
                             a.is_global, a.bias, tokens, before, partials, s.groups, s.heads, s.n, s.d, s.e, s.left,
                             s.right, s.block, std::int32_t{s.causal}, std::int32_t{s.with_globals}, s.offsets, p.scale,
                             a.out);
 }
 
-template int launch_cuda(const Problem&, const Arrays<float>&, void*, void*);
-template int launch_cuda(const Problem&, const Arrays<Half>&, void*, void*);
-template int launch_cuda(const Problem&, const Arrays<BFloat16>&, void*, void*);
+#define INSTANTIATE(T)                                                   \
+  template int launch_cuda(const Problem&, const Arrays<T>&, void*, void*); \
+  template std::size_t allow_cuda_shared_memory<T>(void*)
+
+INSTANTIATE(float);
+INSTANTIATE(Half);
+INSTANTIATE(BFloat16);
 #endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::banded_attention

@@ -47,6 +47,7 @@ class Kernel {
     problem_.with_globals = integer_attribute(info, "with_globals", kAny, &kNo) != 0;
     problem_.with_bias = integer_attribute(info, "with_bias", kAny, &kNo) != 0;
     integer_attribute(info, "most_globals", {0}, &kNo);  // for bodies: the kernels take any number
+    if constexpr (kOn == Device::kCuda) allow_cuda_shared_memory<T>(nullptr);
   }
 
   void compute(const Ort::KernelContext& context) {

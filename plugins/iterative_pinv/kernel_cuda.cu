@@ -67,24 +67,6 @@ EFFEXPORT_ITERATIVE_PINV_SCRATCH(bfloat16, BFloat16)
 #undef EFFEXPORT_ITERATIVE_PINV_WIDE
 #undef EFFEXPORT_ITERATIVE_PINV_SCRATCH
 
-namespace {
-
-#ifdef __CUDACC__
-// As in cuda_host.h, for scripts/gpu: of the thread's GPU, the only one.
-template <class Function>
-std::size_t shared_memory_of(Function* kernel, void*) {
-  cudaFuncAttributes compiled;
-  if (cudaFuncGetAttributes(&compiled, kernel) != cudaSuccess || compiled.ptxVersion < 80) return 0;
-  int device = 0, bytes = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return error == cudaSuccess ? static_cast<std::size_t>(bytes) : 0;
-}
-#endif
-
-}  // namespace
-
 template <class T>
 std::size_t allow_cuda_shared_memory(void* stream) {
   return shared_memory_of(EFFEXPORT_KERNEL(T, effexport_iterative_pinv_wide), stream);

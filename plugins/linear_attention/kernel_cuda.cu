@@ -69,7 +69,7 @@ struct Columns {
       : first(all + head * seq * width + column), width(width), count(min(kSide, width - column)) {}
 
   __device__ T* row(int position) const { return first + static_cast<std::int64_t>(position) * width; }
-  __device__ bool aligned() const { return chunks_are_aligned(first, width); }
+  __device__ int alignment() const { return alignment_of(first, width); }
   // The columns that products have to cover, as a multiple of kDepth.
   __device__ int depth() const { return (count + kDepth - 1) / kDepth * kDepth; }
 };
@@ -78,7 +78,7 @@ struct Columns {
 template <class T>
 __device__ void start_rows(const Square<T>& to, const Columns<const T>& from, int position, int rows) {
   const T* const first = from.row(position);
-  load_tile<kThreads>(to, kSide, from.count, from.aligned(), [=](int row) {
+  load_tile<kThreads>(to, kSide, from.count, from.alignment(), [=](int row) {
     return Row<T>(first + static_cast<std::int64_t>(row) * from.width, row < rows);
   });
   commit_tiles();
@@ -188,7 +188,7 @@ __device__ void write_quotients(const Rows& sums, const Exponents& exponents, fl
     store_pair(next, values[2] * inverse[1], values[3] * inverse[1]);
   }
   __syncwarp();
-  if (out.aligned()) {
+  if (out.alignment() == kChunkBytes) {
 #pragma unroll
     for (int i = lane(); i < kRows * Square<T>::kChunks; i += kWarpSize) {
       const int row = first + i / Square<T>::kChunks, chunk = i % Square<T>::kChunks;

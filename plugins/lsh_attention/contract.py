@@ -150,7 +150,9 @@ def work(case: Case) -> Work:
     seen = [before + 1 + after if circular else min(before, i) + 1 + min(after, chunks - 1 - i) for i in range(chunks)]
     tiles = sum(parts(window * chunk_length, keys) for window in seen) / chunks
     blocks = batch * heads * rounds * chunks * parts(chunk_length, 64)
-    core = attention_core(size, blocks * parts(value_dim, 64), tiles, head_dim)
+    # an H100 has shared memory for blocks of two warps
+    fragments = 2 if size == 2 and chunk_length >= 64 else 1
+    core = attention_core(size, blocks * parts(value_dim, 64), tiles, head_dim, fragments=fragments)
     factors, contexts = 4.0 * tokens, float(tokens * rounds * (value_dim * size + 4))
     again = (tokens * head_dim * size + factors, contexts)
     return core + Work(scratch=factors + contexts, again=again)

@@ -73,4 +73,9 @@ int launch_cuda(const Problem& problem, const T* qk, const T* v, const std::int3
 template <class T>
 std::size_t cuda_scratch_bytes(const Problem& problem);
 
+// Lets kernels have all shared memory of every GPU; how many bytes a block has on that of the stream, or 0. A launch
+// does so where it is missing, but not while a stream is captured.
+template <class T>
+std::size_t allow_cuda_shared_memory(void* stream);
+
 }  // namespace effexport::lsh_attention

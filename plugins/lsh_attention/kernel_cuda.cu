@@ -9,7 +9,9 @@
 // 3. The rounds combined; a thread per 16 bytes of the output.
 //
 // Memory traffic of the second kernel: each block reads its window's keys and values once, mostly from the L2 cache, as
-// neighbouring blocks share them. Chunks shorter than 64 leave some of a block's warps without queries.
+// neighbouring blocks share them. Chunks shorter than 64 leave some of a block's warps without queries. On GPUs with
+// shared memory for enough of them, blocks of longer chunks are two warps of 32 queries each, where what is read of
+// keys and values serves two products, instead of four warps of 16.
 //
 // The arguments are inputs, int32 scalars, outputs; any grid is right.
 #include "lsh_attention/kernel.h"
@@ -24,7 +26,9 @@ namespace {
 using tile::kLog2E;
 
 constexpr int kThreads = 256;  // of the first and the third kernel
-constexpr int kBlocksAtOnce = 3;  // of the second one, where a multiprocessor has memory for them: some copy while others compute
+// Of the second one, where a multiprocessor has memory for them: some copy while others compute.
+template <bool kWide>
+constexpr int kBlocksAtOnce = kWide ? 4 : 3;
 constexpr int kQueries = 64;      // of a block of the second one
 constexpr int kLanesPerVector = 8;
 constexpr int kVectors = kThreads / kLanesPerVector;  // of a block of the first kernel
@@ -95,11 +99,11 @@ struct alignas(16) Key {
 };
 
 // A job, its keys and its queries, for the attention core.
-template <class T>
+template <class T, bool kWide>
 struct Source {
   using Element = T;
-  static constexpr int kWarps = 4;
-  static constexpr int kFragments = 1;
+  static constexpr int kFragments = kWide ? 2 : 1;
+  static constexpr int kWarps = 4 / kFragments;
   static constexpr int kKeys = attention::kKeys<T>;
 
   Sizes s;
@@ -112,7 +116,7 @@ struct Source {
   int kept;
   int query_count;
   int column_count;  // from the first one of the job on
-  bool is_aligned;
+  int row_alignment;
   Key seen[attention::kPlaces][kKeys];
   std::int32_t own[kQueries];  // the tokens of the queries
 
@@ -120,7 +124,7 @@ struct Source {
   __device__ int keys() const { return static_cast<int>(window.count); }
   __device__ int channels() const { return static_cast<int>(s.head_dim); }
   __device__ int columns() const { return column_count; }
-  __device__ bool aligned() const { return is_aligned; }
+  __device__ int alignment() const { return row_alignment; }
 
   __device__ bool exists(int token) const { return static_cast<unsigned>(token) < s.seq; }
   __device__ const T* vector(int token) const { return qk + static_cast<std::int64_t>(s.head_dim) * token; }
@@ -182,14 +186,16 @@ __device__ void write_pair(float first, float second, int count, bool together, 
 }
 
 // Writes the rows of a block where their tokens stand.
-template <class T>
-__device__ void hand_out(const Sizes& s, const Source<T>& source, const attention::Softmax<Source<T>>& softmax,
-                         T* contexts, float* lses) {
+template <class T, bool kWide>
+__device__ void hand_out(const Sizes& s, const Source<T, kWide>& source,
+                         const attention::Softmax<Source<T, kWide>>& softmax, T* contexts, float* lses) {
+  using Softmax = attention::Softmax<Source<T, kWide>>;
   const Job& job = source.job;
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   const bool together = s.value_dim % 2 == 0 && source.columns() >= attention::kWidth;
 #pragma unroll
-  for (int i = 0; i < attention::Softmax<Source<T>>::kRows; ++i) {
-    const int query = attention::Softmax<Source<T>>::row_of(i);
+  for (int i = 0; i < Softmax::kRows; ++i) {
+    const int query = Softmax::row_of(i, thread);
     if (query >= source.queries() || !source.exists(source.own[query])) continue;
     const float score = softmax.highest[i];
     // tokens that see only themselves have logits at which float32 is coarse, so that a product would not be exact
@@ -201,21 +207,27 @@ __device__ void hand_out(const Sizes& s, const Source<T>& source, const attentio
     T* const to = contexts + row * s.value_dim + job.first_column;
 #pragma unroll
     for (int j = 0; j < attention::kColumnTiles; ++j) {
-      const int column = attention::Softmax<Source<T>>::column_of(j);
+      const int column = Softmax::column_of(j, thread);
       const float* const values = softmax.pair(i, j);
       write_pair(scale * values[0], scale * values[1], source.columns() - column, together, to + column);
     }
-    if (attention::Softmax<Source<T>>::column_of(0) == 0 && job.first_column == 0) lses[row] = lse;
+    if (Softmax::column_of(0, thread) == 0 && job.first_column == 0) lses[row] = lse;
   }
 }
 
-template <class T>
+template <class T, bool kWide>
 __device__ void attend(const T* qk, const T* v, const std::int32_t* order, const float* scales,
-                       const std::int32_t* kept, const Sizes& s, T* contexts, float* lses) {
-  Source<T>& source = attention::shared_source<Source<T>>();
+                       const std::int32_t* kept, const Sizes& sizes, T* contexts, float* lses) {
+  Source<T, kWide>& source = attention::shared_source<Source<T, kWide>>();
   const int thread = static_cast<int>(threadIdx.x);
-  for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
-    const Job job(s, static_cast<unsigned>(index));
+  for (unsigned index = blockIdx.x;; index += gridDim.x) {
+    Sizes s = sizes;
+    // what follows from these does not occupy registers while a block attends
+    for (unsigned* size : {&s.padded, &s.rounds, &s.head_dim, &s.chunk_length}) {
+      *size = static_cast<unsigned>(ptx::opaque(static_cast<int>(*size)));
+    }
+    if (index >= s.jobs()) break;
+    const Job job(s, index);
     const std::int32_t* const group_order = order + static_cast<std::int64_t>(job.group) * s.rounds * s.padded;
     const int queries = static_cast<int>(min(s.chunk_length - job.first_query, unsigned{kQueries}));
     if (thread < queries) source.own[thread] = group_order[job.chunk * s.chunk_length + job.first_query + thread];
@@ -231,9 +243,9 @@ __device__ void attend(const T* qk, const T* v, const std::int32_t* order, const
       source.kept = kept[job.group / s.heads];
       source.query_count = queries;
       source.column_count = static_cast<int>(s.value_dim - job.first_column);
-      source.is_aligned = tile::chunks_are_aligned(qk, s.head_dim) && tile::chunks_are_aligned(v, s.value_dim);
+      source.row_alignment = min(tile::alignment_of(qk, s.head_dim), tile::alignment_of(v, s.value_dim));
     }
-    hand_out(s, source, attention::attend<Source<T>>(), contexts, lses);
+    hand_out(s, source, attention::attend<Source<T, kWide>>(), contexts, lses);
     __syncthreads();  // the next job may take the memory
   }
 }
@@ -357,15 +369,10 @@ __device__ void combine(const T* contexts, const float* lses, int groups, int se
 }  // namespace
 
 // The first and the last kernel have blocks of 256 threads and 4 bytes of dynamic shared memory or none, the second one
-// blocks of 128 threads and at most 48 KiB.
-#define EFFEXPORT_LSH_ATTENTION(dtype, T)                                                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_prepare_##dtype(                      \
-      const T* __restrict__ qk, const bool* __restrict__ keep, std::int32_t groups, std::int32_t heads,                \
-      std::int32_t seq, std::int32_t head_dim, float* __restrict__ scales, std::int32_t* __restrict__ kept) {          \
-    prepare(qk, keep, groups, heads, seq, head_dim, scales, kept);                                                     \
-  }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T>>, kBlocksAtOnce)                          \
-      effexport_lsh_attention_##dtype(                                                                                 \
+// blocks of 128 threads, or of 64 of the wide one, and at most 48 KiB.
+// The wide ones of SM 75, which has too little shared memory for them, do nothing.
+#define EFFEXPORT_LSH_ATTENTION_ROUNDS(name, T, kWide)                                                                 \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T, kWide>>, kBlocksAtOnce<kWide>) name(      \
       const T* __restrict__ qk, const T* __restrict__ v, const std::int32_t* __restrict__ order,                       \
       const float* __restrict__ scales, const std::int32_t* __restrict__ kept, std::uint32_t groups,                   \
       std::uint32_t heads, std::uint32_t seq, std::uint32_t padded, std::uint32_t rounds, std::uint32_t head_dim,      \
@@ -374,8 +381,18 @@ __device__ void combine(const T* contexts, const float* lses, int groups, int se
       float* __restrict__ lses) {                                                                                      \
     const Sizes sizes{groups,       heads,         seq,          padded,      rounds,        head_dim,    value_dim,   \
                       chunk_length, chunks_before, chunks_after, causal != 0, circular != 0, rounded != 0};            \
-    attend(qk, v, order, scales, kept, sizes, contexts, lses);                                                         \
+    if constexpr (!kWide || ptx::kArchitecture >= 800) {                                                               \
+      attend<T, kWide>(qk, v, order, scales, kept, sizes, contexts, lses);                                             \
+    }                                                                                                                  \
+  }
+
+#define EFFEXPORT_LSH_ATTENTION(dtype, T)                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_prepare_##dtype(                      \
+      const T* __restrict__ qk, const bool* __restrict__ keep, std::int32_t groups, std::int32_t heads,                \
+      std::int32_t seq, std::int32_t head_dim, float* __restrict__ scales, std::int32_t* __restrict__ kept) {          \
+    prepare(qk, keep, groups, heads, seq, head_dim, scales, kept);                                                     \
   }                                                                                                                    \
+  EFFEXPORT_LSH_ATTENTION_ROUNDS(effexport_lsh_attention_##dtype, T, false)                                            \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_combine_##dtype(                      \
       const T* __restrict__ contexts, const float* __restrict__ lses, std::int32_t groups, std::int32_t seq,           \
       std::int32_t rounds, std::int32_t value_dim, std::int32_t rounded, T* __restrict__ out) {                        \
@@ -385,8 +402,13 @@ __device__ void combine(const T* contexts, const float* lses, int groups, int se
 EFFEXPORT_LSH_ATTENTION(float32, float)
 EFFEXPORT_LSH_ATTENTION(float16, Half)
 EFFEXPORT_LSH_ATTENTION(bfloat16, BFloat16)
+#ifndef EFFEXPORT_FOR_TENSORRT
+EFFEXPORT_LSH_ATTENTION_ROUNDS(effexport_lsh_attention_wide_float16, Half, true)
+EFFEXPORT_LSH_ATTENTION_ROUNDS(effexport_lsh_attention_wide_bfloat16, BFloat16, true)
+#endif
 
 #undef EFFEXPORT_LSH_ATTENTION
+#undef EFFEXPORT_LSH_ATTENTION_ROUNDS
 
 #ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
@@ -427,7 +449,32 @@ struct Scratch {
   }
 };
 
+// That of float32 is not wide.
+template <class T>
+auto wide_kernel() {
+  return entry_of<T>(EFFEXPORT_ENTRY(effexport_lsh_attention_float32),
+                     EFFEXPORT_ENTRY(effexport_lsh_attention_wide_float16),
+                     EFFEXPORT_ENTRY(effexport_lsh_attention_wide_bfloat16));
+}
+
+// The second launch, of blocks with such a source.
+template <class Source, class Kernel, class T>
+cudaError_t launch_rounds(Kernel kernel, const Sizes& s, const T* qk, const T* v, const std::int32_t* order,
+                          const Scratch<T>& memory, void* stream) {
+  const auto launch = launch_of(s.jobs(), attention::kThreads<Source>, attention::kSharedBytes<Source>, stream);
+  return cudaLaunchKernelEx(&launch, kernel, qk, v, order, static_cast<const float*>(memory.scales),
+                            static_cast<const std::int32_t*>(memory.kept), s.groups, s.heads, s.seq, s.padded,
+                            s.rounds, s.head_dim, s.value_dim, s.chunk_length, s.before, s.after,
+                            std::uint32_t{s.causal}, std::uint32_t{s.circular}, std::uint32_t{s.rounded},
+                            memory.contexts, memory.lses);
+}
+
 }  // namespace
+
+template <class T>
+std::size_t allow_cuda_shared_memory(void* stream) {
+  return sizeof(T) == 2 ? shared_memory_of(wide_kernel<T>(), stream) : 0;
+}
 
 template <class T>
 std::size_t cuda_scratch_bytes(const Problem& p) {
@@ -450,13 +497,14 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   cudaError_t error = cudaLaunchKernelEx(&prepare, EFFEXPORT_KERNEL(T, effexport_lsh_attention_prepare), qk, keep,
                                          s.groups, s.heads, s.seq, s.head_dim, memory.scales, memory.kept);
   if (error != cudaSuccess) return error;
-  const std::size_t shared_bytes = attention::kTileBytes<T> + sizeof(Source<T>);
-  const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads<Source<T>>, shared_bytes, stream);
-  error = cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_lsh_attention), qk, v, order,
-                             static_cast<const float*>(memory.scales), static_cast<const std::int32_t*>(memory.kept),
-                             s.groups, s.heads, s.seq, s.padded, s.rounds, s.head_dim, s.value_dim, s.chunk_length,
-                             s.before, s.after, size(p.causal), size(p.circular), size(p.rounded), memory.contexts,
-                             memory.lses);
+  using Wide = Source<T, sizeof(T) == 2>;
+  if (p.chunk_length >= kQueries &&
+      attention::has_room_for<Wide>(kBlocksAtOnce<true>, allow_cuda_shared_memory<T>(stream))) {
+    error = launch_rounds<Wide>(wide_kernel<T>(), s, qk, v, order, memory, stream);
+  } else {
+    error = launch_rounds<Source<T, false>>(EFFEXPORT_KERNEL(T, effexport_lsh_attention), s, qk, v, order, memory,
+                                            stream);
+  }
   if (error != cudaSuccess) return error;
   const std::int64_t pieces = p.groups * parts(p.seq * chunks_of_row<T>(s.value_dim), kThreads);
   const cudaLaunchConfig_t combine = launch_of(pieces, kThreads, 0, stream);
@@ -467,6 +515,7 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
 
 #define INSTANTIATE(T)                                                                                                \
   template int launch_cuda(const Problem&, const T*, const T*, const std::int32_t*, const bool*, void*, T*, void*);   \
+  template std::size_t allow_cuda_shared_memory<T>(void*);                                                            \
   template std::size_t cuda_scratch_bytes<T>(const Problem&)
 
 INSTANTIATE(float);

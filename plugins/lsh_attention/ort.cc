@@ -73,6 +73,7 @@ class Kernel {
     problem_.causal = integer_attribute(info, "causal", kAny) != 0;
     problem_.circular = integer_attribute(info, "circular", kAny) != 0;
     problem_.rounded = integer_attribute(info, "rounded", kAny) != 0;
+    if constexpr (kOn == Device::kCuda) allow_cuda_shared_memory<T>(nullptr);
   }
 
   void compute(const Ort::KernelContext& context) {

@@ -81,7 +81,7 @@ struct Source {
   float factor;
   const T *q, *k, *v;
   const bool* keep;
-  bool is_aligned;
+  int row_alignment;
 
   __device__ Source(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, const Job& job)
       : job(job),
@@ -91,8 +91,8 @@ struct Source {
         column_count(s.e - job.first_column),
         value_stride(s.e),
         factor(scale * tile::kLog2E),
-        is_aligned(tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) &&
-                   tile::chunks_are_aligned(v, s.e)) {
+        row_alignment(
+            min(min(tile::alignment_of(q, s.d), tile::alignment_of(k, s.d)), tile::alignment_of(v, s.e))) {
     const std::int64_t first_key = static_cast<std::int64_t>(job.slice) * s.slice;
     this->q = q + (static_cast<std::int64_t>(job.group) * s.n + job.first_query) * s.d;
     this->k = k + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.d;
@@ -104,7 +104,7 @@ struct Source {
   __device__ int keys() const { return key_count; }
   __device__ int channels() const { return channel_count; }
   __device__ int columns() const { return column_count; }
-  __device__ bool aligned() const { return is_aligned; }
+  __device__ int alignment() const { return row_alignment; }
   __device__ const T* query(int row) const { return q + static_cast<std::int64_t>(row) * channel_count; }
   __device__ Rows keys_of(int tile) const { return rows(k, channel_count, tile); }
   __device__ Rows values_of(int tile) const { return rows(v, value_stride, tile); }

@@ -17,7 +17,7 @@
 //   int keys() const;                             // at least 1, the same for all threads
 //   int channels() const;                         // of queries and keys
 //   int columns() const;                          // of the values, from this block's first one; at most kWidth used
-//   bool aligned() const;                         // whether all rows of queries, keys, values begin at multiples of 16
+//   int alignment() const;                        // of all rows of queries, keys and values: tile::alignment_of
 //   const T* query(int row) const;                // where a query lies
 //   void prepare(int tile) const;                 // all threads: what the next three need, in shared memory
 //   auto keys_of(int tile) const;                 // a function: the tile::Row<T> of key i < kKeys<T> of this tile
@@ -62,6 +62,17 @@ __device__ unsigned char* side_memory() {
 template <class Source>
 __device__ Source& shared_source() {
   return *reinterpret_cast<Source*>(side_memory<typename Source::Element>());
+}
+
+// Of a kernel whose Source has all of its own shared memory in it.
+template <class Source>
+constexpr std::size_t kSharedBytes = kTileBytes<typename Source::Element> + sizeof(Source);
+
+// Whether a multiprocessor has room for so many of its blocks. allowed: the shared memory that one block may have.
+template <class Source>
+constexpr bool has_room_for(std::size_t blocks, std::size_t allowed) {
+  constexpr std::size_t kReserved = 1024;  // of each block, for the driver
+  return blocks * (kSharedBytes<Source> + kReserved) <= allowed + kReserved;
 }
 
 constexpr float kLowest = -3.402823466e38f;
@@ -135,14 +146,14 @@ template <class Source>
 __device__ void load_queries(const Source& source, int slice) {
   const int first = slice * kWidth;
   tile::load_tile<kThreads<Source>>(
-      queries_of(source), kQueries<Source>, source.channels() - first, source.aligned(),
+      queries_of(source), kQueries<Source>, source.channels() - first, source.alignment(),
       [&](int row) { return row < source.queries() ? source.query(row) + first : nullptr; });
 }
 
 template <class Source, class T = typename Source::Element>
 __device__ void load_keys(const Source& source, const Stage<T>& stage, int tile, int slice) {
   const int first = slice * kWidth;
-  tile::load_tile<kThreads<Source>>(stage.keys, kKeys<T>, source.channels() - first, source.aligned(),
+  tile::load_tile<kThreads<Source>>(stage.keys, kKeys<T>, source.channels() - first, source.alignment(),
                                     [key = source.keys_of(tile), first](int i) {
                                       const tile::Row<T> row = key(i);
                                       return tile::Row<T>(row.at(first), row.exists);
@@ -151,7 +162,8 @@ __device__ void load_keys(const Source& source, const Stage<T>& stage, int tile,
 
 template <class Source, class T = typename Source::Element>
 __device__ void load_values(const Source& source, const Stage<T>& stage, int tile) {
-  tile::load_tile<kThreads<Source>>(stage.values, kKeys<T>, source.columns(), source.aligned(), source.values_of(tile));
+  tile::load_tile<kThreads<Source>>(stage.values, kKeys<T>, source.columns(), source.alignment(),
+                                    source.values_of(tile));
 }
 
 // Queries [16, 16] of this warp, from channel 16 k of a slice on, for types with tensor cores.

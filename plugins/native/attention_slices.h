@@ -24,9 +24,10 @@ __device__ bool pairs_are_aligned(const T* rows, int columns) {
 template <class Source, class T>
 __device__ void write_row(const Softmax<Source>& softmax, int i, float factor, int first_column, int columns,
                           bool in_pairs, T* to) {
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
 #pragma unroll
   for (int j = 0; j < kColumnTiles; ++j) {
-    const int column = first_column + Softmax<Source>::column_of(j);
+    const int column = first_column + Softmax<Source>::column_of(j, thread);
     Pair<T> pair;
     narrow(softmax.pair(i, j)[0] * factor, pair.values[0]);
     narrow(softmax.pair(i, j)[1] * factor, pair.values[1]);

@@ -56,6 +56,20 @@ inline bool fit_int32(std::initializer_list<std::int64_t> sizes) {
 }
 inline std::int32_t int32(std::int64_t size) { return static_cast<std::int32_t>(size); }
 
+#ifdef __CUDACC__
+// As in cuda_host.h, for scripts/gpu: of the thread's GPU, the only one.
+template <class Function>
+std::size_t shared_memory_of(Function* kernel, void*) {
+  cudaFuncAttributes compiled;
+  if (cudaFuncGetAttributes(&compiled, kernel) != cudaSuccess || compiled.ptxVersion < 80) return 0;
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  return error == cudaSuccess ? static_cast<std::size_t>(bytes) : 0;
+}
+#endif
+
 // The most blocks of a launch. Only scripts/gpu lowers it, so that blocks of small calls take several items each.
 inline std::int64_t most_blocks = kMaxInt32;
 

@@ -86,7 +86,8 @@ void load_matrices(std::uint32_t (&result)[4], const void* row);
 void load_transposed(std::uint32_t (&result)[4], const void* row);
 template <class T>
 void multiply_add(float (&sums)[4], const std::uint32_t (&left)[4], const std::uint32_t (&right)[2], T);
-void copy_16_bytes_or_zeros(void* to_shared, const void* from_global, bool copy);
+template <int kBytes>
+void copy_or_zeros(void* to_shared, const void* from_global, bool copy);
 void commit_copies();
 template <int kLeft>
 void wait_for_copies();

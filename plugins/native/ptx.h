@@ -69,18 +69,24 @@ inline __device__ void multiply_add(float (&sums)[4], const std::uint32_t (&left
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
 
-// "cp.async", from SM 80 on: starts to copy 16 bytes from global to shared memory, both at multiples of 16; or zeros
-// without a look at the source, whose address may be anything then.
-inline __device__ void copy_16_bytes_or_zeros(void* to_shared, const void* from_global, bool copy) {
-  asm volatile(
-      "{\n"
-      ".reg .pred ignore;\n"
-      "setp.eq.u32 ignore, %2, 0;\n"
-      "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n"
-      "}"
-      :
-      : "r"(shared_address(to_shared)), "l"(__cvta_generic_to_global(from_global)), "r"(static_cast<unsigned>(copy))
-      : "memory");
+// "cp.async", from SM 80 on: starts to copy 4, 8 or 16 bytes from global to shared memory, both at multiples of so
+// many; or zeros without a look at the source, whose address may be anything then. Those of 16 bytes pass by the L1
+// cache, where the others find what belongs to the same 32 bytes.
+template <int kBytes>
+__device__ void copy_or_zeros(void* to_shared, const void* from_global, bool copy) {
+#define EFFEXPORT_CP_ASYNC(cache)                                                                             \
+  asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"                                          \
+               "cp.async." cache ".shared.global [%0], [%1], %3, ignore;\n}"                                  \
+               :                                                                                              \
+               : "r"(shared_address(to_shared)), "l"(__cvta_generic_to_global(from_global)),                  \
+                 "r"(static_cast<unsigned>(copy)), "n"(kBytes)                                                \
+               : "memory")
+  if constexpr (kBytes == 16) {
+    EFFEXPORT_CP_ASYNC("cg");
+  } else {
+    EFFEXPORT_CP_ASYNC("ca");
+  }
+#undef EFFEXPORT_CP_ASYNC
 }
 
 // "cp.async.commit_group": the copies that this thread has started since the last call are a group.

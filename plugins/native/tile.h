@@ -81,27 +81,30 @@ struct Tile {
 
 // ---- Copies from global memory
 
-// Whether rows of `stride` elements from `first` on begin at multiples of 16 bytes, as fast copies need.
+// The most bytes, up to 16, at whose multiples all rows of `stride` elements from `first` on begin.
+template <class T>
+__device__ int alignment_of(const T* first, std::int64_t stride) {
+  const auto bits = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(first)) |
+                    static_cast<unsigned>(stride) * unsigned{sizeof(T)} | unsigned{kChunkBytes};
+  return static_cast<int>(bits & (0 - bits));
+}
+
+// Whether they begin at multiples of 16 bytes, as fast copies need.
 template <class T>
 __device__ bool chunks_are_aligned(const T* first, std::int64_t stride) {
-  return reinterpret_cast<std::uintptr_t>(first) % kChunkBytes == 0 &&
-         stride * static_cast<std::int64_t>(sizeof(T)) % kChunkBytes == 0;
+  return alignment_of(first, stride) == kChunkBytes;
 }
 
-// Fills a chunk with `count` elements (0 to all) from any address, and zeros after them.
-template <class T>
-__device__ void copy_elements(T* to, const T* from, int count) {
-#pragma unroll
-  for (int i = 0; i < kChunkBytes / static_cast<int>(sizeof(T)); ++i) to[i] = i < count ? from[i] : T{};
-}
-
-// Fills a chunk, from a multiple of 16 bytes, or with zeros.
-template <class T>
-__device__ void copy_whole_chunk(T* to, const T* from, bool exists) {
-  if constexpr (kAsynchronousCopies) {
-    ptx::copy_16_bytes_or_zeros(to, from, exists);
+// Fills kBytes in shared memory, from a multiple of as many, or with zeros.
+template <int kBytes, class T>
+__device__ void copy_piece(T* to, const T* from, bool exists) {
+  struct alignas(kBytes) Piece {
+    T elements[kBytes / sizeof(T)];
+  };
+  if constexpr (kAsynchronousCopies && kBytes >= 4) {
+    ptx::copy_or_zeros<kBytes>(to, from, exists);
   } else {
-    *reinterpret_cast<uint4*>(to) = exists ? *reinterpret_cast<const uint4*>(from) : uint4{};
+    *reinterpret_cast<Piece*>(to) = exists ? *reinterpret_cast<const Piece*>(from) : Piece{};
   }
 }
 
@@ -121,34 +124,43 @@ struct Row {
   }
 };
 
-// Starts to fill rows [0, rows) of a tile. row_of(i): where `columns` elements of row i are in global memory, a Row or
-// a pointer. All kThreads of the block call it.
-template <int kThreads, class T, int kWidth, class RowOf>
-__device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool aligned, const RowOf& row_of) {
+// load_tile, where rows begin and end at multiples of kBytes.
+template <int kThreads, int kBytes, class T, int kWidth, class RowOf>
+__device__ void load_pieces(const Tile<T, kWidth>& to, int rows, int columns, const RowOf& row_of) {
   using Target = Tile<T, kWidth>;
   static_assert(kThreads % Target::kChunks == 0);
   constexpr int kRowsAtOnce = kThreads / Target::kChunks;
+  constexpr int kOfPiece = kBytes / static_cast<int>(sizeof(T));
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   const int chunk = thread % Target::kChunks;
   const int first = chunk * Target::kPerChunk;
-  const int present = max(0, min(Target::kPerChunk, columns - first));
-  const auto load_chunk = [&](int begin, bool fast) {
+#pragma unroll(kBytes == kChunkBytes ? 4 : 1)
+  for (int begin = 0; begin < rows; begin += kRowsAtOnce) {
     const int row = begin + thread / Target::kChunks;
     if (begin + kRowsAtOnce > rows && row >= rows) return;
     const Row<T> from = row_of(row);
-    if (fast) {
-      copy_whole_chunk(to.chunk(row, chunk), from.at(first), from.exists && present > 0);
-    } else {
-      const int count = from.exists ? present : 0;
-      copy_elements(to.chunk(row, chunk), count > 0 ? from.elements + first : nullptr, count);
+    T* const target = to.chunk(row, chunk);
+#pragma unroll
+    for (int i = 0; i < Target::kPerChunk; i += kOfPiece) {
+      copy_piece<kBytes>(target + i, from.at(first + i), from.exists && first + i < columns);
     }
-  };
-  if (aligned && columns % Target::kPerChunk == 0) {
-#pragma unroll 4
-    for (int begin = 0; begin < rows; begin += kRowsAtOnce) load_chunk(begin, true);
-  } else {
-#pragma unroll 1
-    for (int begin = 0; begin < rows; begin += kRowsAtOnce) load_chunk(begin, false);
+  }
+}
+
+// Starts to fill rows [0, rows) of a tile. row_of(i): where `columns` elements of row i are in global memory, a Row or
+// a pointer. alignment: as alignment_of says of them. All kThreads of the block call it.
+template <int kThreads, class T, int kWidth, class RowOf>
+__device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, int alignment, const RowOf& row_of) {
+  // the most bytes at whose multiples they end, too
+  const int bytes = min(alignment, alignment_of<T>(nullptr, columns));
+  if (bytes == kChunkBytes) {
+    load_pieces<kThreads, kChunkBytes>(to, rows, columns, row_of);
+  } else if (bytes == 8) {
+    load_pieces<kThreads, 8>(to, rows, columns, row_of);
+  } else if (sizeof(T) == 4 || bytes == 4) {
+    load_pieces<kThreads, 4>(to, rows, columns, row_of);
+  } else if constexpr (sizeof(T) < 4) {
+    load_pieces<kThreads, sizeof(T)>(to, rows, columns, row_of);
   }
 }
 

@@ -162,12 +162,12 @@ __device__ void convolve(const T* x, const T* weight, const bool* keep, const T*
     const std::int64_t start = static_cast<std::int64_t>(group) * seq * channels + panel;
     const bool* const kept = keep + static_cast<std::int64_t>(group / heads) * seq;
     const T* const filter = weight + static_cast<std::int64_t>(group % heads) * taps;
-    const bool aligned = tile::chunks_are_aligned(x, channels);
+    const int alignment = tile::alignment_of(x, channels);
     const int span = (kTokens + taps - 1 + tile::kDepth - 1) / tile::kDepth * tile::kDepth;  // rows that count
     Sums<T> sums;
     for (int shift = 0; shift < span; shift += kWindow) {
       const Window window = {min(kWindow, span - shift), shift, taps};
-      tile::load_tile<kThreads>(rows, window.count, columns, aligned, [=](int row) -> const T* {
+      tile::load_tile<kThreads>(rows, window.count, columns, alignment, [=](int row) -> const T* {
         const int from = token + (shift + row - taps / 2);
         if (from < 0 || from >= seq || !is_set(kept + from)) return nullptr;
         return x + start + static_cast<std::int64_t>(from) * channels;

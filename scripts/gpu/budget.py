@@ -38,9 +38,20 @@ PAGE = ROOT / "docs" / "gpu_budget.md"
 # those of other GPUs have the code of one of these
 ARCHITECTURES = (75, 90, 120)
 # Copies and products of halves were measured; multiprocessors, their highest clock and the cache are the data sheet's.
+MULTIPROCESSORS = 132
 GPUS = {
-    "H100": Rates.of(copied=3.0e12, tensor=395e12, multiprocessors=132, clock_hz=1.98e9, cache_bytes=50e6),
-    "H200": Rates.of(copied=4.3e12, tensor=395e12, multiprocessors=132, clock_hz=1.98e9, cache_bytes=60e6),
+    "H100": Rates.of(copied=3.0e12, tensor=395e12, multiprocessors=MULTIPROCESSORS, clock_hz=1.98e9, cache_bytes=50e6),
+    "H200": Rates.of(copied=4.3e12, tensor=395e12, multiprocessors=MULTIPROCESSORS, clock_hz=1.98e9, cache_bytes=60e6),
+}
+# The architecture of both, whose main loops are shown; by field of Usage, the columns.
+SHOWN = 90
+LOOP = {
+    "issued": "instructions",
+    "floats": "floats",
+    "integers": "integers",
+    "special": "special functions",
+    "accesses": "accesses",
+    "loop_products": "tensor cores",
 }
 TEMPLATE = """\
 # What the CUDA kernels need, and what bounds them
@@ -65,10 +76,22 @@ GPU it runs on, and goals are multiples of the bound that follows from them. Tim
 
 {operators}
 
+## Launches
+
+What each case launches on an H100 or H200. Blocks at a time: those that fit on a multiprocessor. A wave is as many as
+fit on all of them; of 2.1 waves, the last leaves nine tenths of the GPU idle, if all blocks take as long.
+
+{launches}
+
 ## Kernels
 
 Three numbers are for SM 75 / 90 / 120, one number for all of them. Blocks and warps are those that fit on a
 multiprocessor at a time. HMMA: products on tensor cores in the machine code, each counted once.
+
+The last seven columns are of the main loop, for SM 90: instructions of a warp in one turn, on all ways through it, of
+which a warp takes one. Loops inside it do not count. A scheduler, one of four in a multiprocessor, issues one a clock;
+integers, logic, comparisons and moves take two clocks of their pipe, special functions eight, an access of up to 128
+bytes of memory four, and a product on tensor cores 5.4, which is the measured rate above. The busiest has most clocks.
 
 {resources}
 """
@@ -108,8 +131,9 @@ def number(value: float) -> str:
 
 def resources(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> list[str]:
     lines = [
-        "| kernel | threads | shared memory | registers | spilled bytes | blocks (warps) | HMMA |",
-        "|---|---|---|---|---|---|---|",
+        "| kernel | threads | shared memory | registers | spilled bytes | blocks (warps) | HMMA "
+        f"| {' | '.join(LOOP.values())} | busiest |",
+        f"|{'---|' * (8 + len(LOOP))}",
     ]
     launches = first_launches(recorder)
     for entry in sorted({entry for entry, _ in usages}):
@@ -123,8 +147,27 @@ def resources(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> list[
             each(usage.spilled_bytes for usage in each_usage),
             each(map(occupancy, ARCHITECTURES, each_usage, [launch] * len(each_usage))),
             each(usage.tensor_products for usage in each_usage),
+            *(str(getattr(usages[entry, SHOWN], name)) for name in LOOP),
+            LOOP[usages[entry, SHOWN].busiest],
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def launches(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> list[str]:
+    lines = ["| kernel | case | blocks | threads | registers | blocks at a time | waves |", f"|{'---|' * 7}"]
+    for op in CUDA_OPS.values():
+        for timed in load_contract(op).timed:
+            for launch in recorder.launches(op, timed.case):
+                usage = usages[launch.entry, SHOWN]
+                resident = MULTIPROCESSOR[SHOWN].resident_blocks(usage, launch.threads, launch.shared_bytes)
+                cells = [
+                    f"`{launch.entry.removeprefix('effexport_')}`",
+                    timed.case.name,
+                    *map(str, (launch.blocks, launch.threads, usage.registers, resident)),
+                    number(launch.blocks / (resident * MULTIPROCESSORS)),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -133,7 +176,7 @@ def first_launches(recorder: Recorder) -> dict[str, Launch]:
     found: dict[str, Launch] = {}
     for op in CUDA_OPS.values():
         check = load_contract(op)
-        cases = [timed.case for timed in check.timed] + [*check.checked]
+        cases = [timed.case for timed in check.timed] + [*check.checked, *check.small]
         for case in (replace(case, dtype=dtype) for case in cases for dtype in op.element_types):
             for launch in recorder.launches(op, case):
                 found.setdefault(launch.entry, launch)
@@ -177,6 +220,7 @@ def page() -> str:
             cuda=cuda[1] if cuda else "unknown",
             measured=f"measured on one {where}" if where else "no GPU has measured any yet",
             operators="\n".join(operators(recorder, measured)),
+            launches="\n".join(launches(recorder, usages)),
             resources="\n".join(resources(recorder, usages)),
         )
 

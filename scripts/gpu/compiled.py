@@ -6,11 +6,13 @@ import importlib.util
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import networkx
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,14 +33,46 @@ USAGE = {
 }
 
 
+# Instructions by what they occupy besides a scheduler. IMAD takes a half of the pipe of multiplications.
+PIPES = {
+    "floats": "FADD FFMA FMUL HADD2 HFMA2 HMUL2 IMAD",
+    "integers": (
+        "BMSK F2FP FMNMX FMNMX3 FSEL FSET FSETP HMNMX2 HSETP2 I2FP IABS IADD IADD3 IMNMX ISETP LEA LOP3 MOV P2R PLOP3 "
+        "PRMT R2P SEL SGXT SHF SHL SHR VIADD VIADDMNMX VIMNMX VOTE"
+    ),
+    "special": "BREV F2F F2I FLO FRND I2F I2I MUFU POPC",
+    "accesses": "ATOM ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM RED SHFL ST STG STL STS",
+    "loop_products": "HMMA IMMA",
+}
+PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
+# Clocks of a scheduler, one of four in a multiprocessor, for the instruction of a warp on SM 90: CUDA C++ Programming
+# Guide, "Arithmetic Instructions". Of products on tensor cores: as fast as large ones were measured, see budget.py.
+CLOCKS = {"issued": 1.0, "floats": 1.0, "integers": 2.0, "special": 8.0, "accesses": 4.0, "loop_products": 5.4}
+
+
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one kernel as ptxas reports them, and its number of tensor-core products (HMMA)."""
+    """Resources of one kernel as ptxas reports them, and its number of tensor-core products (HMMA).
+
+    The others count instructions of a warp in the kernel's main loop, on all ways through it: all of them, and those of
+    PIPES. accesses: of memory, in parts of 128 bytes.
+    """
 
     registers: int
     shared_bytes: int
     spilled_bytes: int
     tensor_products: int = 0
+    issued: int = 0
+    floats: int = 0
+    integers: int = 0
+    special: int = 0
+    accesses: int = 0
+    loop_products: int = 0
+
+    @property
+    def busiest(self) -> str:
+        """The name in CLOCKS of what the main loop keeps busy for the most clocks."""
+        return max(CLOCKS, key=lambda name: getattr(self, name) * CLOCKS[name])
 
 
 @dataclass(frozen=True)
@@ -93,8 +127,8 @@ def compile_kernels(ops: Sequence[Op], architectures: Sequence[int], folder: Pat
         cubin = str(folder / f"{op.torch_name}_{architecture}.cubin")
         options = ("-std=c++17", "-O3", f"-I{PLUGINS}", f"-arch=sm_{architecture}", "--resource-usage", "-cubin")
         usages = parse_usage(call([nvcc, *options, "-Werror=all-warnings", str(PLUGINS / op.cuda_source), "-o", cubin]))
-        products = tensor_products(call([nvdisasm, "-c", cubin]))
-        return {key: replace(usage, tensor_products=products[key[0]]) for key, usage in usages.items()}
+        code = machine_code(call([nvdisasm, "-c", cubin]))
+        return {key: replace(usage, **counts_of(code[key[0]])) for key, usage in usages.items()}
 
     works = [(op, architecture) for op in ops for architecture in architectures]
     with ThreadPoolExecutor(usable_cores()) as pool:
@@ -113,10 +147,90 @@ def parse_usage(text: str) -> dict[tuple[str, int], Usage]:
     return usages
 
 
-def tensor_products(text: str) -> dict[str, int]:
-    """Kernel → HMMA instructions in its code, each once, from the output of `nvdisasm -c`."""
-    parts = text.split(".section\t.text.")[1:]
-    return {part[: part.index(",")]: len(re.findall(r"\bHMMA\.", part)) for part in parts}
+# A label, or an instruction: its predicate, opcode and operands.
+LINE = re.compile(r"^\s*(?:(\.\w+):|/\*\w+\*/\s+(@!?\w+ )?\s*([\w.]+)(.*?);)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of machine code. follows: the indices of those that may be next."""
+
+    opcode: str
+    follows: tuple[int, ...]
+
+    @property
+    def pipe(self) -> str | None:
+        return PIPE_OF.get(self.opcode.partition(".")[0])
+
+    @property
+    def accesses(self) -> int:
+        """The parts of 128 bytes that a warp accesses: of LDSM.M88.4 and LDS.128, four."""
+        width = re.search(r"\.(64|128|M88\.2|M88\.4|MT88\.2|MT88\.4)\b", self.opcode)
+        return {"64": 2, "2": 2, "128": 4, "4": 4}[width[1].rpartition(".")[2]] if width else 1
+
+
+def machine_code(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of every kernel, from the output of `nvdisasm -c`."""
+    return {part[: part.index(",")]: _instructions(part) for part in text.split(".section\t.text.")[1:]}
+
+
+def _instructions(text: str) -> list[Instruction]:
+    labels: dict[str, int] = {}
+    lines: list[tuple[str, str, str]] = []
+    for label, predicate, opcode, operands in LINE.findall(text):
+        if label:
+            labels[label] = len(lines)
+        else:
+            lines.append((predicate, opcode, operands))
+    found = []
+    for i, (predicate, opcode, operands) in enumerate(lines):
+        jump = re.search(r"`\((\.\w+)\)", operands) if opcode.startswith("BRA") else None
+        ends = opcode.startswith(("BRA", "EXIT", "RET")) and not predicate and "UP" not in operands
+        follows = [labels[jump[1]]] if jump else []
+        found.append(Instruction(opcode, tuple(follows + [i + 1] * (not ends and i + 1 < len(lines)))))
+    return found
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions of a loop, without those of the loops inside it. depth: of loops around it."""
+
+    instructions: frozenset[int]
+    depth: int
+
+
+def loops_of(code: Sequence[Instruction]) -> list[Loop]:
+    """All loops, each the strongly connected rest of another without the ways back to its first instruction."""
+    graph = networkx.DiGraph((i, following) for i, instruction in enumerate(code) for following in instruction.follows)
+
+    def loops_within(within: networkx.DiGraph, depth: int) -> list[Loop]:
+        found = []
+        for part in networkx.strongly_connected_components(within):
+            body = within.subgraph(part).copy()
+            if body.number_of_edges() == 0:
+                continue
+            first = min((to for start, to in graph.in_edges(part) if start not in part), default=min(part))
+            body.remove_edges_from([*body.in_edges(first)])
+            inner = loops_within(body, depth + 1)
+            found += [Loop(frozenset(part).difference(*(loop.instructions for loop in inner)), depth), *inner]
+        return found
+
+    return loops_within(graph, 0)
+
+
+def counts_of(code: Sequence[Instruction]) -> dict[str, int]:
+    """Fields of Usage. The main loop has most products on tensor cores; among equals, most arithmetic of floats, where
+    a loop in another counts eight times as much. Without loops, it is the whole kernel."""
+
+    def counts(loop: Loop) -> dict[str, int]:
+        own = [code[i] for i in loop.instructions]
+        amounts = Counter(instruction.pipe for instruction in own)
+        amounts["accesses"] = sum(instruction.accesses for instruction in own if instruction.pipe == "accesses")
+        return {"issued": len(own)} | {pipe: amounts[pipe] for pipe in PIPES}
+
+    found = [(loop.depth, counts(loop)) for loop in loops_of(code) or [Loop(frozenset(range(len(code))), 0)]]
+    _, main = max(found, key=lambda x: (x[1]["loop_products"], 8 ** x[0] * x[1]["floats"], x[1]["issued"]))
+    return {"tensor_products": sum(x.opcode.startswith("HMMA.") for x in code), **main}
 
 
 def find_nvdisasm() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cuda_kernels import plugin_entries
 from gpu import budget, runs
-from gpu.compiled import MULTIPROCESSOR, Usage, find_nvdisasm, parse_usage, tensor_products
+from gpu.compiled import MULTIPROCESSOR, Usage, counts_of, find_nvdisasm, loops_of, machine_code, parse_usage
 from gpu.device import SetupError
 from kernel_ptx import kept_usages
 
@@ -47,14 +47,44 @@ ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack si
     assert parse_usage(text) == {("effexport_x", 90): Usage(registers=40, shared_bytes=0, spilled_bytes=24)}
 
 
-def test_products_on_tensor_cores_are_counted_by_kernel() -> None:
-    text = """\t.section\t.text.effexport_x,"ax",@progbits
+MACHINE_CODE = """\t.section\t.text.effexport_x,"ax",@progbits
         /*0000*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
-        /*0010*/              @!P0 HMMA.1688.F32 R4, R8, R12, R4 ;
+.L_x_0:
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0020*/                   LDSM.16.MT88.4 R4, [R8] ;
+        /*0030*/              @!P0 HMMA.1688.F32 R4, R8, R12, R4 ;
+        /*0040*/                   FFMA R0, R1.reuse, R2, R3 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0060*/                   LDS.64 R4, [R8] ;
+        /*0070*/                   MUFU.EX2 R1, R2 ;
+        /*0080*/               @P2 BRA `(.L_x_0) ;
+        /*0090*/                   EXIT ;
+.L_x_3:
+        /*00a0*/                   BRA `(.L_x_3);
 \t.section\t.text.effexport_y,"ax",@progbits
-        /*0000*/                   FFMA R0, R1.reuse, R2, R3 ;
+        /*0000*/                   IADD3 R0, PT, PT, R1, R2, RZ ;
+        /*0010*/                   EXIT ;
 """
-    assert tensor_products(text) == {"effexport_x": 2, "effexport_y": 0}
+
+
+def test_instructions_of_loops_are_counted_by_pipe() -> None:
+    code = machine_code(MACHINE_CODE)
+    loops = {(loop.depth, loop.instructions) for loop in loops_of(code["effexport_x"])}
+    assert loops == {(0, frozenset({1, 6, 7, 8})), (1, frozenset({2, 3, 4, 5})), (0, frozenset({10}))}
+    found = {kernel: Usage(0, 0, 0, **counts_of(own)) for kernel, own in code.items()}
+    main = {"issued": 4, "floats": 1, "accesses": 4, "loop_products": 1}
+    assert found["effexport_x"] == Usage(0, 0, 0, tensor_products=2, **main)
+    assert found["effexport_y"] == Usage(0, 0, 0, issued=2, integers=1)
+    assert [usage.busiest for usage in found.values()] == ["accesses", "issued"]
+
+
+def test_the_busiest_takes_most_clocks() -> None:
+    counts = {"issued": 100, "floats": 60, "integers": 20}
+    assert Usage(0, 0, 0, **counts).busiest == "issued"
+    for more in ({"integers": 51}, {"special": 13}, {"accesses": 26}, {"loop_products": 19}):
+        assert Usage(0, 0, 0, **(counts | more)).busiest in more
 
 
 def test_a_missing_nvdisasm_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -28,7 +28,9 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("columns", [64, 40, 37], ids=["whole chunks", "a part of the chunks", "not aligned"])
+@pytest.mark.parametrize(
+    "columns", [64, 40, 44, 38, 37], ids=["whole chunks", "a part", "8 bytes", "4 bytes", "elements"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_are_those_of_numpy(library: ctypes.CDLL, dtype: np.dtype, columns: int) -> None:
     random = np.random.default_rng(columns)

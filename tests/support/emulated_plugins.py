@@ -70,11 +70,18 @@ class EmulatedOp:
         return Call(name.value.decode(), (launch[0], launch[1], launch[2]), tuple(scalars[:count]))
 
     def calls_of_launch_cuda(
-        self, dtype: str, sizes: Sequence[int], numbers: Sequence[float], multiprocessors: int = 1
+        self,
+        dtype: str,
+        sizes: Sequence[int],
+        numbers: Sequence[float],
+        multiprocessors: int = 1,
+        allowed_shared: int = 160 << 10,
     ) -> list[Call]:
-        """Launches of the operator's launch_cuda for a case of its contract; no block of it runs."""
+        """Launches of the operator's launch_cuda for a case of its contract; no block of it runs. allowed_shared: bytes
+        of shared memory that a block may have."""
         before = self.library.count_launches()
         self.library.set_schedule(0, 0)
+        self.library.set_allowed_shared(ctypes.c_size_t(allowed_shared))
         self.library.set_multiprocessors(multiprocessors)
         nowhere = (ctypes.c_void_p * 16)(*[4096] * 16)  # addresses that nothing reads
         check = getattr(self.library, f"effexport_check_{self.op}")

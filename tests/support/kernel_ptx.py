@@ -105,9 +105,18 @@ def _usages(op: Op, architecture: int) -> dict[tuple[str, int], Usage]:
 
 def usages_digest(op: Op) -> str:
     """Of nvcc, of the functions that call it and read its output, and of the kernel's sources."""
-    way = (compiled.compile_kernels, compiled.parse_usage, compiled.tensor_products, Usage)
+    counting = (compiled.machine_code, compiled.Instruction, compiled.loops_of, compiled.counts_of)
+    way = (compiled.compile_kernels, compiled.parse_usage, *counting, Usage)
     sources = [f"{path.relative_to(ROOT)}\n{path.read_text(encoding='utf-8')}" for path in sources_of(op)]
-    return digest_of([run(find_nvcc(), "--version"), repr(compiled.USAGE), *map(inspect.getsource, way), *sources])
+    return digest_of(
+        [
+            run(find_nvcc(), "--version"),
+            repr(compiled.USAGE),
+            repr(compiled.PIPES),
+            *map(inspect.getsource, way),
+            *sources,
+        ]
+    )
 
 
 def _compiled_usages(op: Op, architecture: int, digest: str) -> list[list[object]]:

@@ -150,8 +150,10 @@ def test_plugins_compute_it_where_sizes_are_not_known(op: str, case: Case) -> No
 
 def calls_of_launch_cuda(op: str, case: Case, calls: list[Call]) -> list[Call]:
     """Launches of launch_cuda for a case. calls: those of the plugins, where they may be others."""
-    # whatever the call, it does not occupy the GPU: plugins do not ask for one
-    found = emulated_op(CUDA_OPS[op]).calls_of_launch_cuda(case.dtype, case.sizes, case.numbers, multiprocessors=2**20)
+    # whatever the call, it does not occupy the GPU, which has no more shared memory than every one: plugins do not ask
+    found = emulated_op(CUDA_OPS[op]).calls_of_launch_cuda(
+        case.dtype, case.sizes, case.numbers, multiprocessors=2**20, allowed_shared=48 << 10
+    )
     if op == "MaskedAttention" and len(calls) > len(found):
         # one slice, of more keys than one slice has for any number of queries: launch_cuda does without the merge.
         # No keys at all: it does without the other kernel

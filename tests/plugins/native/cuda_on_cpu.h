@@ -117,6 +117,7 @@ struct Settings {
   unsigned max_blocks = ~0u;  // larger grids are cut down to this
   bool truncate = false;      // sums of tensor cores lose more bits than on any GPU that has been studied
   int multiprocessors = 1;    // that the GPU says it has: blocks run one after another
+  std::size_t allowed_shared = kMaxSharedBytes;  // of a block, for kernels that ask for all of it
   void* shared = nullptr;     // the extern array of the kernel, kMaxSharedBytes long
 };
 EFFEXPORT_OWN Settings settings;
@@ -158,10 +159,11 @@ struct Warp {
   Given settled[kWarpSize];  // to the last complete one
 };
 
-// Of 16 bytes by one thread, from global to shared memory. from: nullptr for zeros.
+// By one thread, from global to shared memory. from: nullptr for zeros.
 struct Copy {
   void* to;
   const void* from;
+  std::size_t bytes;
 };
 
 struct CopyGroup {
@@ -246,12 +248,11 @@ class Block {
   }
 
   void start_copy(const Copy& copy, int line) {
-    if (reinterpret_cast<std::uintptr_t>(copy.to) % 16 || reinterpret_cast<std::uintptr_t>(copy.from) % 16) {
-      fail("a copy of 16 bytes whose addresses are not multiples of 16", line);
-    }
+    const auto addresses = reinterpret_cast<std::uintptr_t>(copy.to) | reinterpret_cast<std::uintptr_t>(copy.from);
+    if (addresses % copy.bytes != 0) fail("a copy whose addresses are not multiples of its size", line);
     const Hidden hidden;
-    current_->copier.note_copy(copy.to, copy.from, 16);
-    std::memset(copy.to, 0xff, 16);
+    current_->copier.note_copy(copy.to, copy.from, copy.bytes);
+    std::memset(copy.to, 0xff, copy.bytes);
     current_->copies.back().copies.push_back(copy);
   }
 
@@ -269,9 +270,9 @@ class Block {
       groups.front().arrived.acquire();
       for (const Copy& copy : groups.front().copies) {
         if (copy.from) {
-          std::memcpy(copy.to, copy.from, 16);
+          std::memcpy(copy.to, copy.from, copy.bytes);
         } else {
-          std::memset(copy.to, 0, 16);
+          std::memset(copy.to, 0, copy.bytes);
         }
       }
       groups.pop_front();
@@ -536,7 +537,7 @@ inline int multiprocessors(void*) { return cuda_on_cpu::settings.multiprocessors
 template <class Function>
 std::size_t shared_memory_of(Function* kernel, void*) {
   cuda_on_cpu::with_all_shared_memory.insert(reinterpret_cast<const void*>(kernel));
-  return cuda_on_cpu::kMaxSharedBytes;
+  return cuda_on_cpu::settings.allowed_shared;
 }
 }  // namespace effexport
 
@@ -617,8 +618,10 @@ void multiply_add(float (&sums)[4], const std::uint32_t (&left)[4], const std::u
   }
 }
 
-inline void copy_16_bytes_or_zeros(void* to, const void* from, bool copy, int line = __builtin_LINE()) {
-  cuda_on_cpu::block.start_copy({to, copy ? from : nullptr}, line);
+template <int kBytes>
+void copy_or_zeros(void* to, const void* from, bool copy, int line = __builtin_LINE()) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  cuda_on_cpu::block.start_copy({to, copy ? from : nullptr, kBytes}, line);
 }
 
 inline void commit_copies() { cuda_on_cpu::block.commit_copies(); }

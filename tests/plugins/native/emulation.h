@@ -81,6 +81,10 @@ inline __attribute__((used)) void set_schedule(unsigned seed, unsigned max_block
 
 inline __attribute__((used)) void set_truncation(bool truncate) { cuda_on_cpu::settings.truncate = truncate; }
 
+inline __attribute__((used)) void set_allowed_shared(std::size_t bytes) {
+  cuda_on_cpu::settings.allowed_shared = bytes;
+}
+
 inline __attribute__((used)) void set_multiprocessors(int count) { cuda_on_cpu::settings.multiprocessors = count; }
 
 // Grid, block and dynamic shared memory of the last launch, or of one before.

@@ -104,7 +104,7 @@ void count_and_read(int*) {
   if (self() == 0) keep(words[0]);
 }
 
-void copy(const int* global) { ptx::copy_16_bytes_or_zeros(chunks + self(), global, self() % 2 == 0); }
+void copy(const int* global) { ptx::copy_or_zeros<16>(chunks + self(), global, self() % 2 == 0); }
 
 void copy_and_read_own(int* global) {
   copy(global);
@@ -155,7 +155,7 @@ template <int kRead>
 void copy_twice(int* global) {
   copy(global);
   ptx::commit_copies();
-  ptx::copy_16_bytes_or_zeros(chunks + blockDim.x + threadIdx.x, global, true);
+  ptx::copy_or_zeros<16>(chunks + blockDim.x + threadIdx.x, global, true);
   ptx::commit_copies();
   ptx::wait_for_copies<1>();
   keep(chunks[kRead * static_cast<int>(blockDim.x) + self()].elements[0]);

@@ -21,9 +21,9 @@ __device__ void multiply_tiles(const T* left, const T* right, int columns, int p
   const auto row_of = [=](const T* matrix) {
     return [=](int row) { return matrix + static_cast<std::int64_t>(row) * columns; };
   };
-  load_tile<kThreads>(left_tile, kLeftRows, columns, chunks_are_aligned(left, columns), row_of(left));
+  load_tile<kThreads>(left_tile, kLeftRows, columns, alignment_of(left, columns), row_of(left));
   commit_tiles();
-  load_tile<kThreads>(right_tile, kSide, columns, chunks_are_aligned(right, columns), row_of(right));
+  load_tile<kThreads>(right_tile, kSide, columns, alignment_of(right, columns), row_of(right));
   commit_tiles();
   wait_for_tiles<0>();
   __syncthreads();
