@@ -348,7 +348,7 @@ def manifest_from_report(report: Report, spec: BuildSpec, hashes: Sequence[str],
 
 
 def schema_text() -> str:
-    """The published JSON Schema of report.json, generated from the types above, as report.schema.json holds it."""
+    """The published JSON Schema of report.json, generated from the types above."""
     _, types = msgspec.json.schema_components((ReportFile, SpecFields), ref_template="#/$defs/{name}")
     report = types.pop(ReportFile.__name__)
     head = {

@@ -10,7 +10,6 @@ import math
 import re
 import shlex
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -107,10 +106,8 @@ def read(values: dict[str, Any]) -> Report:
 # ---- the schema
 
 
-def test_the_published_schema_is_that_of_the_types() -> None:
+def test_the_schema_is_one_and_knows_this_version_and_all_runtimes() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    published = resources.files("effexport.report").joinpath("report.schema.json").read_text(encoding="utf-8")
-    assert published == schema_text(), "write the output of `effexport report --schema` to report.schema.json"
     assert SCHEMA["properties"]["report_version"]["enum"] == [REPORT_VERSION]
     assert SCHEMA["properties"]["runtime"]["enum"] == sorted(ARTIFACT_RUNTIMES)
 
