@@ -15,8 +15,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from readme_run import Shell, free_port, on_port
+from readme_run import Shell, on_port
 from safetensors.torch import save_file
+from serving_load import free_ports
 from text_checkpoints import checkpoint
 from torch import nn
 
@@ -162,7 +163,7 @@ def test_the_commands_of_a_page_run(page: Path, prepared: Path, tmp_path: Path) 
     for name, source in FILES.get(page.stem, {}).items():
         copy = shutil.copytree if (folder / source).is_dir() else shutil.copy2
         copy(folder / source, folder / name)
-    shell, port = Shell(folder), free_port()
+    shell, (port,) = Shell(folder), free_ports(1)
     try:
         shell.run(f'PATH="{Path(sys.executable).parent}:$PATH"; GITHUB_STEP_SUMMARY=summary.md')
         for command in commands_of(page):

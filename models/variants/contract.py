@@ -23,6 +23,9 @@ class VariantContract:
     largest error in float32 as a fraction of the RMS of a result, by rounding; reason says why.
     small: options with which every part of the variant counts within 63 tokens of width 32. forms: options beside these
     with which `exact` is the formula, too, by name. changed: a spec whose values are not the defaults.
+    empty_is_zero: False where a sample that sees nothing has results, since softmaxes average over all values, hashed
+    tokens see themselves, and a norm has a bias. hides_nan: False where what is hidden is multiplied by zero, which
+    leaves NaN and infinities.
     """
 
     exact: Exact
@@ -31,6 +34,8 @@ class VariantContract:
     changed: AttentionSpec
     small: Mapping[str, Any]
     forms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    empty_is_zero: bool = True
+    hides_nan: bool = True
 
 
 def variant_contract(variant: str) -> VariantContract:

@@ -35,11 +35,6 @@ def rows() -> Iterator[tuple[str, bool]]:
             yield variant, True
 
 
-# Of a sample that sees nothing, softmaxes average over all values, hashed tokens see themselves, and a norm has a bias.
-NEVER_ZERO = ("softmax", "window", "lsh", "local", "retention")
-# These multiply what is hidden by zero, which leaves NaN and infinities.
-MULTIPLIED = ("softmax", "window", "lsh", "local", "linear", "nystrom")
-
 variants = pytest.mark.parametrize(
     ("variant", "causal"), [pytest.param(*row, id="-".join(map(str, row))) for row in rows()]
 )
@@ -101,7 +96,7 @@ def test_neither_padding_nor_other_samples_change_a_result(variant: str, causal:
     for form in forms_of(variant, causal):
         layer, (x, keep) = layer_of(variant, causal, form), batch(63)
         # padding may hold anything
-        last = 0.0 if variant in MULTIPLIED else torch.nan
+        last = torch.nan if CONTRACTS[variant].hides_nan else 0.0
         filled = torch.where(keep[..., None], x, torch.tensor([1e4, -1e4, last, 1e4])[:, None, None])
         together = layer.attend(filled, keep)
         with named(form):
@@ -149,7 +144,7 @@ def test_left_padding_holes_and_a_sample_without_tokens_may_hold_anything(varian
         other = layer.attend(torch.where(keep[..., None], x, 50 * x.roll(1, 0)), keep)
         assert_close(other[keep], given[keep], BLOCKING)
         assert given.isfinite().all()
-        assert variant in NEVER_ZERO or not given[2].any()
+        assert not (CONTRACTS[variant].empty_is_zero and given[2].any())
 
 
 @variants

@@ -144,6 +144,8 @@ def exact(layer: LocalAttention, x: Tensor, keep: Tensor) -> Tensor:
 CONTRACT = VariantContract(
     exact=exact,
     limit=1e-5,
+    empty_is_zero=False,
+    hides_nan=False,
     reason="logits of order ten, rounded by 6e-8 each, are relative errors of the weights",
     changed=LocalSpec(dim=96, heads=3, chunk_length=16, num_chunks_before=2, num_chunks_after=1, circular=True),
     small={"chunk_length": 8},

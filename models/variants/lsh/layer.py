@@ -372,6 +372,8 @@ def slow_buckets(spec: LSHSpec, rotations: Tensor, qk: Tensor) -> list[int]:
 CONTRACT = VariantContract(
     exact=exact,
     limit=1e-5,
+    empty_is_zero=False,
+    hides_nan=False,
     reason="logits of order ten, rounded by 6e-8 each, are relative errors of the weights",
     changed=LSHSpec(
         bias=True,

@@ -84,6 +84,7 @@ def exact(layer: Retention, x: Tensor, keep: Tensor) -> Tensor:
 CONTRACT = VariantContract(
     exact=exact,
     limit=1e-4,
+    empty_is_zero=False,
     reason="results are divided by their own size, but by no less than √eps = 0.003, which magnifies the roundings of "
     "terms that cancel: 1e-7 each, and 6e-6 of an angle of 100 in float32; 4e-5 was measured with rotary positions",
     changed=RetentionSpec(dim=96, heads=3, seq_len=63, value_dim=64, chunk_length=16, bias=False, norm_eps=1e-6),

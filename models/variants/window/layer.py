@@ -159,6 +159,8 @@ def sees(spec: WindowSpec, t: int, s: int) -> bool:
 CONTRACT = VariantContract(
     exact=exact,
     limit=1e-5,
+    empty_is_zero=False,
+    hides_nan=False,
     reason="logits err by 4e-7 of the sums of absolute products that they are, and values have ten times their RMS",
     changed=WindowSpec(dim=96, heads=3, head_dim=16, seq_len=100, bias=False, window=24, global_tokens=2),
     small={"window": 8, "global_tokens": 1},
