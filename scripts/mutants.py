@@ -368,7 +368,6 @@ MUTANTS = (
         "causal_conv/vectors.h",
         ("if (keep[--token]) rows", "if (--token >= 0) rows"),
         ("past + (taps - 1 - missing + i) * stride", "past + i * stride"),
-        ("const Floats small = exponential(z < 0.0f ? z : -z);", "const Floats small = exponential(-z);"),
         ("if (!u.keep[token]) {\n      std::fill_n(to, u.channels, T{});", "if (!u.keep[token]) {"),
         (
             "std::rotate(w.order, w.order + 1, w.order + u.taps);",
