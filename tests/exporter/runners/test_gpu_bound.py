@@ -56,9 +56,9 @@ def test_outputs_that_another_run_overwrites_are_found(artifact: Path, monkeypat
 def test_what_leaves_the_gpu_is_found(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = ort_runner.session_from_model
 
-    def warning(*args: Any) -> Any:
+    def warning(*args: Any, **more: Any) -> Any:
         warnings.warn("this model leaves the GPU in every run: Pad 'p' runs on the CPU", KernelWarning, stacklevel=1)
-        return opened(*args)
+        return opened(*args, **more)
 
     monkeypatch.setattr(ort_runner, "session_from_model", warning)
     problem = gpu_bound.problem_of(gpu_bound.the_whole_model_runs_on_the_device, artifact, "ort")

@@ -278,7 +278,7 @@ FEEDS = {"x": np.zeros((2, 4), np.float32)}
 @pytest.fixture
 def fake_session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setattr(ort_runner, "session_from_model", lambda *args: ort_session.OrtSession(session, {}))
+    monkeypatch.setattr(ort_runner, "session_from_model", lambda *args, **more: ort_session.OrtSession(session, {}))
     monkeypatch.setattr(ort_runner, "import_onnxruntime", lambda: FAKE_VALUES)
     return session
 

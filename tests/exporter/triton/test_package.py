@@ -583,7 +583,7 @@ def test_effexport_travels_whole_and_always_as_the_same_bytes() -> None:
     import io
 
     names = zipfile.ZipFile(io.BytesIO(data)).namelist()
-    modules = ("__init__", "models/variants/lsh/spec", "plugins/building/library")
+    modules = ("__init__", "models/variants/lsh/__init__", "plugins/building/library")
     assert {f"effexport/{name}.py" for name in modules} <= set(names)
     assert "effexport/serving/triton/instance.py" in names
     assert all(name.endswith(".py") for name in names)
