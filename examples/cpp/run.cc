@@ -1,4 +1,5 @@
-// Runs an artifact in C++: every byte of standard input is a token, as in a model built by `effexport build --variant`.
+// Runs an artifact with float32 outputs in C++: every byte of standard input is a token, as in a model that
+// `effexport build --variant` builds.
 //
 //   ./run artifacts/lsh/model.onnx [kernel library] < README.md
 //
@@ -13,6 +14,7 @@
 #include <exception>
 #include <iostream>
 #include <iterator>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -33,6 +35,8 @@ std::vector<std::int64_t> ids_of(std::istream& text) {
 // The shape of an output of floats, and the first numbers of its last row.
 void print(const std::string& name, const Ort::Value& value) {
   const auto info = value.GetTensorTypeAndShapeInfo();
+  if (info.GetElementType() != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)
+    throw std::runtime_error(name + " is not float32; build the model with --precision fp32, bf16 or int8");
   const auto shape = info.GetShape();
   std::printf("%s [", name.c_str());
   for (std::size_t i = 0; i < shape.size(); ++i) std::printf("%s%lld", i ? ", " : "", static_cast<long long>(shape[i]));
