@@ -1,4 +1,4 @@
-"""`effexport::SegmentMeans`, beyond its contract (test_contract.py)."""
+"""Means of segments, beyond the contract of their operator (test_contract.py)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from kernel_sessions import session
 from one_node import one_node_model
 
 from effexport.plugins.contract import Case
+from effexport.plugins.segment_means import OP as ROW
 from effexport.plugins.segment_means.op import segment_means
 
-OP = "SegmentMeans"
+OP = ROW.onnx_name
 
 
 def test_segments_are_as_long_as_the_kept_part_of_the_sample_wants() -> None:
