@@ -846,7 +846,7 @@ FAULTS: tuple[Fault, ...] = (
         "eps lost",
         "eps of a denominator or a root is 0",
         eps_lost,
-        at=("linear", "lsh"),
+        at=("linear", "lsh", "gated-delta"),
         # behind the norms of an encoder no input brings a denominator near eps: the change is less than one rounding
         configurations=("attention",),
     ),
