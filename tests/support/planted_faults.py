@@ -882,7 +882,7 @@ FAULTS: tuple[Fault, ...] = (
         far_blocks_overlap,
         at=("aft-local", "aft-conv"),
     ),
-    fault("gate is tanh", "tanh instead of the logistic function", gate_is_tanh, at=AFT),
+    fault("gate is tanh", "tanh instead of the logistic function", gate_is_tanh, at=(*AFT, "gated-delta")),
     fault(
         "position bias transposed",
         "w(t', t) instead of w(t, t')",
@@ -907,7 +907,7 @@ FAULTS: tuple[Fault, ...] = (
         "the largest of the value projection is 0",
         partial(weight_changed, ("value",), element_lost),
     ),
-    fault("heads swapped", "values go to the wrong head", heads_swapped, at=HEADS),
+    fault("heads swapped", "values go to the wrong head", heads_swapped, at=(*HEADS, "gated-delta")),
     fault("heads merged untransposed", "heads and positions in the wrong order", heads_merged_untransposed, at=HEADS),
     fault(
         "key and value exchanged",
