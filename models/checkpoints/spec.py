@@ -125,6 +125,10 @@ class PublishedSpec(CheckpointSpec):
             require(value >= 1, f"{self.given_name(name)} is {value}; expected at least 1")
         require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
         self.check()
+        require(
+            self.max_seq_len is None or self.max_seq_len > 1,
+            "config.json has positions for 1 token; expected at least 2, because a file takes several lengths",
+        )
         super().__post_init__()
         require(
             0 <= self.pad_token_id < self.vocab_size,

@@ -88,6 +88,10 @@ def test_only_a_model_that_pads_by_itself_needs_a_padding_token() -> None:
             {"max_position_embeddings": 15},
             "max_position_embeddings is 15.*exactly segment_means_seq_len 16.*at most 15",
         ),
+        (
+            {"max_position_embeddings": 1, "segment_means_seq_len": 1, "num_landmarks": 1},
+            "config.json has positions for 1 token; expected at least 2",
+        ),
         ({"conv_kernel_size": 4}, "conv_kernel_size is 4.*must be odd.*3 or 5"),
         ({"conv_kernel_size": "5"}, "conv_kernel_size is '5'; expected an integer"),
         ({"num_attention_heads": 3}, "hidden_size 16 cannot be split into 3 heads .* num_attention_heads in config"),
