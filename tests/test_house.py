@@ -1,4 +1,4 @@
-"""Figures of scripts/house.py for a small package."""
+"""Figures of scripts/house.py for a small package, and the places of faults that scripts/mutants.py plants."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
+from scripts.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "scripts" / "house.py"
@@ -54,3 +56,8 @@ def test_what_is_counted(tmp_path: Path) -> None:
     found = json.loads(house("--checkout", tmp_path, "--json"))
     assert {name: found[name] for name in FIGURES} == FIGURES
     assert "effexport.one effexport.two" in house("--checkout", tmp_path, "--where", "circles")
+
+
+def test_every_fault_that_mutants_plants_has_one_place() -> None:
+    texts = {one.file: (ROOT / "plugins" / one.file).read_text(encoding="utf-8") for one in MUTANTS}
+    assert [(one.file, one.old) for one in MUTANTS if texts[one.file].count(one.old) != 1] == []
