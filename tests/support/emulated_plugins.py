@@ -75,25 +75,29 @@ class EmulatedOp:
         sizes: Sequence[int],
         numbers: Sequence[float],
         multiprocessors: int = 1,
-        allowed_shared: int = 160 << 10,
+        allowed_shared: int | None = None,
     ) -> list[Call]:
         """Launches of the operator's launch_cuda for a case of its contract; no block of it runs. allowed_shared: bytes
-        of shared memory that a block may have."""
+        of shared memory that a block may have, if they are not those of the emulated GPU."""
         before = self.library.count_launches()
-        self.library.set_schedule(0, 0)
-        self.library.set_allowed_shared(ctypes.c_size_t(allowed_shared))
-        self.library.set_multiprocessors(multiprocessors)
         nowhere = (ctypes.c_void_p * 16)(*[4096] * 16)  # addresses that nothing reads
         check = getattr(self.library, f"effexport_check_{self.op}")
         check.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 5]
-        answer = check(
-            NUMBERS.get(dtype, 0),
-            nowhere,
-            (ctypes.c_int64 * len(sizes))(*sizes),
-            (ctypes.c_double * max(len(numbers), 1))(*numbers),
-            nowhere[0],
-            None,
-        )
+        self.library.set_schedule(0, 0)
+        self.library.set_multiprocessors(multiprocessors)
+        if allowed_shared is not None:
+            self.library.set_allowed_shared(ctypes.c_size_t(allowed_shared))
+        try:
+            answer = check(
+                NUMBERS.get(dtype, 0),
+                nowhere,
+                (ctypes.c_int64 * len(sizes))(*sizes),
+                (ctypes.c_double * max(len(numbers), 1))(*numbers),
+                nowhere[0],
+                None,
+            )
+        finally:
+            self.library.reset_settings()  # other tests use this library, too
         assert answer == 0, f"launch_cuda refuses {dtype} {sizes} {numbers}"
         return [self.call(i) for i in range(before, self.library.count_launches())]
 

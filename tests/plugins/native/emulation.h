@@ -73,6 +73,12 @@ inline __attribute__((used)) std::size_t get_call(std::size_t index, const char*
   return noted.size();
 }
 
+// Settings as they are when the library is loaded.
+inline __attribute__((used)) void reset_settings() {
+  cuda_on_cpu::settings = {};
+  cuda_on_cpu::settings.shared = effexport_emulated_shared_memory;
+}
+
 // max_blocks: larger grids are cut down to this.
 inline __attribute__((used)) void set_schedule(unsigned seed, unsigned max_blocks) {
   cuda_on_cpu::settings.seed = seed;
