@@ -212,6 +212,7 @@ __device__ void gate(const T* q, const float* contexts, int heads, int seq, int 
   extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_aft_simple_sums_##dtype(                   \
       const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep, std::int32_t heads,             \
       std::int32_t heads_per_sample, std::int32_t seq, std::int32_t channels, float* __restrict__ partials) {          \
+    ptx::launch_dependents();                                                                                          \
     if (tile::chunks_are_aligned(k, channels) && tile::chunks_are_aligned(v, channels)) {                              \
       sum_slices<true>(k, v, keep, heads, heads_per_sample, seq, channels, partials);                                  \
     } else {                                                                                                           \
@@ -219,8 +220,9 @@ __device__ void gate(const T* q, const float* contexts, int heads, int seq, int 
     }                                                                                                                  \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_aft_simple_gate_##dtype(                            \
-      const T* __restrict__ q, const float* __restrict__ contexts, std::int32_t heads, std::int32_t seq,               \
+      const T* __restrict__ q, const float* contexts, std::int32_t heads, std::int32_t seq,                            \
       std::int32_t channels, T* __restrict__ out) {                                                                    \
+    ptx::wait_for_prerequisites();                                                                                     \
     if (tile::chunks_are_aligned(q, channels) && tile::chunks_are_aligned(out, channels)) {                            \
       gate<true>(q, contexts, heads, seq, channels, out);                                                              \
     } else {                                                                                                           \
@@ -235,8 +237,10 @@ EFFEXPORT_AFT_SIMPLE(bfloat16, BFloat16)
 #undef EFFEXPORT_AFT_SIMPLE
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    effexport_aft_simple_merge(const float* __restrict__ partials, std::int32_t heads, std::int32_t slices,
+    effexport_aft_simple_merge(const float* partials, std::int32_t heads, std::int32_t slices,
                                std::int32_t channels, float* __restrict__ contexts) {
+  ptx::wait_for_prerequisites();
+  ptx::launch_dependents();
   const std::int64_t results = static_cast<std::int64_t>(heads) * channels;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < results; i += stride) {
@@ -286,11 +290,11 @@ int launch_cuda(const T* q, const T* k, const T* v, const bool* keep, const Cuda
                                          heads_per_sample, seq, channels, partials);
   if (error != cudaSuccess) return error;
   const std::int64_t merging = std::min(parts(shape.heads * shape.channels, kThreads), kMaxBlocks);
-  const cudaLaunchConfig_t second = launch_of(merging, kThreads, 0, stream);
+  const cudaLaunchConfig_t second = launch_after(merging, kThreads, 0, stream);
   error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_simple_merge), static_cast<const float*>(partials), heads,
                              static_cast<std::int32_t>(slices_of(seq)), channels, contexts);
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t third = launch_of(blocks, kThreads, 0, stream);
+  const cudaLaunchConfig_t third = launch_after(blocks, kThreads, 0, stream);
   return cudaLaunchKernelEx(&third, EFFEXPORT_KERNEL(T, effexport_aft_simple_gate), q,
                             static_cast<const float*>(contexts), heads, seq, channels, out);
 }

@@ -513,10 +513,11 @@ __device__ void attend(const Inputs<T>& x) {
   extern "C" __global__ void __launch_bounds__(warps_of(causal) * tile::kWarpSize, causal ? 4 : 3)                     \
       effexport_aft_window_##name(                                                                                     \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
-      const float* __restrict__ bias, const float* __restrict__ sums, const float* __restrict__ others,                \
+      const float* __restrict__ bias, const float* sums, const float* others,                                          \
       std::int32_t groups, std::int32_t heads, std::int32_t seq,                                                       \
       std::int32_t channels, std::int32_t key_channels, std::int32_t bias_heads, std::int32_t positions,               \
       std::int32_t taps, T* __restrict__ out) {                                                                        \
+    ptx::wait_for_prerequisites();                                                                                     \
     attend<T, causal>({q, k, v, keep, bias, sums, others, groups, heads, seq, channels, key_channels,                  \
                        bias_heads, positions, taps, out});                                                             \
   }
@@ -526,6 +527,7 @@ __device__ void attend(const Inputs<T>& x) {
       const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep, std::int32_t groups,            \
       std::int32_t heads, std::int32_t seq, std::int32_t channels, std::int32_t key_channels,                          \
       float* __restrict__ sums, float* __restrict__ runs) {                                                            \
+    ptx::launch_dependents();                                                                                          \
     sum_blocks(k, v, keep, groups, heads, seq, channels, key_channels, sums, runs);                                    \
   }                                                                                                                    \
   EFFEXPORT_AFT_WINDOW_ATTEND(attend_##dtype, T, false)                                                                \
@@ -539,9 +541,11 @@ EFFEXPORT_AFT_WINDOW(bfloat16, BFloat16)
 #undef EFFEXPORT_AFT_WINDOW_ATTEND
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    effexport_aft_window_others(const float* __restrict__ sums, const float* __restrict__ runs, std::int32_t groups,
+    effexport_aft_window_others(const float* sums, const float* runs, std::int32_t groups,
                                 std::int32_t blocks, std::int32_t channels, std::int32_t taps, std::int32_t causal,
                                 float* __restrict__ others) {
+  ptx::wait_for_prerequisites();
+  ptx::launch_dependents();
   sum_others(sums, runs, groups, channels, {blocks, taps, causal != 0}, others);
 }
 
@@ -576,8 +580,8 @@ struct Scratch {
 template <class T, bool kCausal>
 cudaError_t launch_attention(const Problem& p, const Arrays<T>& a, const Scratch& scratch, void* stream) {
   const std::int64_t works = p.groups * scratch.units * parts(p.channels, kChannels);
-  const cudaLaunchConfig_t launch = launch_of(works, warps_of(kCausal) * tile::kWarpSize,
-                                              Attention<T, kCausal>::kMemoryBytes, stream);
+  const cudaLaunchConfig_t launch = launch_after(works, warps_of(kCausal) * tile::kWarpSize,
+                                                 Attention<T, kCausal>::kMemoryBytes, stream);
   const auto entry = kCausal ? EFFEXPORT_KERNEL(T, effexport_aft_window_causal)
                              : EFFEXPORT_KERNEL(T, effexport_aft_window_attend);
   return cudaLaunchKernelEx(&launch, entry, a.q, a.k, a.v, a.keep, a.bias, static_cast<const float*>(scratch.sums()),
@@ -603,8 +607,8 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* memory, void* stream
                                          int32(p.groups), int32(p.heads), int32(p.seq), int32(p.channels),
                                          int32(p.key_channels), scratch.sums(), scratch.of_runs());
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t second = launch_of(panels * std::min<std::int64_t>(scratch.runs, kWarps), kThreads,
-                                              2 * kThreads * sizeof(Sums), stream);
+  const cudaLaunchConfig_t second = launch_after(panels * std::min<std::int64_t>(scratch.runs, kWarps), kThreads,
+                                                 2 * kThreads * sizeof(Sums), stream);
   error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_window_others),
                              static_cast<const float*>(scratch.sums()), static_cast<const float*>(scratch.of_runs()),
                              int32(p.groups), int32(scratch.blocks), int32(p.channels), int32(p.taps),

@@ -400,6 +400,7 @@ __device__ void attend_near(const T* q, const T* k, const T* v, const bool* keep
 extern "C" __global__ void __launch_bounds__(kScanThreads)
     effexport_banded_attention_globals(const bool* __restrict__ is_global, std::int32_t batch, std::int32_t n,
                                        std::int32_t* __restrict__ tokens, std::int32_t* __restrict__ before) {
+  ptx::launch_dependents();
   find_globals(is_global, batch, n, tokens, before);
 }
 
@@ -407,11 +408,12 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
 #define EFFEXPORT_BANDED_ATTENTION_NEAR(name, T, kWide)                                                                \
   extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T, kWide>>, kBlocks<T, kWide>) name(         \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
-      const bool* __restrict__ is_global, const T* __restrict__ bias, const std::int32_t* __restrict__ tokens,         \
-      const std::int32_t* __restrict__ before, const float* __restrict__ partials, std::int32_t groups,                \
+      const bool* __restrict__ is_global, const T* __restrict__ bias, const std::int32_t* tokens,                      \
+      const std::int32_t* before, const float* partials, std::int32_t groups,                                          \
       std::int32_t heads, std::int32_t n, std::int32_t d, std::int32_t e, std::int32_t left, std::int32_t right,       \
       std::int32_t block, std::int32_t causal, std::int32_t with_globals, std::int32_t offsets, float scale,           \
       T* __restrict__ out) {                                                                                           \
+    ptx::wait_for_prerequisites();                                                                                     \
     const Sizes sizes{groups, heads, n, d, e, left, right, block, causal != 0, with_globals != 0, offsets};            \
     if constexpr (!kWide || ptx::kArchitecture >= 800) {                                                               \
       attend_near<kWide>(q, k, v, keep, is_global, bias, {tokens, before}, partials, sizes, scale, out);               \
@@ -422,9 +424,11 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
   extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T, false>>, kBlocks<T, false>)               \
       effexport_banded_attention_partials_##dtype(                                                                     \
           const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,    \
-          const std::int32_t* __restrict__ tokens, const std::int32_t* __restrict__ before, std::int32_t groups,       \
+          const std::int32_t* tokens, const std::int32_t* before, std::int32_t groups,                                 \
           std::int32_t heads, std::int32_t n, std::int32_t d, std::int32_t e, std::int32_t causal, float scale,        \
           float* __restrict__ partials) {                                                                              \
+    ptx::wait_for_prerequisites();                                                                                     \
+    ptx::launch_dependents();                                                                                          \
     const Sizes sizes{groups, heads, n, d, e, 0, 0, 1, causal != 0, true, 0};                                          \
     attend_globals(q, k, v, keep, {tokens, before}, sizes, scale, partials);                                           \
   }                                                                                                                    \
@@ -499,7 +503,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   const float* const partials = memory.partials;
   using Narrow = Source<T, false>;
   using Wide = Source<T, sizeof(T) == 2>;
-  cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads<Narrow>, attention::kSharedBytes<Narrow>, stream);
+  cudaLaunchConfig_t attend = launch_after(s.jobs(), attention::kThreads<Narrow>, attention::kSharedBytes<Narrow>, stream);
   if (s.with_globals) {
     const std::int32_t batch = s.groups / s.heads;
     const cudaLaunchConfig_t find = launch_of(batch, kScanThreads, 2 * kScanWarps * sizeof(int), stream);
@@ -513,7 +517,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   }
   auto kernel = EFFEXPORT_KERNEL(T, effexport_banded_attention);
   if (s.n >= kQueries && attention::has_room_for<Wide>(kBlocks<T, true>, allow_cuda_shared_memory<T>(stream))) {
-    attend = launch_of(s.jobs(), attention::kThreads<Wide>, attention::kSharedBytes<Wide>, stream);
+    attend = launch_after(s.jobs(), attention::kThreads<Wide>, attention::kSharedBytes<Wide>, stream);
     kernel = wide_kernel<T>();
   }
   return cudaLaunchKernelEx(&attend, kernel, a.q, a.k, a.v, a.keep,
@@ -523,7 +527,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
 }
 
 #define INSTANTIATE(T)                                                   \
-  template int launch_cuda(const Problem&, const Arrays<T>&, void*, void*); \
+  template int launch_cuda(const Problem&, const Arrays<T>&, void*, void*);                                            \
   template std::size_t allow_cuda_shared_memory<T>(void*)
 
 INSTANTIATE(float);

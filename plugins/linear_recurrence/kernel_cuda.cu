@@ -133,8 +133,9 @@ __device__ void write_outputs(const T* query, const T* key, const T* value, cons
 #define EFFEXPORT_LINEAR_RECURRENCE(dtype, T)                                                                          \
   extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_linear_recurrence_##dtype(                 \
       const T* __restrict__ query, const T* __restrict__ key, const T* __restrict__ value,                             \
-      const float* __restrict__ before, const T* __restrict__ decay, const T* __restrict__ beta, EFFEXPORT_SIZES,      \
+      const float* before, const T* __restrict__ decay, const T* __restrict__ beta, EFFEXPORT_SIZES,                   \
       T* __restrict__ out, float* __restrict__ present) {                                                              \
+    ptx::wait_for_prerequisites();                                                                                     \
     const Sizes s = {states, seq, heads, kv_heads, key_dim, value_dim, delta, per_channel, slice, scale};              \
     if (key_dim <= kMostKeys / 2) {                                                                                    \
       write_outputs<kMostKeys / 2>(query, key, value, before, decay, beta, s, out, present);                           \
@@ -147,6 +148,7 @@ __device__ void write_outputs(const T* query, const T* key, const T* value, cons
       const T* __restrict__ beta, std::int32_t states, std::int32_t seq, std::int32_t kv_heads, std::int32_t key_dim,  \
       std::int32_t value_dim, std::int32_t delta, std::int32_t per_channel, std::int32_t slice,                        \
       float* __restrict__ maps) {                                                                                      \
+    ptx::launch_dependents();                                                                                          \
     const Sizes s = {states, seq, kv_heads, kv_heads, key_dim, value_dim, delta, per_channel, slice, 1.0f};            \
     if (key_dim <= kMostKeys / 2) {                                                                                    \
       write_maps<kMostKeys / 2>(key, value, decay, beta, s, maps);                                                     \
@@ -160,9 +162,11 @@ EFFEXPORT_LINEAR_RECURRENCE(float16, Half)
 EFFEXPORT_LINEAR_RECURRENCE(bfloat16, BFloat16)
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-    effexport_linear_recurrence_states(const float* __restrict__ maps, const float* __restrict__ past,
+    effexport_linear_recurrence_states(const float* maps, const float* __restrict__ past,
                                        std::int32_t states, std::int32_t slices, std::int32_t key_dim,
                                        std::int32_t value_dim, float* before) {
+  ptx::wait_for_prerequisites();
+  ptx::launch_dependents();
   if (key_dim <= kMostKeys / 2) {
     write_states<kMostKeys / 2>(maps, past, states, slices, key_dim, value_dim, before);
   } else {
@@ -249,13 +253,13 @@ int launch_cuda(const Call<T>& c, void* scratch, void* stream) {
         cudaLaunchKernelEx(&map, EFFEXPORT_KERNEL(T, effexport_linear_recurrence_maps), c.key, c.value, c.decay, c.beta,
                            states, seq, kv_heads, key_dim, value_dim, delta, per_channel, slice, maps);
     if (error != cudaSuccess) return error;
-    const cudaLaunchConfig_t compose = launch_of(count * values, kThreads, bytes, stream);
+    const cudaLaunchConfig_t compose = launch_after(count * values, kThreads, bytes, stream);
     error = cudaLaunchKernelEx(&compose, EFFEXPORT_ENTRY(effexport_linear_recurrence_states), static_cast<const float*>(maps), c.past,
                                states, int32(slices), key_dim, value_dim, found);
     if (error != cudaSuccess) return error;
     before = found;
   }
-  const cudaLaunchConfig_t write = launch_of(c.batch * heads * slices * values, kThreads, bytes, stream);
+  const cudaLaunchConfig_t write = launch_after(c.batch * heads * slices * values, kThreads, bytes, stream);
   return cudaLaunchKernelEx(&write, EFFEXPORT_KERNEL(T, effexport_linear_recurrence), c.query, c.key, c.value, before,
                             c.decay, c.beta, states, seq, heads, kv_heads, key_dim, value_dim, delta, per_channel,
                             slice, c.scale, c.out, c.present);

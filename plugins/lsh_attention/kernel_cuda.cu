@@ -374,11 +374,13 @@ __device__ void combine(const T* contexts, const float* lses, int groups, int se
 #define EFFEXPORT_LSH_ATTENTION_ROUNDS(name, T, kWide)                                                                 \
   extern "C" __global__ void __launch_bounds__(attention::kThreads<Source<T, kWide>>, kBlocksAtOnce<kWide>) name(      \
       const T* __restrict__ qk, const T* __restrict__ v, const std::int32_t* __restrict__ order,                       \
-      const float* __restrict__ scales, const std::int32_t* __restrict__ kept, std::uint32_t groups,                   \
+      const float* scales, const std::int32_t* kept, std::uint32_t groups,                                             \
       std::uint32_t heads, std::uint32_t seq, std::uint32_t padded, std::uint32_t rounds, std::uint32_t head_dim,      \
       std::uint32_t value_dim, std::uint32_t chunk_length, std::uint32_t chunks_before, std::uint32_t chunks_after,    \
       std::uint32_t causal, std::uint32_t circular, std::uint32_t rounded, T* __restrict__ contexts,                   \
       float* __restrict__ lses) {                                                                                      \
+    ptx::wait_for_prerequisites();                                                                                     \
+    ptx::launch_dependents();                                                                                          \
     const Sizes sizes{groups,       heads,         seq,          padded,      rounds,        head_dim,    value_dim,   \
                       chunk_length, chunks_before, chunks_after, causal != 0, circular != 0, rounded != 0};            \
     if constexpr (!kWide || ptx::kArchitecture >= 800) {                                                               \
@@ -390,12 +392,14 @@ __device__ void combine(const T* contexts, const float* lses, int groups, int se
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_prepare_##dtype(                      \
       const T* __restrict__ qk, const bool* __restrict__ keep, std::int32_t groups, std::int32_t heads,                \
       std::int32_t seq, std::int32_t head_dim, float* __restrict__ scales, std::int32_t* __restrict__ kept) {          \
+    ptx::launch_dependents();                                                                                          \
     prepare(qk, keep, groups, heads, seq, head_dim, scales, kept);                                                     \
   }                                                                                                                    \
   EFFEXPORT_LSH_ATTENTION_ROUNDS(effexport_lsh_attention_##dtype, T, false)                                            \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_combine_##dtype(                      \
-      const T* __restrict__ contexts, const float* __restrict__ lses, std::int32_t groups, std::int32_t seq,           \
+      const T* contexts, const float* lses, std::int32_t groups, std::int32_t seq,                                     \
       std::int32_t rounds, std::int32_t value_dim, std::int32_t rounded, T* __restrict__ out) {                        \
+    ptx::wait_for_prerequisites();                                                                                     \
     combine(contexts, lses, groups, seq, rounds, value_dim, rounded != 0, out);                                        \
   }
 
@@ -461,7 +465,7 @@ auto wide_kernel() {
 template <class Source, class Kernel, class T>
 cudaError_t launch_rounds(Kernel kernel, const Sizes& s, const T* qk, const T* v, const std::int32_t* order,
                           const Scratch<T>& memory, void* stream) {
-  const auto launch = launch_of(s.jobs(), attention::kThreads<Source>, attention::kSharedBytes<Source>, stream);
+  const auto launch = launch_after(s.jobs(), attention::kThreads<Source>, attention::kSharedBytes<Source>, stream);
   return cudaLaunchKernelEx(&launch, kernel, qk, v, order, static_cast<const float*>(memory.scales),
                             static_cast<const std::int32_t*>(memory.kept), s.groups, s.heads, s.seq, s.padded,
                             s.rounds, s.head_dim, s.value_dim, s.chunk_length, s.before, s.after,
@@ -507,14 +511,14 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   }
   if (error != cudaSuccess) return error;
   const std::int64_t pieces = p.groups * parts(p.seq * chunks_of_row<T>(s.value_dim), kThreads);
-  const cudaLaunchConfig_t combine = launch_of(pieces, kThreads, 0, stream);
+  const cudaLaunchConfig_t combine = launch_after(pieces, kThreads, 0, stream);
   return cudaLaunchKernelEx(&combine, EFFEXPORT_KERNEL(T, effexport_lsh_attention_combine),
                             static_cast<const T*>(memory.contexts), static_cast<const float*>(memory.lses), s.groups,
                             s.seq, s.rounds, s.value_dim, int32(p.rounded), out);
 }
 
 #define INSTANTIATE(T)                                                                                                \
-  template int launch_cuda(const Problem&, const T*, const T*, const std::int32_t*, const bool*, void*, T*, void*);   \
+  template int launch_cuda(const Problem&, const T*, const T*, const std::int32_t*, const bool*, void*, T*, void*);    \
   template std::size_t allow_cuda_shared_memory<T>(void*);                                                            \
   template std::size_t cuda_scratch_bytes<T>(const Problem&)
 

@@ -218,12 +218,14 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
       std::int32_t slice, float scale, std::int32_t partial, void* __restrict__ out) {                                 \
+    ptx::launch_dependents();                                                                                          \
     const Sizes sizes{groups, heads, n, m, d, e, slice, kQueries<T>};                                                  \
     attend(q, k, v, keep, sizes, scale, partial != 0, out);                                                            \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kMergeThreads) effexport_masked_attention_merge_##dtype(                \
-      const float* __restrict__ partials, std::int32_t groups, std::int32_t n, std::int32_t slices, std::int32_t e,    \
+      const float* partials, std::int32_t groups, std::int32_t n, std::int32_t slices, std::int32_t e,                 \
       T* __restrict__ out) {                                                                                           \
+    ptx::wait_for_prerequisites();                                                                                     \
     merge(partials, Sizes{groups, 1, n, slices, 0, e, 1, 1}, out); /* as of one key each */                            \
   }
 
@@ -279,7 +281,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
     if (error != cudaSuccess || s.slices() == 1) return error;
   }
   const cudaLaunchConfig_t launch =
-      launch_of(parts(s.merges(), kMergeThreads / tile::kWarpSize), kMergeThreads, 0, stream);
+      launch_after(parts(s.merges(), kMergeThreads / tile::kWarpSize), kMergeThreads, 0, stream);
   return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention_merge),
                             static_cast<const float*>(a.partials), s.groups, s.n, std::int32_t{s.slices()}, s.e, a.out);
 }

@@ -84,6 +84,24 @@ inline cudaLaunchConfig_t launch_of(std::int64_t blocks, std::int64_t threads, s
   return launch;
 }
 
+// The same of a kernel that begins with ptx::wait_for_prerequisites: from SM 90 on, its blocks may start while the launch
+// before it ends.
+inline cudaLaunchConfig_t launch_after(std::int64_t blocks, std::int64_t threads, std::size_t shared_bytes,
+                                       void* stream) {
+  static cudaLaunchAttribute overlapping = [] {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+  }();
+  cudaLaunchConfig_t launch = launch_of(blocks, threads, shared_bytes, stream);
+#if !defined(EFFEXPORT_ARCHITECTURE) || EFFEXPORT_ARCHITECTURE >= 90
+  launch.attrs = &overlapping;
+  launch.numAttrs = 1;
+#endif
+  return launch;
+}
+
 template <class T, class Float32, class Float16, class BFloat16Entry>
 constexpr auto entry_of(Float32 float32, Float16 float16, BFloat16Entry bfloat16) {
   if constexpr (std::is_same_v<T, float>) {

@@ -24,6 +24,19 @@ constexpr char kFileName[] = "effexport_cuda.fatbin";
 constexpr std::size_t kHeadBytes = 128;
 constexpr int kOldestDriver = 12;  // CUDA 12 brought cuLibraryLoadData
 
+// CUlaunchAttribute and CUlaunchConfig of cuda.h.
+struct LaunchAttribute {
+  int id;
+  alignas(8) std::int32_t value[16];
+};
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned count;
+};
+
 // The functions of the driver that are used, from cuda.h; all return a CUresult.
 struct Driver {
   int (*init)(unsigned flags);
@@ -31,8 +44,7 @@ struct Driver {
   int (*load)(void** library, const void* code, void* jit_options, void* jit_values, unsigned jit_count, void* options,
               void* values, unsigned count);
   int (*kernel)(void** kernel, void* library, const char* name);
-  int (*launch)(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                unsigned block_z, unsigned shared_bytes, void* stream, void** arguments, void** extra);
+  int (*launch)(const LaunchConfig* config, void* kernel, void** arguments, void** extra);
   int (*context)(void* stream, void** context);
   int (*push)(void* context);
   int (*pop)(void** context);
@@ -54,7 +66,7 @@ struct Driver {
     find(version, "cuDriverGetVersion");
     find(load, "cuLibraryLoadData");
     find(kernel, "cuLibraryGetKernel");
-    find(launch, "cuLaunchKernel");
+    find(launch, "cuLaunchKernelEx");
     find(context, "cuStreamGetCtx");
     find(push, "cuCtxPushCurrent_v2");
     find(pop, "cuCtxPopCurrent_v2");
@@ -92,6 +104,10 @@ std::string release_text(int major, int minor) { return std::to_string(major) + 
 
 // Of kernels with more than 48 KiB of shared memory: those compiled for SM 75 are empty, on later GPUs, too.
 constexpr int kLeastOfShared = 80;
+
+// Of kernels that wait for the launch before them, and of the driver, which captures such launches from CUDA 12.3 on.
+constexpr int kLeastOfWaiting = 90;
+constexpr int kReleaseOfWaiting = 12030;
 
 struct Head {
   int major = 0, minor = 0;
@@ -149,6 +165,13 @@ void check(int error, const char* function) {
   if (error != 0) throw_not_loaded(std::string(function) + ": " + error_text(error));
 }
 
+// For which architecture, such as 90, the code was compiled that was chosen for a GPU; 0 if that is not known.
+int version_of(void* kernel, int device) {
+  constexpr int kPtxVersion = 5;  // CU_FUNC_ATTRIBUTE_PTX_VERSION
+  int version = 0;
+  return driver().get_attribute(&version, kPtxVersion, kernel, device) == 0 ? version : 0;
+}
+
 // The kernels of this process. Its mutex is held by whoever uses it.
 struct Kernels {
   std::mutex mutex;
@@ -158,7 +181,9 @@ struct Kernels {
   bool loaded = false;
   std::vector<void*> libraries;
   std::unordered_map<std::string_view, void*> found;
-  std::unordered_map<void*, std::unordered_map<int, std::size_t>> shared_memory;  // of kernels by device, where allowed
+  // of kernels by device
+  std::unordered_map<void*, std::unordered_map<int, std::size_t>> shared_memory;  // where allowed
+  std::unordered_map<void*, std::unordered_map<int, bool>> waiting;
 
   const std::string& examine() {
     if (!examined) problem = problem_of(path);
@@ -207,17 +232,25 @@ struct Kernels {
   const std::unordered_map<int, std::size_t>& allow_shared_memory(void* kernel) {
     constexpr int kMostSharedMemory = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     constexpr int kDynamicBytes = 8;       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    constexpr int kPtxVersion = 5;         // CU_FUNC_ATTRIBUTE_PTX_VERSION, of the code that was chosen for a GPU
     const auto [own, is_new] = shared_memory.try_emplace(kernel);
     int count = 0;
     if (!is_new || driver().count(&count) != 0) return own->second;
     for (int i = 0; i < count; ++i) {
-      int device = 0, bytes = 0, version = 0;
+      int device = 0, bytes = 0;
       if (driver().device_at(&device, i) == 0 && driver().attribute(&bytes, kMostSharedMemory, device) == 0 &&
-          driver().get_attribute(&version, kPtxVersion, kernel, device) == 0 && version >= kLeastOfShared &&
+          version_of(kernel, device) >= kLeastOfShared &&
           driver().set_attribute(kDynamicBytes, bytes, kernel, device) == 0) {
         own->second[device] = static_cast<std::size_t>(bytes);
       }
+    }
+    return own->second;
+  }
+
+  // Whether a kernel waits for the launch before it.
+  bool waits(void* kernel, int device) {
+    const auto [own, is_new] = waiting[kernel].try_emplace(device, false);
+    if (is_new) {
+      own->second = driver().release() >= kReleaseOfWaiting && version_of(kernel, device) >= kLeastOfWaiting;
     }
     return own->second;
   }
@@ -267,18 +300,21 @@ void load_kernels() {
   all.load();
 }
 
-int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t shared_bytes, void* stream,
-           void* const* arguments) {
+int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t shared_bytes, bool after, void* stream,
+           void** arguments) {
   void* found;
   {
     Kernels& all = kernels();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.load();
     found = all.find(kernel);
+    after = after && found != nullptr && all.waits(found, device_of(stream));
   }
   if (found == nullptr) throw_not_loaded(std::string("there is no kernel ") + kernel);
-  return driver().launch(found, blocks, 1, 1, threads, 1, 1, static_cast<unsigned>(shared_bytes), stream,
-                         const_cast<void**>(arguments), nullptr);
+  LaunchAttribute overlapping = {6, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+  const LaunchConfig config = {
+      {blocks, 1, 1}, {threads, 1, 1}, static_cast<unsigned>(shared_bytes), stream, &overlapping, after ? 1u : 0u};
+  return driver().launch(&config, found, arguments, nullptr);
 }
 
 int multiprocessors(void* stream) {

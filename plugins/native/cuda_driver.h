@@ -2,7 +2,7 @@
 // driver is opened when it is asked for, so that the library also loads without one; CUDA's runtime is not needed.
 //
 // All of it is for the whole process, and for any thread. A kernel belongs to no context: the driver launches it in that
-// of the stream (CUDA Driver API, cuLaunchKernel), and loads its code there when it is first needed.
+// of the stream (CUDA Driver API, cuLaunchKernelEx), and loads its code there when it is first needed.
 #pragma once
 
 #include <cstddef>
@@ -25,9 +25,11 @@ const char* problem();
 void load_kernels();
 
 // Enqueues a kernel of one-dimensional blocks on a stream (a CUstream or cudaStream_t; with null, that of the current
-// context). arguments: the address of each. Returns a CUresult, 0 for success; throws as load_kernels.
-int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t shared_bytes, void* stream,
-           void* const* arguments);
+// context). after: its blocks may start while the launch before it ends, if it has been compiled for SM 90 or later, and if
+// the driver can capture that, as those of CUDA 12.3 can. arguments: the address of each. Returns a CUresult, 0 for
+// success; throws as load_kernels.
+int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t shared_bytes, bool after, void* stream,
+           void** arguments);
 
 // How many multiprocessors the GPU of a stream has; 0 for a stream whose launches fail. While a stream is captured, too.
 int multiprocessors(void* stream);

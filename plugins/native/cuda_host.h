@@ -91,6 +91,8 @@ void copy_or_zeros(void* to_shared, const void* from_global, bool copy);
 void commit_copies();
 template <int kLeft>
 void wait_for_copies();
+void wait_for_prerequisites();
+void launch_dependents();
 float exp2_approx(float x);
 int opaque(int value);
 template <class T>
@@ -102,10 +104,21 @@ std::uint32_t pack(float low, float high, T);
 using cudaStream_t = struct CUstream_st*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   std::size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 namespace effexport {
@@ -131,8 +144,9 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, effexport::Kernel<void(Parameters...)> kernel,
                                Arguments&&... arguments) {
   return [&](Parameters... values) {
-    void* const addresses[] = {&values...};
-    return static_cast<cudaError_t>(effexport::cuda_driver::launch(
-        kernel.name, launch->gridDim.x, launch->blockDim.x, launch->dynamicSmemBytes, launch->stream, addresses));
+    void* addresses[] = {&values...};
+    return static_cast<cudaError_t>(effexport::cuda_driver::launch(kernel.name, launch->gridDim.x, launch->blockDim.x,
+                                                                   launch->dynamicSmemBytes, launch->numAttrs > 0,
+                                                                   launch->stream, addresses));
   }(arguments...);
 }

@@ -99,6 +99,21 @@ __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+// "griddepcontrol", which does nothing before SM 90. A kernel of an operator's second or a later launch (launch_after in
+// cuda.h) begins with wait_for_prerequisites: what earlier launches wrote is there when it returns. Arrays that they
+// wrote are no __restrict__ parameters: compilers may load from those before it. Every kernel that another one follows
+// calls launch_dependents: the next launch may start when all blocks have done so.
+inline __device__ void wait_for_prerequisites() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+inline __device__ void launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // "ex2": 2^x with a relative error of at most 2⁻²²; results below 2⁻¹²⁶ are zero.
 inline __device__ float exp2_approx(float x) {
   float result;

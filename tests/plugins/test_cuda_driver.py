@@ -280,6 +280,28 @@ def test_the_driver_gets_the_launches_of_the_emulation_on_every_stream(built: Bu
     assert [line[5] for line in launches] == ["101"] * len(expected) + ["202"] * len(expected)
 
 
+@pytest.mark.parametrize(
+    ("release", "compiled_for", "word"), [(12030, "90", "overlap"), (12020, "90", "launch"), (12030, "89", "launch")]
+)
+def test_a_launch_after_another_overlaps_it_where_gpu_and_driver_can(
+    built: Built, release: int, compiled_for: str, word: str, tmp_path: Path
+) -> None:
+    path, name = tmp_path / "kernels.fatbin", "effexport_masked_attention_{}float32"
+    kinds = {name.format(""): "ppppiiiiiiifip", name.format("merge_"): "piiiip"}
+    path.write_bytes(cuda_kernels([f"{x} {kinds[x]}" for x in kinds], release="12.0"))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CALL, built.folder / "launches.so", path],
+        # few queries and many keys, in slices
+        input=json.dumps([("masked_attention", 0, (1, 1, 1, 4096, 8, 8), (1.0,))]),
+        env=built.environment(release) | {"FAKE_CUDA_PTX": compiled_for},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    launches = [" ".join(line.split()[:2]) for line in done.stdout.splitlines()[1:]]
+    assert launches == [f"launch {name.format('')}", f"{word} {name.format('merge_')}"] * 2
+
+
 @pytest.mark.requires("torch")
 def test_more_shared_memory_is_asked_for_once_on_every_gpu_before_a_stream_is_captured(
     built: Built, tmp_path: Path

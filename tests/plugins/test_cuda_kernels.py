@@ -11,12 +11,12 @@ import re
 from pathlib import Path
 
 import pytest
-from cuda_kernels import SANITIZERS, plugin_entries, run
+from cuda_kernels import PLUGINS, SANITIZERS, plugin_entries, run
 from cuda_programs import sanitized_programs
 from gpu.budget import ARCHITECTURES as SOME
 from gpu.calls import write_calls
 from gpu.compiled import compile_kernels
-from kernel_ptx import kept_usages
+from kernel_ptx import bodies_of, kept_usages, ptx_by_nvcc
 
 from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
 from effexport.plugins.contract import load_contract
@@ -64,6 +64,23 @@ def test_a_kernel_spills_no_registers_and_fixes_no_shared_memory(kernel: str, ar
         assert usage.shared_bytes == 0, (entry, architecture, usage)
         # otherwise a tile would not fit in registers
         assert usage.spilled_bytes == 0, (entry, architecture, usage)
+
+
+WAITING = [name for name, op in BY_NAME.items() if "wait_for_prerequisites" in (PLUGINS / op.cuda_source).read_text()]
+
+
+@pytest.mark.requires("nvcc")
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(x, marks=[pytest.mark.soak] * (x not in SANITIZED_IN_EVERY_RUN)) for x in WAITING]
+)
+def test_a_kernel_that_waits_for_the_launch_before_does_nothing_else_first(kernel: str) -> None:
+    bodies = bodies_of(ptx_by_nvcc(BY_NAME[kernel], 90)).values()
+    waiting = [body for body in bodies if "griddepcontrol.wait" in body]
+    assert waiting
+    for body in waiting:
+        first = re.search(r"griddepcontrol\.wait|\b(?:ld|st|red|atom)\.global|\bcp\.async", body)
+        assert first is not None
+        assert first[0] == "griddepcontrol.wait"
 
 
 @pytest.mark.soak

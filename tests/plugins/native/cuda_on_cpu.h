@@ -86,10 +86,21 @@ struct dim3 {
 using cudaStream_t = struct CudaStream*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719 };
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   std::size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 // An inline variable of one library by itself. g++ makes one of those of all libraries in a process, unless they are
@@ -127,6 +138,7 @@ EFFEXPORT_OWN std::vector<const void*> launched;         // their kernels
 EFFEXPORT_OWN std::vector<std::vector<std::int32_t>> scalars;  // and their arguments that are numbers, as bits
 
 EFFEXPORT_OWN std::set<const void*> with_all_shared_memory;    // kernels that have asked for it
+EFFEXPORT_OWN unsigned waited;  // threads of the present block that have waited for the launch before
 
 // The argument of a kernel's parameter, noted down if it is a number.
 template <class Parameter, class Argument>
@@ -444,7 +456,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
   for (unsigned index = 0; index < gridDim.x; ++index) {
     blockIdx = {index, 0, 0};
     poison_shared_memory(launch->dynamicSmemBytes);
+    waited = 0;
     if (!block.run([&] { kernel(arguments...); }, threads, settings.seed + index)) return cudaErrorLaunchFailure;
+    // a GPU may have started it before the launch before ended
+    if (launch->numAttrs > 0 && waited != threads) return cudaErrorLaunchFailure;
   }
   block.end_launch();
   return cudaSuccess;
@@ -545,6 +560,13 @@ std::size_t shared_memory_of(Function* kernel, void*) {
 namespace effexport::ptx {
 
 constexpr int kArchitecture = EFFEXPORT_EMULATED;
+
+// Launches do not overlap here.
+inline void wait_for_prerequisites() {
+  const cuda_on_cpu::Hidden hidden;
+  ++cuda_on_cpu::waited;
+}
+inline void launch_dependents() {}
 
 // Rows of matrices at the addresses that the lanes give. PTX does not say whether that lane reads a row or those that
 // get its elements: here all of them do.

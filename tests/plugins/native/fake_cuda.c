@@ -90,14 +90,25 @@ int cuKernelSetAttribute(int attribute, int value, const char* kernel, int devic
   return 0;
 }
 
-// Prints name, blocks, threads, bytes of shared memory, the stream, and arguments that are numbers, as bits.
-int cuLaunchKernel(const char* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments,
-                   void** extra) {
-  if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra != NULL) return 1;
-  if (shared_bytes > 48 * 1024 && shared_bytes > allowed_bytes(kernel, (int)(size_t)stream)) return 1;
+typedef struct {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  struct {
+    int id, pad, value[16];
+  }* attributes;
+  unsigned count;
+} Launch;
+
+// Prints launch, or overlap if it may start while the one before ends; name, blocks, threads, bytes of shared memory,
+// the stream, and arguments that are numbers, as bits.
+int cuLaunchKernelEx(const Launch* launch, const char* kernel, void** arguments, void** extra) {
+  const unsigned *const grid = launch->grid, *const block = launch->block, bytes = launch->shared_bytes;
+  if (grid[1] != 1 || grid[2] != 1 || block[1] != 1 || block[2] != 1 || extra != NULL || launch->count > 1) return 1;
+  if (launch->count == 1 && (launch->attributes->id != 6 || launch->attributes->value[0] != 1)) return 1;
+  if (bytes > 48 * 1024 && bytes > allowed_bytes(kernel, (int)(size_t)launch->stream)) return 1;
   const char* const kinds = strchr(kernel, ' ') + 1;
-  printf("launch %.*s %u %u %u %zu", (int)(kinds - 1 - kernel), kernel, grid_x, block_x, shared_bytes, (size_t)stream);
+  printf("%s %.*s %u %u %u %zu", launch->count ? "overlap" : "launch", (int)(kinds - 1 - kernel), kernel, grid[0],
+         block[0], bytes, (size_t)launch->stream);
   for (size_t i = 0; kinds[i] != '\n'; ++i) {
     int32_t bits;
     memcpy(&bits, arguments[i], sizeof bits);
