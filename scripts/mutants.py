@@ -297,6 +297,7 @@ MUTANTS = (
         ("if (kOneBlock) load(0);", ""),
         ("slice.shared.a, to, first, item.end - first", "slice.shared.a, to, first, kSide"),
     ),
+    *mutants_of("linear_attention/kernel_cuda.cu", ("slice * apart);", "0);"), ("1 : int32(slices)", "1 : 1")),
     *mutants_of(
         "linear_attention/features.h",
         ("add(total, other.total, factor);", ""),

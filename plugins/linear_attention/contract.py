@@ -131,6 +131,7 @@ def work(case: Case) -> Work:
     size, groups = case.torch_dtype.itemsize, batch * heads
     keys, values, tiles = parts(head_dim, 64), parts(value_dim, 64), parts(seq, 64)
     slices = parts(seq, (64 if head_dim > 64 else 256) if causal else 512)
+    combined = slices > (8 if causal else 2 if keys == 1 else 1)
     tile = moved(64 * 64 * size)
     # reads, and reads again to write where halves share an exponent
     features = tile * (3 if case.dtype == "float16" else 2)
@@ -142,8 +143,8 @@ def work(case: Case) -> Work:
     if not causal:
         outputs = (queries * keys + tile * 2) * (groups * tiles * values)
         staged = tile * (groups * values * (slices if keys == 1 else tiles * keys))
-        memory = Work(scratch=state_bytes * (slices + 1), again=(state_bytes * slices, state_bytes))
-        return states + outputs + staged + memory
+        again = (state_bytes * slices, state_bytes)[: 1 + combined]
+        return states + outputs + staged + Work(scratch=state_bytes * (slices + combined), again=again)
     # one launch, if its blocks occupy the GPU
     whole = slices == 1 or (keys == 1 and 2 * groups * values >= 3 * MULTIPROCESSORS)
     # the state, keys, values and weights of every tile
@@ -154,9 +155,9 @@ def work(case: Case) -> Work:
     if whole:
         return outputs
     read_again = groups * seq * (head_dim + value_dim) * size + batch * seq
-    # states are written, and then read and replaced by those before each slice
-    written = state_bytes * slices
-    return states + outputs + Work(scratch=written, again=(written, written, written + read_again))
+    # states are written, read and replaced by those before each slice, and read; or read at once, but for the last one
+    written, last = state_bytes * slices, 0.0 if combined else state_bytes
+    return states + outputs + Work(scratch=written, again=(*(written, written) * combined, written - last + read_again))
 
 
 def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:

@@ -5,8 +5,9 @@
 //   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before its
 //             slice, those of the tiles before it in the slice, and its own keys, and is then added to the latter
 //
-// Where causal, the last one alone, if blocks that run through all slices of a sequence occupy the GPU: it then makes
-// the sums before each slice itself, in the order of the other two, so that results have the same bits.
+// Without combine, if there are few slices: blocks of outputs then add up the states that they need. Where causal, the
+// last one alone, if blocks that run through all slices of a sequence occupy the GPU: it then makes the sums before
+// each slice itself. Both add in the order of the three, so that results have the same bits.
 //
 // Products are tiles of 64 × 64 (native/tile.h), a warp computes 16 rows. Features never leave shared memory, rounded
 // to T. Sums are float32, never TF32, in an order that depends on `seq` and `head_dim` alone. Any grid is right.
@@ -22,6 +23,17 @@ constexpr std::int64_t kMostSlices = 256;  // longer sequences have longer slice
 constexpr int kCombineThreads = 256;
 constexpr int kStateQuads = kThreads * (kTiles + 1);  // float4 of the state of 64 channels and 64 values
 constexpr int kStateFloats = 4 * kStateQuads;
+// Up to so many slices, blocks of outputs add up the states that they need themselves, and combine is not launched. A
+// state of a block of S has kStateFloats · 4 bytes, 18 KiB. Of n slices, a block of outputs reads n states of each, or
+// where causal (n − 1) / 2 on average. By way of combine it reads one, for which combine has read one, and written one
+// where causal and one for the whole head otherwise: 2 + 1/n, or 3. So it is 2 states instead of 2.5, and where causal
+// 3.5 instead of 3: 9 KiB more of a block, for one launch less. The L2 cache serves them. Not yet measured.
+//
+// No block waits for a flag of another, as in a decoupled look-back. Its chain is serial: one round trip to L2 for each
+// slice; and blocks that shorten it, by adding up what is there, sum in an order that depends on timing. The wait is
+// the end of the first launch.
+constexpr std::int64_t kMostLookedBack = 8;  // causal
+constexpr std::int64_t kMostSummed = 2;
 constexpr int kMostLift = 20;  // how far, in powers of two, weights may lift the exponent of sums from before
 
 template <class T>
@@ -101,27 +113,36 @@ inline __device__ void store_state(const Rows& rows, float* state) {
   quads[quad_of(kTiles)] = {rows.total.values[0], rows.largest(), rows.total.values[2], 0.0f};
 }
 
-// Quad j of a state, the last one for z.
+inline __device__ void load_state(Rows& rows, const float* state) {
+  const float4* const quads = reinterpret_cast<const float4*>(state);
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) rows.sums[j] = as_sums(quads[quad_of(j)]);
+  rows.total = as_sums(quads[quad_of(kTiles)]);
+}
+
+// The states of `count` slices of a head, `apart` floats from one to the next, in the order and with the bits of
+// combine: the first one is added to zero. One at a time: registers are scarce, and a state is 9 loads at once.
+inline __device__ void sum_states(Rows& sum, const float* states, int count, std::int64_t apart) {
+  sum = {};
+#pragma unroll 1
+  for (int slice = 0; slice < count; ++slice) {
+    Rows state;
+    load_state(state, states + slice * apart);
+    sum.add(state, 1.0f);
+  }
+}
+
+// Quad j of a sum of stored states, the last one for z.
 struct StoredState {
-  const float4* quads;
-
-  __device__ explicit StoredState(const float* state) : quads(reinterpret_cast<const float4*>(state)) {}
-  __device__ Sums operator()(int j) const { return as_sums(quads[quad_of(j)]); }
-  __device__ float largest() const { return quads[quad_of(kTiles)].y; }
-};
-
-struct StateOfRows {
   const Rows& rows;
 
   __device__ const Sums& operator()(int j) const { return j < kTiles ? rows.sums[j] : rows.total; }
-  __device__ float largest() const { return rows.largest(); }
+  __device__ float largest() const { return rows.total.values[1]; }
 };
 
-inline __device__ void load_state(Rows& rows, const StoredState& state) {
-#pragma unroll
-  for (int j = 0; j < kTiles; ++j) rows.sums[j] = state(j);
-  rows.total = state(kTiles);
-}
+struct StateOfRows : StoredState {
+  __device__ float largest() const { return rows.largest(); }
+};
 
 // Writes S as a tile and z as a column, of T; returns the exponent that they get beyond `own`, which they have. With a
 // barrier where they get one. Keys that are tiny or all hidden give an exponent of up to 60, which sums of earlier keys
@@ -214,14 +235,16 @@ inline __device__ std::int64_t quotient(std::int64_t number, std::int32_t by) {
 // An item of the grid: a head, one of its slices, and a part of both.
 struct Item {
   std::int64_t head;
+  int slice;       // of the head
   int first, end;  // positions
   int part;
 
   __device__ Item(std::int64_t index, int parts, const Sizes& sizes) {
-    const std::int64_t slice = quotient(index, parts);
-    part = static_cast<int>(index - slice * parts);
-    head = quotient(slice, sizes.slices());
-    first = static_cast<int>(slice - head * sizes.slices()) * sizes.slice;
+    const std::int64_t of_all = quotient(index, parts);
+    part = static_cast<int>(index - of_all * parts);
+    head = quotient(of_all, sizes.slices());
+    slice = static_cast<int>(of_all - head * sizes.slices());
+    first = slice * sizes.slice;
     end = min(first + sizes.slice, sizes.seq);
   }
 };
@@ -256,20 +279,22 @@ __device__ void write_states(const T* k, const T* v, const std::uint8_t* keep, c
   }
 }
 
-// Outputs of 64 channels, of the positions of a slice, from the first state of the head.
+// Outputs of 64 channels, of the positions of a slice, from the sum of the first `summed` states of the head: of all,
+// or of one, which combine has made their sum.
 template <class T>
-__device__ void write_outputs(const T* q, const float* states, const Sizes& sizes, float eps, T* out) {
+__device__ void write_outputs(const T* q, const float* states, const Sizes& sizes, int summed, float eps, T* out) {
   const Shared<T, false> shared;
   const int value_blocks = sizes.value_blocks(), key_blocks = sizes.key_blocks();
   const std::int64_t all = static_cast<std::int64_t>(sizes.count) * sizes.slices() * value_blocks;
   for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
     const Item item(i, value_blocks, sizes);
-    const float* const state =
-        states + (item.head * sizes.slices() * key_blocks * value_blocks + item.part) * kStateFloats;
+    const std::int64_t apart = static_cast<std::int64_t>(key_blocks) * value_blocks * kStateFloats;
+    const float* const first_state = states + item.head * sizes.slices() * apart + item.part * kStateFloats;
     const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
     const auto stage = [&](int block) {
-      const StoredState stored(state + static_cast<std::int64_t>(block) * value_blocks * kStateFloats);
-      return stage_state(stored, shared.b, shared.column, shared.maxima[0]);
+      Rows sum;
+      sum_states(sum, first_state + static_cast<std::int64_t>(block) * value_blocks * kStateFloats, summed, apart);
+      return stage_state(StoredState{sum}, shared.b, shared.column, shared.maxima[0]);
     };
     __syncthreads();  // the item before has been read
     int of_state = key_blocks == 1 ? stage(0) : 0;
@@ -351,7 +376,7 @@ struct CausalSlice {
     Rows sums = state;
     sums.add(before, power_of_two(of_state));
     BlockExponents own;
-    own.state = of_state + stage_state(StateOfRows{sums}, shared.b, shared.column, shared.maxima[0], of_state);
+    own.state = of_state + stage_state(StateOfRows{{sums}}, shared.b, shared.column, shared.maxima[0], of_state);
     wait_for_tiles<0>();
     map_queries(shared.a, sizes.relu != 0, shared.exponents);
     if (kFourTiles<T>) own.keys = map_keys(shared.c, sizes.relu != 0, kept, keys.count, shared.maxima[1]);
@@ -382,12 +407,20 @@ struct CausalSlice {
   }
 };
 
-// The same, where every position sees those up to its own. head_dim is not 0. An item is a slice, with the sums before
-// it in `states`; or if `whole`, a sequence, slice after slice, with the same bits. Slices with several blocks of keys
-// are one tile, which is added to nothing, and a sequence with them is whole only if it is one slice.
+// Where a block of causal outputs has the sums before its slice from: all of them give the same bits.
+enum Before : std::int32_t {
+  kCombined,  // from combine
+  kWhole,     // an item is a sequence, slice after slice, whose sums it keeps
+  kLookBack,  // from the states of the slices before, which it adds up
+};
+
+// The same, where every position sees those up to its own. head_dim is not 0. An item is a slice, or a sequence if it
+// is kWhole. Slices with several blocks of keys are one tile, which is added to nothing, and a sequence with them is
+// whole only if it is one slice.
 template <bool kOneBlock, class T>
 __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const std::uint8_t* keep, const float* states,
-                                     const Sizes& sizes, bool whole, float eps, T* out) {
+                                     const Sizes& sizes, int from, float eps, T* out) {
+  const bool whole = from == kWhole;
   const int value_blocks = sizes.value_blocks(), key_blocks = kOneBlock ? 1 : sizes.key_blocks();
   Sizes items = sizes;
   if (whole) items.slice = sizes.seq;
@@ -395,15 +428,17 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
   const auto all = [&] { return static_cast<std::int64_t>(ptx::opaque(sizes.count)) * items.slices() * value_blocks; };
   for (std::int64_t i = blockIdx.x; i < all(); i += gridDim.x) {
     const Item item(i, value_blocks, items);
-    const float* const stored = states + (i / value_blocks * key_blocks * value_blocks + item.part) * kStateFloats;
+    const int summed = from == kLookBack ? item.slice : whole ? 0 : 1;
+    const std::int64_t apart = static_cast<std::int64_t>(key_blocks) * value_blocks * kStateFloats;
+    const std::int64_t first_slice = item.head * items.slices() + (from == kLookBack ? 0 : item.slice);
+    const float* const first_state = states + first_slice * apart + item.part * kStateFloats;
     const CausalSlice<T> slice = {sizes, item, q, k, keep + item.head / sizes.heads * sizes.seq,
                                   Columns<const T>(v, item.head, sizes.seq, sizes.value_dim, item.part * kSide)};
     const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
     // the sums before the slice, and those of its tiles so far
     Rows before, state;
     const auto load = [&](int block) {
-      if (whole) return;
-      load_state(before, StoredState(stored + static_cast<std::int64_t>(block) * value_blocks * kStateFloats));
+      sum_states(before, first_state + static_cast<std::int64_t>(block) * value_blocks * kStateFloats, summed, apart);
     };
     if (kOneBlock) load(0);
     int of_state = 0;
@@ -449,20 +484,20 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                \
       const T* __restrict__ q, const float* __restrict__ states, std::int32_t count, std::int32_t heads,               \
-      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu, float eps,\
-      T* __restrict__ out) {                                                                                           \
-    write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice, relu}, eps, out);                         \
+      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu,          \
+      std::int32_t summed, float eps, T* __restrict__ out) {                                                           \
+    write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice, relu}, summed, eps, out);                 \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_causal_outputs_##dtype(            \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,                                       \
       const std::uint8_t* __restrict__ keep, const float* __restrict__ states, std::int32_t count, std::int32_t heads, \
       std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu,          \
-      std::int32_t whole, float eps, T* __restrict__ out) {                                                            \
+      std::int32_t from, float eps, T* __restrict__ out) {                                                             \
     const Sizes sizes = {count, heads, seq, head_dim, value_dim, slice, relu};                                         \
     if (head_dim <= kSide) {                                                                                           \
-      write_causal_outputs<true>(q, k, v, keep, states, sizes, whole != 0, eps, out);                                  \
+      write_causal_outputs<true>(q, k, v, keep, states, sizes, from, eps, out);                                        \
     } else {                                                                                                           \
-      write_causal_outputs<false>(q, k, v, keep, states, sizes, whole != 0, eps, out);                                 \
+      write_causal_outputs<false>(q, k, v, keep, states, sizes, from, eps, out);                                       \
     }                                                                                                                  \
   }
 
@@ -508,8 +543,8 @@ int multiprocessors(void*) {
 
 // Whether a block runs through all slices of a sequence, so that one launch suffices and reads keys and values once: if
 // there is one slice, or if these blocks occupy the GPU. Two fit on a multiprocessor from SM 80 on. The limit is one
-// and a half: of a single wave a quarter of the places is empty then, where three launches would move twice the bytes.
-// Not yet measured. Of a GPU that is not known, never: then there is memory for three launches, and either may follow.
+// and a half: of a single wave a quarter of the places is empty then, where several launches move twice the bytes. Not
+// yet measured. Of a GPU that is not known, never: then there is memory for several launches, and either may follow.
 template <class T>
 bool in_one_pass(const Arrays<T>& x, bool causal, std::int64_t slices, void* stream) {
   if (!causal || x.head_dim == 0) return false;
@@ -524,20 +559,27 @@ std::int64_t slice_length(std::int64_t seq, std::int64_t head_dim, bool causal) 
   return std::max<std::int64_t>(causal ? kCausalSlice : kSlice, parts(parts(seq, kMostSlices), kSide) * kSide);
 }
 
+// Whether blocks of outputs add up the states that they need, and combine is not launched.
+template <class T>
+bool sums_in_outputs(const Arrays<T>& x, bool causal, std::int64_t slices) {
+  if (causal) return slices <= kMostLookedBack;
+  return slices == 1 || (slices <= kMostSummed && x.head_dim <= kSide);
+}
+
 // Blocks of 64 × 64 of S.
 std::int64_t state_blocks(std::int64_t head_dim, std::int64_t value_dim) {
   return parts(head_dim, kSide) * parts(value_dim, kSide);
 }
 
 template <class T>
-int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, bool causal, float* states,
-                  void* stream) {
+int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, bool causal, bool combined,
+                  float* states, void* stream) {
   const std::int64_t blocks = state_blocks(x.head_dim, x.value_dim);
   const cudaLaunchConfig_t first = launch_of(sizes.count * slices * blocks, kThreads, Shared<T, false>::kBytes, stream);
   const auto error =
       cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep, sizes.count,
                          sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu, states);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || !combined) return error;
   const std::int64_t quads = blocks * kStateQuads;
   const cudaLaunchConfig_t second = launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
   float4* const both = reinterpret_cast<float4*>(states);
@@ -569,8 +611,10 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
                        int32(x.head_dim),        int32(x.value_dim), int32(slice), x.relu};
   float* const states = static_cast<float*>(scratch);
   const bool whole = in_one_pass(x, causal, slices, stream);
+  const bool combined = !sums_in_outputs(x, causal, slices);
+  const Before from = whole ? kWhole : combined ? kCombined : kLookBack;
   if (x.head_dim > 0 && !whole) {
-    const int error = launch_states(x, sizes, slices, causal, states, stream);
+    const int error = launch_states(x, sizes, slices, causal, combined, states, stream);
     if (error != cudaSuccess) return error;
   }
   const std::int64_t blocks = sizes.count * (whole ? 1 : slices) * parts(x.value_dim, kSide);
@@ -580,12 +624,12 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
     return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v,
                               x.keep, static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq,
                               sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu,
-                              static_cast<std::int32_t>(whole), x.eps, x.out);
+                              static_cast<std::int32_t>(from), x.eps, x.out);
   }
   const cudaLaunchConfig_t last = launch(Shared<T, false>::kBytes);
   return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_outputs), x.q,
                             static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq, sizes.head_dim,
-                            sizes.value_dim, sizes.slice, sizes.relu, x.eps, x.out);
+                            sizes.value_dim, sizes.slice, sizes.relu, combined ? 1 : int32(slices), x.eps, x.out);
 }
 
 #define EFFEXPORT_INSTANTIATE(T)                                   \

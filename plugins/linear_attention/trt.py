@@ -88,7 +88,7 @@ OUTPUTS = Plugin(
     attributes={"eps": float, "least": int, "relu": int, "value_dim": int},
     at_least={"least": SIDE, "value_dim": 1},
     sizes=lambda s: {"slice": slices(s)["slice"]},
-    launch=lambda s: outputs(s, 2),
+    launch=lambda s: outputs(s, 2, 1),  # one state: the sum of all
 )
 CAUSAL_OUTPUTS = Plugin(
     name="EluLinearAttentionCausalOutputs",
@@ -99,7 +99,7 @@ CAUSAL_OUTPUTS = Plugin(
     attributes={"eps": float, "least": int, "relu": int},
     at_least={"least": SIDE},
     sizes=lambda s: {"slice": slices(s)["slice"]},
-    # float32 has room for two tiles; a block has a slice, not the whole sequence
+    # float32 has room for two tiles; a block has a slice, with the sums before it
     launch=lambda s: outputs(s, 4 if s.itemsize == 2 else 2, 0),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,11 +112,13 @@ def test_the_exponential_is_exact_to_two_units_in_the_last_place(causal: int) ->
 
 
 @native
-def test_the_future_has_no_influence() -> None:
-    run = implementation(OP, "kernel").run
-    case, inputs = made(1, 2, 1200, 32, 32, causal=1)
+@pytest.mark.parametrize(("how", "way"), [("kernel", {}), ("cuda", {"multiprocessors": 1000})], ids=["cpu", "cuda"])
+def test_the_future_has_no_influence(how: str, way: dict[str, int]) -> None:
+    """On CUDA, one slice is one launch, up to eight add up the states before them, and those of nine are combined."""
+    run = partial(implementation(OP, how).run, **way)
+    case, inputs = made(1, 2, 2100, 32, 32, causal=1)
     whole = run(case, inputs)
-    for length in (1, 65, 1024, 1030):
+    for length in (1, 65, 1024, 1030, 2048):
         prefix = {name: x[:, :length] if name == "keep" else x[:, :, :length] for name, x in inputs.items()}
         shorter = Case((1, 2, length, 32, 32, 1, 0), (EPS,))
         np.testing.assert_array_equal(run(shorter, prefix), whole[:, :, :length])
@@ -141,23 +144,29 @@ def test_what_is_not_finite_stays_in_its_head(causal: int, relu: int) -> None:
 
 @native
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_cuda_gives_the_same_bits_in_one_pass_as_in_three_launches(dtype: str) -> None:
-    """The GPU and the number of heads choose between them, and no result may show either."""
+def test_cuda_gives_the_same_bits_in_one_pass_as_in_two_or_three_launches(dtype: str) -> None:
+    """The GPU, the number of heads and that of slices choose between them, and no result may show any of them."""
     cuda = implementation(OP, "cuda")
-    for (*sizes, relu), kind in (
-        ((2, 2, 600, 64, 64, 0), "random"),  # the last slice ends within a tile
-        ((2, 1, 513, 24, 72, 1), "random"),  # two blocks of values, and a last slice of one position
-        ((2, 1, 520, 5, 3, 0), "falling"),  # the sums before a slice are far larger than those in it
-        ((2, 1, 520, 5, 3, 0), "rising"),
+    for (*sizes, relu), kind, launches in (
+        ((2, 2, 600, 64, 64, 0), "random", 2),  # the last slice ends within a tile
+        ((2, 1, 513, 24, 72, 1), "random", 2),  # two blocks of values, and a last slice of one position
+        ((2, 1, 520, 5, 3, 0), "falling", 2),  # the sums before a slice are far larger than those in it
+        ((2, 1, 520, 5, 3, 0), "rising", 2),
+        ((1, 3, 257, 16, 8, 1), "random", 2),  # two slices
+        ((2, 1, 2040, 8, 72, 0), "falling", 2),  # eight, the most that blocks look back at
+        ((1, 2, 2049, 8, 4, 0), "falling", 3),
     ):
         case = Case((*sizes, 1, relu), (EPS,), kind, dtype)
         inputs = CONTRACT.inputs(case, "cpu")
+        blocks = sizes[0] * sizes[1] * -(-sizes[4] // 64)
         with named(case.name):
             whole = cuda.run(case, inputs)
-            assert cuda.emulated.launch()[0] == 2 * sizes[1] * -(-sizes[4] // 64)
+            assert cuda.emulated.launch()[0] == blocks
             assert cuda.scratch_bytes(case) == 0
+            before = cuda.emulated.library.count_launches()
             np.testing.assert_array_equal(cuda.run(case, inputs, multiprocessors=1000), whole)
-            assert cuda.emulated.launch()[0] == 2 * sizes[1] * -(-sizes[4] // 64) * 3
+            assert cuda.emulated.library.count_launches() - before == launches
+            assert cuda.emulated.launch()[0] == blocks * -(-sizes[2] // 256)
             assert within_limit(CONTRACT, case, whole, CONTRACT.exact(case, inputs)["out"], "cuda")
 
 

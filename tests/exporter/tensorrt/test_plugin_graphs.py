@@ -15,6 +15,7 @@ import onnx.helper
 import pytest
 import safetensors.numpy
 from emulated_plugins import Call, array_of, emulated_op, execute, relative_rms
+from implementations import implementation
 from random_graphs import random_graph
 from slow_cases import named, soak
 from small_specs import BUILT_VARIANTS, spec_of
@@ -127,6 +128,28 @@ def launched(op: str, case: Case) -> list[Call] | None:
     return calls
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_sums_of_states_by_a_plugin_have_the_bits_of_those_in_outputs(dtype: str) -> None:
+    """Plugins of linear attention always launch combine, launch_cuda only where slices are many."""
+    op, cuda = "EluLinearAttention", implementation("EluLinearAttention", "cuda")
+    for *sizes, slices, kind in (
+        (2, 2, 300, 8, 72, 1, 1, 2, "falling"),
+        (1, 1, 1800, 5, 3, 1, 0, 8, "rising"),
+        (2, 1, 330, 66, 72, 1, 0, 6, "random"),  # slices of one tile
+        (2, 2, 500, 66, 72, 0, 0, 1, "random"),
+        (1, 3, 700, 16, 72, 0, 1, 2, "rising"),
+        (1, 1, 520, 64, 8, 0, 0, 2, "no token"),
+    ):
+        case = Case(tuple(sizes), (1e-6,), kind, dtype)
+        model, inputs = model_of(op, case)
+        with named(case.name):
+            found = execute(prepared_model(model, SPEC, GPUS).model, inputs)
+            assert [call.scalars[1] for call in found.calls if call.entry.endswith("_combine")] == [slices]
+            in_outputs = cuda.run(case, load_contract(CUDA_OPS[op]).inputs(case, "cpu"), multiprocessors=2**20)
+            np.testing.assert_array_equal(in_outputs, *found.outputs.values())
+            assert cuda.emulated.call(cuda.emulated.library.count_launches() - 2).entry.endswith(f"_states_{dtype}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", PLUGINS)
 def test_plugins_launch_what_launch_cuda_does(op: str) -> None:
@@ -163,11 +186,14 @@ def calls_of_launch_cuda(op: str, case: Case, calls: list[Call]) -> list[Call]:
         assert keys > 256
         return [replace(found[0], scalars=(*found[0].scalars[:-1], 1)), merge]
     if op == "EluLinearAttention" and len(calls) > len(found):
-        # one slice: launch_cuda does without the sums before it, and so says that it is the whole sequence
-        (outputs,) = found
-        *scalars, whole, eps = outputs.scalars
-        assert whole == 1
-        return [*calls[:2], replace(outputs, scalars=(*scalars, 0, eps))]
+        # few slices: launch_cuda does without their sums, and says how its outputs have them: where causal, as the
+        # whole sequence, which is one slice, or by looking back; otherwise from how many states
+        *before, outputs = found
+        *scalars, how, eps = outputs.scalars
+        _, slices, _, causal = calls[1].scalars
+        assert before == (calls[:1] if not causal or slices > 1 else [])
+        assert how == ((1 if slices == 1 else 2) if causal else slices)
+        return [*calls[:2], replace(outputs, scalars=(*scalars, 0 if causal else 1, eps))]
     return found
 
 
