@@ -15,13 +15,14 @@ std::int64_t sort_row_cpu(const std::int32_t* buckets, std::int64_t n, std::int6
 
 std::size_t cpu_workspace_bytes(std::int64_t num_buckets);
 
-// On the GPU: enqueues one launch on `stream` (a cudaStream_t) and returns at once. All pointers are to device memory.
-// `rank` may be null where cuda_rank_bytes is 0; a caller who does not want it gives memory of that size elsewhere.
+// On the GPU: enqueues one launch on `stream` (a cudaStream_t), or two if few rows are long, and returns at once. All
+// pointers are to device memory. `rank` may be null. `scratch` has cuda_scratch_bytes(rows, n, num_buckets, whether there
+// is a rank) bytes, and may be null where that is 0.
 // A bucket out of range is taken for the nearest one in range: a check would have to stop the device.
 // Returns a cudaError_t, 0 for success.
 int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std::int64_t num_buckets,
-                std::int32_t* order, std::int32_t* rank, void* stream);
+                std::int32_t* order, std::int32_t* rank, void* scratch, void* stream);
 
-std::size_t cuda_rank_bytes(std::int64_t rows, std::int64_t n, std::int64_t num_buckets);
+std::size_t cuda_scratch_bytes(std::int64_t rows, std::int64_t n, std::int64_t num_buckets, bool with_rank);
 
 }  // namespace effexport::lsh_sort

@@ -1,4 +1,4 @@
-// CUDA kernel of effexport::LSHSort: a stable radix sort of rows in one launch without a workspace.
+// CUDA kernels of effexport::LSHSort: a stable radix sort of rows, in one launch or two.
 //
 // A pass is a counting sort by one digit. A block counts the digits of a whole row; their running sum says where each
 // digit begins. Then it takes tiles of 8192 tokens. Its 16 warps own consecutive segments of a tile, and each ranks its
@@ -7,12 +7,18 @@
 // running sum over (digit, warp) turns ranks into places within the sorted tile. The tile is put in order in shared
 // memory, and neighbouring threads write neighbouring places, so that few sectors of `order` are written twice.
 //
-// Up to 1216 buckets need a single pass. Then several blocks may share a row, each with tiles of its own: all of them
-// count the whole row, which costs a quarter of what ranking does, and also what lies before their first tile. More
-// buckets take passes over digits of at most 10 bits, least significant first, which keep the unfinished order in the
-// two outputs by turns: one block per row, because only within a block can passes wait for each other.
+// Up to 1216 buckets need a single pass. Then several blocks may share a row, each with tiles of its own. They need the
+// counts of the whole row, and of what lies before their first tile. If the row is short, each counts all of it, where a
+// tile costs a quarter of what ranking one does. Otherwise a launch before counts each part once, and blocks add up what
+// it has found. A launch, not a cluster of blocks: it works from SM 75 on, and with any number of blocks.
 //
-// The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, outputs; any grid is right.
+// More buckets take passes over digits of at most 10 bits, least significant first, which keep the unfinished order in
+// the two outputs by turns: one block per row, because only within a block can passes wait for each other.
+//
+// The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs; any grid is right.
+//
+// EFFEXPORT_FOR_TENSORRT leaves out what its plugin cannot use, which is the second launch with its scratch memory, and
+// host code, which NVRTC does not compile: there, all blocks count the whole row.
 #include "lsh_sort/kernel.h"
 #include "native/cuda.h"
 
@@ -41,8 +47,13 @@ __host__ __device__ constexpr int counter_words(int radix) {
   return radix * kWarps / 2 > kTile ? radix * kWarps / 2 : kTile;
 }
 
+// Bytes of shared memory to count, and to sort.
+__host__ __device__ constexpr std::size_t counting_bytes(int radix) {
+  return sizeof(std::int32_t) * static_cast<std::size_t>(kWarps + 2 * radix);
+}
+
 __host__ __device__ constexpr std::size_t shared_bytes(int radix) {
-  return sizeof(std::int32_t) * static_cast<std::size_t>(kWarps + 2 * radix + counter_words(radix));
+  return counting_bytes(radix) + sizeof(std::int32_t) * static_cast<std::size_t>(counter_words(radix));
 }
 
 static_assert(shared_bytes(kMaxRadix) <= 48 * 1024 && 1 << kManyDigitBits <= kMaxRadix);
@@ -68,6 +79,22 @@ __host__ __device__ constexpr unsigned parts_of(int rows, unsigned n, const Digi
   if (digits.passes > 1) return 1;
   return wanted < tiles_of(n) ? wanted : tiles_of(n);
 }
+
+// What a block sorts: tokens [begin, end) of a row. Items are the parts of all rows, one row after another.
+struct Part {
+  unsigned row;
+  unsigned number;  // among the parts of the row
+  unsigned parts;
+  unsigned begin;
+  unsigned end;
+
+  __device__ Part(unsigned item, unsigned n, unsigned parts)
+      : row(item / parts),
+        number(item % parts),
+        parts(parts),
+        begin(tiles_of(n) * number / parts * kTile),
+        end(min(tiles_of(n) * (number + 1) / parts * kTile, n)) {}
+};
 
 // One pass over one row: its tokens in the order of `source`, or 0 … n − 1 if that is null. Positions are unsigned: n
 // may be so large that the end of a tile is beyond 2³¹.
@@ -131,11 +158,14 @@ __device__ int sum_before(int value, std::int32_t* warp_totals) {
   return before;
 }
 
-// Counts the digits of all tokens of the row: in `earlier` those at positions before `begin`, in `later` the others.
-__device__ void count(const Pass& pass, unsigned begin, std::int32_t* earlier, std::int32_t* later) {
+// Counts the digits of all tokens of the row: in shared.places those at positions before `begin`, in shared.shifts the
+// others. All threads of the block must call it; when it returns, all of them see the counts.
+__device__ void count(const Pass& pass, unsigned begin, const Shared& shared) {
+  clear(shared.places, 2 * pass.radix);
+  __syncthreads();
   // a row's digits are the same in any order
   const auto add = [&](unsigned position, int bucket) {
-    atomicAdd((position < begin ? earlier : later) + pass.digit(bucket), 1);
+    atomicAdd((position < begin ? shared.places : shared.shifts) + pass.digit(bucket), 1);
   };
   const bool aligned = reinterpret_cast<std::uintptr_t>(pass.buckets) % sizeof(uint4) == 0;
   const unsigned quads = aligned ? pass.n / 4 : 0;  // begin is a multiple of 4
@@ -151,6 +181,7 @@ __device__ void count(const Pass& pass, unsigned begin, std::int32_t* earlier, s
   for (unsigned position = quads * 4 + threadIdx.x; position < pass.n; position += kThreads) {
     add(position, pass.buckets[position]);
   }
+  __syncthreads();
 }
 
 // The digits that a thread adds up are neighbours.
@@ -300,39 +331,45 @@ __device__ void sort_tile(const Pass& pass, const Tile& tile, const Shared& shar
   __syncthreads();
 }
 
-// Sorts the tokens at positions [begin, end) of a pass. All threads of the block must call it; when it returns, all of
-// them see the result.
-__device__ void sort_by_digit(const Pass& pass, unsigned begin, unsigned end, std::int32_t* order, std::int32_t* rank,
-                              bool inverse) {
-  const Shared shared(pass.radix);
-  clear(shared.places, 2 * pass.radix);
-  __syncthreads();
-  count(pass, begin, shared.places, shared.shifts);
-  __syncthreads();
-  places_from_counts(shared, pass.radix);
-  for (unsigned first = begin; first < end; first += kTile) {
-    sort_tile(pass, Tile(first, end), shared, order, rank, inverse);
-  }
-}
-
-// Sorts one of the parts of a row, which is all of it if there are several passes: these use `rank` then.
-__device__ void sort_part(const std::int32_t* buckets, unsigned n, int num_buckets, const Digits& digits, unsigned part,
-                          unsigned parts, std::int32_t* order, std::int32_t* rank, bool inverse) {
+// Sorts a part of a row, which is all of it if there are several passes: these use `rank` then. find_counts(pass, part,
+// shared) does what `count` does. All threads of the block must call it; when a pass ends, all of them see its result.
+template <class FindCounts>
+__device__ void sort_part(const std::int32_t* buckets, unsigned n, int num_buckets, const Digits& digits,
+                          const Part& part, std::int32_t* order, std::int32_t* rank, bool inverse,
+                          FindCounts find_counts) {
+  const Shared shared(digits.radix);
   const bool one_pass = digits.passes == 1;
-  const unsigned begin = tiles_of(n) * part / parts * kTile;
-  const unsigned end = min(tiles_of(n) * (part + 1) / parts * kTile, n);
   const std::int32_t* source = nullptr;
   for (int pass = 0; pass < digits.passes; ++pass) {
     // such that the last pass writes to `order`
     std::int32_t* const destination = (digits.passes - pass) % 2 == 1 ? order : rank;
     const Pass present(buckets, n, num_buckets, digits, pass, source);
-    sort_by_digit(present, begin, end, destination, rank, one_pass && inverse);
+    find_counts(present, part, shared);
+    places_from_counts(shared, digits.radix);
+    for (unsigned first = part.begin; first < part.end; first += kTile) {
+      sort_tile(present, Tile(first, part.end), shared, destination, rank, one_pass && inverse);
+    }
     source = destination;
   }
   if (one_pass) return;
 #pragma unroll 1
   for (unsigned place = threadIdx.x; place < n; place += kThreads) {
     rank[order[place]] = static_cast<std::int32_t>(place);
+  }
+}
+
+// Sorts all rows.
+template <class FindCounts>
+__device__ void sort_rows(const std::int32_t* buckets, std::int32_t rows, std::int32_t n, std::int32_t num_buckets,
+                          const Digits& digits, std::int32_t* order, std::int32_t* rank, FindCounts find_counts) {
+  const auto length = static_cast<unsigned>(n);
+  const unsigned parts = parts_of(rows, length, digits);
+  const unsigned items = static_cast<unsigned>(rows) * parts;
+  for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+    const Part part(item, length, parts);
+    const std::int64_t offset = static_cast<std::int64_t>(part.row) * n;
+    sort_part(buckets + offset, length, num_buckets, digits, part, order + offset, (rank ? rank : order) + offset,
+              rank != nullptr, find_counts);
   }
 }
 
@@ -343,32 +380,109 @@ __device__ void sort_part(const std::int32_t* buckets, unsigned n, int num_bucke
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     effexport_lsh_sort(const std::int32_t* buckets, std::int32_t rows, std::int32_t n, std::int32_t num_buckets,
                        std::int32_t* order, std::int32_t* rank) {
-  const Digits digits = digits_of(num_buckets);
+  sort_rows(buckets, rows, n, num_buckets, digits_of(num_buckets), order, rank,
+            [](const Pass& pass, const Part& part, const Shared& shared) { count(pass, part.begin, shared); });
+}
+
+#ifndef EFFEXPORT_FOR_TENSORRT
+namespace {
+
+constexpr unsigned kCountsAtOnce = 8;  // parts of a row whose counts are loaded without waiting for each other
+
+// How many more tiles than its own a block counts, at the least, where parts of rows are counted in a launch of their
+// own. A tile takes 256 accesses of warps to shared memory, each of about 3.5 clocks because random digits meet in
+// banks: about half a microsecond. A launch begins about a microsecond after the end of the one before, and adding up
+// counts waits for memory, as does beginning again: about half a microsecond each. None of it has been measured.
+constexpr unsigned kTilesWorthALaunch = 5;
+
+// Leaves what count(…, part.begin, shared) does, of the counts [rows, parts, radix] of all parts.
+__device__ void add_counts(const std::int32_t* counts, const Part& part, int radix, const Shared& shared) {
+  const std::int32_t* const own = counts + part.row * part.parts * static_cast<unsigned>(radix);
+#pragma unroll 1
+  for (int digit = static_cast<int>(threadIdx.x); digit < radix; digit += kThreads) {
+    int earlier = 0, later = 0;
+#pragma unroll 1
+    for (unsigned first = 0; first < part.parts; first += kCountsAtOnce) {
+#pragma unroll
+      for (unsigned other = first; other < first + kCountsAtOnce; ++other) {
+        const int found = other < part.parts ? own[static_cast<int>(other) * radix + digit] : 0;
+        (other < part.number ? earlier : later) += found;
+      }
+    }
+    shared.places[digit] = earlier;
+    shared.shifts[digit] = later;
+  }
+  __syncthreads();
+}
+
+bool counts_first(std::int64_t rows, std::int64_t n, const Digits& digits) {
+  const unsigned tiles = tiles_of(static_cast<unsigned>(n));
+  return tiles - tiles / parts_of(int32(rows), static_cast<unsigned>(n), digits) >= kTilesWorthALaunch;
+}
+
+}  // namespace
+
+// The two launches that counts_first asks for. The first leaves how often each part of a row has each digit: counts
+// [rows, parts_of(rows, n, …), num_buckets]. Blocks of 512 threads with 4 · (16 + 2 · num_buckets) bytes.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    effexport_lsh_sort_counts(const std::int32_t* buckets, std::int32_t rows, std::int32_t n, std::int32_t num_buckets,
+                              std::int32_t* counts) {
+  const Digits digits = {1, num_buckets};
+  const Shared shared(num_buckets);
   const auto length = static_cast<unsigned>(n);
   const unsigned parts = parts_of(rows, length, digits);
   const unsigned items = static_cast<unsigned>(rows) * parts;
   for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
-    const std::int64_t offset = static_cast<std::int64_t>(item / parts) * n;
-    sort_part(buckets + offset, length, num_buckets, digits, item % parts, parts, order + offset,
-              (rank ? rank : order) + offset, rank != nullptr);
+    const Part part(item, length, parts);
+    const std::int32_t* const own = buckets + static_cast<std::int64_t>(part.row) * n + part.begin;
+    const unsigned size = part.end - part.begin;
+    count(Pass(own, size, num_buckets, digits, 0, nullptr), size, shared);
+    // no barrier before the next item: a thread clears the counters that it reads
+    for (int digit = static_cast<int>(threadIdx.x); digit < num_buckets; digit += kThreads) {
+      counts[item * static_cast<unsigned>(num_buckets) + static_cast<unsigned>(digit)] = shared.places[digit];
+    }
   }
 }
 
-#ifndef EFFEXPORT_FOR_TENSORRT
-std::size_t cuda_rank_bytes(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
-  return num_buckets <= kMaxRadix ? 0 : static_cast<std::size_t>(rows * n) * sizeof(std::int32_t);
+// The second: as effexport_lsh_sort, with the counts of the first.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    effexport_lsh_sort_counted(const std::int32_t* buckets, std::int32_t rows, std::int32_t n, std::int32_t num_buckets,
+                               const std::int32_t* counts, std::int32_t* order, std::int32_t* rank) {
+  sort_rows(buckets, rows, n, num_buckets, {1, num_buckets}, order, rank,
+            [&](const Pass& pass, const Part& part, const Shared& shared) {
+              add_counts(counts, part, pass.radix, shared);
+            });
+}
+
+std::size_t cuda_scratch_bytes(std::int64_t rows, std::int64_t n, std::int64_t num_buckets, bool with_rank) {
+  if (!fit_int32({rows, n, num_buckets}) || rows == 0 || n == 0) return 0;
+  const Digits digits = digits_of(int32(num_buckets));
+  if (digits.passes > 1) return with_rank ? 0 : static_cast<std::size_t>(rows * n) * sizeof(std::int32_t);
+  if (!counts_first(rows, n, digits)) return 0;
+  const std::int64_t parts = parts_of(int32(rows), static_cast<unsigned>(n), digits);
+  return static_cast<std::size_t>(rows * parts * digits.radix) * sizeof(std::int32_t);
 }
 
 int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std::int64_t num_buckets,
-                std::int32_t* order, std::int32_t* rank, void* stream) {
+                std::int32_t* order, std::int32_t* rank, void* scratch, void* stream) {
   if (!fit_int32({rows, n, num_buckets}) || num_buckets < 1) return cudaErrorInvalidValue;
   if (rows == 0 || n == 0) return cudaSuccess;
-  const Digits digits = digits_of(static_cast<int>(num_buckets));
-  if (digits.passes > 1 && rank == nullptr) return cudaErrorInvalidValue;
-  const std::int64_t parts = parts_of(int32(rows), static_cast<unsigned>(n), digits);
-  const cudaLaunchConfig_t launch = launch_of(rows * parts, kThreads, shared_bytes(digits.radix), stream);
-  return cudaLaunchKernelEx(&launch, EFFEXPORT_ENTRY(effexport_lsh_sort), buckets, int32(rows), int32(n), int32(num_buckets), order,
-                            rank);
+  if (!scratch && cuda_scratch_bytes(rows, n, num_buckets, rank != nullptr) != 0) return cudaErrorInvalidValue;
+  auto* const memory = static_cast<std::int32_t*>(scratch);
+  const Digits digits = digits_of(int32(num_buckets));
+  const std::int64_t blocks = rows * parts_of(int32(rows), static_cast<unsigned>(n), digits);
+  const cudaLaunchConfig_t sort = launch_of(blocks, kThreads, shared_bytes(digits.radix), stream);
+  if (!counts_first(rows, n, digits)) {
+    if (digits.passes > 1 && rank == nullptr) rank = memory;
+    return cudaLaunchKernelEx(&sort, EFFEXPORT_ENTRY(effexport_lsh_sort), buckets, int32(rows), int32(n),
+                              int32(num_buckets), order, rank);
+  }
+  const cudaLaunchConfig_t count = launch_of(blocks, kThreads, counting_bytes(digits.radix), stream);
+  const cudaError_t error = cudaLaunchKernelEx(&count, EFFEXPORT_ENTRY(effexport_lsh_sort_counts), buckets, int32(rows),
+                                               int32(n), int32(num_buckets), memory);
+  if (error != cudaSuccess) return error;
+  return cudaLaunchKernelEx(&sort, EFFEXPORT_ENTRY(effexport_lsh_sort_counted), buckets, int32(rows), int32(n),
+                            int32(num_buckets), static_cast<const std::int32_t*>(memory), order, rank);
 }
 #endif  // EFFEXPORT_FOR_TENSORRT
 

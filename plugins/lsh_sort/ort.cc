@@ -55,10 +55,8 @@ class Kernel {
                         optional_output<std::int32_t>(context, 1, {rows, n}), rows, n};
     if (arrays.rows == 0 || arrays.n == 0) return;
     if constexpr (kOn == Device::kCuda) {
-      const std::size_t bytes = arrays.rank == nullptr ? cuda_rank_bytes(arrays.rows, arrays.n, num_buckets_) : 0;
-      const Scratch<kOn> scratch(context, bytes);
-      std::int32_t* const rank = arrays.rank == nullptr ? static_cast<std::int32_t*>(scratch.get()) : arrays.rank;
-      return check_launch(launch_cuda(arrays.buckets, arrays.rows, arrays.n, num_buckets_, arrays.order, rank,
+      const Scratch<kOn> scratch(context, cuda_scratch_bytes(rows, n, num_buckets_, arrays.rank != nullptr));
+      return check_launch(launch_cuda(arrays.buckets, rows, n, num_buckets_, arrays.order, arrays.rank, scratch.get(),
                                       context.GetGPUComputeStream()));
     }
     return sort_on_cpu(context, arrays, num_buckets_);

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cuda_kernels import ALL_BLOCKS
+from cuda_kernels import ALL_BLOCKS, assert_guard_is_intact, guarded
 from implementations import implementation
 
 from effexport.plugins.contract import Case
@@ -92,6 +92,37 @@ def test_blocks_share_long_rows(num_buckets: int, length: int) -> None:
         assert implementation("LSHSort", "cuda").emulated.launch()[0] == 2 * -(-length // TILE)
 
 
+@pytest.mark.requires("native")
+@pytest.mark.parametrize(
+    ("rows", "length", "num_buckets"), [(1, 5 * TILE + 1, 1), (2, 40963, 2), (1, 9 * TILE, 700), (3, 65537, 1216)]
+)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_parts_of_long_rows_are_counted_by_a_launch_of_their_own(
+    rows: int, length: int, num_buckets: int, offset: int
+) -> None:
+    generator, cuda = np.random.default_rng(length + offset), implementation("LSHSort", "cuda")
+    whole = generator.integers(0, num_buckets, offset + rows * length).astype(np.int32)
+    whole[::5] = generator.integers(-(2**31), 2**31, whole[::5].shape)
+    buckets = whole[offset:].reshape(rows, length)  # at any element: a few tokens are read at a time where they can be
+    blocks = rows * -(-length // TILE)
+    for max_blocks in (ALL_BLOCKS, 3):
+        before = cuda.emulated.library.count_launches()
+        answers = sorted_by_cuda(buckets, num_buckets, max_blocks=max_blocks, seed=length)
+        assert_sorted(buckets, num_buckets, *answers)
+        assert cuda.emulated.library.count_launches() == before + 2
+        assert [cuda.emulated.launch(i)[0] for i in (1, 0)] == [blocks, blocks]
+    assert cuda.scratch_bytes(case_of(buckets, num_buckets)) == 4 * blocks * num_buckets
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize(
+    ("rows", "tiles", "counted"), [(1, 5, 0), (1, 6, 6), (32, 4, 0), (32, 8, 128), (64, 10, 128), (128, 100, 0)]
+)
+def test_a_launch_counts_where_it_saves_five_tiles(rows: int, tiles: int, counted: int) -> None:
+    case = Case((rows, tiles * TILE, 7), dtype="int32")
+    assert implementation("LSHSort", "cuda").scratch_bytes(case) == 4 * counted * 7
+
+
 @pytest.mark.slow
 @pytest.mark.requires("native")
 def test_many_rows_have_a_block_each_which_takes_their_tiles_in_turn() -> None:
@@ -102,21 +133,26 @@ def test_many_rows_have_a_block_each_which_takes_their_tiles_in_turn() -> None:
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("length", [1000, TILE + 1])
-def test_cuda_writes_rank_only_if_wanted(length: int) -> None:
-    buckets, cuda = bucket_rows(length, 33), implementation("LSHSort", "cuda")
-    order = np.full_like(buckets, -1)
+@pytest.mark.parametrize("length", [1000, TILE + 1, 5 * TILE + 1])
+@pytest.mark.parametrize("num_buckets", [33, 1216, 1217])
+def test_cuda_writes_rank_only_if_wanted(num_buckets: int, length: int) -> None:
+    buckets, cuda = bucket_rows(length, num_buckets), implementation("LSHSort", "cuda")
+    order, several_passes = np.full_like(buckets, -1), num_buckets == 1217
     cuda.library.set_schedule(0, ALL_BLOCKS)
-    assert cuda.launch(case_of(buckets, 33), [buckets.ctypes.data, order.ctypes.data, 0]) == 0
-    assert_sorted(buckets, 33, order, sorted_by_cuda(buckets, 33)[1])
-    # several passes keep the unfinished order in it
-    # effexport::lsh_sort::cuda_rank_bytes(int64, int64, int64), as GCC and Clang name it
-    rank_bytes = cuda.library._ZN9effexport8lsh_sort15cuda_rank_bytesElll
-    sizes = (ctypes.c_int64(6), ctypes.c_int64(length))
-    rank_bytes.restype = ctypes.c_size_t
-    assert rank_bytes(*sizes, ctypes.c_int64(1216)) == 0
-    assert rank_bytes(*sizes, ctypes.c_int64(1217)) == 4 * 6 * length
-    assert cuda.launch(case_of(buckets, 1217), [buckets.ctypes.data, order.ctypes.data, 0]) == 1
+    # effexport::lsh_sort::cuda_scratch_bytes(int64, int64, int64, bool), as GCC and Clang name it
+    scratch_bytes = cuda.library._ZN9effexport8lsh_sort18cuda_scratch_bytesElllb
+    scratch_bytes.argtypes, scratch_bytes.restype = [*[ctypes.c_int64] * 3, ctypes.c_bool], ctypes.c_size_t
+    with_rank, without = (scratch_bytes(6, length, num_buckets, wanted) for wanted in (True, False))
+    if several_passes:  # which keep the unfinished order in it
+        assert (with_rank, without) == (0, 4 * 6 * length)
+    else:
+        assert with_rank == without
+    scratch, whole = guarded((without,), np.dtype(np.uint8))
+    case, addresses = case_of(buckets, num_buckets), [buckets.ctypes.data, order.ctypes.data, 0]
+    assert cuda.launch(case, addresses) == (1 if without else 0)
+    assert cuda.launch(case, addresses, scratch.ctypes.data) == 0
+    assert_guard_is_intact(whole)
+    assert_sorted(buckets, num_buckets, order, sorted_by_cuda(buckets, num_buckets)[1])
 
 
 @pytest.mark.soak
