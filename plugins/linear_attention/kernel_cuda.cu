@@ -480,19 +480,22 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
       const T* __restrict__ k, const T* __restrict__ v, const std::uint8_t* __restrict__ keep, std::int32_t count,     \
       std::int32_t heads, std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice,         \
       std::int32_t relu, float* __restrict__ states) {                                                                 \
+    ptx::launch_dependents();                                                                                          \
     write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice, relu}, states);                           \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                \
-      const T* __restrict__ q, const float* __restrict__ states, std::int32_t count, std::int32_t heads,               \
+      const T* __restrict__ q, const float* states, std::int32_t count, std::int32_t heads,                            \
       std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu,          \
       std::int32_t summed, float eps, T* __restrict__ out) {                                                           \
+    ptx::wait_for_prerequisites();                                                                                     \
     write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice, relu}, summed, eps, out);                 \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_causal_outputs_##dtype(            \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,                                       \
-      const std::uint8_t* __restrict__ keep, const float* __restrict__ states, std::int32_t count, std::int32_t heads, \
+      const std::uint8_t* __restrict__ keep, const float* states, std::int32_t count, std::int32_t heads,              \
       std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t relu,          \
       std::int32_t from, float eps, T* __restrict__ out) {                                                             \
+    ptx::wait_for_prerequisites();                                                                                     \
     const Sizes sizes = {count, heads, seq, head_dim, value_dim, slice, relu};                                         \
     if (head_dim <= kSide) {                                                                                           \
       write_causal_outputs<true>(q, k, v, keep, states, sizes, from, eps, out);                                        \
@@ -512,6 +515,8 @@ EFFEXPORT_LINEAR_ATTENTION(bfloat16, BFloat16)
 extern "C" __global__ void __launch_bounds__(kCombineThreads)
     effexport_linear_attention_combine(const float4* states, std::int32_t count, std::int32_t slices,
                                        std::int32_t quads, std::int32_t causal, float4* sums) {
+  ptx::wait_for_prerequisites();
+  ptx::launch_dependents();
   const std::int64_t all = static_cast<std::int64_t>(count) * quads;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kCombineThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kCombineThreads + threadIdx.x; i < all; i += step) {
@@ -581,7 +586,7 @@ int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, b
                          sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu, states);
   if (error != cudaSuccess || !combined) return error;
   const std::int64_t quads = blocks * kStateQuads;
-  const cudaLaunchConfig_t second = launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
+  const cudaLaunchConfig_t second = launch_after(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
   float4* const both = reinterpret_cast<float4*>(states);
   return cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_linear_attention_combine), static_cast<const float4*>(both), sizes.count,
                             int32(slices), int32(quads), static_cast<std::int32_t>(causal), both);
@@ -618,7 +623,7 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
     if (error != cudaSuccess) return error;
   }
   const std::int64_t blocks = sizes.count * (whole ? 1 : slices) * parts(x.value_dim, kSide);
-  const auto launch = [=](std::size_t bytes) { return launch_of(blocks, kThreads, bytes, stream); };
+  const auto launch = [=](std::size_t bytes) { return launch_after(blocks, kThreads, bytes, stream); };
   if (causal && x.head_dim > 0) {
     const cudaLaunchConfig_t last = launch(Shared<T, kFourTiles<T>>::kBytes);
     return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v,
@@ -633,7 +638,7 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
 }
 
 #define EFFEXPORT_INSTANTIATE(T)                                   \
-  template int launch_cuda(const Arrays<T>&, bool, void*, void*);  \
+  template int launch_cuda(const Arrays<T>&, bool, void*, void*);                                                      \
   template std::size_t cuda_scratch_bytes(const Arrays<T>&, bool, void*);
 
 EFFEXPORT_INSTANTIATE(float)

@@ -21,6 +21,7 @@
 // host code, which NVRTC does not compile: there, all blocks count the whole row.
 #include "lsh_sort/kernel.h"
 #include "native/cuda.h"
+#include "native/ptx.h"
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ std::int32_t shared_counters[];
@@ -427,6 +428,7 @@ bool counts_first(std::int64_t rows, std::int64_t n, const Digits& digits) {
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     effexport_lsh_sort_counts(const std::int32_t* buckets, std::int32_t rows, std::int32_t n, std::int32_t num_buckets,
                               std::int32_t* counts) {
+  ptx::launch_dependents();
   const Digits digits = {1, num_buckets};
   const Shared shared(num_buckets);
   const auto length = static_cast<unsigned>(n);
@@ -448,6 +450,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     effexport_lsh_sort_counted(const std::int32_t* buckets, std::int32_t rows, std::int32_t n, std::int32_t num_buckets,
                                const std::int32_t* counts, std::int32_t* order, std::int32_t* rank) {
+  ptx::wait_for_prerequisites();
   sort_rows(buckets, rows, n, num_buckets, {1, num_buckets}, order, rank,
             [&](const Pass& pass, const Part& part, const Shared& shared) {
               add_counts(counts, part, pass.radix, shared);
@@ -471,9 +474,9 @@ int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, 
   auto* const memory = static_cast<std::int32_t*>(scratch);
   const Digits digits = digits_of(int32(num_buckets));
   const std::int64_t blocks = rows * parts_of(int32(rows), static_cast<unsigned>(n), digits);
-  const cudaLaunchConfig_t sort = launch_of(blocks, kThreads, shared_bytes(digits.radix), stream);
   if (!counts_first(rows, n, digits)) {
     if (digits.passes > 1 && rank == nullptr) rank = memory;
+    const cudaLaunchConfig_t sort = launch_of(blocks, kThreads, shared_bytes(digits.radix), stream);
     return cudaLaunchKernelEx(&sort, EFFEXPORT_ENTRY(effexport_lsh_sort), buckets, int32(rows), int32(n),
                               int32(num_buckets), order, rank);
   }
@@ -481,6 +484,7 @@ int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, 
   const cudaError_t error = cudaLaunchKernelEx(&count, EFFEXPORT_ENTRY(effexport_lsh_sort_counts), buckets, int32(rows),
                                                int32(n), int32(num_buckets), memory);
   if (error != cudaSuccess) return error;
+  const cudaLaunchConfig_t sort = launch_after(blocks, kThreads, shared_bytes(digits.radix), stream);
   return cudaLaunchKernelEx(&sort, EFFEXPORT_ENTRY(effexport_lsh_sort_counted), buckets, int32(rows), int32(n),
                             int32(num_buckets), static_cast<const std::int32_t*>(memory), order, rank);
 }
