@@ -298,11 +298,11 @@ MUTANTS = (
         ("if (kOneBlock) load(0);", ""),
         ("slice.shared.a, to, first, item.end - first", "slice.shared.a, to, first, kSide"),
     ),
-    *mutants_of("linear_attention/kernel_cuda.cu", ("slice * apart);", "0);"), ("1 : int32(slices)", "1 : 1")),
+    *mutants_of("linear_attention/kernel_cuda.cu", ("slice * apart);", "0 * apart);"), ("1 : int32(slices)", "1 : 1")),
     *mutants_of(
         "linear_attention/features.h",
         ("add(total, other.total, factor);", ""),
-        ("max(-kMostExponent - own,", "max(-kMostExponent,"),
+        ("max(-kMostExponent - own,", "max(-kMostExponent - 0 * own,"),
         ("first + i < columns ? chunk", "first + i <= columns ? chunk"),
         ("largest > 0.0f ? scale_exponent(largest) : 0", "scale_exponent(fmaxf(largest, 0.0f))"),
         ("return x < 0.0f ? 0.0f : x * scale;", "return x * scale;"),
