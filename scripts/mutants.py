@@ -267,6 +267,7 @@ MUTANTS = (
         ("if (lane >= distance) sum += earlier;", "if (lane > distance) sum += earlier;"),
         ("position < begin ? shared.places", "position <= begin ? shared.places"),
         ("other < part.number ? earlier", "other <= part.number ? earlier"),
+        ("ptx::wait_for_prerequisites();", ""),
         ("min(max(bucket, 0), num_buckets - 1)", "max(bucket, 0)"),
         ("bit < radix; bit *= 2", "2 * bit < radix; bit *= 2"),
         ("peers[i] &= one ? ones : ~ones;", "peers[i] &= ones;"),
