@@ -290,11 +290,11 @@ int launch_cuda(const T* q, const T* k, const T* v, const bool* keep, const Cuda
                                          heads_per_sample, seq, channels, partials);
   if (error != cudaSuccess) return error;
   const std::int64_t merging = std::min(parts(shape.heads * shape.channels, kThreads), kMaxBlocks);
-  const cudaLaunchConfig_t second = launch_after(merging, kThreads, 0, stream);
+  const cudaLaunchConfig_t second = launch_of(merging, kThreads, 0, stream, true);
   error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_simple_merge), static_cast<const float*>(partials), heads,
                              static_cast<std::int32_t>(slices_of(seq)), channels, contexts);
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t third = launch_after(blocks, kThreads, 0, stream);
+  const cudaLaunchConfig_t third = launch_of(blocks, kThreads, 0, stream, true);
   return cudaLaunchKernelEx(&third, EFFEXPORT_KERNEL(T, effexport_aft_simple_gate), q,
                             static_cast<const float*>(contexts), heads, seq, channels, out);
 }

@@ -580,8 +580,8 @@ struct Scratch {
 template <class T, bool kCausal>
 cudaError_t launch_attention(const Problem& p, const Arrays<T>& a, const Scratch& scratch, void* stream) {
   const std::int64_t works = p.groups * scratch.units * parts(p.channels, kChannels);
-  const cudaLaunchConfig_t launch = launch_after(works, warps_of(kCausal) * tile::kWarpSize,
-                                                 Attention<T, kCausal>::kMemoryBytes, stream);
+  const cudaLaunchConfig_t launch = launch_of(works, warps_of(kCausal) * tile::kWarpSize,
+                                              Attention<T, kCausal>::kMemoryBytes, stream, true);
   const auto entry = kCausal ? EFFEXPORT_KERNEL(T, effexport_aft_window_causal)
                              : EFFEXPORT_KERNEL(T, effexport_aft_window_attend);
   return cudaLaunchKernelEx(&launch, entry, a.q, a.k, a.v, a.keep, a.bias, static_cast<const float*>(scratch.sums()),
@@ -607,8 +607,8 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* memory, void* stream
                                          int32(p.groups), int32(p.heads), int32(p.seq), int32(p.channels),
                                          int32(p.key_channels), scratch.sums(), scratch.of_runs());
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t second = launch_after(panels * std::min<std::int64_t>(scratch.runs, kWarps), kThreads,
-                                                 2 * kThreads * sizeof(Sums), stream);
+  const cudaLaunchConfig_t second = launch_of(panels * std::min<std::int64_t>(scratch.runs, kWarps), kThreads,
+                                              2 * kThreads * sizeof(Sums), stream, true);
   error = cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_aft_window_others),
                              static_cast<const float*>(scratch.sums()), static_cast<const float*>(scratch.of_runs()),
                              int32(p.groups), int32(scratch.blocks), int32(p.channels), int32(p.taps),

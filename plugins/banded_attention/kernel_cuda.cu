@@ -503,7 +503,8 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   const float* const partials = memory.partials;
   using Narrow = Source<T, false>;
   using Wide = Source<T, sizeof(T) == 2>;
-  cudaLaunchConfig_t attend = launch_after(s.jobs(), attention::kThreads<Narrow>, attention::kSharedBytes<Narrow>, stream);
+  cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads<Narrow>, attention::kSharedBytes<Narrow>, stream,
+                                        s.with_globals);
   if (s.with_globals) {
     const std::int32_t batch = s.groups / s.heads;
     const cudaLaunchConfig_t find = launch_of(batch, kScanThreads, 2 * kScanWarps * sizeof(int), stream);
@@ -517,7 +518,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
   }
   auto kernel = EFFEXPORT_KERNEL(T, effexport_banded_attention);
   if (s.n >= kQueries && attention::has_room_for<Wide>(kBlocks<T, true>, allow_cuda_shared_memory<T>(stream))) {
-    attend = launch_after(s.jobs(), attention::kThreads<Wide>, attention::kSharedBytes<Wide>, stream);
+    attend = launch_of(s.jobs(), attention::kThreads<Wide>, attention::kSharedBytes<Wide>, stream, s.with_globals);
     kernel = wide_kernel<T>();
   }
   return cudaLaunchKernelEx(&attend, kernel, a.q, a.k, a.v, a.keep,

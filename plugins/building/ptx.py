@@ -28,7 +28,7 @@ from effexport.plugins.ops import Op
 
 # What PTX is made for. 75 is Turing, the oldest GPU that the kernel library and TensorRT 11 support. From 80 on, GPUs
 # copy to shared memory in the background, multiply bfloat16 on tensor cores, and float16 in half as many instructions.
-# The kernels use nothing newer.
+# From 90 on, launches overlap, which no plugin can ask for; the kernels use nothing else that is newer.
 ARCHITECTURES = (75, 80)
 # PTX of CUDA 13.0. A driver refuses PTX that is newer than itself, and the kernels need nothing newer.
 MAX_ISA = (9, 0)

@@ -153,9 +153,9 @@ OLDEST_CMAKE = (3, 24)
 # GPU generations for which machine code is compiled if nvcc knows them
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 # Those for which the kernels are compiled to PTX, most of nvcc's work; each generation's machine code is assembled from
-# the PTX of the last one before it. The kernels tell GPUs before 8.0 from later ones (native/ptx.h), and nvcc 13 has a
-# newer optimiser from 10.0 on. Later GPUs run the last PTX itself.
-PTX_ARCHITECTURES = (75, 80, 100)
+# the PTX of the last one before it. The kernels tell GPUs before 8.0 and before 9.0 from later ones (native/ptx.h), and
+# nvcc 13 has a newer optimiser from 10.0 on. Later GPUs run the last PTX itself.
+PTX_ARCHITECTURES = (75, 80, 90, 100)
 NVCC_VARIABLES = ("EFFEXPORT_NVCC", "CUDACXX")
 ARCHITECTURES_VARIABLE = "EFFEXPORT_CUDA_ARCHITECTURES"
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"

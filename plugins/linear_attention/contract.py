@@ -154,10 +154,11 @@ def work(case: Case) -> Work:
     outputs = (block * keys + weights + later + tile * 2) * (groups * tiles * values)
     if whole:
         return outputs
-    read_again = groups * seq * (head_dim + value_dim) * size + batch * seq
-    # states are written, read and replaced by those before each slice, and read; or read at once, but for the last one
-    written, last = state_bytes * slices, 0.0 if combined else state_bytes
-    return states + outputs + Work(scratch=written, again=(*(written, written) * combined, written - last + read_again))
+    # states are written, read and replaced by those before each slice, and read; or all but the last written and read
+    needed = slices if combined else slices - 1
+    written, states = state_bytes * needed, states * (needed / slices)
+    again = (groups * seq * (head_dim + value_dim) * size + batch * seq) * needed / slices
+    return states + outputs + Work(scratch=written, again=(*(written, written) * combined, written + again))
 
 
 def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:

@@ -29,9 +29,9 @@ constexpr int kStateFloats = 4 * kStateQuads;
 // where causal and one for the whole head otherwise: 2 + 1/n, or 3. So it is 2 states instead of 2.5, and where causal
 // 3.5 instead of 3: 9 KiB more of a block, for one launch less. The L2 cache serves them. Not yet measured.
 //
-// No block waits for a flag of another, as in a decoupled look-back. Its chain is serial: one round trip to L2 for each
-// slice; and blocks that shorten it, by adding up what is there, sum in an order that depends on timing. The wait is
-// the end of the first launch.
+// Blocks look back when the first launch has ended. In a decoupled look-back they would wait for each other's flags: a
+// serial chain, one round trip to L2 for each slice, or if blocks shorten it by adding up what is there, sums in an
+// order that depends on timing.
 constexpr std::int64_t kMostLookedBack = 8;  // causal
 constexpr std::int64_t kMostSummed = 2;
 constexpr int kMostLift = 20;  // how far, in powers of two, weights may lift the exponent of sums from before
@@ -249,14 +249,16 @@ struct Item {
   }
 };
 
-// S and z of 64 channels of keys and 64 of values, over the positions of a slice.
+// S and z of 64 channels of keys and 64 of values, over the positions of a slice, of the first `needed` slices of a head.
 template <class T>
-__device__ void write_states(const T* k, const T* v, const std::uint8_t* keep, const Sizes& sizes, float* states) {
+__device__ void write_states(const T* k, const T* v, const std::uint8_t* keep, const Sizes& sizes, int needed,
+                             float* states) {
   const Shared<T, false> shared;
   const int parts = sizes.key_blocks() * sizes.value_blocks();
   const std::int64_t all = static_cast<std::int64_t>(sizes.count) * sizes.slices() * parts;
   for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
     const Item item(i, parts, sizes);
+    if (item.slice >= needed) continue;
     const Columns<const T> keys(k, item.head, sizes.seq, sizes.head_dim, item.part / sizes.value_blocks() * kSide);
     const Columns<const T> values(v, item.head, sizes.seq, sizes.value_dim, item.part % sizes.value_blocks() * kSide);
     const std::uint8_t* const kept = keep + item.head / sizes.heads * sizes.seq;
@@ -289,7 +291,7 @@ __device__ void write_outputs(const T* q, const float* states, const Sizes& size
   for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
     const Item item(i, value_blocks, sizes);
     const std::int64_t apart = static_cast<std::int64_t>(key_blocks) * value_blocks * kStateFloats;
-    const float* const first_state = states + item.head * sizes.slices() * apart + item.part * kStateFloats;
+    const float* const first_state = states + item.head * sizes.slices() * apart + static_cast<std::int64_t>(item.part) * kStateFloats;
     const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
     const auto stage = [&](int block) {
       Rows sum;
@@ -431,7 +433,7 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
     const int summed = from == kLookBack ? item.slice : whole ? 0 : 1;
     const std::int64_t apart = static_cast<std::int64_t>(key_blocks) * value_blocks * kStateFloats;
     const std::int64_t first_slice = item.head * items.slices() + (from == kLookBack ? 0 : item.slice);
-    const float* const first_state = states + first_slice * apart + item.part * kStateFloats;
+    const float* const first_state = states + first_slice * apart + static_cast<std::int64_t>(item.part) * kStateFloats;
     const CausalSlice<T> slice = {sizes, item, q, k, keep + item.head / sizes.heads * sizes.seq,
                                   Columns<const T>(v, item.head, sizes.seq, sizes.value_dim, item.part * kSide)};
     const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
@@ -479,9 +481,9 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
   extern "C" __global__ void __launch_bounds__(kThreads, 4) effexport_linear_attention_states_##dtype(                 \
       const T* __restrict__ k, const T* __restrict__ v, const std::uint8_t* __restrict__ keep, std::int32_t count,     \
       std::int32_t heads, std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice,         \
-      std::int32_t relu, float* __restrict__ states) {                                                                 \
+      std::int32_t relu, std::int32_t needed, float* __restrict__ states) {                                            \
     ptx::launch_dependents();                                                                                          \
-    write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice, relu}, states);                           \
+    write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice, relu}, needed, states);                   \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                \
       const T* __restrict__ q, const float* states, std::int32_t count, std::int32_t heads,                            \
@@ -579,17 +581,22 @@ std::int64_t state_blocks(std::int64_t head_dim, std::int64_t value_dim) {
 template <class T>
 int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, bool causal, bool combined,
                   float* states, void* stream) {
+  // no position looks back to the last slice
+  const auto needed = int32(causal && !combined ? slices - 1 : slices);
   const std::int64_t blocks = state_blocks(x.head_dim, x.value_dim);
   const cudaLaunchConfig_t first = launch_of(sizes.count * slices * blocks, kThreads, Shared<T, false>::kBytes, stream);
   const auto error =
       cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep, sizes.count,
-                         sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu, states);
+                         sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, sizes.relu, needed,
+                         states);
   if (error != cudaSuccess || !combined) return error;
   const std::int64_t quads = blocks * kStateQuads;
-  const cudaLaunchConfig_t second = launch_after(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
+  const cudaLaunchConfig_t second =
+      launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream, true);
   float4* const both = reinterpret_cast<float4*>(states);
-  return cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_linear_attention_combine), static_cast<const float4*>(both), sizes.count,
-                            int32(slices), int32(quads), static_cast<std::int32_t>(causal), both);
+  return cudaLaunchKernelEx(&second, EFFEXPORT_ENTRY(effexport_linear_attention_combine),
+                            static_cast<const float4*>(both), sizes.count, int32(slices), int32(quads),
+                            static_cast<std::int32_t>(causal), both);
 }
 
 }  // namespace
@@ -623,7 +630,8 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
     if (error != cudaSuccess) return error;
   }
   const std::int64_t blocks = sizes.count * (whole ? 1 : slices) * parts(x.value_dim, kSide);
-  const auto launch = [=](std::size_t bytes) { return launch_after(blocks, kThreads, bytes, stream); };
+  const bool after = x.head_dim > 0 && !whole;
+  const auto launch = [=](std::size_t bytes) { return launch_of(blocks, kThreads, bytes, stream, after); };
   if (causal && x.head_dim > 0) {
     const cudaLaunchConfig_t last = launch(Shared<T, kFourTiles<T>>::kBytes);
     return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v,

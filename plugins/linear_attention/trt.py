@@ -42,7 +42,7 @@ def sizes_of_kernels(s: Sizes) -> tuple[Size, ...]:
 
 def states(s: Sizes) -> Launch:
     blocks = s.batch * s.heads * s.slices * s.blocks
-    return Launch(blocks, BLOCK_THREADS, sizes_of_kernels(s), shared_bytes(s, 2))
+    return Launch(blocks, BLOCK_THREADS, (*sizes_of_kernels(s), s.slices), shared_bytes(s, 2))
 
 
 def combine(s: Sizes) -> Launch:

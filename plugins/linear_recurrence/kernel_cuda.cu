@@ -253,13 +253,13 @@ int launch_cuda(const Call<T>& c, void* scratch, void* stream) {
         cudaLaunchKernelEx(&map, EFFEXPORT_KERNEL(T, effexport_linear_recurrence_maps), c.key, c.value, c.decay, c.beta,
                            states, seq, kv_heads, key_dim, value_dim, delta, per_channel, slice, maps);
     if (error != cudaSuccess) return error;
-    const cudaLaunchConfig_t compose = launch_after(count * values, kThreads, bytes, stream);
+    const cudaLaunchConfig_t compose = launch_of(count * values, kThreads, bytes, stream, true);
     error = cudaLaunchKernelEx(&compose, EFFEXPORT_ENTRY(effexport_linear_recurrence_states), static_cast<const float*>(maps), c.past,
                                states, int32(slices), key_dim, value_dim, found);
     if (error != cudaSuccess) return error;
     before = found;
   }
-  const cudaLaunchConfig_t write = launch_after(c.batch * heads * slices * values, kThreads, bytes, stream);
+  const cudaLaunchConfig_t write = launch_of(c.batch * heads * slices * values, kThreads, bytes, stream, slices > 1);
   return cudaLaunchKernelEx(&write, EFFEXPORT_KERNEL(T, effexport_linear_recurrence), c.query, c.key, c.value, before,
                             c.decay, c.beta, states, seq, heads, kv_heads, key_dim, value_dim, delta, per_channel,
                             slice, c.scale, c.out, c.present);

@@ -465,7 +465,7 @@ auto wide_kernel() {
 template <class Source, class Kernel, class T>
 cudaError_t launch_rounds(Kernel kernel, const Sizes& s, const T* qk, const T* v, const std::int32_t* order,
                           const Scratch<T>& memory, void* stream) {
-  const auto launch = launch_after(s.jobs(), attention::kThreads<Source>, attention::kSharedBytes<Source>, stream);
+  const auto launch = launch_of(s.jobs(), attention::kThreads<Source>, attention::kSharedBytes<Source>, stream, true);
   return cudaLaunchKernelEx(&launch, kernel, qk, v, order, static_cast<const float*>(memory.scales),
                             static_cast<const std::int32_t*>(memory.kept), s.groups, s.heads, s.seq, s.padded,
                             s.rounds, s.head_dim, s.value_dim, s.chunk_length, s.before, s.after,
@@ -511,7 +511,7 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   }
   if (error != cudaSuccess) return error;
   const std::int64_t pieces = p.groups * parts(p.seq * chunks_of_row<T>(s.value_dim), kThreads);
-  const cudaLaunchConfig_t combine = launch_after(pieces, kThreads, 0, stream);
+  const cudaLaunchConfig_t combine = launch_of(pieces, kThreads, 0, stream, true);
   return cudaLaunchKernelEx(&combine, EFFEXPORT_KERNEL(T, effexport_lsh_attention_combine),
                             static_cast<const T*>(memory.contexts), static_cast<const float*>(memory.lses), s.groups,
                             s.seq, s.rounds, s.value_dim, int32(p.rounded), out);

@@ -484,7 +484,7 @@ int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, 
   const cudaError_t error = cudaLaunchKernelEx(&count, EFFEXPORT_ENTRY(effexport_lsh_sort_counts), buckets, int32(rows),
                                                int32(n), int32(num_buckets), memory);
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t sort = launch_after(blocks, kThreads, shared_bytes(digits.radix), stream);
+  const cudaLaunchConfig_t sort = launch_of(blocks, kThreads, shared_bytes(digits.radix), stream, true);
   return cudaLaunchKernelEx(&sort, EFFEXPORT_ENTRY(effexport_lsh_sort_counted), buckets, int32(rows), int32(n),
                             int32(num_buckets), static_cast<const std::int32_t*>(memory), order, rank);
 }

@@ -218,7 +218,7 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
       std::int32_t slice, float scale, std::int32_t partial, void* __restrict__ out) {                                 \
-    ptx::launch_dependents();                                                                                          \
+    if (partial != 0) ptx::launch_dependents();                                                                        \
     const Sizes sizes{groups, heads, n, m, d, e, slice, kQueries<T>};                                                  \
     attend(q, k, v, keep, sizes, scale, partial != 0, out);                                                            \
   }                                                                                                                    \
@@ -281,7 +281,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
     if (error != cudaSuccess || s.slices() == 1) return error;
   }
   const cudaLaunchConfig_t launch =
-      launch_after(parts(s.merges(), kMergeThreads / tile::kWarpSize), kMergeThreads, 0, stream);
+      launch_of(parts(s.merges(), kMergeThreads / tile::kWarpSize), kMergeThreads, 0, stream, s.slices() > 0);
   return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention_merge),
                             static_cast<const float*>(a.partials), s.groups, s.n, std::int32_t{s.slices()}, s.e, a.out);
 }

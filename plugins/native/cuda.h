@@ -74,30 +74,26 @@ std::size_t shared_memory_of(Function* kernel, void*) {
 inline std::int64_t most_blocks = kMaxInt32;
 
 // A launch of at most most_blocks: any grid is right for the kernels, which loop over what is left. `stream` is a
-// cudaStream_t.
-inline cudaLaunchConfig_t launch_of(std::int64_t blocks, std::int64_t threads, std::size_t shared_bytes, void* stream) {
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(std::min(blocks, most_blocks)));
-  launch.blockDim = dim3(static_cast<unsigned>(threads));
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = static_cast<cudaStream_t>(stream);
-  return launch;
-}
-
-// The same of a kernel that begins with ptx::wait_for_prerequisites: from SM 90 on, its blocks may start while the launch
-// before it ends.
-inline cudaLaunchConfig_t launch_after(std::int64_t blocks, std::int64_t threads, std::size_t shared_bytes,
-                                       void* stream) {
+// cudaStream_t. after: it follows another launch of the operator, and its kernel begins with ptx::wait_for_prerequisites.
+// From SM 90 on, its blocks may then start while the launch before it ends.
+inline cudaLaunchConfig_t launch_of(std::int64_t blocks, std::int64_t threads, std::size_t shared_bytes, void* stream,
+                                    bool after = false) {
   static cudaLaunchAttribute overlapping = [] {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     return attribute;
   }();
-  cudaLaunchConfig_t launch = launch_of(blocks, threads, shared_bytes, stream);
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(std::min(blocks, most_blocks)));
+  launch.blockDim = dim3(static_cast<unsigned>(threads));
+  launch.dynamicSmemBytes = shared_bytes;
+  launch.stream = static_cast<cudaStream_t>(stream);
 #if !defined(EFFEXPORT_ARCHITECTURE) || EFFEXPORT_ARCHITECTURE >= 90
-  launch.attrs = &overlapping;
-  launch.numAttrs = 1;
+  if (after) {
+    launch.attrs = &overlapping;
+    launch.numAttrs = 1;
+  }
 #endif
   return launch;
 }

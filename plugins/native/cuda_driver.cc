@@ -172,6 +172,30 @@ int version_of(void* kernel, int device) {
   return driver().get_attribute(&version, kPtxVersion, kernel, device) == 0 ? version : 0;
 }
 
+// The device of a stream, or −1.
+int device_of(void* stream) {
+  void* context = nullptr;
+  if (driver().context(stream, &context) != 0 || driver().push(context) != 0) return -1;
+  int device = 0;
+  const bool found = driver().device(&device) == 0;
+  driver().pop(&context);
+  return found ? device : -1;
+}
+
+// The major compute capability of the newest device; 0 without one.
+int newest_major() {
+  constexpr int kMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+  int newest = 0, count = 0;
+  if (driver().count(&count) != 0) return 0;
+  for (int i = 0; i < count; ++i) {
+    int device = 0, major = 0;
+    if (driver().device_at(&device, i) == 0 && driver().attribute(&major, kMajor, device) == 0) {
+      newest = std::max(newest, major);
+    }
+  }
+  return newest;
+}
+
 // The kernels of this process. Its mutex is held by whoever uses it.
 struct Kernels {
   std::mutex mutex;
@@ -246,25 +270,16 @@ struct Kernels {
     return own->second;
   }
 
-  // Whether a kernel waits for the launch before it.
-  bool waits(void* kernel, int device) {
+  // Whether a kernel waits for the launch before it on the GPU of a stream.
+  bool waits(void* kernel, void* stream) {
+    static const bool anywhere = driver().release() >= kReleaseOfWaiting && 10 * newest_major() >= kLeastOfWaiting;
+    if (!anywhere) return false;
+    const int device = device_of(stream);
     const auto [own, is_new] = waiting[kernel].try_emplace(device, false);
-    if (is_new) {
-      own->second = driver().release() >= kReleaseOfWaiting && version_of(kernel, device) >= kLeastOfWaiting;
-    }
+    if (is_new && device >= 0) own->second = version_of(kernel, device) >= kLeastOfWaiting;
     return own->second;
   }
 };
-
-// The device of a stream, or −1.
-int device_of(void* stream) {
-  void* context = nullptr;
-  if (driver().context(stream, &context) != 0 || driver().push(context) != 0) return -1;
-  int device = 0;
-  const bool found = driver().device(&device) == 0;
-  driver().pop(&context);
-  return found ? device : -1;
-}
 
 // Never destroyed: other threads may launch while the process ends.
 Kernels& kernels() {
@@ -308,7 +323,7 @@ int launch(const char* kernel, unsigned blocks, unsigned threads, std::size_t sh
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.load();
     found = all.find(kernel);
-    after = after && found != nullptr && all.waits(found, device_of(stream));
+    after = after && found != nullptr && all.waits(found, stream);
   }
   if (found == nullptr) throw_not_loaded(std::string("there is no kernel ") + kernel);
   LaunchAttribute overlapping = {6, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -99,7 +99,7 @@ __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// "griddepcontrol", which does nothing before SM 90. A kernel of an operator's second or a later launch (launch_after in
+// "griddepcontrol", which does nothing before SM 90. A kernel of an operator's second or a later launch (launch_of in
 // cuda.h) begins with wait_for_prerequisites: what earlier launches wrote is there when it returns. Arrays that they
 // wrote are no __restrict__ parameters: compilers may load from those before it. Every kernel that another one follows
 // calls launch_dependents: the next launch may start when all blocks have done so.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import networkx
 import torch
@@ -44,6 +46,9 @@ PIPES = {
     "accesses": "ATOM ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM RED SHFL ST STG STL STS",
     "loop_products": "HMMA IMMA",
 }
+# The instructions that PTX calls griddepcontrol, and those that access global memory.
+GRID_CONTROL = {"ACQBULK": "wait", "PREEXIT": "launch_dependents"}
+GLOBAL_ACCESSES = ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "REDG", "ATOM", "ATOMG")
 PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
 # Clocks of a scheduler, one of four in a multiprocessor, for the instruction of a warp on SM 90: CUDA C++ Programming
 # Guide, "Arithmetic Instructions". Of products on tensor cores: as fast as large ones were measured, see budget.py.
@@ -55,7 +60,7 @@ class Usage:
     """Resources of one kernel as ptxas reports them, and its number of tensor-core products (HMMA).
 
     The others count instructions of a warp in the kernel's main loop, on all ways through it: all of them, and those of
-    PIPES. accesses: of memory, in parts of 128 bytes.
+    PIPES. accesses: of memory, in parts of 128 bytes. begins: what orders the launch, before the first access.
     """
 
     registers: int
@@ -68,6 +73,7 @@ class Usage:
     special: int = 0
     accesses: int = 0
     loop_products: int = 0
+    begins: str = ""
 
     @property
     def busiest(self) -> str:
@@ -218,7 +224,7 @@ def loops_of(code: Sequence[Instruction]) -> list[Loop]:
     return loops_within(graph, 0)
 
 
-def counts_of(code: Sequence[Instruction]) -> dict[str, int]:
+def counts_of(code: Sequence[Instruction]) -> dict[str, Any]:
     """Fields of Usage. The main loop has most products on tensor cores; among equals, most arithmetic of floats, where
     a loop in another counts eight times as much. Without loops, it is the whole kernel."""
 
@@ -230,7 +236,10 @@ def counts_of(code: Sequence[Instruction]) -> dict[str, int]:
 
     found = [(loop.depth, counts(loop)) for loop in loops_of(code) or [Loop(frozenset(range(len(code))), 0)]]
     _, main = max(found, key=lambda x: (x[1]["loop_products"], 8 ** x[0] * x[1]["floats"], x[1]["issued"]))
-    return {"tensor_products": sum(x.opcode.startswith("HMMA.") for x in code), **main}
+    opcodes = [x.opcode.partition(".")[0] for x in code]
+    before = itertools.takewhile(lambda opcode: opcode not in GLOBAL_ACCESSES, opcodes)
+    begins = " ".join(GRID_CONTROL[opcode] for opcode in before if opcode in GRID_CONTROL)
+    return {"tensor_products": sum(x.opcode.startswith("HMMA.") for x in code), "begins": begins, **main}
 
 
 def find_nvdisasm() -> str:

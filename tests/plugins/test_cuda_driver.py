@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cuda_kernels import NATIVE, PLUGINS, ROOT, plugin_entries
-from emulated_plugins import NO_PLUGINS, NUMBERS, Call, emulated_op
+from cuda_kernels import NATIVE, PLUGINS, ROOT, kernel_entries
+from emulated_plugins import NUMBERS, Call, emulated_op
 from kept import kept, native_sources
 
 from effexport.plugins.building.build import find_headers
@@ -30,12 +30,8 @@ OLD = (
     "one for CUDA 13 (580 or later), or set EFFEXPORT_NVCC to the nvcc of CUDA 12 and run: effexport plugins build "
     "--cuda"
 )
-# With several launches and types, of integers, and one that asks how large the GPU is; and the kernels of no plugin.
-LAUNCHED = {
-    "MaskedAttention": (),
-    "LSHSort": ("effexport_lsh_sort_counts piiip", "effexport_lsh_sort_counted piiippp"),
-    "EluLinearAttention": (),
-}
+# One with several launches and types, one of integers, one that asks how large the GPU is.
+LAUNCHED = ("MaskedAttention", "LSHSort", "EluLinearAttention")
 MUCH_SHARED_MEMORY = "IterativePinv"
 NO_DRIVER = "there is no NVIDIA driver (libcuda.so.1); install one for CUDA 13 (580 or later)"
 CPU_ONLY = "effexport: the kernel library has kernels for the CPU only here, because {}\n"
@@ -260,9 +256,9 @@ def test_the_driver_gets_the_launches_of_the_emulation_on_every_stream(built: Bu
     """The functions that launch kernels, compiled without nvcc: names, grids, shared memory and numbers. The kernels
     are loaded once, for all contexts, and not while a stream is captured."""
     calls, expected, fatbins = [], [], []
-    for name, others in LAUNCHED.items():
+    for name in LAUNCHED:
         op, emulated = CUDA_OPS[name], emulated_op(CUDA_OPS[name])
-        fatbins.append([*others, *(f"{entry} {emulated.kinds(entry)}" for entry in plugin_entries(op))])
+        fatbins.append([f"{entry} {emulated.kinds(entry)}" for entry in kernel_entries(op)])
         for case in load_contract(op).small:
             calls.append((op.torch_name, NUMBERS.get(case.dtype, 0), case.sizes, case.numbers))
             expected += emulated.calls_of_launch_cuda(case.dtype, case.sizes, case.numbers)
@@ -279,11 +275,7 @@ def test_the_driver_gets_the_launches_of_the_emulation_on_every_stream(built: Bu
     lines = [line.split() for line in done.stdout.splitlines()]
     loaded, launches = lines[: len(LAUNCHED)], lines[len(LAUNCHED) :]
     assert [word for word, _ in loaded] == ["load"] * len(LAUNCHED)
-    unnamed = {kernel.split()[0]: NO_PLUGINS for kernel in LAUNCHED["LSHSort"]}
-    found = [
-        Call(unnamed.get(line[1], line[1]), (int(line[2]), int(line[3]), int(line[4])), tuple(map(int, line[6:])))
-        for line in launches
-    ]
+    found = [Call(line[1], (int(line[2]), int(line[3]), int(line[4])), tuple(map(int, line[6:]))) for line in launches]
     assert found == expected * 2
     assert [line[5] for line in launches] == ["101"] * len(expected) + ["202"] * len(expected)
 

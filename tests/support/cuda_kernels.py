@@ -66,6 +66,12 @@ def plugin_entries(op: Op) -> list[str]:
     return list(dict.fromkeys(entry for plugin in op.load_trt().PLUGINS for entry in plugin.entries))
 
 
+def kernel_entries(op: Op) -> list[str]:
+    """Those, and the others that are declared by name, not for every element type by a macro."""
+    text = (PLUGINS / op.cuda_source).read_text(encoding="utf-8")
+    return list(dict.fromkeys((*plugin_entries(op), *re.findall(r"^ +(effexport_\w+)\((?=const)", text, re.MULTILINE))))
+
+
 def depends_on_architecture(op: Op) -> bool:
     """False if the kernels of an operator are the same program on every GPU: only ptx.h, which defines it, names
     kArchitecture."""
@@ -93,7 +99,7 @@ def assert_guard_is_intact(whole: np.ndarray) -> None:
 def emulated_library(op: Op, *options: str) -> ctypes.CDLL:
     """native/emulated.cc with the kernels of one operator."""
     names = {"KERNEL": f'"{op.cuda_source}"', "CHECK": f'"{op.torch_name}/gpu_check.cc"', "OP": op.torch_name}
-    names["ENTRIES"] = " ".join(f"ADD({entry})" for entry in plugin_entries(op))
+    names["ENTRIES"] = " ".join(f"ADD({entry})" for entry in kernel_entries(op))
     definitions = [f"-DEMULATED_{name}={value}" for name, value in names.items()]
     path = build("emulated", "-O2", "-fPIC", "-shared", *definitions, *options, keep_as=f"emulated/{op.torch_name}")
     return ctypes.CDLL(str(path))

@@ -25,9 +25,6 @@ NUMPY_TYPES = {name: dtype for dtype, name in NAMES.items()}
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
-NO_PLUGINS = "a kernel that no plugin has"
-
-
 @dataclass(frozen=True)
 class Call:
     """One launch: the kernel, blocks, threads, bytes of shared memory, and the scalars as int32 bits."""
@@ -68,9 +65,9 @@ class EmulatedOp:
         """One of the launches so far."""
         name, scalars = ctypes.c_char_p(), (ctypes.c_int32 * 32)()
         count = self.library.get_call(index, ctypes.byref(name), scalars)
+        assert name.value is not None, "launch_cuda launched a kernel that its emulation does not name"
         launch = self.launch(self.library.count_launches() - 1 - index)
-        entry = name.value.decode() if name.value else NO_PLUGINS
-        return Call(entry, (launch[0], launch[1], launch[2]), tuple(scalars[:count]))
+        return Call(name.value.decode(), (launch[0], launch[1], launch[2]), tuple(scalars[:count]))
 
     def calls_of_launch_cuda(
         self,

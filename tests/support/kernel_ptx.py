@@ -112,7 +112,7 @@ def usages_digest(op: Op) -> str:
         [
             run(find_nvcc(), "--version"),
             repr(compiled.USAGE),
-            repr(compiled.PIPES),
+            repr((compiled.PIPES, compiled.GRID_CONTROL, compiled.GLOBAL_ACCESSES)),
             *map(inspect.getsource, way),
             *sources,
         ]

@@ -31,6 +31,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -138,7 +139,7 @@ EFFEXPORT_OWN std::vector<const void*> launched;         // their kernels
 EFFEXPORT_OWN std::vector<std::vector<std::int32_t>> scalars;  // and their arguments that are numbers, as bits
 
 EFFEXPORT_OWN std::set<const void*> with_all_shared_memory;    // kernels that have asked for it
-EFFEXPORT_OWN unsigned waited;  // threads of the present block that have waited for the launch before
+EFFEXPORT_OWN std::bitset<kMaxThreads> waited;  // threads of the present block that have waited for the launch before
 
 // The argument of a kernel's parameter, noted down if it is a number.
 template <class Parameter, class Argument>
@@ -456,10 +457,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
   for (unsigned index = 0; index < gridDim.x; ++index) {
     blockIdx = {index, 0, 0};
     poison_shared_memory(launch->dynamicSmemBytes);
-    waited = 0;
+    waited.reset();
     if (!block.run([&] { kernel(arguments...); }, threads, settings.seed + index)) return cudaErrorLaunchFailure;
     // a GPU may have started it before the launch before ended
-    if (launch->numAttrs > 0 && waited != threads) return cudaErrorLaunchFailure;
+    if (launch->numAttrs > 0 && waited.count() != threads) return cudaErrorLaunchFailure;
   }
   block.end_launch();
   return cudaSuccess;
@@ -564,7 +565,7 @@ constexpr int kArchitecture = EFFEXPORT_EMULATED;
 // Launches do not overlap here.
 inline void wait_for_prerequisites() {
   const cuda_on_cpu::Hidden hidden;
-  ++cuda_on_cpu::waited;
+  cuda_on_cpu::waited.set(threadIdx.x);
 }
 inline void launch_dependents() {}
 

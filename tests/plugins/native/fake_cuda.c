@@ -72,7 +72,7 @@ int cuDeviceGet(int* device, int index) {
   return 0;
 }
 
-// Kernels are compiled for SM 80, or for FAKE_CUDA_PTX.
+// Kernels are compiled for SM 80, or for FAKE_CUDA_PTX; all GPUs are of SM 90.
 int cuKernelGetAttribute(int* value, int attribute, const char* kernel, int device) {
   enum { kPtxVersion = 5 };
   const char* const given = getenv("FAKE_CUDA_PTX");
@@ -143,9 +143,9 @@ int cuCtxGetDevice(int* device) {
 }
 
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  enum { kMultiprocessorCount = 16, kMostSharedMemory = 97 };
-  *value = 1;
-  if (attribute == kMultiprocessorCount) return device > 0 ? 0 : 1;
+  enum { kMultiprocessorCount = 16, kMajor = 75, kMostSharedMemory = 97 };
+  *value = attribute == kMajor ? 9 : 1;
+  if (attribute == kMultiprocessorCount || attribute == kMajor) return device > 0 ? 0 : 1;
   for (int i = 0; i < kDevices; ++i) {
     if (devices[i] == device) *value = most_bytes[i];
   }
