@@ -2,12 +2,14 @@
 """Measure the CPU speed targets of docs/benchmarks.md, each as a ratio within one run.
 
 Every candidate is first compared with PyTorch (`effexport.bench`). Candidates take turns, and their medians are
-compared. Unless stated otherwise, a target is about attention without projections in float32. Those of recurrences are
-about a whole model on one thread, in processor time, which other programs lengthen less than wall time.
+compared. Unless stated otherwise, a target is about attention without projections in float32. Those of recurrences and
+of precisions are about whole models, in processor time, which other programs lengthen less than wall time.
 
     .venv/bin/python scripts/bench_claims.py                          # everything, about ten minutes on two cores
     .venv/bin/python scripts/bench_claims.py --claim nystrom --rounds 7
     .venv/bin/python scripts/bench_claims.py --markdown claims.md --output claims.json
+
+The file of --output keeps results by processor, with its instruction sets: those of this one are replaced.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +35,10 @@ import torch
 from torch import Tensor, nn
 from turns import Call, medians_ms, timed_in_turns
 
-from effexport import load_decoder
+from effexport import load, load_decoder
 from effexport.base.environment import describe_machine, usable_cores
+from effexport.base.errors import EffexportError
+from effexport.base.machine import Processor
 from effexport.base.spec import build_spec_from_options
 from effexport.bench.candidates import inputs_of_case, onnx_from_case
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
@@ -58,6 +64,9 @@ RECURRENT: dict[str, Any] = {
 }
 # Float32 beside float32 in another order of sums, through twelve layers: 2e-6 of the largest logit was measured.
 RECURRENT_LIMIT = 1e-4
+# Flags by which products of few bits differ in speed, and encoders: True where linear layers take most of the time.
+INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+LOW_PRECISION = {"softmax": False, "linear": True, "nystrom": True, "lsh": False, "aft-simple": True}
 LEAN = ("linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv")
 
 
@@ -93,8 +102,10 @@ def main() -> None:
     if arguments.markdown:
         arguments.markdown.write_text(markdown(claims), encoding="utf-8")
     if arguments.output:
-        found = {"machine": describe_machine(), "claims": [asdict(claim) | {"holds": claim.holds} for claim in claims]}
-        arguments.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        kept = json.loads(arguments.output.read_text(encoding="utf-8")) if arguments.output.exists() else {}
+        own = [asdict(claim) | {"holds": claim.holds} for claim in claims]
+        kept[processor_name()] = {"date": f"{date.today()}", "machine": describe_machine(), "claims": own}
+        arguments.output.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     missed = [claim.what for claim in claims if not claim.holds]
     if missed:
         print(f"missed: {'; '.join(missed)}")
@@ -396,6 +407,41 @@ def claim_of_turns(
     return Claim(what, ratio, limit, at_least, figures)
 
 
+def processor_name() -> str:
+    """With the instructions that products of few bits take: clouds call very different processors the same."""
+    here = Processor.here()
+    return " ".join((here.name, *(flag for flag in INSTRUCTIONS if flag in here.flags)))
+
+
+def precision(rounds: int) -> Iterator[Claim]:
+    """Encoders of the default size at 1024 tokens, in bf16 and int8 beside float32 and beside OpenVINO in bf16."""
+    here, tokens = Processor.here(), {"input_ids": np.random.default_rng(0).integers(2, 258, (1, 1024))}
+    fast = here.has_bfloat16_products or here.has_bfloat16_tiles
+    for variant, gains in LOW_PRECISION.items():
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("fp32", "bf16", "int8"):
+                spec = build_spec_from_options({"variant": variant, "seq_len": 1024, "precision": name}, None)
+                artifact_from_spec(spec.decided(has_engines=False), Path(folder) / name)
+            for threads in (1, 2):
+                runners: dict[str, Any] = {
+                    name: load(Path(folder) / name, RunOptions(threads=threads)) for name in ("fp32", "bf16", "int8")
+                }
+                what = f"{variant}, {threads} thread{'s' * (threads > 1)}: times faster in {{}} than {{}}"
+                try:
+                    openvino = RunOptions(runtime="openvino", precision_hint="bf16", threads=threads)
+                    runners["OpenVINO's bf16"] = load(Path(folder) / "fp32", openvino)
+                except EffexportError as error:
+                    print(f"not compared: {what.format('bf16', 'OpenVINO')}; {error}")
+                times = processor_turns({name: partial(x.run, tokens) for name, x in runners.items()}, rounds)
+                limits = {"bf16": 1.5 if fast else 1 / 1.1}
+                if gains and here.has_int8_products:
+                    limits["int8"] = 2.5 if "amx_int8" in here.flags else 2.0
+                for name, limit in limits.items():
+                    yield claim_of_turns(times, "fp32", name, limit, True, what.format(name, "fp32"))
+                if (other := "OpenVINO's bf16") in runners:
+                    yield claim_of_turns(times, other, "bf16", 1, True, what.format("bf16", other))
+
+
 def memory(rounds: int) -> Iterator[Claim]:
     # at 16384 eager softmax needs 26 GB; its logits, and so its memory, grow with the square of the length
     quarter = measured("softmax", ("torch",), 3, memory=True, options={}, seq_len=8192)["torch"].peak_bytes
@@ -415,6 +461,7 @@ CLAIMS: dict[str, Callable[[int], Iterator[Claim]]] = {
     "decode": decode,
     "aft": aft,
     "recurrence": recurrence,
+    "precision": precision,
     "memory": memory,
 }
 
