@@ -157,8 +157,8 @@ def work(case: Case) -> Work:
     # states are written, read and replaced by those before each slice, and read; or all but the last written and read
     needed = slices if combined else slices - 1
     written, states = state_bytes * needed, states * (needed / slices)
-    again = (groups * seq * (head_dim + value_dim) * size + batch * seq) * needed / slices
-    return states + outputs + Work(scratch=written, again=(*(written, written) * combined, written + again))
+    inputs = (groups * seq * (head_dim + value_dim) * size + batch * seq) * needed / slices
+    return states + outputs + Work(scratch=written, again=(*(written, written) * combined, written + inputs))
 
 
 def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:

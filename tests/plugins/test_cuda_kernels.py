@@ -83,7 +83,9 @@ def test_launches_overlap_on_sm_90_and_wait_before_they_touch_memory(kernel: str
     assert assembled_from(90) == 90
     for (entry, architecture), usage in kept_usages([BY_NAME[kernel]], known((90, 120))).items():
         stem = re.sub(r"^effexport_|_(float32|float16|bfloat16)$", "", entry)
-        allowed = ("wait",) if stem in LAST else ("",) if stem in ALONE else ("launch_dependents", "wait launch_dependents")
+        allowed = (
+            ("wait",) if stem in LAST else ("",) if stem in ALONE else ("launch_dependents", "wait launch_dependents")
+        )
         assert usage.begins in allowed, (entry, architecture)
 
 

@@ -93,7 +93,7 @@ def test_cmake_is_told_what_to_build(machine: Machine, nvcc: Path) -> None:
     assert f"-DCMAKE_CXX_COMPILER={machine.bin / 'c++'}" in configure
     assert f"-DEFFEXPORT_NVCC={nvcc}" in configure
     assert f"-DEFFEXPORT_SOURCES={sources.source_hash()}" in configure
-    code = ["compute_75,code=sm_75", "compute_80,code=sm_80", "compute_80,code=sm_90", "compute_80,code=compute_80"]
+    code = ["compute_75,code=sm_75", "compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90"]
     assert f"-DEFFEXPORT_CUDA_CODE={';'.join(f'--generate-code=arch={each}' for each in code)}" in configure
     assert "--parallel" in compile_
     assert library.info is not None
