@@ -66,7 +66,10 @@ RECURRENT: dict[str, Any] = {
 RECURRENT_LIMIT = 1e-4
 # Flags by which products of few bits differ in speed, and encoders: True where linear layers take most of the time.
 INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+PRECISIONS = ("fp32", "bf16", "int8")
 LOW_PRECISION = {"softmax": False, "linear": True, "nystrom": True, "lsh": False, "aft-simple": True}
+# Seconds after which the threads of a session no longer wait for work in a loop, which the next one's would share.
+PAUSE_S = 0.1
 LEAN = ("linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv")
 
 
@@ -392,9 +395,13 @@ def layer_of_qwen3_next(layer: GatedDeltaAttention) -> nn.Module:
     return theirs
 
 
-def processor_turns(calls: dict[str, Call], turns: int) -> dict[str, list[Any]]:
-    """Milliseconds of the processor, and those that passed, of each turn of calls of one thread."""
-    return timed_in_turns(calls, turns, clock=lambda: 1e3 * np.array((time.process_time(), time.perf_counter())))
+def processor_turns(calls: dict[str, Call], turns: int, pause: float = 0) -> dict[str, list[Any]]:
+    """Milliseconds of the processor, and those that passed, of each turn of calls."""
+
+    def clocks() -> Any:
+        return 1e3 * np.array((time.process_time(), time.perf_counter()))
+
+    return timed_in_turns(calls, turns, clock=clocks, pause=pause)
 
 
 def claim_of_turns(
@@ -403,7 +410,7 @@ def claim_of_turns(
     """The median ratio of two calls, turn by turn, in processor time."""
     medians = np.median([times[over], times[under]], axis=1).T.ravel()
     figures = "processor {:.1f} ms against {:.1f} ms, wall {:.1f} ms against {:.1f} ms".format(*medians)
-    ratio = statistics.median(a[0] / b[0] for a, b in zip(times[over], times[under], strict=True))
+    ratio = float(statistics.median(a[0] / b[0] for a, b in zip(times[over], times[under], strict=True)))
     return Claim(what, ratio, limit, at_least, figures)
 
 
@@ -414,32 +421,38 @@ def processor_name() -> str:
 
 
 def precision(rounds: int) -> Iterator[Claim]:
-    """Encoders of the default size at 1024 tokens, in bf16 and int8 beside float32 and beside OpenVINO in bf16."""
+    """Encoders of the default size at 1024 tokens: bf16 and int8 beside float32, then bf16 beside OpenVINO's."""
     here, tokens = Processor.here(), {"input_ids": np.random.default_rng(0).integers(2, 258, (1, 1024))}
     fast = here.has_bfloat16_products or here.has_bfloat16_tiles
-    for variant, gains in LOW_PRECISION.items():
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("fp32", "bf16", "int8"):
-                spec = build_spec_from_options({"variant": variant, "seq_len": 1024, "precision": name}, None)
-                artifact_from_spec(spec.decided(has_engines=False), Path(folder) / name)
-            for threads in (1, 2):
-                runners: dict[str, Any] = {
-                    name: load(Path(folder) / name, RunOptions(threads=threads)) for name in ("fp32", "bf16", "int8")
-                }
-                what = f"{variant}, {threads} thread{'s' * (threads > 1)}: times faster in {{}} than {{}}"
-                try:
-                    openvino = RunOptions(runtime="openvino", precision_hint="bf16", threads=threads)
-                    runners["OpenVINO's bf16"] = load(Path(folder) / "fp32", openvino)
-                except EffexportError as error:
-                    print(f"not compared: {what.format('bf16', 'OpenVINO')}; {error}")
-                times = processor_turns({name: partial(x.run, tokens) for name, x in runners.items()}, rounds)
-                limits = {"bf16": 1.5 if fast else 1 / 1.1}
-                if gains and here.has_int8_products:
-                    limits["int8"] = 2.5 if "amx_int8" in here.flags else 2.0
-                for name, limit in limits.items():
-                    yield claim_of_turns(times, "fp32", name, limit, True, what.format(name, "fp32"))
-                if (other := "OpenVINO's bf16") in runners:
-                    yield claim_of_turns(times, other, "bf16", 1, True, what.format("bf16", other))
+    cases = [(variant, threads) for variant in LOW_PRECISION for threads in (1, 2)]
+
+    def claims(runners: dict[str, Any], over: str, limits: dict[str, float], what: str) -> Iterator[Claim]:
+        calls = {name: partial(x.run, tokens) for name, x in runners.items()}
+        times = processor_turns(calls, rounds, pause=PAUSE_S)
+        for name, limit in limits.items():
+            yield claim_of_turns(times, over, name, limit, True, f"{what}: times faster in {name} than {over}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {(variant, name): Path(folder) / variant / name for variant in LOW_PRECISION for name in PRECISIONS}
+        for (variant, name), path in paths.items():
+            spec = build_spec_from_options({"variant": variant, "seq_len": 1024, "precision": name}, None)
+            path.parent.mkdir(exist_ok=True)
+            artifact_from_spec(spec.decided(has_engines=False), path)
+        for variant, threads in cases:
+            runners = {name: load(paths[variant, name], RunOptions(threads=threads)) for name in PRECISIONS}
+            limits = {"bf16": 1.5 if fast else 1 / 1.1}
+            if LOW_PRECISION[variant] and here.has_int8_products:
+                limits["int8"] = 2.5 if "amx_int8" in here.flags else 2.0
+            yield from claims(runners, "fp32", limits, f"{variant}, threads: {threads}")
+        for variant, threads in cases:
+            options = RunOptions(runtime="openvino", precision_hint="bf16", threads=threads)
+            try:
+                other = load(paths[variant, "fp32"], options)
+            except EffexportError as error:
+                print(f"not compared with OpenVINO: {variant}, threads: {threads}; {error}")
+                continue
+            both = {"bf16": load(paths[variant, "bf16"], RunOptions(threads=threads)), "OpenVINO's bf16": other}
+            yield from claims(both, "OpenVINO's bf16", {"bf16": 1}, f"{variant}, threads: {threads}")
 
 
 def memory(rounds: int) -> Iterator[Claim]:

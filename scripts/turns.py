@@ -16,12 +16,23 @@ Call = Callable[[], object]
 
 
 def timed_in_turns(
-    calls: Mapping[Key, Call], rounds: int, *, warm_up: int = 1, clock: Callable[[], Any] = time.perf_counter
+    calls: Mapping[Key, Call],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    clock: Callable[[], Any] = time.perf_counter,
+    pause: float = 0,
 ) -> dict[Key, list[Any]]:
-    """Seconds of each call in each round after those that warm up, by a clock that may read several at once."""
+    """Seconds of each call in each round after those that warm up, by a clock that may read several at once.
+
+    pause: seconds before each call, which is then made twice: threads that have slept share a core at first.
+    """
     found: dict[Key, list[Any]] = {name: [] for name in calls}
     for turn in range(warm_up + rounds):
         for name, call in calls.items():
+            if pause:
+                time.sleep(pause)
+                call()
             start = clock()
             call()
             if turn >= warm_up:
