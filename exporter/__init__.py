@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         verify,
     )
     from effexport.base.errors import EffexportError, StageError, UserError
-    from effexport.generation.sampling import Sampling
     from effexport.runners.options import RunOptions
-    from effexport.text.task import TextOptions
+    from effexport.tasks.sampling import Sampling
+    from effexport.tasks.task import TextOptions
 
 __all__ = [
     "BuildResult",
@@ -70,8 +70,8 @@ __all__ = [
 # `import effexport` stays quick.
 _HOMES = {
     "RunOptions": "effexport.runners.options",
-    "Sampling": "effexport.generation.sampling",
-    "TextOptions": "effexport.text.task",
+    "Sampling": "effexport.tasks.sampling",
+    "TextOptions": "effexport.tasks.task",
     **dict.fromkeys(("EffexportError", "StageError", "UserError"), "effexport.base.errors"),
 }
 

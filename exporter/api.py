@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.artifact import Artifact
-    from effexport.evaluation.figures import Evaluation
-    from effexport.generation.text_generator import TextGenerator
     from effexport.proof.named_module import NamedModule
     from effexport.report.inspection import Kind
     from effexport.report.report import Report
@@ -44,9 +42,11 @@ if TYPE_CHECKING:
     from effexport.runners.ort.runner import OrtRunner
     from effexport.runners.runner import Runner
     from effexport.signature import Signed
+    from effexport.tasks.figures import Evaluation
+    from effexport.tasks.task import TextOptions
+    from effexport.tasks.tasks import TextModel
+    from effexport.tasks.text_generator import TextGenerator
     from effexport.tensorrt.runner import TrtRunner
-    from effexport.text.task import TextOptions
-    from effexport.text.tasks import TextModel
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def built(options: BuildOptions) -> BuildResult:
     """The result of a build."""
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.base.environment import require_torch
-    from effexport.evaluation.evaluate import TaskData
     from effexport.pipeline.build import artifact_from_spec
     from effexport.pipeline.quantization import QuantizationData
     from effexport.pipeline.request import BuildRequest, engines_of
+    from effexport.tasks.evaluate import TaskData
 
     require_torch("effexport build")
     check_module(options.module)
@@ -231,7 +231,7 @@ def verified(options: VerifyOptions) -> Verified:
     from effexport.proof.named_module import source_of_verify
     from effexport.proof.verify import ArtifactCandidate
     from effexport.proof.verify_artifact import VerifyRequest, parse_choice
-    from effexport.report.rendering.formats import checked_output, written
+    from effexport.report.formats import checked_output, written
     from effexport.report.verified import judged
     from effexport.signature import check_identity
 
@@ -268,7 +268,7 @@ def prove(options: ProveOptions) -> Report:
 
 def proved(options: ProveOptions) -> Verified:
     from effexport.proof.prove import ProofRequest
-    from effexport.report.rendering.formats import checked_output, written
+    from effexport.report.formats import checked_output, written
     from effexport.report.verified import judged
 
     model, against = path_of("model", options.model), options.against
@@ -328,8 +328,8 @@ def evaluate(options: EvaluateOptions) -> Evaluation:
 def evaluated(options: EvaluateOptions) -> Evaluation:
     from effexport.artifact import check_output_file, open_artifact
     from effexport.base.files import json_text, write_output
-    from effexport.evaluation.data import Windows
-    from effexport.evaluation.evaluate import EvaluatedModel, evaluate_artifact, other_subject
+    from effexport.tasks.data import Windows
+    from effexport.tasks.evaluate import EvaluatedModel, evaluate_artifact, other_subject
 
     output, weights = optional_path("output", options.output), optional_path("weights", options.weights)
     if output is not None:
@@ -385,7 +385,7 @@ def report(artifact: str | Path) -> Report:
     Raises UserError for a missing or damaged artifact.
     """
     from effexport.artifact import open_artifact
-    from effexport.report.rendering.formats import report_of_artifact
+    from effexport.report.formats import report_of_artifact
 
     return report_of_artifact(open_artifact(path_of("artifact", artifact)))
 
@@ -438,8 +438,8 @@ def load_text(
     """
     from effexport.artifact import open_artifact
     from effexport.runners.artifact_runner import checked_options, runner_from_artifact
-    from effexport.text.task import DEFAULT_OPTIONS, TextOptions
-    from effexport.text.tasks import TextModel, task_from_artifact
+    from effexport.tasks.task import DEFAULT_OPTIONS, TextOptions
+    from effexport.tasks.tasks import TextModel, task_from_artifact
 
     run_options = checked_options(settings, runtime)
     check_type("options", options, (TextOptions, type(None)), "an effexport.TextOptions")
@@ -491,8 +491,8 @@ def load_generator(path: str | Path, *, runtime: str = DEFAULT_RUNTIME) -> TextG
     runtime: as in --runtime. Raises UserError for an artifact that cannot generate, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.generation.text_generator import generator_from_artifact
     from effexport.runners.artifact_runner import checked_options, decoder_from_artifact
+    from effexport.tasks.text_generator import generator_from_artifact
 
     options = checked_options(None, runtime)
     return generator_from_artifact(open_artifact(path_of("path", path)), lambda it: decoder_from_artifact(it, options))

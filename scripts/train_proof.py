@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from effexport.base.environment import versions  # noqa: E402
-from effexport.evaluation.data import LABELS  # noqa: E402
 from effexport.models.encoder.module import Encoder  # noqa: E402
+from effexport.tasks.data import LABELS  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS, Experiment  # noqa: E402
 from scripts.training.judge import judged  # noqa: E402
 from scripts.training.tasks import Batch, Task  # noqa: E402

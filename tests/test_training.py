@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from effexport.evaluation.data import IGNORED, MASKED_SHARE
 from effexport.models.encoder.module import Encoder
-from effexport.text.task import BYTE_MASK
+from effexport.tasks.data import IGNORED, MASKED_SHARE
+from effexport.tasks.task import BYTE_MASK
 from scripts import train_proof
 from scripts.training.corpus import Corpus, tokens_of
 from scripts.training.experiments import EXPERIMENTS

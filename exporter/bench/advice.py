@@ -27,12 +27,12 @@ from effexport.bench import costs
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep, model_of_case, products_of_case
 from effexport.bench.run import Bench, Settings, bench, describe
 from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
-from effexport.evaluation.figures import BITS, LANGUAGE, LOSS, Estimate, Evaluation
 from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.contract import ModelContract
 from effexport.models.shapes import Product
 from effexport.models.validation import SpecError
-from effexport.report.rendering.wording import interval_text
+from effexport.report.wording import interval_text
+from effexport.tasks.figures import BITS, LANGUAGE, LOSS, Estimate, Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from effexport.render.svg import (
     ticks_around,
     ticks_between,
 )
-from effexport.report.rendering.wording import interval_text
+from effexport.report.wording import interval_text
 
 if TYPE_CHECKING:
     from effexport.bench.advice import AdvicePlan, CandidateQuality, Limits

@@ -35,14 +35,7 @@ from effexport.proof.check import (
     outcomes_text,
     summary,
 )
-from effexport.report.rendering.wording import (
-    cases_text,
-    problems_of,
-    quality_text,
-    quantization_text,
-    sizes,
-    trace_text,
-)
+from effexport.report.wording import cases_text, problems_of, quality_text, quantization_text, sizes, trace_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,7 +146,7 @@ def next_step(artifact: Artifact, report: Report) -> str:
 
 def fill_mask_command(artifact: Artifact) -> str:
     """A command that tries out a model that fills masks; "" for others, and without a tokenizer."""
-    from effexport.text.tasks import FillMask, task_from_artifact
+    from effexport.tasks.tasks import FillMask, task_from_artifact
 
     try:
         task = task_from_artifact(artifact)

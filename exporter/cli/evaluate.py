@@ -14,7 +14,7 @@ from effexport.options import EvaluateOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.evaluation.figures import Evaluation
+    from effexport.tasks.figures import Evaluation
 
 EXAMPLES = (
     "effexport evaluate artifacts/writer --data held-out.txt",
@@ -47,7 +47,7 @@ def command(options: EvaluateOptions, as_json: bool) -> None:
 def print_figures(console: Console, found: Evaluation) -> None:
     from rich.table import Table
 
-    from effexport.report.rendering.wording import figure_rows, interval_text
+    from effexport.report.wording import figure_rows, interval_text
 
     table = Table("figure", box=None, pad_edge=False)
     table.add_column(cell(found.model))

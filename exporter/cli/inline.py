@@ -104,7 +104,7 @@ def write_inlined(
     from effexport.base.files import partial_folder
     from effexport.proof.cases import stored_cases
     from effexport.proof.verify import verify_candidate
-    from effexport.report.rendering.wording import failure_lines
+    from effexport.report.wording import failure_lines
     from effexport.runners.options import RunOptions
 
     if artifact.spec.carrier == "contrib":

@@ -49,7 +49,7 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
 
 def pairs_of_checkpoint(described: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Names and values that describe a checkpoint."""
-    from effexport.report.rendering.wording import flat_fields
+    from effexport.report.wording import flat_fields
 
     yield "checkpoint", f"{described['path']}: {described['checkpoint']}"
     yield "attention", described["attention"]
@@ -71,7 +71,7 @@ def pairs_of_summary(result: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     import msgspec
 
     from effexport.quantize.record import Quantization
-    from effexport.report.rendering.wording import flat_fields, quantization_text, sizes
+    from effexport.report.wording import flat_fields, quantization_text, sizes
 
     graph = result["graph"]
     yield "path", result["path"]

@@ -12,13 +12,7 @@ from effexport.base.formatting import say
 from effexport.base.option_fields import A_FILE, Options, argument, option
 from effexport.cli._console import result_console
 from effexport.cli._verbs import verb
-from effexport.report.rendering.formats import (
-    FORMAT_OF_SUFFIX,
-    FORMATS,
-    junit_from_reports,
-    side_of_artifact,
-    text_from_report,
-)
+from effexport.report.formats import FORMAT_OF_SUFFIX, FORMATS, junit_from_reports, side_of_artifact, text_from_report
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison

@@ -17,8 +17,8 @@ from effexport.base.formatting import counted, duration, one_line, say
 from effexport.base.spec import MASK_NAME
 from effexport.cli._console import implementation_text, result_console, stage_progress, stderr_console
 from effexport.cli._verbs import verb
-from effexport.generation.sampling import Sampling
 from effexport.options import RunCommandOptions
+from effexport.tasks.sampling import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from effexport.base.dtypes import Array
     from effexport.base.spec import BuildSpec
     from effexport.runners.options import RunOptions
-    from effexport.text.task import PreparedText
+    from effexport.tasks.task import PreparedText
 
 
 # Option → the tasks that it asks for.
@@ -84,9 +84,9 @@ def run_task(
     from effexport.artifact import open_artifact
     from effexport.cli.main import print_json
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.text.reading import lines_of_file, text_of_file
-    from effexport.text.task import TextOptions
-    from effexport.text.tasks import TextModel, task_from_artifact
+    from effexport.tasks.task import TextOptions
+    from effexport.tasks.tasks import TextModel, task_from_artifact
+    from effexport.tasks.texts import lines_of_file, text_of_file
 
     opened = open_artifact(artifact)
     task = task_from_artifact(opened, TextOptions(top=request.top, stride=request.stride))
@@ -215,8 +215,8 @@ def generate(artifact: Path, prompt: str, sampling: Sampling, options: RunOption
     """Print a text as it arrives; with --json, one object at its end."""
     from effexport.artifact import open_artifact
     from effexport.cli.main import print_json
-    from effexport.generation.text_generator import check_generates, generator_from_artifact
     from effexport.runners.artifact_runner import decoder_from_artifact
+    from effexport.tasks.text_generator import check_generates, generator_from_artifact
 
     opened = open_artifact(artifact)
     check_generates(opened)
@@ -244,7 +244,7 @@ def typewriter() -> Callable[[str], None]:
 
 def text_of_stdin() -> str:
     """Raises UserError as `bytes_of_stdin`, and for bytes that are not UTF-8."""
-    from effexport.text.reading import bytes_of_stdin
+    from effexport.tasks.texts import bytes_of_stdin
 
     try:
         return bytes_of_stdin().decode()
@@ -302,8 +302,8 @@ def run_arrays(options: RunCommandOptions, how: RunOptions, *, as_json: bool) ->
     from effexport.base.files import load_npz, save_npz
     from effexport.cli.main import print_json
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.text.reading import windows_of_file
-    from effexport.text.task import TextOptions, joined_outputs
+    from effexport.tasks.task import TextOptions, joined_outputs
+    from effexport.tasks.texts import windows_of_file
 
     text, output = options.text, options.output
     opened = open_artifact(Path(options.artifact))

@@ -54,7 +54,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 def place_of(error: BaseException, module: nn.Module) -> str:
     """The submodule and the line of the user's code that an error is about, as the end of a sentence; or ""."""
-    from effexport.models.same_weights import failing_module
+    from effexport.models.layers import failing_module
 
     owner, line = failing_module(error, module), line_of_user(error)
     return f"{f': in {owner}' * bool(owner)}{f' ({line})' * bool(line)}"

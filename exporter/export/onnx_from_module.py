@@ -276,7 +276,7 @@ def program_from_module(
 def modes_of_users_code(module: nn.Module, spec: BuildSpec) -> Iterator[None]:
     """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
     from effexport.models.adapters.fla_functions import recurrences_as_operators
-    from effexport.models.adapters.sdpa import attention_calls_as_operators
+    from effexport.models.adapters.torch_layers import attention_calls_as_operators
     from effexport.models.user.modes import code_as_exported
 
     with contextlib.ExitStack() as stack:

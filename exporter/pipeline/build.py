@@ -80,16 +80,16 @@ from effexport.proof.quantized import quantized_answers
 from effexport.proof.trace import trace_if_it_runs
 from effexport.proof.verify import ArtifactCandidate, Verification, case_to_trace, if_it_runs, verify_decoding
 from effexport.report.compare import Side
-from effexport.report.rendering.formats import html_from_report
-from effexport.report.rendering.wording import failure_lines
+from effexport.report.formats import html_from_report
 from effexport.report.report import LayerError, Report, json_from_report, manifest_from_report, without_built
+from effexport.report.wording import failure_lines
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.session import ANY_OPSET, check_settings
+from effexport.tasks.texts import NO_TOKENIZER, TokenizerSource, copy_tokenizer, tokenizer_of_refit
 from effexport.tensorrt.bindings import import_api
 from effexport.tensorrt.engine_from_onnx import engine_from_engine
 from effexport.tensorrt.sidecar import summary_of_engine
 from effexport.tensorrt.spec import EngineSpec, profile_remarks, within
-from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokenizer, tokenizer_of_refit
 
 if TYPE_CHECKING:
     from torch import nn

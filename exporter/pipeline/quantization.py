@@ -22,14 +22,14 @@ from effexport.quantize.record import Quantization, Samples
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.runner import Runner, limits_from_spec
+from effexport.tasks.texts import samples_from_file
 from effexport.tensorrt.spec import EngineSpec
-from effexport.text.reading import samples_from_file
 
 if TYPE_CHECKING:
     from torch import nn
 
     from effexport.base.dtypes import Array
-    from effexport.evaluation.evaluate import TaskData
+    from effexport.tasks.evaluate import TaskData
 
 # Drawn where no file is given; they only show where a loss arises.
 DRAWN_SAMPLES = 2

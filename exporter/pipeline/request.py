@@ -30,8 +30,8 @@ from effexport.models.sources import OF_OPTIONS, ModelSource, loaded_module, sou
 from effexport.models.validation import did_you_mean, require, shown_name
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.options import BuildOptions, EngineOptions, SpecOptions
+from effexport.tasks.texts import TokenizerSource, tokenizer_of_build
 from effexport.tensorrt.spec import EngineSpec, check_target, options_of_others, profiles_from_texts
-from effexport.text.attaching import TokenizerSource, tokenizer_of_build
 
 if TYPE_CHECKING:
     from torch import nn

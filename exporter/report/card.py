@@ -18,12 +18,12 @@ from effexport.base.environment import PACKAGES
 from effexport.base.errors import UserError
 from effexport.base.files import FolderKind, file_digest, json_text
 from effexport.base.records import read_record
-from effexport.evaluation.figures import Evaluation
 from effexport.export.exported_model import output_class
 from effexport.models.encoder.spec import SCORES, TOKENS
 from effexport.render.formats import escaped, fenced
-from effexport.report.rendering.formats import markdown_from_report, report_of_artifact
+from effexport.report.formats import markdown_from_report, report_of_artifact
 from effexport.report.report import Report, versions_of
+from effexport.tasks.figures import Evaluation
 
 README, BOM = "README.md", "bom.cdx.json"
 CARD_FOLDER = FolderKind("a model card", BOM, b'"CycloneDX"')

@@ -26,8 +26,8 @@ from effexport.render.svg import (
     scatter,
     ticks_from_zero,
 )
-from effexport.report.rendering.wording import field_text, flat_fields, quantization_facts, status_of
 from effexport.report.report import LayerError, Report, dict_of_check
+from effexport.report.wording import field_text, flat_fields, quantization_facts, status_of
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from effexport.base.records import Count, Figure, Seconds, figure
 from effexport.base.runtimes import ARTIFACT_RUNTIMES, DEFAULT_RUNTIME, ENGINE_RUNTIMES
 from effexport.base.spec import BuildSpec, Precision
 from effexport.base.version import __version__
-from effexport.evaluation.figures import Quality
 from effexport.models.contract import Scope
 from effexport.proof.check import (
     HISTOGRAM_BINS,
@@ -33,7 +32,8 @@ from effexport.proof.check import (
     summary,
 )
 from effexport.quantize.record import Quantization
-from effexport.report.rendering.wording import cost_text, quality_text
+from effexport.report.wording import cost_text, quality_text
+from effexport.tasks.figures import Quality
 
 if TYPE_CHECKING:
     RuntimeName = str

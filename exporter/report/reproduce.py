@@ -24,8 +24,8 @@ from effexport.models.encoder.spec import EncoderSpec
 from effexport.models.sources import SEED
 from effexport.options import BuildOptions
 from effexport.proof.check import ALL_CASES, GOLDEN_SUFFIX, NAMED, OF_THE_REFERENCE, Check, Kind, is_about_bodies
-from effexport.report.rendering.wording import flat_fields
 from effexport.report.report import Report
+from effexport.report.wording import flat_fields
 from effexport.runners.options import LAST_DEVICE, implementation_per_op
 
 MODEL, WEIGHTS, DATA, REFERENCE = "--model", "--weights", "--data", "--reference"

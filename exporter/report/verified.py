@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from effexport.base.environment import versions
 from effexport.base.errors import Unavailable
-from effexport.evaluation.evaluate import answer_checks
 from effexport.proof.check import Check, Kind, Trace, is_about_bodies, only_weights_failed
 from effexport.proof.verify_artifact import verify_artifact
-from effexport.report.rendering.wording import trace_text
 from effexport.report.report import PYTORCH, LayerError, Report
 from effexport.report.reproduce import AGAINST, DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
+from effexport.report.wording import trace_text
+from effexport.tasks.evaluate import answer_checks
 
 if TYPE_CHECKING:
-    from effexport.evaluation.figures import Quality
     from effexport.proof.verify import ArtifactCandidate, Verification
     from effexport.proof.verify_artifact import VerifyRequest
     from effexport.signature import Signed
+    from effexport.tasks.figures import Quality
 
 
 @dataclass(frozen=True)

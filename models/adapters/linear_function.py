@@ -1,5 +1,6 @@
-"""Linear attention as a function: a module without weights that gets queries, keys and values, as in LoFTR and in
-fast-transformers. Its answers to random numbers say which one it is."""
+"""Linear attention as a function, without weights: that of LoFTR and fast-transformers, which its answers to random
+numbers tell apart, and that with decay over a state, for several packages.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,34 @@ from effexport.models.adapters.folding import ROUNDING, detached_copy
 from effexport.models.layers import CallsOperators, at_least_float32
 from effexport.models.variants.linear import LinearSpec
 from effexport.models.variants.linear.layer import ELEMENTWISE, causal_sums, total_sums
+from effexport.models.variants.recurrence import Tokens, recurrence
 from effexport.plugins.linear_attention.op import linear_attention
+
+
+class RecurrentFunction(CallsOperators):
+    """Outputs q_t S_t of states S_t = α_t S_{t−1} + β_t k_t (v_t − delta · α_t k_t S_{t−1})ᵀ, as one operator, or as
+    products of matrices where there is a single token.
+
+    variant: its name in reports.
+    """
+
+    def __init__(self, variant: str, delta: bool) -> None:
+        super().__init__()
+        self.variant, self.delta = variant, delta
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, past: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """query, key [batch, seq, heads, key_dim], value [batch, seq, heads, value_dim], decay (the logarithm of α) and
+        beta [batch, seq, heads] → the outputs [batch, seq, heads, value_dim], and the state after the last token
+        [batch, heads, key_dim, value_dim]. past: the state before the first; None for zeros. In float32 at least."""
+        tokens = Tokens(*map(at_least_float32, (query, key, value, decay.unsqueeze(-1), beta.unsqueeze(-1))))
+        if past is None:
+            past = tokens.key.new_zeros(*key.shape[:1], *key.shape[2:], value.shape[3])
+        before = at_least_float32(past)
+        out, present = recurrence(tokens, before, scale, self.delta, as_operator=self.becomes_operators)
+        return out.to(value.dtype), present
+
 
 # The axes of queries, keys and values, and where the heads are in them.
 HEADS = {"batch seq heads channels": 2, "batch heads seq channels": 1}

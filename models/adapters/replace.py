@@ -45,7 +45,7 @@ from effexport.models.adapters.folding import (
     with_read_weights,
 )
 from effexport.models.adapters.structure import counterpart
-from effexport.models.same_weights import failing_module
+from effexport.models.layers import failing_module
 from effexport.models.user.probe import ModuleFailedError
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -356,9 +356,8 @@ def folded_remarks(folded: Sequence[str]) -> Iterator[str]:
 
 def variants_in(ours: nn.Module) -> set[str]:
     """The variants of attention in a replacement."""
-    from effexport.models.adapters.linear_function import LinearFunction
+    from effexport.models.adapters.linear_function import LinearFunction, RecurrentFunction
     from effexport.models.adapters.local_attention import BandedFunction
-    from effexport.models.adapters.recurrent_function import RecurrentFunction
     from effexport.models.layers import AttentionLayer
 
     functions = BandedFunction | LinearFunction | RecurrentFunction

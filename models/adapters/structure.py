@@ -20,8 +20,7 @@ from effexport.models.adapters.adapter import Adapter, DrawsNumbers, NotReplacea
 from effexport.models.adapters.fast_transformers import AllOnes, Keeping
 from effexport.models.adapters.folding import ROUNDING, detached_copy, has_hooks, widths_of, with_plain_projections
 from effexport.models.adapters.linear_function import BATCH, LARGE, LONG, kept_tokens, linear_function
-from effexport.models.layers import AttentionLayer
-from effexport.models.same_weights import SameWeights
+from effexport.models.layers import AttentionLayer, SameWeights
 from effexport.models.user.modes import FloatTypes
 
 # Parts of ours whose size tells how long a sequence must be to have several of them.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, refuse, shallow_copy
-from effexport.models.adapters.recurrent_function import RecurrentFunction
+from effexport.models.adapters.linear_function import RecurrentFunction
 from effexport.models.layers import at_least_float32
 
 # Of the sum of squares, as transformers normalises queries and keys.

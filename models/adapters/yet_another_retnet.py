@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, refuse
-from effexport.models.adapters.recurrent_function import RecurrentFunction
+from effexport.models.adapters.linear_function import RecurrentFunction
 from effexport.models.layers import rotate_pairs
 
 # A head forgets between these parts of its state with every token (arXiv 2307.08621, section 3.1).

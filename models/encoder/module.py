@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from effexport.models.contract import ModelContract, load
 from effexport.models.encoder.spec import EncoderSpec, Head, Pooling
-from effexport.models.layers import AttentionLayer, LayerNorm, State, at_least_float32, keep_from_mask
-from effexport.models.same_weights import SameWeights
+from effexport.models.layers import AttentionLayer, LayerNorm, SameWeights, State, at_least_float32, keep_from_mask
 from effexport.models.validation import SpecError
 
 

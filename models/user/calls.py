@@ -51,7 +51,7 @@ class Calls:
 def operator_calls(module: nn.Module, probe: Probe, seq_len: int, fused: bool) -> Calls:
     """The number of nodes of each of our operators in a model. seq_len: a length that it takes."""
     from effexport.models.adapters.fla_functions import recurrences_as_operators
-    from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
+    from effexport.models.adapters.torch_layers import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
     from effexport.models.variants.lsh.layer import LSHHash
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapted
-from effexport.models.same_weights import SameWeights
+from effexport.models.layers import SameWeights
 from effexport.models.user.drawn_numbers import DrawnNumbers, NotFrozenError
 from effexport.models.user.inputs import arguments_of
 from effexport.models.user.modes import OnePrecision, cast, types_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._sympy import functions as sizes
 
 from effexport.models.contract import longer_length
-from effexport.models.same_weights import failing_module
+from effexport.models.layers import failing_module
 from effexport.models.shapes import Dims
 from effexport.models.size_formula import axes_of, shape_of, size_of, written
 from effexport.models.user.inputs import ModuleInputs

@@ -21,7 +21,7 @@ from effexport.models.adapters.replace import (
     remarks_on,
     with_our_layers,
 )
-from effexport.models.adapters.sdpa import attention_calls_as_operators
+from effexport.models.adapters.torch_layers import attention_calls_as_operators
 from effexport.models.attention_spec import AttentionSpec
 from effexport.models.layers import AttentionLayer
 from effexport.models.shapes import Dims

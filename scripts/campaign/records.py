@@ -41,7 +41,7 @@ def evaluation(dice: random.Random, folder: Path, healthy: Path) -> str:
 def evaluation_values(healthy: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from effexport.evaluation.figures import Estimate, Evaluation, Objective
+    from effexport.tasks.figures import Estimate, Evaluation, Objective
 
     spec = json.loads((healthy / "lm" / "manifest.json").read_text(encoding="utf-8"))["spec"]
     estimates = (Estimate("loss", 2.0, 1.9, 2.1), Estimate("accuracy", 0.5))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from effexport.text.task import BYTE_OFFSET
+from effexport.tasks.task import BYTE_OFFSET
 
 # Documentation of Perl and a book; the held-out text is by other authors, about something else.
 TRAINING, HELD_OUT = ("perl-doc", "anarchism"), "debian-policy"

@@ -14,14 +14,14 @@ import numpy as np
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.spec import BuildSpec, Precision
-from effexport.evaluation.data import LabelledRows, Windows, rows_of_data
-from effexport.evaluation.evaluate import TORCH, EvaluatedModel, Run, scores_of
-from effexport.evaluation.figures import Estimate, Scores, changes, differences, estimates_of
 from effexport.models.encoder.spec import LOGITS
 from effexport.proof.rebuilt_module import source_of_weights
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.options import RunOptions
 from effexport.runners.runner import limits_from_spec
+from effexport.tasks.data import LabelledRows, Windows, rows_of_data
+from effexport.tasks.evaluate import TORCH, EvaluatedModel, Run, scores_of
+from effexport.tasks.figures import Estimate, Scores, changes, differences, estimates_of
 
 # Runs of an artifact: their titles, runtime and implementation.
 RUNS: dict[Precision, tuple[tuple[str, str, str], ...]] = {

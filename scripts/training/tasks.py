@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from effexport.evaluation.data import IGNORED, MASKED_SHARE
-from effexport.text.task import BYTE_MASK
+from effexport.tasks.data import IGNORED, MASKED_SHARE
+from effexport.tasks.task import BYTE_MASK
 from scripts.training.corpus import Corpus
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]  # input_ids and labels, [rows, tokens]; token 0 is padding

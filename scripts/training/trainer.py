@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from effexport.base.machine import Processor
-from effexport.evaluation.data import IGNORED
 from effexport.models.encoder.module import Encoder
+from effexport.tasks.data import IGNORED
 from scripts.training.tasks import Batch
 
 SAVE_EVERY_S = 60

@@ -22,7 +22,7 @@ import pytest
 
 from effexport.base.errors import UserError
 from effexport.base.files import FolderKind, abandoned, csv_text, json_text, load_npz, replacing, save_npz, write_file
-from effexport.text.reading import text_of_file
+from effexport.tasks.texts import text_of_file
 
 BOX = FolderKind("a box", "mark.txt")
 

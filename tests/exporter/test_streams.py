@@ -83,7 +83,7 @@ def test_text_from_a_closed_stdin_is_refused(
 ) -> None:
     from effexport.base.errors import UserError
     from effexport.cli.run import text_of_stdin
-    from effexport.text.reading import STDIN, text_of_file
+    from effexport.tasks.texts import STDIN, text_of_file
 
     monkeypatch.setattr("sys.stdin", None)
     for read in (text_of_stdin, lambda: text_of_file(STDIN)):

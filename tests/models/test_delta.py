@@ -15,13 +15,12 @@ from torch import Tensor
 from effexport.models.encoder.module import module_from_spec
 from effexport.models.layers import State
 from effexport.models.validation import SpecError
-from effexport.models.variants.chunked_recurrence import chunked_recurrence
 from effexport.models.variants.delta import DeltaSpec
 from effexport.models.variants.gated_delta import GatedDeltaSpec
 from effexport.models.variants.gated_delta.layer import GatedDeltaAttention, exact
 from effexport.models.variants.gla import GLASpec
 from effexport.models.variants.mamba2 import Mamba2Spec
-from effexport.models.variants.recurrence import RecurrentAttention
+from effexport.models.variants.recurrence import RecurrentAttention, chunked_recurrence
 from effexport.models.variants.retention import RetentionSpec
 from effexport.plugins.contract import Case
 from effexport.plugins.linear_recurrence.contract import CONTRACT, KINDS, SCALE

@@ -13,9 +13,9 @@ from random_tokenizers import saved_tokenizer
 from transformers_models import TINY_OF_TEXTS, TINY_REFORMER, saved
 
 from effexport.base.spec import build_spec_from_checkpoint
-from effexport.text.fast_tokenizer import fast_tokenizer
-from effexport.text.task import DEFAULT_OPTIONS, Task, TextOptions, joined_outputs
-from effexport.text.tasks import task_from_spec
+from effexport.tasks.fast_tokenizer import fast_tokenizer
+from effexport.tasks.task import DEFAULT_OPTIONS, Task, TextOptions, joined_outputs
+from effexport.tasks.tasks import task_from_spec
 
 VOCAB_SIZE = 420
 NYSTROM: dict[str, Any] = TINY_OF_TEXTS | {

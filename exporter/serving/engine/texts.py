@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.base.errors import UserError
-from effexport.generation.sampling import ALIASES, Sampling
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
 from effexport.runners.decode import Graph
@@ -25,13 +24,14 @@ from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG,
 from effexport.serving.engine.queue import Batcher, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, CONTEXT, OPTIONS, STREAM, TEXT, ServedSignature, unknown_name
-from effexport.text.task import DEFAULT_OPTIONS, TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
-from effexport.text.tasks import Embedding
+from effexport.tasks.sampling import ALIASES, Sampling
+from effexport.tasks.task import DEFAULT_OPTIONS, TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
+from effexport.tasks.tasks import Embedding
 
 if TYPE_CHECKING:
-    from effexport.generation.text_generator import Piece, Session, TextGenerator
     from effexport.serving.engine.metrics import Metrics
     from effexport.serving.engine.settings import ServingSettings
+    from effexport.tasks.text_generator import Piece, Session, TextGenerator
 
 
 # Shorter texts are tokenised in less than a millisecond.

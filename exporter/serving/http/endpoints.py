@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from effexport.base.dtypes import Array
-    from effexport.generation.sampling import Sampling
-    from effexport.generation.text_generator import Piece
     from effexport.serving.http.models import ServedModel
+    from effexport.tasks.sampling import Sampling
+    from effexport.tasks.text_generator import Piece
 
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")

@@ -23,7 +23,6 @@ from effexport.base.formatting import listed, memory
 from effexport.base.machine import give_back_freed, status_bytes
 from effexport.base.runtimes import RUNTIMES, engine_name
 from effexport.base.spec import MASK_NAME, is_optional
-from effexport.generation.text_generator import TextGenerator, generator_from_artifact, why_not_generated
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
 from effexport.runners.artifact_runner import decoder_from_artifact, options_from_flags, runner_from_artifact
@@ -35,8 +34,9 @@ from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettin
 from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
-from effexport.text.task import Task, TextOptions
-from effexport.text.tasks import tasks_from_artifact
+from effexport.tasks.task import Task, TextOptions
+from effexport.tasks.tasks import tasks_from_artifact
+from effexport.tasks.text_generator import TextGenerator, generator_from_artifact, why_not_generated
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array

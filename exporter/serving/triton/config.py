@@ -25,7 +25,6 @@ from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.spec import BuildSpec, is_optional
 from effexport.base.version import __version__
 from effexport.export.onnx_graph import external_files
-from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import CUDA_NAME, LIBRARY_NAME
 from effexport.proof.cases import load_reference
 from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
@@ -43,10 +42,11 @@ from effexport.serving.triton.spec import (
     PackageName,
     PackageSpec,
 )
+from effexport.tasks.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
+from effexport.tasks.task import Task, Tokenizer
+from effexport.tasks.tasks import task_from_artifact
+from effexport.tasks.text_generator import check_generates
 from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
-from effexport.text.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
-from effexport.text.task import Task, Tokenizer
-from effexport.text.tasks import task_from_artifact
 
 if TYPE_CHECKING:
     import jinja2

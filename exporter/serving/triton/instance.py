@@ -19,8 +19,6 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.version import __version__
-from effexport.generation.sampling import ALIASES, Sampling
-from effexport.generation.text_generator import TextGenerator, generator_from_artifact
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
@@ -40,12 +38,14 @@ from effexport.serving.engine.signature import (
     decoded,
 )
 from effexport.serving.engine.texts import GenerationLoop, TextWaiter, options_from_parameters, sampling_from_options
-from effexport.text.task import PreparedText, Task, joined_outputs
-from effexport.text.tasks import Embedding, tasks_from_artifact
+from effexport.tasks.sampling import ALIASES, Sampling
+from effexport.tasks.task import PreparedText, Task, joined_outputs
+from effexport.tasks.tasks import Embedding, tasks_from_artifact
+from effexport.tasks.text_generator import TextGenerator, generator_from_artifact
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
-    from effexport.generation.text_generator import FinishReason, Session
+    from effexport.tasks.text_generator import FinishReason, Session
 
 ARTIFACT = "artifact"
 # Windows of the texts of one request: the outputs of all of them are in memory until they are answered.

@@ -20,8 +20,8 @@ from effexport.base.files import json_text
 from effexport.bench.advice import AdvicePlan, Limits, judged_from_files, quality_of_cases
 from effexport.bench.grid import BenchRow, Grid, models_from_text, spec_from_case
 from effexport.bench.recommendation import Advice, advice_from_results, json_of_advice
-from effexport.evaluation.figures import Estimate, Evaluation, Objective
 from effexport.render.svg import ticks_around
+from effexport.tasks.figures import Estimate, Evaluation, Objective
 
 LENGTH = 64
 Cli = Callable[..., Any]

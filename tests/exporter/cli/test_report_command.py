@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.report.rendering.formats import report_from_values
+from effexport.report.formats import report_from_values
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]

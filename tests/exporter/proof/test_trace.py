@@ -30,7 +30,7 @@ from effexport.proof.trace import (
     trace_from_model,
     trace_if_possible,
 )
-from effexport.report.rendering.wording import trace_text
+from effexport.report.wording import trace_text
 from effexport.runners.options import RunOptions
 
 # one worker, so that every module is traced once

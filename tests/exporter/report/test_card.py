@@ -12,7 +12,7 @@ import pytest
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.report.card import Card, bill_of_materials
-from effexport.report.rendering.formats import report_of_artifact
+from effexport.report.formats import report_of_artifact
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from effexport.proof.check import ALL_CASES, METRIC, CaseLabel, Check, Kind, not_run, outcomes_text
-from effexport.report.rendering.wording import cases_text, failure_lines, problems_of
+from effexport.report.wording import cases_text, failure_lines, problems_of
 
 SHORT, LONG = CaseLabel("short", (2, 7)), CaseLabel("padded batch", (3, 64), padded=True)
 SUMS = "float32 sums in another order"

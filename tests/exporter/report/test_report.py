@@ -21,9 +21,9 @@ from effexport.proof.check import ALL_CASES, CaseLabel, Check, Kind, function_bo
 from effexport.render.formats import html_from_document
 from effexport.render.svg import Axis, Point, Series, dots, histogram, legend_of, scatter
 from effexport.report.compare import Comparison, Side, document_from_comparison, error_figures
-from effexport.report.rendering.formats import html_from_report, report_from_values
-from effexport.report.rendering.wording import flat_fields
+from effexport.report.formats import html_from_report, report_from_values
 from effexport.report.report import LayerError, Report, json_from_report
+from effexport.report.wording import flat_fields
 
 GOOD = Check("arithmetic", CaseLabel("export", (1, 64)), "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
 BAD = Check(

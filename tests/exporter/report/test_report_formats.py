@@ -22,12 +22,11 @@ from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.base.errors import UserError
 from effexport.base.runtimes import ARTIFACT_RUNTIMES
 from effexport.base.spec import BuildSpec, build_spec_from_checkpoint
-from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.options import BuildOptions
 from effexport.pipeline.request import BuildRequest
 from effexport.proof.check import ALL_CASES, CaseLabel, Check, Worst
 from effexport.report.compare import Side
-from effexport.report.rendering.formats import (
+from effexport.report.formats import (
     html_from_report,
     junit_from_reports,
     markdown_from_report,
@@ -36,6 +35,7 @@ from effexport.report.rendering.formats import (
 )
 from effexport.report.report import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
 from effexport.report.reproduce import build_command, verify_command
+from effexport.tasks.figures import Changes, Estimate, Quality
 
 EXPORT = CaseLabel("export", (1, 64))
 GOOD = Check("arithmetic", EXPORT, "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums", seq_len=64)

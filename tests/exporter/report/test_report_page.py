@@ -24,12 +24,12 @@ from page_browser import (
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.base.dtypes import TensorInfo
-from effexport.evaluation.figures import Changes, Estimate, Quality
 from effexport.proof.check import CaseLabel, Check, Worst, not_run
 from effexport.render.formats import html_from_document
 from effexport.report.compare import Comparison, Side, document_from_comparison
-from effexport.report.rendering.formats import html_from_report, side_of_artifact
+from effexport.report.formats import html_from_report, side_of_artifact
 from effexport.report.report import LayerError, Report
+from effexport.tasks.figures import Changes, Estimate, Quality
 
 pytestmark = pytest.mark.requires("browser")
 NARROW = 390

@@ -18,7 +18,7 @@ from effexport.proof.check import CaseLabel, Check, Kind
 from effexport.proof.verify_artifact import parse_choice
 from effexport.quantize.record import Quantization, Samples
 from effexport.report.compare import Side
-from effexport.report.rendering.formats import FORMATS, report_from_values, text_from_report
+from effexport.report.formats import FORMATS, report_from_values, text_from_report
 from effexport.report.report import Report, json_from_report
 from effexport.report.reproduce import RECORDED, build_command, verify_command
 

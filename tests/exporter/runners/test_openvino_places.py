@@ -13,8 +13,7 @@ from effexport.artifact import Artifact
 from effexport.base.errors import RuntimeFailedError, UserError
 from effexport.export.custom_nodes import inlined
 from effexport.export.onnx_graph import value_types
-from effexport.runners.openvino.places import ROUNDED, keep_places
-from effexport.runners.openvino.runner import OpenVinoRunner, core_of, import_openvino
+from effexport.runners.openvino.runner import ROUNDED, OpenVinoRunner, core_of, import_openvino, keep_places
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner
 

@@ -13,7 +13,7 @@ from serving_load import ServerProcess, events_of, running_server, wait_until
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.generation.text_generator import Generation, TextGenerator
+from effexport.tasks.text_generator import Generation, TextGenerator
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 SESSIONS = 64

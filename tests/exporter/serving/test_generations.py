@@ -15,8 +15,6 @@ from alphabet import Alphabet, quick_switches
 from serving_load import events_of
 
 from effexport.base.errors import UserError
-from effexport.generation.sampling import Sampling
-from effexport.generation.text_generator import TextGenerator
 from effexport.serving.engine.errors import (
     QUEUE_FULL,
     STOPPING,
@@ -29,7 +27,9 @@ from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.texts import Generations, Stream
 from effexport.serving.http.endpoints import EventStream, Text, generate_request
-from effexport.text.task import ByteTokenizer
+from effexport.tasks.sampling import Sampling
+from effexport.tasks.task import ByteTokenizer
+from effexport.tasks.text_generator import TextGenerator
 
 COUNTING = Sampling(max_new_tokens=6, temperature=0)
 

@@ -16,11 +16,11 @@ from serving_load import wait_until
 import effexport
 from effexport.artifact import Artifact
 from effexport.base.errors import EffexportError, UserError
-from effexport.generation.sampling import Sampling
-from effexport.generation.text_generator import TextGenerator
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.triton.instance import GenerationInstance, generation_request, triton_code
-from effexport.text.task import ByteTokenizer
+from effexport.tasks.sampling import Sampling
+from effexport.tasks.task import ByteTokenizer
+from effexport.tasks.text_generator import TextGenerator
 
 Built = Callable[..., Artifact]
 SECONDS = 30

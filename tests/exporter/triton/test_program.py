@@ -13,8 +13,8 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.generation.sampling import Sampling
 from effexport.serving.triton.package import PackageResult
+from effexport.tasks.sampling import Sampling
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

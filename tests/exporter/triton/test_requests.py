@@ -18,8 +18,8 @@ from effexport.base.errors import RuntimeFailedError, UserError
 from effexport.runners.runner import FeedLimits
 from effexport.serving.engine.texts import options_from_parameters
 from effexport.serving.triton.instance import TritonRequest, run_merged, run_requests
-from effexport.text.task import TextOptions
-from effexport.text.tasks import Embedding
+from effexport.tasks.task import TextOptions
+from effexport.tasks.tasks import Embedding
 
 
 class Doubling:

@@ -23,8 +23,8 @@ from triton_server import ENVIRONMENT, ROOT, TritonServer, ask_client, environme
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
-from effexport.generation.sampling import Sampling
 from effexport.serving.triton.package import PackageResult
+from effexport.tasks.sampling import Sampling
 
 pytestmark = [
     pytest.mark.requires("torch", "onnx", "ort", "native", "transformers", "triton"),

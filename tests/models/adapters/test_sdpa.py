@@ -12,7 +12,7 @@ from adapted_models import exported, padding, random_states, trained_like
 from comparison import relative_error
 from torch import Tensor, nn
 
-from effexport.models.adapters.sdpa import attention_calls_as_operators
+from effexport.models.adapters.torch_layers import attention_calls_as_operators
 from effexport.models.user.modes import written_out
 
 pytestmark = pytest.mark.requires("torch")

@@ -21,14 +21,23 @@ from effexport.base.option_fields import optional_path
 from effexport.base.records import record_from_values, values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import opset_with
-from effexport.evaluation.figures import Quality
 from effexport.models.sources import SEED
 from effexport.plugins.ops import with_domain
 from effexport.proof.check import Check, Kind, by_name, meaning_of, outcome_of, outcomes_text, summary
 from effexport.quantize.record import Quantization
 from effexport.render.formats import SIGNS, escaped, fenced, folded, indented, table, template_environment
 from effexport.report.compare import Side, error_figures
-from effexport.report.rendering.wording import (
+from effexport.report.report import (
+    PYTORCH,
+    REPORT_VERSION,
+    Report,
+    ReportFile,
+    SpecFields,
+    report_from_file,
+    with_built,
+)
+from effexport.report.reproduce import REBUILT, build_command, check_options, repeat_command, verify_command
+from effexport.report.wording import (
     Problem,
     cases_text,
     data_name,
@@ -45,16 +54,7 @@ from effexport.report.rendering.wording import (
     size_text,
     sizes,
 )
-from effexport.report.report import (
-    PYTORCH,
-    REPORT_VERSION,
-    Report,
-    ReportFile,
-    SpecFields,
-    report_from_file,
-    with_built,
-)
-from effexport.report.reproduce import REBUILT, build_command, check_options, repeat_command, verify_command
+from effexport.tasks.figures import Quality
 
 if TYPE_CHECKING:
     import jinja2
@@ -153,7 +153,7 @@ def _environment() -> jinja2.Environment:
         "with_domain": with_domain,
         "css": lambda status: status.replace(" ", "-"),
     }
-    return template_environment(("report/rendering", "render"), filters)
+    return template_environment(("report", "render"), filters)
 
 
 def markdown_from_report(report: Report, artifact: str) -> str:

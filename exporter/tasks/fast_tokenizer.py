@@ -14,7 +14,7 @@ from effexport.artifact import Artifact
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.models.checkpoints.spec import CONFIG, read_json
 from effexport.models.validation import MOST_BYTES_OF_VOCABULARY, SpecError, bounded_bytes, shown, shown_reason
-from effexport.text.task import BYTE_OFFSET, ByteTokenizer, Encoding, Tokenizer, check_unicode
+from effexport.tasks.task import BYTE_OFFSET, ByteTokenizer, Encoding, Tokenizer, check_unicode
 
 if TYPE_CHECKING:
     import tokenizers

@@ -11,9 +11,9 @@ import pytest
 from alphabet import Alphabet
 
 from effexport.base.errors import RuntimeFailedError
-from effexport.generation.sampling import Sampling
-from effexport.generation.text_generator import Session, Stepper
-from effexport.text.task import ByteTokenizer
+from effexport.tasks.sampling import Sampling
+from effexport.tasks.task import ByteTokenizer
+from effexport.tasks.text_generator import Session, Stepper
 
 GREEDY = Sampling(max_new_tokens=6, temperature=0)
 

@@ -20,7 +20,7 @@ from effexport.proof.check import ALL_CASES, METRIC, Check, Suspect, Trace, exce
 from effexport.quantize.record import Quantization
 
 if TYPE_CHECKING:
-    from effexport.evaluation.figures import Estimate, Quality
+    from effexport.tasks.figures import Estimate, Quality
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ import numpy as np
 
 from effexport.base.errors import UserError
 from effexport.base.files import load_npz
-from effexport.evaluation.figures import LANGUAGE, Objective
 from effexport.models.checkpoints.spec import CONFIG
 from effexport.models.encoder.spec import LOGITS
-from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
-from effexport.text.reading import ARRAYS, JSON_LINES, LABELS, bytes_of_file, encoded, objects_of_lines
-from effexport.text.task import (
+from effexport.tasks.fast_tokenizer import json_of, tokenizer_from_artifact
+from effexport.tasks.figures import LANGUAGE, Objective
+from effexport.tasks.task import (
     BYTE_MASK,
     TOKENS,
     ByteTokenizer,
@@ -26,12 +25,14 @@ from effexport.text.task import (
     Tokenizer,
     reader_from_spec,
 )
-from effexport.text.tasks import Labels, labels_from_config
+from effexport.tasks.tasks import Labels, labels_from_config
+from effexport.tasks.texts import ARRAYS, JSON_LINES, LABELS, bytes_of_file, encoded, objects_of_lines
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.base.dtypes import Array
     from effexport.base.spec import BuildSpec
+
 
 # Of places without an answer, as in PyTorch's cross_entropy.
 IGNORED = -100

@@ -19,7 +19,10 @@ from torch.nn.functional import cross_entropy
 import effexport
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
-from effexport.evaluation.data import (
+from effexport.models.user.model import UserModel
+from effexport.proof.rebuilt_module import model_of_artifact
+from effexport.report.formats import report_from_values
+from effexport.tasks.data import (
     IGNORED,
     MASKED_SHARE,
     LabelledRows,
@@ -28,11 +31,8 @@ from effexport.evaluation.data import (
     rows_of_texts,
     same_labels,
 )
-from effexport.evaluation.evaluate import scores_of
-from effexport.models.user.model import UserModel
-from effexport.proof.rebuilt_module import model_of_artifact
-from effexport.report.rendering.formats import report_from_values
-from effexport.text.tasks import Labels, TextClassification
+from effexport.tasks.evaluate import scores_of
+from effexport.tasks.tasks import Labels, TextClassification
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 Cli = Callable[..., Any]

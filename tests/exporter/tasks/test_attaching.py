@@ -15,9 +15,9 @@ from transformers_models import TINY_OF_TEXTS, saved
 import effexport
 from effexport.artifact import open_artifact
 from effexport.base.errors import UserError
-from effexport.text.attaching import TokenizerSource, copy_tokenizer
-from effexport.text.fast_tokenizer import tokenizer_from_artifact
-from effexport.text.task import ByteTokenizer
+from effexport.tasks.fast_tokenizer import tokenizer_from_artifact
+from effexport.tasks.task import ByteTokenizer
+from effexport.tasks.texts import TokenizerSource, copy_tokenizer
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "transformers"), pytest.mark.usefixtures("kept_traces")]
 CONFIG = TINY_OF_TEXTS | {"max_position_embeddings": 16}
@@ -151,7 +151,7 @@ def test_a_refused_tokenizer_leaves_no_artifact_and_none_leaves_it_out(
 def test_a_vocabulary_without_tokenizer_json_is_converted_once_and_for_all(checkpoint: Path, tmp_path: Path) -> None:
     import transformers
 
-    from effexport.text.fast_tokenizer import fast_tokenizer
+    from effexport.tasks.fast_tokenizer import fast_tokenizer
 
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(checkpoint, source)

@@ -15,11 +15,11 @@ from effexport.base.errors import RuntimeFailedError, UserError
 from effexport.base.formatting import listed
 from effexport.base.spec import BuildSpec
 from effexport.export.module_source import module_from_seed
-from effexport.generation.sampling import Sampling
-from effexport.generation.text_generator import Session, Stepper, TextGenerator, generator_from_artifact
 from effexport.models.variants import WITH_STATE
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.artifact_runner import decoder_from_artifact
+from effexport.tasks.sampling import Sampling
+from effexport.tasks.text_generator import Session, Stepper, TextGenerator, generator_from_artifact
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 PROMPTS = ("Hello", "x", "A longer prompt: größer", "\N{ROCKET}\n", "0123456789" * 3)

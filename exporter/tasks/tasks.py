@@ -17,8 +17,8 @@ from effexport.models.encoder.spec import EMBEDDING, POSITIONS, SCORES, Head, Po
 from effexport.models.encoder.spec import TOKENS as BEST_TOKENS
 from effexport.models.validation import SpecError
 from effexport.runners.runner import Closeable
-from effexport.text.fast_tokenizer import json_of, tokenizer_from_artifact
-from effexport.text.task import (
+from effexport.tasks.fast_tokenizer import json_of, tokenizer_from_artifact
+from effexport.tasks.task import (
     DEFAULT_OPTIONS,
     TOKENS,
     Encoding,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from effexport.base.errors import UserError
-from effexport.generation.sampling import Sampling
-from effexport.generation.text_generator import next_token
+from effexport.tasks.sampling import Sampling
+from effexport.tasks.text_generator import next_token
 
 
 def token_by_the_formula(logits: list[float], temperature: float, top_k: int | None, u: float) -> int:

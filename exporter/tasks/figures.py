@@ -15,6 +15,7 @@ from effexport.base.records import Figure, figure
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
 
+
 # Of a normal distribution, on both sides of 95 %.
 DEVIATIONS = 1.96
 LOSS, PERPLEXITY, BITS, ACCURACY = "loss", "perplexity", "bits per byte", "accuracy"

@@ -14,18 +14,17 @@ import numpy as np
 
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.base.formatting import counted, listed
-from effexport.generation.sampling import Sampling
 from effexport.models.variants import WITH_STATE
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.runners.runner import Closeable
-from effexport.text.fast_tokenizer import tokenizer_from_artifact
+from effexport.tasks.fast_tokenizer import tokenizer_from_artifact
+from effexport.tasks.sampling import Sampling
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.base.dtypes import Array
     from effexport.base.spec import BuildSpec
-    from effexport.runners.decode import DecodeRunner
-    from effexport.text.task import Tokenizer
+    from effexport.tasks.task import Tokenizer
 
 
 def next_token(logits: Array, sampling: Sampling, generator: np.random.Generator) -> int | None:

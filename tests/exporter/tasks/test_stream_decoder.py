@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.generation.text_generator import MOST_WAITING, REPLACEMENT, StreamDecoder
-from effexport.text.task import ByteTokenizer, Tokenizer
+from effexport.tasks.task import ByteTokenizer, Tokenizer
+from effexport.tasks.text_generator import MOST_WAITING, REPLACEMENT, StreamDecoder
 
 TEXT = "Grüße, 世界! 👩\N{ZERO WIDTH JOINER}🚀 naïve — ﷽ \U00010348 end"
 WORDS = ["▁Hello", "▁world", ",", "▁", "s", "<0xE4>", "<0xB8>", "<0x96>", "</s>"]

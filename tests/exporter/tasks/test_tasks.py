@@ -20,8 +20,8 @@ from transformers_models import same_rotations
 import effexport
 from effexport.artifact import open_artifact
 from effexport.base.errors import UserError
-from effexport.text.task import TextOptions
-from effexport.text.tasks import FillMask, labels_from_config
+from effexport.tasks.task import TextOptions
+from effexport.tasks.tasks import FillMask, labels_from_config
 
 pytestmark = [pytest.mark.requires("torch", "transformers"), pytest.mark.usefixtures("kept_traces")]
 # float32 softmaxes of the same logits differ by 1e-7; the limit is the one that users are promised

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from effexport.evaluation.figures import Estimate, Scores, changes, differences, estimates_of, share
+from effexport.tasks.figures import Estimate, Scores, changes, differences, estimates_of, share
 
 
 def scores(nats: list[float], asked: list[int], right: list[int], answers: list[int] | None = None) -> Scores:

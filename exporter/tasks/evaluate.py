@@ -15,8 +15,19 @@ from effexport.artifact import open_artifact
 from effexport.base.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.base.files import file_digest
 from effexport.base.runtimes import ARTIFACT_RUNTIMES
-from effexport.evaluation.data import IGNORED, LabelledRows, Windows, objective_of, rows_of_data, same_labels
-from effexport.evaluation.figures import (
+from effexport.models.encoder.spec import LOGITS
+from effexport.models.sources import ModelSource
+from effexport.models.validation import did_you_mean
+from effexport.proof.check import CaseLabel, Check, Kind, Limit, judged
+from effexport.proof.module_runs import run_module
+from effexport.proof.rebuilt_module import model_of_artifact, source_of_weights
+from effexport.proof.tolerances import arithmetic_limit
+from effexport.quantize.record import TaskFigure
+from effexport.runners.artifact_runner import model_opener, runner_from_artifact
+from effexport.runners.options import RunOptions
+from effexport.runners.runner import checked_feeds, limits_from_spec, limits_of_runner
+from effexport.tasks.data import IGNORED, LabelledRows, Windows, objective_of, rows_of_data, same_labels
+from effexport.tasks.figures import (
     ACCURACY,
     LANGUAGE,
     LOSS,
@@ -29,23 +40,13 @@ from effexport.evaluation.figures import (
     differences,
     estimates_of,
 )
-from effexport.models.encoder.spec import LOGITS
-from effexport.models.sources import ModelSource
-from effexport.models.validation import did_you_mean
-from effexport.proof.check import CaseLabel, Check, Kind, Limit, judged
-from effexport.proof.module_runs import run_module
-from effexport.proof.rebuilt_module import model_of_artifact, source_of_weights
-from effexport.proof.tolerances import arithmetic_limit
-from effexport.quantize.record import TaskFigure
-from effexport.runners.artifact_runner import model_opener, runner_from_artifact
-from effexport.runners.options import RunOptions
-from effexport.runners.runner import checked_feeds, limits_from_spec, limits_of_runner
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.base.dtypes import Array
     from effexport.proof.verify import ArtifactCandidate
     from effexport.proof.verify_artifact import VerifyRequest
+
 
 # Inputs by name → outputs by name.
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.generation.text_generator import TextGenerator, generator_from_artifact
 from effexport.runners.artifact_runner import decoder_from_artifact
+from effexport.tasks.text_generator import TextGenerator, generator_from_artifact
 
 
 @pytest.fixture(scope="module", params=["linear", pytest.param("aft-simple", marks=pytest.mark.soak)])

@@ -11,8 +11,8 @@ import pytest
 from random_tokenizers import SENTENCES, TEXTS, TOKENIZERS, saved_tokenizer
 
 from effexport.base.errors import UserError
-from effexport.text.fast_tokenizer import FastTokenizer, fast_tokenizer
-from effexport.text.task import ByteTokenizer
+from effexport.tasks.fast_tokenizer import FastTokenizer, fast_tokenizer
+from effexport.tasks.task import ByteTokenizer
 
 pytestmark = pytest.mark.requires("transformers")
 
