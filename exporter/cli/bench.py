@@ -304,7 +304,7 @@ def grid_of(
 
 
 @verb("bench", BenchRequest)
-def command(request: BenchRequest, as_json: bool) -> None:
+def bench_command(request: BenchRequest, as_json: bool) -> None:
     """Time attention variants in several runtimes on this machine.
 
     Every candidate is first compared with PyTorch; candidates that disagree are not timed. Runs take turns. Each row

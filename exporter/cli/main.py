@@ -24,26 +24,26 @@ from effexport.base.version import __version__
 
 # What errors quote of a command line, and the longest line of an error, in characters.
 LONGEST_MESSAGE, LONGEST_LINE = 500, 1500
-# command → its one-line help, in the order of `--help`; the module is effexport.cli.<command>
-COMMANDS: dict[str, str] = {
-    "list": "List the attention variants.",
-    "build": "Export a model, prove parity and write an artifact.",
-    "verify": "Check an artifact, or another ONNX file, against the reference.",
-    "prove": "Check any ONNX file against a PyTorch module, an artifact or another file.",
-    "sign": "Sign an artifact and its verdict with a key.",
-    "evaluate": "Judge an artifact on labelled data or on a text, beside another one if wanted.",
-    "refit": "Put other weights into an artifact without exporting it again.",
-    "inline": "Write the model of an artifact with standard operators only, for other tools.",
-    "run": "Run an artifact on arrays or on text.",
-    "bench": "Time variants and runtimes on this machine, after checking that they agree.",
-    "sweep": "Build many variants, lengths, precisions and targets, on this machine or a cluster.",
-    "serve": "Serve an artifact over HTTP with the KServe V2 protocol.",
-    "package": "Package an artifact for Triton Inference Server, or for a hub with a model card.",
-    "report": "Show the report of an artifact in another format, or compare two.",
-    "inspect": "Describe an artifact, an ONNX file, an engine or a checkpoint.",
-    "plugins": "Build and locate the kernel library for ONNX Runtime.",
-    "doctor": "Show what is installed, what is missing and how to add it.",
-    "completion": "Print a shell completion script.",
+# command → the module of effexport.cli with <command>_command, and one line of help; in the order of `--help`
+COMMANDS: dict[str, tuple[str, str]] = {
+    "list": ("descriptions", "List the attention variants."),
+    "build": ("artifacts", "Export a model, prove parity and write an artifact."),
+    "verify": ("artifacts", "Check an artifact, or another ONNX file, against the reference."),
+    "prove": ("artifacts", "Check any ONNX file against a PyTorch module, an artifact or another file."),
+    "sign": ("artifacts", "Sign an artifact and its verdict with a key."),
+    "evaluate": ("artifacts", "Judge an artifact on labelled data or on a text, beside another one if wanted."),
+    "refit": ("artifacts", "Put other weights into an artifact without exporting it again."),
+    "inline": ("packaging", "Write the model of an artifact with standard operators only, for other tools."),
+    "run": ("run", "Run an artifact on arrays or on text."),
+    "bench": ("bench", "Time variants and runtimes on this machine, after checking that they agree."),
+    "sweep": ("sweep", "Build many variants, lengths, precisions and targets, on this machine or a cluster."),
+    "serve": ("serve", "Serve an artifact over HTTP with the KServe V2 protocol."),
+    "package": ("packaging", "Package an artifact for Triton Inference Server, or for a hub with a model card."),
+    "report": ("descriptions", "Show the report of an artifact in another format, or compare two."),
+    "inspect": ("descriptions", "Describe an artifact, an ONNX file, an engine or a checkpoint."),
+    "plugins": ("installation", "Build and locate the kernel library for ONNX Runtime."),
+    "doctor": ("installation", "Show what is installed, what is missing and how to add it."),
+    "completion": ("descriptions", "Print a shell completion script."),
 }
 
 
@@ -70,12 +70,13 @@ class LazyGroup(SuggestingGroup):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"effexport.cli.{name}").command
+        home = importlib.import_module(f"effexport.cli.{COMMANDS[name][0]}")
+        command: click.Command = getattr(home, f"{name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 @click.group(

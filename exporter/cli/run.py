@@ -262,7 +262,7 @@ WAYS = f"--input FILE.npz, --text FILE or a task: {', '.join(TASKS)}, --generate
 
 
 @verb("run", RunCommandOptions, examples=EXAMPLES)
-def command(options: RunCommandOptions, as_json: bool) -> None:
+def run_command(options: RunCommandOptions, as_json: bool) -> None:
     """Run an artifact on arrays or on a text, or let it do a task with a text, or continue one.
 
     A text that is longer than the model allows is cut into windows, which become rows of the outputs.

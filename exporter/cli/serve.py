@@ -53,7 +53,7 @@ class ServeOptions(DeviceOptions, ServingSettings, AddressOptions):
 
 
 @verb("serve", ServeOptions)
-def command(options: ServeOptions, as_json: bool) -> None:
+def serve_command(options: ServeOptions, as_json: bool) -> None:
     """Serve artifacts over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
 
     Each model has its own queue. Requests of similar length to one model run as one batch. When the server stops, it

@@ -124,7 +124,7 @@ class SweepRequest(Options):
 
 
 @verb("sweep", SweepRequest)
-def command(request: SweepRequest, as_json: bool) -> None:
+def sweep_command(request: SweepRequest, as_json: bool) -> None:
     """Build every combination in SWEEP.toml: variants × lengths × precisions × targets × GPUs.
 
     The file format is described in docs/sweep.md. The combinations (cells) run in parallel, with Ray if it is

@@ -520,7 +520,7 @@ def start(bench: Bench, seed: int, number: int) -> Case:
 
 def import_commands() -> None:
     """Load what the commands load, so that no fork has to."""
-    names = ("pipeline.build", "cli.build", "cli.refit", "cli.verify", "cli.bench", "bench.run")
+    names = ("pipeline.build", "cli.artifacts", "cli.bench", "bench.run")
     for name in names:
         importlib.import_module(f"effexport.{name}")
 

@@ -82,6 +82,6 @@ def test_a_damaged_onnxruntime_is_not_taken_for_a_missing_one(tmp_path: Path, mo
 
 
 def test_a_missing_module_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
-    done = run(tmp_path, "effexport.cli.list", "list")
+    done = run(tmp_path, "effexport.cli.descriptions", "list")
     assert done.returncode == 1
     assert "Traceback" in done.stderr

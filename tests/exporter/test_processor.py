@@ -14,7 +14,7 @@ import pytest
 from effexport.base import runtimes
 from effexport.base.machine import CPU_INFO, Processor, processor_from_file
 from effexport.bench import recommendation as advise
-from effexport.cli.doctor import examine_bfloat16, int8_products
+from effexport.cli.installation import examine_bfloat16, int8_products
 from effexport.pipeline.build import quantization_notes
 
 ROOT = Path(__file__).parents[2]

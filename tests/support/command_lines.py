@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 
 from effexport.base.option_fields import options_of
-from effexport.cli.build import command
+from effexport.cli.artifacts import build_command
 from effexport.cli.main import cli
 from effexport.options import BuildOptions
 
@@ -24,6 +24,6 @@ def words_in_bash(line: str) -> list[str]:
 
 def options_from_words(words: Sequence[str]) -> BuildOptions:
     """The options that the words after `effexport build` give."""
-    given = command.make_context("build", list(words), **cli.context_settings).params
+    given = build_command.make_context("build", list(words), **cli.context_settings).params
     known = options_of(BuildOptions)
     return BuildOptions(**{name: value for name, value in given.items() if name in known and value not in (None, ())})

@@ -216,11 +216,11 @@ def test_a_graph_that_onnx_ir_does_not_read_or_write_is_refused(
     built: Any, tmp_path: Path, monkeypatch: Any, damaged: Callable[[onnx.ModelProto], bytes]
 ) -> None:
     from effexport.base.errors import UserError
-    from effexport.cli import inline
+    from effexport.cli import packaging
 
     artifact = built("lsh", "encoder")
     (tmp_path / "model.onnx").write_bytes(damaged(onnx.load(artifact.model_path)))
     monkeypatch.setattr(type(artifact), "model_path", tmp_path / "model.onnx")
     with pytest.raises(UserError, match="is damaged: onnx_ir refuses it"):
-        inline.save_inlined(artifact, tmp_path / "inlined.onnx")
+        packaging.save_inlined(artifact, tmp_path / "inlined.onnx")
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]

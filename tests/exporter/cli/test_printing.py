@@ -33,10 +33,10 @@ def test_names_are_printed_as_they_are_in_lines_and_tables(
 
 
 def test_doctor_prints_the_extra_that_bfloat16_tiles_need(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
-    from effexport.cli import doctor
+    from effexport.cli import installation
 
     remedy = "amx_bf16; to use it: pip install 'effexport[openvino]'"
-    monkeypatch.setattr(doctor, "examine_bfloat16", lambda: (remedy, ""))
+    monkeypatch.setattr(installation, "examine_bfloat16", lambda: (remedy, ""))
     printed = " ".join(cli("doctor").out.split())
     assert "effexport[openvino]" in printed.replace(" ", "")
 

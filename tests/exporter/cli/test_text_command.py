@@ -63,7 +63,7 @@ def test_the_answers_for_a_mask_are_a_table_with_scores_tokens_and_texts(
 
 def test_a_build_says_how_to_fill_a_mask_and_a_token_of_spaces_is_quoted(masked_lm: Path) -> None:
     from effexport.artifact import open_artifact
-    from effexport.cli._result import fill_mask_command
+    from effexport.cli.artifacts import fill_mask_command
     from effexport.cli.run import quoted
 
     folder = masked_lm / "artifact"

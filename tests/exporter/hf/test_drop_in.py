@@ -230,7 +230,7 @@ def test_export_json_describes_the_outputs_as_pytorch_does(masked_lm: Any, token
 
 
 def test_an_empty_file_of_weights_does_not_count_as_one(masked_lm: Any, tmp_path: Any) -> None:
-    from effexport.cli.inline import check_outputs
+    from effexport.cli.packaging import check_outputs
 
     (tmp_path / "flat.onnx.data").touch()
     check_outputs(masked_lm.artifact, tmp_path / "flat.onnx", force=False)

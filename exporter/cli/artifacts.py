@@ -1,20 +1,22 @@
-"""The lines of `effexport build` and `effexport refit` about the artifact that they have written, and those of
-`effexport verify` and `effexport prove` about a comparison."""
+"""Commands that make artifacts and judge them: build, refit, verify, prove, evaluate, sign."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from effexport import api
 from effexport.artifact import files_of_folder
 from effexport.base.errors import Unavailable, UserError
 from effexport.base.formatting import (
     NOTHING,
     command_line,
     counted,
+    duration,
     megabytes,
     memory,
     number,
@@ -23,7 +25,9 @@ from effexport.base.formatting import (
     seconds,
 )
 from effexport.base.runtimes import RUNTIMES
-from effexport.cli._console import cell, implementation_text, result_console
+from effexport.cli._console import cell, implementation_text, result_console, stage_progress, stderr_console
+from effexport.cli._verbs import verb
+from effexport.options import BuildOptions, EvaluateOptions, ProveOptions, RefitOptions, SignOptions, VerifyOptions
 from effexport.proof.check import (
     NOT_MEASURED,
     Check,
@@ -42,9 +46,187 @@ if TYPE_CHECKING:
 
     from effexport.api import BuildResult
     from effexport.artifact import Artifact, EngineEntry
-    from effexport.options import ProveOptions, VerifyOptions
     from effexport.report.report import Report
     from effexport.report.verified import Verified
+    from effexport.tasks.figures import Evaluation
+
+
+BUILD_EXAMPLES = (
+    "effexport build --variant lsh          # random weights, to try it out",
+    "effexport build --checkpoint DIR       # a trained Longformer, Reformer, …",
+    "effexport build --module my_model:make # any model of your own",
+    "effexport build --checkpoint DIR --task base --pool mean    # vectors of texts",
+    "effexport build --variant linear --causal --seq-len 4096 --precision fp16",
+    "effexport build --variant lsh --target trt-rtx --profile seq=128:1024:4096",
+)
+
+
+@verb("build", BuildOptions, examples=BUILD_EXAMPLES, result=True)
+def build_command(options: BuildOptions, as_json: bool, verbose: bool) -> None:
+    """Export a model to ONNX, check it against PyTorch and write an artifact folder.
+
+    Nothing is written unless every check passes.
+    """
+    with stage_progress(stderr_console()) as progress:
+        result = api.built(replace(options, progress=progress))
+    if as_json:
+        json_of_result(result)
+    console = result_console(as_json=as_json)
+    about = "" if options.weights is None else compared_text(result.report, options.reference)
+    print_result(console, result, about, verb="built", verbose=verbose)
+
+
+def compared_text(report: Report, reference: str | Path | None) -> str:
+    """The reference of a model whose weights come from another one."""
+    layer = f"the {report.title} of effexport with the weights of {report.weights_from}"
+    if reference is not None:
+        return f"{layer} and to the answers in {reference}"
+    return f"{layer}, NOT compared with the model that these weights were trained in (--reference FILE.safetensors)"
+
+
+REFIT_EXAMPLES = (
+    "effexport refit artifacts/lsh --weights new.safetensors   # replaces it",
+    "effexport refit artifacts/lsh --weights new.safetensors -o artifacts/new",
+    "effexport refit artifacts/reformer --checkpoint DIR",
+    "effexport refit artifacts/mine --module my_model:make     # with other weights",
+)
+
+
+@verb("refit", RefitOptions, examples=REFIT_EXAMPLES, result=True)
+def refit_command(options: RefitOptions, as_json: bool, verbose: bool) -> None:
+    """Put other weights of the same architecture into an artifact, without exporting it again.
+
+    The graphs are those that were traced for the artifact, or the same again of a module of your own; the files are
+    those that a build from these weights would write. PyTorch with the new weights is the reference of the same checks
+    as in a build. Engines are refitted or built again. If anything fails, the old artifact stays as it is.
+    """
+    with stage_progress(stderr_console()) as progress:
+        result = api.refitted(replace(options, progress=progress))
+    if as_json:
+        json_of_result(result)
+    print_result(result_console(as_json=as_json), result, verb="refitted", verbose=verbose)
+
+
+@verb("verify", VerifyOptions, result=True)
+def verify_command(options: VerifyOptions, as_json: bool, verbose: bool) -> None:
+    """Check that a model computes what PyTorch computes: several shapes, padding, repetition, batch invariance.
+
+    Exit status 1 if a check fails, or if something that the options name was not compared.
+    """
+    with stage_progress(stderr_console()) as progress:
+        result = api.verified(replace(options, progress=progress))
+    subject = {"artifact": str(options.artifact), "model": str(result.candidate.path), "reference": options.reference}
+    if result.seal is not None:
+        owner = "" if result.seal.provider else "the owner of "
+        signed = f"{counted(len(result.seal.files), 'file')} as {owner}{options.identity} signed them"
+        say(result_console(as_json=as_json), f"{options.artifact}: {signed}")
+        subject["signed_by"] = result.seal.signed_by
+        if result.seal.provider is not None:
+            subject["identity_provider"] = result.seal.provider
+    show_verification(result, options, subject, as_json=as_json, verbose=verbose)
+
+
+PROVE_EXAMPLES = (
+    "effexport prove model.onnx --against nets.py:make  # returns your nn.Module",
+    "effexport prove small.onnx --against large.onnx -o report.xml",
+    "effexport prove model.onnx --against artifacts/lsh # needs no PyTorch",
+)
+
+
+@verb("prove", ProveOptions, examples=PROVE_EXAMPLES, result=True)
+def prove_command(options: ProveOptions, as_json: bool, verbose: bool) -> None:
+    """Check that any ONNX file computes what a PyTorch module, an artifact or another file computes.
+
+    Exit status 1 if it does not.
+    """
+    with stage_progress(stderr_console()) as progress:
+        result = api.proved(replace(options, progress=progress))
+    subject = {"against": result.request.against, "model": str(result.candidate.path)}
+    show_verification(result, options, subject, as_json=as_json, verbose=verbose)
+
+
+EVALUATE_EXAMPLES = (
+    "effexport evaluate artifacts/writer --data held-out.txt",
+    "effexport evaluate artifacts/writer --data held-out.txt --compare torch",
+    "effexport evaluate artifacts/lsh --data all.npz --compare artifacts/softmax",
+    "effexport evaluate artifacts/classifier --data all.jsonl --compare @openvino",
+)
+
+
+@verb("evaluate", EvaluateOptions, examples=EVALUATE_EXAMPLES)
+def evaluate_command(options: EvaluateOptions, as_json: bool) -> None:
+    """Judge a model on data: bits per byte, perplexity, loss and accuracy, each with its 95 % confidence interval.
+
+    With --compare, also the differences row by row, and how many answers changed.
+    """
+    from effexport.cli.main import print_json
+
+    with stage_progress(stderr_console()) as progress:
+        found = api.evaluated(replace(options, progress=progress))
+    if as_json:
+        print_json(found.to_dict())
+    console = result_console(as_json=as_json)
+    print_figures(console, found)
+    size = f"{counted(found.rows, 'row')}, {counted(found.answers, 'answer')} in {duration(1e3 * found.seconds)}"
+    say(console, f"{found.model}: {found.objective} on {found.data}, {size}")
+    if options.output is not None:
+        say(console, f"{options.output}: written")
+
+
+def print_figures(console: Console, found: Evaluation) -> None:
+    from rich.table import Table
+
+    from effexport.report.wording import figure_rows, interval_text
+
+    table = Table("figure", box=None, pad_edge=False)
+    table.add_column(cell(found.model))
+    comparison = found.comparison
+    if comparison is None:
+        for estimate in found.estimates:
+            table.add_row(cell(estimate.name), interval_text(estimate))
+    else:
+        table.add_column(cell(comparison.model))
+        table.add_column("difference, row by row")
+        for row in figure_rows(found.estimates, comparison.estimates, comparison.differences):
+            table.add_row(*map(cell, row))
+    console.print(table)
+    if comparison is not None:
+        changes = comparison.changes
+        say(console, f"answers that changed: {changes.count:,} of {changes.of:,}, {100 * changes.share:.3g} %")
+
+
+@verb("sign", SignOptions)
+def sign_command(options: SignOptions, as_json: bool) -> None:
+    """Sign an artifact and its verdict, so that others can check who made it, and that nothing was changed.
+
+    Writes model.sig, of all files, in the format of OpenSSF Model Signing, and verdict.intoto.json, of the report. A
+    key with a password needs it in the environment variable EFFEXPORT_KEY_PASSWORD. To check an artifact, give the
+    public key: effexport verify ARTIFACT --identity PUBLIC.pem. With --sigstore, a public log keeps your identity for
+    good; to check, give it and who confirmed it: --identity NAME --identity-provider URL.
+    """
+    from effexport.cli.main import print_json
+    from effexport.signature import SIGNATURE, VERDICT
+
+    signed = api.signed(options)
+    if as_json:
+        print_json(
+            {
+                "artifact": str(options.artifact),
+                "signature": SIGNATURE,
+                "verdict": VERDICT,
+                "signed_by": signed.signed_by,
+                "identity_provider": signed.provider,
+                "files": signed.files,
+            }
+        )
+    if signed.provider is None:
+        who = f"with the key whose public half has the SHA-256 {signed.signed_by}"
+    else:
+        who = f"as {signed.signed_by}, which {signed.provider} confirmed"
+    say(
+        result_console(as_json=as_json),
+        f"{signed.folder / SIGNATURE}: signs {counted(len(signed.files), 'file')} {who}",
+    )
 
 
 # Of golden values, from which on there is a note.

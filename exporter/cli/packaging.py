@@ -1,23 +1,28 @@
-"""`effexport inline`."""
+"""Commands that write an artifact for other tools: inline, package."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.artifact import check_output_file
 from effexport.base.errors import UserError
-from effexport.base.formatting import megabytes, say
-from effexport.base.option_fields import A_FILE, Option, Options, argument, option
+from effexport.base.formatting import command_line, megabytes, say
+from effexport.base.option_fields import A_FILE, A_FOLDER, Option, Options, argument, given, option, options_of
 from effexport.cli._console import result_console, stage_progress, stderr_console
 from effexport.cli._verbs import verb
+from effexport.serving.triton.spec import PackageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import Console
+
     from effexport.artifact import Artifact
     from effexport.proof.check import Check
+    from effexport.serving.triton.package import PackageResult
+
 
 STAGE = "inline"
 
@@ -33,7 +38,7 @@ class InlineOptions(Options):
 
 
 @verb("inline", InlineOptions)
-def command(options: InlineOptions, as_json: bool) -> None:
+def inline_command(options: InlineOptions, as_json: bool) -> None:
     """Write the model of an artifact with standard operators only, for tools that know no model-local functions.
 
     The definition of each custom operator takes the place of the operator. The file is compared with the stored answers
@@ -177,4 +182,104 @@ def written_text(written: InlinedFiles, artifact: Artifact, output: Path) -> str
         f"{names}: {written.nodes} nodes, all of them standard operators of opset {artifact.spec.opset_of_file} "
         f"({content}), {megabytes(written.bytes)}; {verdict}. It is for tools that know no model-local functions, such "
         f"as OpenVINO; kernels and plugins do not apply to it.{unused}"
+    )
+
+
+CARD = "Options of card and hub"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageOptions(PackageSpec):
+    """The options of `effexport package`."""
+
+    artifact: Path = field(metadata=argument("An artifact folder."))
+    form: Literal["triton", "card", "hub"] = option("triton", "Package format.", flag="--format", metavar="NAME")
+    output: Path = field(
+        metadata={"option": Option("A model repository, or a new folder.", short="-o", metavar=A_FOLDER)}
+    )
+    name: str = option("", "Model name; default: the folder's.", metavar="NAME")
+    no_warm_up: bool = option(False, "Skip the warm-up requests.")
+    replace_config: bool = option(False, "Overwrite a hand-edited config.pbtxt.")
+    license: str = option("", "Of the weights, such as apache-2.0.", CARD, metavar="NAME")
+    quality: Path | None = option(None, "Result of effexport evaluate --json.", CARD, metavar=A_FILE)
+    force: bool = option(False, "Replace the folder of a card.", CARD)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.artifact.resolve().name)
+        object.__setattr__(self, "warm_up", not self.no_warm_up)
+        super().__post_init__()
+        for_triton = given(self, PackageSpec).keys() - {"name"} | {"no_warm_up", "replace_config"}
+        others = for_triton if self.form != "triton" else {"license", "quality", "force"}
+        if wrong := sorted(given(self, PackageOptions).keys() & others):
+            flag = options_of(PackageOptions)[wrong[0]].flags[0]
+            forms = "triton" if self.form != "triton" else "card or hub"
+            raise UserError(f"{flag} only works with --format {forms}")
+
+
+@verb("package", PackageOptions)
+def package_command(options: PackageOptions, as_json: bool) -> None:
+    """Add an artifact to a model repository of Triton Inference Server, or write its model card.
+
+    triton: writes config.pbtxt and a numbered version, and next to the models a README, compose.yaml and a Dockerfile.
+    Versions are never overwritten; packaging the same artifact again changes nothing.
+    card: README.md with metadata of hubs, and a bill of materials in CycloneDX; hub: both with the artifact's files.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.cli.main import print_json
+    from effexport.serving.triton.package import package_artifact
+
+    artifact, replaces = open_artifact(options.artifact), options.replace_config
+    if options.form != "triton":
+        files = write_card_of(artifact, options)
+        if as_json:
+            print_json({"folder": str(options.output), "files": files})
+        say(result_console(as_json=as_json), f"{options.output}: {', '.join(files)}; nothing was uploaded")
+        return
+    package = package_artifact(artifact, options.output, options, replace_config=replaces)
+    if as_json:
+        print_json(json_of_package(package))
+    print_package(package, result_console(as_json=as_json))
+
+
+def write_card_of(artifact: Artifact, options: PackageOptions) -> list[str]:
+    from effexport.report.card import card_of_artifact, write_card
+
+    card = card_of_artifact(artifact, options.name, options.license, options.quality)
+    return write_card(card, options.output, with_model=options.form == "hub", force=options.force)
+
+
+def json_of_package(package: PackageResult) -> dict[str, Any]:
+    return {
+        "repository": str(package.repository),
+        "models": [
+            {
+                "name": change.name,
+                "backend": change.record.backend,
+                "version": change.version,
+                "status": change.status,
+                "max_batch": change.record.max_batch,
+                "path": str(package.repository / change.name),
+            }
+            for change in package.changes
+        ],
+        "serve": list(package.serve),
+        "remarks": list(package.remarks),
+    }
+
+
+def print_package(package: PackageResult, console: Console) -> None:
+    sentences = {
+        "added": "version {} added",
+        "configured": "version {} already exists; its configuration was updated",
+        "unchanged": "version {} already exists; nothing was written",
+    }
+    for change in package.changes:
+        path = package.repository / change.name
+        say(console, f"{path}: {sentences[change.status].format(change.version)}")
+    for remark in package.remarks:
+        say(console, f"note: {remark}")
+    serve = command_line("docker", "compose", "-f", package.repository / "compose.yaml", "up", "--build")
+    say(
+        console,
+        f"To serve it: {serve}; {package.repository / 'README.md'} has more",
     )
