@@ -23,10 +23,10 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_every_package_that_is_known_has_an_example() -> None:
-    from effexport.models.adapters.replace import ADAPTERS
+    from effexport.models.adapters.replace import adapters
 
     texts = "".join((ROOT / "examples" / name).read_text(encoding="utf-8") for name in EXAMPLES)
-    packages = {adapter.package: adapter.package.replace("-", "_").removeprefix("pytorch_") for adapter in ADAPTERS}
+    packages = {adapter.package: adapter.package.replace("-", "_").removeprefix("pytorch_") for adapter in adapters()}
     assert not [package for package, module in packages.items() if module not in texts]
 
 

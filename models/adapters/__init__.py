@@ -1,1 +1,1 @@
-"""Other people's attention layers → ours, with their weights. One package = one file; the table is in `table.py`."""
+"""Other people's attention layers → ours, with their weights. One package = one file, with an ADAPTER."""

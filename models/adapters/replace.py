@@ -3,27 +3,16 @@ them."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import pkgutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters import (
-    aft_pytorch,
-    fast_transformers,
-    labml_nn,
-    linear_attention_transformer,
-    local_attention,
-    nystrom_attention,
-    reformer_pytorch,
-    torch_layers,
-    transformers_banded,
-    transformers_layers,
-    transformers_recurrent,
-    yet_another_retnet,
-)
 from effexport.models.adapters.adapter import (
     Adapted,
     Adapter,
@@ -48,26 +37,19 @@ from effexport.models.adapters.structure import counterpart
 from effexport.models.layers import failing_module
 from effexport.models.user.probe import ModuleFailedError
 
-ADAPTERS: tuple[Adapter, ...] = (
-    aft_pytorch.ADAPTER,
-    fast_transformers.ADAPTER,
-    labml_nn.ADAPTER,
-    linear_attention_transformer.ADAPTER,
-    local_attention.ADAPTER,
-    nystrom_attention.ADAPTER,
-    reformer_pytorch.ADAPTER,
-    torch_layers.ADAPTER,
-    transformers_banded.ADAPTER,
-    transformers_layers.ADAPTER,
-    transformers_recurrent.ADAPTER,
-    yet_another_retnet.ADAPTER,
-)
+
+@functools.cache
+def adapters() -> tuple[Adapter, ...]:
+    """Those of all packages: an ADAPTER in a file of this folder."""
+    names = (found.name for found in pkgutil.iter_modules(sys.modules[__package__].__path__))
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
+    return tuple(module.ADAPTER for module in modules if hasattr(module, "ADAPTER"))
 
 
 def replacements() -> dict[str, tuple[Adapter, Replacement]]:
     """Every layer that has a counterpart of ours, by qualified class name."""
     found: dict[str, tuple[Adapter, Replacement]] = {}
-    for adapter in ADAPTERS:
+    for adapter in adapters():
         for name, replacement in adapter.replacements.items():
             assert name not in found, f"{name} occurs twice"
             found[name] = (adapter, replacement)
