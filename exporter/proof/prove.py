@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from effexport.artifact import MODEL, Artifact, manifest_of_spec, open_artifact
-from effexport.base.dtypes import DTYPES, Array, TensorInfo, numpy_dtype
+from effexport.base.dtypes import DTYPES, UNIT_ROUNDOFF, Array, TensorInfo, numpy_dtype
 from effexport.base.environment import require_torch
 from effexport.base.errors import UserError
 from effexport.base.quiet import quiet
@@ -97,6 +97,13 @@ class RenamedCandidate(ArtifactCandidate):
     names: Mapping[str, str] = field(default_factory=dict)
     precision: str = ""
 
+    @property
+    def own_precision(self) -> str:
+        spec = self.artifact.spec
+        # a quantised artifact's file has numbers of both; and no file is closer to the answers than these are exact
+        is_own = self.precision in (spec.precision, spec.arithmetic)
+        return "" if is_own or UNIT_ROUNDOFF[self.precision] < UNIT_ROUNDOFF[spec.arithmetic] else self.precision
+
     def check(self) -> None:
         """Raises UserError for options that the runtime does not have."""
         check_precision_of_model(self.artifact.spec, self.options)
@@ -111,8 +118,7 @@ class RenamedCandidate(ArtifactCandidate):
                 fitting.append(case)
             else:
                 result.checks.append(not_run(Kind.SHAPES, f"this case {OUTSIDE}", case.label))
-        own = (spec.precision, spec.arithmetic)  # of a quantised artifact, whose file has numbers of both
-        hint = self.options.precision_hint or (self.precision if self.precision not in own else "")
+        hint = self.options.precision_hint or self.own_precision
         result += verify_in_runtime(self.path, fitting, spec, hashes, self.opener(self.options), hint)
         return result
 
@@ -236,8 +242,15 @@ def subject_of_artifact(asked: ProofRequest, folder: Path) -> Subject:
         raise UserError(f"{model} returns {', '.join(outputs.names)}; {folder} has answers for {expected}")
     precision = precision_of_file(outline)
     candidate = RenamedCandidate(artifact, asked.options, model, {**inputs.names, **outputs.names}, precision)
-    # a quantised artifact has limits of its own
-    decisive = () if spec.is_quantized else notes_on_file(outline, precision)
+    decisive: tuple[str, ...] = ()
+    if not spec.is_quantized:  # which has limits of its own
+        decisive = notes_on_file(
+            outline, precision if precision in (candidate.own_precision, spec.precision) else "fp32"
+        )
+        if UNIT_ROUNDOFF[precision] < UNIT_ROUNDOFF[spec.precision]:
+            decisive += (
+                f"The answers of {folder} are in {spec.precision}, so the limits are those of {spec.precision}.",
+            )
     notes = (*inputs.notes, *outputs.notes, *decisive)
     return candidate, VerifyRequest(ReferenceChoice("golden"), notes=notes)
 

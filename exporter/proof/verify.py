@@ -198,9 +198,15 @@ def verify_in_runtime(
 
 
 def check_with_bodies(
-    model: Path, case: Case, spec: BuildSpec, hashes: Sequence[str], open_with_bodies: OpenModel
+    model: Path,
+    case: Case,
+    spec: BuildSpec,
+    hashes: Sequence[str],
+    open_with_bodies: OpenModel,
+    computed: BuildSpec | None = None,
 ) -> Check:
-    """The arithmetic of a whole model with its function bodies, in one case."""
+    """The arithmetic of a whole model with its function bodies, in one case. computed: the spec with its limits."""
+    computed = computed or spec
     kind = Kind.FUNCTION_BODIES
     try:
         limits = limits_from_spec(spec)
@@ -221,7 +227,7 @@ def check_with_bodies(
     if checks[0].status == "passed" and spec.is_quantized and not candidate.given:
         checks = [judged(kind, case.label, RMS_METRIC, rms_change(case, outputs), foreign_limit(case, spec))]
     elif checks[0].status == "passed":
-        checks = [*check_numbers(case, outputs, spec, kind)]
+        checks = [*check_numbers(case, outputs, computed, kind)]
     worst = next((check for check in checks if check.status == "failed"), checks[0])
     return replace(worst, kind=kind)
 
@@ -307,6 +313,11 @@ class ArtifactCandidate:
         return self.options.row.engine
 
     @property
+    def own_precision(self) -> str:
+        """The precision that the file computes in, if not the artifact's."""
+        return ""
+
+    @property
     def path(self) -> Path:
         """Raises UserError for an engine that the artifact does not have, or that is to be another ONNX file."""
         if not self.is_engine:
@@ -375,9 +386,10 @@ class ArtifactCandidate:
         ran: the implementation that the other checks ran, per operator.
         """
         spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
-        checks = check_function_bodies(self.path, spec)
+        computed = spec.computed_in(self.own_precision) if self.own_precision else spec
+        checks = check_function_bodies(self.path, computed)
         if "kernel" in ran.values() and cases:
             options = replace(self.options, implementation="body", memory_arena=False, precision_hint="")
             case = next((case for case in cases if case.name == SHORT_PADDED_CASE), cases[0])
-            checks.append(check_with_bodies(self.path, case, spec, hashes, self.opener(options)))
+            checks.append(check_with_bodies(self.path, case, spec, hashes, self.opener(options), computed))
         return Verification(checks)

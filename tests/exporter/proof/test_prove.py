@@ -177,6 +177,18 @@ def test_the_file_of_a_quantised_artifact_has_the_limits_of_the_artifact(fields:
     assert Kind.GIVEN_ROUNDINGS in {check.kind for check in report.checks}
 
 
+@pytest.mark.slow
+@pytest.mark.requires("native")
+@pytest.mark.parametrize(("file", "artifact"), [("fp16", "fp32"), ("fp32", "fp16")])
+def test_the_coarser_of_two_precisions_has_the_limits(file: str, artifact: str) -> None:
+    """Also those of the function bodies, which run because a kernel does."""
+    subject, against = (built_artifact(spec_of("linear", precision=one)) for one in (file, artifact))
+    report = effexport.prove(subject / "model.onnx", against=against)
+    assert report.verdict == "passed", report.sentence
+    assert Kind.FUNCTION_BODIES in {check.kind for check in report.checks}
+    assert [note for note in report.notes if note.endswith("so the limits are those of fp16.")] != []
+
+
 def test_the_command_writes_reports_and_exits_with_1(files: Files, tmp_path: Path, cli: Callable[..., Any]) -> None:
     xml, page = tmp_path / "report.xml", tmp_path / "report.html"
     wrong = files(proven_models.other_weights)
