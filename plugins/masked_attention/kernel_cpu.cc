@@ -16,7 +16,7 @@ namespace effexport::masked_attention {
 namespace {
 
 constexpr std::int64_t kUnitQueries = 4 * kTileQueries;
-constexpr std::int64_t kSliceKeys = 16 * kTileKeys;
+constexpr std::int64_t kSliceKeys = 8 * kTileKeys;
 
 #define EFFEXPORT_PER_INSTRUCTION_SET "native/online_softmax_vectors.h"
 #include "native/instruction_sets.h"

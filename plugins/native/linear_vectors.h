@@ -157,13 +157,17 @@ struct Tiles {
 template <class Call>
 inline void finish_tile(const Call& call, const Sum* sums, int rows, const linear::Row* known, std::int64_t row,
                         std::int64_t column) {
-  const std::int64_t right = std::min(column + kColumns, call.outputs);
-  for (int i = 0; i < rows; ++i, ++row) {
-    const auto* const residual = call.residual + (call.residual_of_rows ? row * call.outputs : 0);
-    for (std::int64_t c = column; c < right; c += kLanes) {
-      const Floats product = numbers_of(call, load(sums + i * kColumns + (c - column)), known[i], c);
-      const Floats z = activated(product + read(call.bias, c, call.outputs), call.activation);
-      write(z + read(residual, c, call.outputs), call.y + row * call.outputs, c, call.outputs);
+  const std::int64_t outputs = call.outputs, width = std::min<std::int64_t>(kColumns, outputs - column);
+  const float* const bias = call.bias + column;
+  auto* y = call.y + row * outputs + column;
+  auto* residual = call.residual + (call.residual_of_rows ? row * outputs : 0) + column;
+  const std::int64_t next = call.residual_of_rows ? outputs : 0;
+  const linear::Activation activation = call.activation;
+  for (int i = 0; i < rows; ++i, sums += kColumns, y += outputs, residual += next) {
+    for (std::int64_t c = 0; c < width; c += kLanes) {
+      const Floats product = numbers_of(call, load(sums + c), known[i], column + c);
+      const Floats z = activated(product + read(bias, c, width), activation);
+      write(z + read(residual, c, width), y, c, width);
     }
   }
 }

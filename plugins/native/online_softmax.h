@@ -14,7 +14,7 @@
 namespace effexport {
 
 constexpr std::int64_t kTileQueries = 64;
-constexpr std::int64_t kTileKeys = 64;
+constexpr std::int64_t kTileKeys = 128;
 constexpr float kLowestLogit = std::numeric_limits<float>::lowest();
 
 // A tile of queries over a tile of keys. Rows of queries, logits and context are multiples of 16 floats and begin on

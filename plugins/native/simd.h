@@ -58,21 +58,18 @@ inline float maximum_of_lanes(typename VectorOf<float, kBytes>::type v) {
 // (S. L. Moshier).
 inline Floats exponential(Floats x) {
   constexpr float kLowest = -87.0f;
-  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 · 2²³: adding it leaves no bits for a fraction
-  const Floats lowest = Floats{} + kLowest;
-  const Floats clipped = x < lowest ? lowest : x;  // keeps NaN, as maximum would not
-  const Floats n = (clipped * 1.44269504f + kRoundToInteger) - kRoundToInteger;
-  const Floats r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
+  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 · 2²³: adding it leaves the integer in the lowest bits
+  const Floats shifted = x * 1.44269504f + kRoundToInteger;
+  const Floats n = shifted - kRoundToInteger;
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  Floats scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return x < lowest ? Floats{} : p * scale;
+  const Ints power = (reinterpret_cast<Ints>(shifted) << 23) + (127 << 23);
+  return x < kLowest ? Floats{} : p * reinterpret_cast<Floats>(power);
 }
 
 // z / (1 + e^−a), or z e^a / (1 + e^a): with the exponent that cannot overflow.
