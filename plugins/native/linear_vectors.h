@@ -33,17 +33,16 @@ inline std::int64_t steps_in(std::int64_t inputs) {
 template <class Weight>
 inline void pack_panel(const Weight* weight, std::int64_t inputs, std::int64_t outputs, std::int64_t column, Step* to) {
   for (std::int64_t i = 0; i < steps_in(inputs) * kOfStep; i += kOfStep) {
-    for (int v = 0; v < kVectors; ++v, to += kLanes) {
-      const std::int64_t first = column + v * kLanes;
-      Weight few[kOfStep][kLanes] = {};
+    const bool whole = i + kOfStep <= inputs && column + kColumns <= outputs;
+    for (std::int64_t first = column; first < column + kColumns; first += kLanes, to += kLanes) {
+      Weight few[kOfStep][kLanes];
       const Weight* rows[kOfStep];
       for (int part = 0; part < kOfStep; ++part) {
-        rows[part] = few[part];
+        rows[part] = whole ? weight + (i + part) * outputs + first : few[part];
+        if (whole) continue;
+        std::fill_n(few[part], kLanes, Weight{});
         if (i + part >= inputs || first >= outputs) continue;
-        rows[part] = weight + (i + part) * outputs + first;
-        if (first + kLanes <= outputs) continue;
-        std::memcpy(few[part], rows[part], static_cast<std::size_t>(outputs - first) * sizeof(Weight));
-        rows[part] = few[part];
+        std::copy_n(weight + (i + part) * outputs + first, std::min(kLanes, outputs - first), few[part]);
       }
       *reinterpret_cast<Steps*>(to) = steps_of(rows);
     }

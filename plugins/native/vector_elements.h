@@ -39,14 +39,16 @@ inline void write_half_words(Ints all, void* values) {
   std::memcpy(values, &words, sizeof words);
 }
 
-// As from_float<BFloat16>.
-inline void narrow(Floats all, BFloat16* values) {
+// As from_float<BFloat16>, in the lower halves.
+inline Ints bfloat16_bits(Floats all) {
   const Ints bits = bits_of_all(all);
   // unsigned, because the sum may run into the sign
   const Unsigned given = reinterpret_cast<Unsigned>(bits);
   const Ints rounded = reinterpret_cast<Ints>((given + 0x7fffu + (given >> 16 & 1u)) >> 16);
-  write_half_words((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : rounded, values);
+  return (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : rounded;
 }
+
+inline void narrow(Floats all, BFloat16* values) { write_half_words(bfloat16_bits(all), values); }
 
 // As from_float<Half>.
 inline void narrow(Floats all, Half* values) {
