@@ -45,7 +45,7 @@ struct Blocks {
   std::int64_t rows, columns, down, across;
 
   Blocks(std::int64_t all_rows, std::int64_t inputs, std::int64_t all_columns)
-      : rows(inputs <= 512 ? 96 : 48),  // what is rounded stays in the second cache
+      : rows(inputs <= 512 ? 64 : 48),  // what is rounded stays in the second cache
         columns(all_rows > 2 * rows ? 512 : kMostColumns),
         down((all_rows + rows - 1) / rows),
         across((all_columns + columns - 1) / columns) {}
