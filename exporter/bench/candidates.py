@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.base.dtypes import Array
+    from effexport.base.spec import BuildSpec
     from effexport.proof.cases import Case
     from effexport.proof.check import Check
     from effexport.proof.module_runs import Answer
+    from effexport.quantize.record import Quantization
 
     OpenGiven = Callable[[Sequence[str]], tuple[Runner | None, dict[str, str]]]
 
@@ -57,7 +59,7 @@ def signature_of_case(case: BenchCase) -> GraphSignature:
 
     They are found without the module, so that measuring memory need not load PyTorch.
     """
-    spec = spec_from_case(case)
+    spec = spec_of_file(case)
     if case.scope != "core":
         return GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
     heads, channels = spec.attention.projected
@@ -70,15 +72,27 @@ def signature_of_case(case: BenchCase) -> GraphSignature:
 
 
 def inputs_of_case(case: BenchCase) -> dict[str, Array]:
-    """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones."""
+    """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones.
+
+    All have the same numbers, though some in float32 and others in bfloat16.
+    """
     from effexport.proof.inputs import random_inputs
 
     rng, sizes = np.random.default_rng(INPUT_SEED), {"batch": case.batch, "seq": case.seq_len}
-    if case.scope != "core":
-        return random_inputs(spec_from_case(case), rng, case.batch, case.seq_len, None)
     inputs = signature_of_case(case).inputs
-    drawn = {one.name: rng.standard_normal(shape_of(one.dims, sizes), dtype=np.float32) for one in inputs}
+    if case.scope != "core":
+        drawn = random_inputs(spec_from_case(case), rng, case.batch, case.seq_len, None)
+    else:
+        drawn = {one.name: rng.standard_normal(shape_of(one.dims, sizes), dtype=np.float32) for one in inputs}
     return {one.name: drawn[one.name].astype(numpy_dtype(one.dtype), copy=False) for one in inputs}
+
+
+def spec_of_file(case: BenchCase) -> BuildSpec:
+    """The spec of what a runtime runs. As in a build, bfloat16 on a CPU is that of linear layers, if the model has any;
+    PyTorch and plain exports compute all of it."""
+    runtime = RUNTIMES[case.runtime]
+    is_whole = case.scope == "core" or runtime.graph != "ours" or runtime.device != "cpu"
+    return spec_from_case(case).decided(has_engines=is_whole)
 
 
 def onnx_from_case(case: BenchCase, path: Path) -> None:
@@ -88,13 +102,27 @@ def onnx_from_case(case: BenchCase, path: Path) -> None:
     """
     from effexport.export.onnx_from_module import GraphFile, at_precision, onnx_from_module, write_graph
 
-    spec, module = spec_from_case(case), module_from_case(case)
+    spec, module = spec_of_file(case), module_from_case(case)
     if case.scope != "core":
-        onnx_from_module(module, spec, path)
+        quantization = bfloat16_layers(module, case) if spec.is_quantized else None
+        onnx_from_module(module, spec, path, quantization=quantization)
         return
     write_graph(
         at_precision(module, spec.precision), example_of_case(case), signature_of_case(case), GraphFile(path, spec)
     )
+
+
+def bfloat16_layers(module: nn.Module, case: BenchCase) -> Quantization:
+    """The linear layers that a build computes in bfloat16."""
+    from effexport.proof.quantized import run_with_buckets
+    from effexport.quantize.calibration import prepared
+    from effexport.quantize.record import Samples
+
+    spec = spec_of_file(case)
+    # the sample only shows which layers are called
+    sample = replace(case, batch=1, seq_len=min(case.seq_len, 64), model_seq_len=spec.model.seq_len)
+    origin = Samples(source="", sha256="", samples=1)
+    return prepared(module, spec, [inputs_of_case(sample)], origin, lambda m, x: run_with_buckets(m, spec, x))[1]
 
 
 def example_of_case(case: BenchCase) -> tuple[torch.Tensor, ...]:

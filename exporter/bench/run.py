@@ -30,6 +30,7 @@ from effexport.bench.candidates import (
     onnx_from_case,
     reference_of_case,
     short,
+    spec_of_file,
 )
 from effexport.bench.children import MemoryUnknownError, peak_memory
 from effexport.bench.costs import Pace
@@ -58,7 +59,6 @@ from effexport.models.validation import SpecError
 from effexport.proof.module_runs import torch_threads
 
 if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
     from effexport.proof.cases import Case
 
 # torch.compile silently falls back to eager mode after 8 shapes or models that share code.
@@ -158,9 +158,8 @@ class Bench:
 
     def prepared(self, cases: Sequence[BenchCase]) -> Iterator[PreparedCase]:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
-        # the inputs of all runtimes, and PyTorch's answer, made when first needed
-        feeds = cache(lambda: inputs_of_case(cases[0]))
-        reference = cache(lambda: reference_of_case(cases[0], feeds()))
+        # PyTorch's answer, made when first needed
+        reference = cache(lambda: reference_of_case(cases[0], inputs_of_case(cases[0])))
         for case in cases:
             files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
@@ -169,20 +168,20 @@ class Bench:
             if reason is not None:
                 item.stop(reason, failed=False)
             else:
-                self.prepare(item, feeds, reference)
+                self.prepare(item, reference)
                 self.pace.pay(
                     costs.prepare_cost(case, self.settings.parity) + costs.EXPORT_SECONDS * (len(self._models) - files)
                 )
             yield item
 
-    def prepare(self, item: PreparedCase, feeds: Callable[[], dict[str, Array]], reference: Callable[[], Case]) -> None:
+    def prepare(self, item: PreparedCase, reference: Callable[[], Case]) -> None:
         """Load the candidate, run it once and compare."""
         case = item.row.case
         item.memory_arena = not RUNTIMES[case.runtime].graph or costs.arena_fits(case)
         try:
             item.model = self.model_of_case(case)
             item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
-            item.candidate.bind(feeds())
+            item.candidate.bind(inputs_of_case(case))
             item.candidate.run()
             parity = agreement(item.candidate, case, reference()) if self.settings.parity else None
         except NotRunnableError as reason:
@@ -376,7 +375,8 @@ def file_name(case: BenchCase) -> str:
     """The name of a case's exported file, without its suffix. Some models have one file for every length."""
     model, graph = model_of_case(case), RUNTIMES[case.runtime].graph
     length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
-    return f"{case.label}-{length}-{case.precision}-{graph}".replace(" ", "_").replace("/", "_")
+    precision = case.precision + (spec_of_file(case).bf16 or "")
+    return f"{case.label}-{length}-{precision}-{graph}".replace(" ", "_").replace("/", "_")
 
 
 def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:

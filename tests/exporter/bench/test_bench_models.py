@@ -155,6 +155,19 @@ def test_half_precision_is_judged_by_its_own_limit() -> None:
     assert inputs_of_case(case)["q"].dtype == np.float16
 
 
+@pytest.mark.parametrize(("part", "name"), [("encoder", "linear"), ("attention", "lsh")])
+def test_on_a_cpu_bfloat16_is_that_of_linear_layers_as_in_a_build(part: str, name: str) -> None:
+    case = replace(small_case(name, scope=part), precision="bf16")
+    path = exported(case)
+    assert "PackedLinear" in {node.op_type for node in all_nodes(onnx.load(path))}
+    assert signature_of_case(case).outputs[0].dtype == "float32"
+    agrees(case, path)
+    others = [replace(case, runtime="ort-cuda"), replace(case, runtime="torch"), replace(case, scope="core")]
+    assert {signature_of_case(other).outputs[0].dtype for other in others} == {"bfloat16"}
+    names = {bench_run.file_name(case), bench_run.file_name(others[0])}
+    assert len(names) == 2
+
+
 def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from effexport.bench import candidates as naive
 
