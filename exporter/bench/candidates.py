@@ -72,10 +72,7 @@ def signature_of_case(case: BenchCase) -> GraphSignature:
 
 
 def inputs_of_case(case: BenchCase) -> dict[str, Array]:
-    """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones.
-
-    All have the same numbers, though some in float32 and others in bfloat16.
-    """
+    """The inputs of every candidate of a size: the same normal numbers or random tokens, and a mask of ones."""
     from effexport.proof.inputs import random_inputs
 
     rng, sizes = np.random.default_rng(INPUT_SEED), {"batch": case.batch, "seq": case.seq_len}
@@ -104,8 +101,7 @@ def onnx_from_case(case: BenchCase, path: Path) -> None:
 
     spec, module = spec_of_file(case), module_from_case(case)
     if case.scope != "core":
-        quantization = bfloat16_layers(module, case) if spec.is_quantized else None
-        onnx_from_module(module, spec, path, quantization=quantization)
+        onnx_from_module(module, spec, path, quantization=bfloat16_layers(module, case) if spec.is_quantized else None)
         return
     write_graph(
         at_precision(module, spec.precision), example_of_case(case), signature_of_case(case), GraphFile(path, spec)
@@ -118,8 +114,7 @@ def bfloat16_layers(module: nn.Module, case: BenchCase) -> Quantization:
     from effexport.quantize.calibration import prepared
     from effexport.quantize.record import Samples
 
-    spec = spec_of_file(case)
-    # the sample only shows which layers are called
+    spec = spec_of_file(case)  # the sample only shows which layers are called
     sample = replace(case, batch=1, seq_len=min(case.seq_len, 64), model_seq_len=spec.model.seq_len)
     origin = Samples(source="", sha256="", samples=1)
     return prepared(module, spec, [inputs_of_case(sample)], origin, lambda m, x: run_with_buckets(m, spec, x))[1]

@@ -114,34 +114,27 @@ inline void mask(const SoftmaxTile& t, const Sight& sight, std::int64_t row, std
 // summed up before. NaN stays NaN.
 inline void weigh(const SoftmaxTile& t, std::int64_t row, std::int64_t from, std::int64_t to, float* factors) {
   float* const logits = t.logits + row * kTileKeys;
-  Floats fallen{}, highest[kTileRows], total[kTileRows];
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i) highest[i] = Floats{} + t.top[row + i];
-  for (std::int64_t j = from; j < to; j += kLanes) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kTileRows; ++i) highest[i] = maximum(highest[i], load(logits + i * kTileKeys + j));
-  }
+  Floats fallen{};
 #pragma GCC unroll 8
   for (int i = 0; i < kTileRows; ++i) {
-    const float top = maximum_of_lanes<REGISTER_BYTES>(highest[i]);
+    Floats highest = Floats{} + t.top[row + i];
+    for (std::int64_t j = from; j < to; j += kLanes) highest = maximum(highest, load(logits + i * kTileKeys + j));
+    const float top = maximum_of_lanes<REGISTER_BYTES>(highest);
     fallen[i] = t.top[row + i] - top;
     t.top[row + i] = top;
-    highest[i] = Floats{} + top;
-    total[i] = Floats{};
   }
   fallen = exponential(fallen);
-  for (std::int64_t j = from; j < to; j += kLanes) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kTileRows; ++i) {
-      const Floats weight = exponential(load(logits + i * kTileKeys + j) - highest[i]);
-      store(logits + i * kTileKeys + j, weight);
-      total[i] += weight;
-    }
-  }
 #pragma GCC unroll 8
   for (int i = 0; i < kTileRows; ++i) {
+    const float top = t.top[row + i];
+    Floats total{};
+    for (std::int64_t j = from; j < to; j += kLanes) {
+      const Floats weight = exponential(load(logits + i * kTileKeys + j) - top);
+      store(logits + i * kTileKeys + j, weight);
+      total += weight;
+    }
     factors[i] = fallen[i];
-    t.sum[row + i] = t.sum[row + i] * factors[i] + sum_of_lanes<REGISTER_BYTES>(total[i]);
+    t.sum[row + i] = t.sum[row + i] * factors[i] + sum_of_lanes<REGISTER_BYTES>(total);
   }
 }
 

@@ -16,13 +16,6 @@ inline Floats multiply(Floats sums, Step x, Steps w) {
   const __m512i pairs = _mm512_set1_epi32(static_cast<int>(x));
   return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(pairs));
 }
-
-inline void round_to(Floats all, BFloat16* to) {
-  const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(all));
-  std::memcpy(to, &rounded, sizeof rounded);
-}
-#else
-inline void round_to(Floats all, BFloat16* to) { narrow(all, to); }
 #endif
 
 inline Steps steps_of(const BFloat16* const* rows) {
@@ -32,7 +25,7 @@ inline Steps steps_of(const BFloat16* const* rows) {
 template <class T>
 inline linear::Row round_row(const T* x, std::int64_t inputs, Step* to) {
   auto* const rounded = reinterpret_cast<BFloat16*>(to);
-  for (std::int64_t i = 0; i < inputs; i += kLanes) round_to(read(x, i, inputs), rounded + i);
+  for (std::int64_t i = 0; i < inputs; i += kLanes) narrow(read(x, i, inputs), rounded + i);
   if (inputs % 2 == 1) rounded[inputs] = {};  // of a single number, `read` makes a whole register
   return {};
 }

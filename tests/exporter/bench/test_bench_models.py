@@ -164,8 +164,7 @@ def test_on_a_cpu_bfloat16_is_that_of_linear_layers_as_in_a_build(part: str, nam
     agrees(case, path)
     others = [replace(case, runtime="ort-cuda"), replace(case, runtime="torch"), replace(case, scope="core")]
     assert {signature_of_case(other).outputs[0].dtype for other in others} == {"bfloat16"}
-    names = {bench_run.file_name(case), bench_run.file_name(others[0])}
-    assert len(names) == 2
+    assert bench_run.file_name(case) != bench_run.file_name(others[0])
 
 
 def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
