@@ -100,7 +100,7 @@ def test_vectors_of_every_width_give_the_same_bits(sets: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize("best", ["amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2", "baseline"])
 def test_linear_layers_are_right_with_every_instruction_set(best: str) -> None:
-    """AMX is emulated, so that it says the same on any processor; no test has run on one with tiles yet."""
+    """AMX is emulated, so that it says the same on any processor; on one with tiles, other tests run them."""
     program = build("linear_layers", *SANITIZERS, "-DEFFEXPORT_EMULATED_AMX", "-Wno-psabi")
     subprocess.run([program, best], check=True)
 
