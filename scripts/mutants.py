@@ -67,6 +67,7 @@ class Mutant:
     def tests(self) -> tuple[str, ...]:
         """The files that should catch it."""
         names = (f"cuda_{self.operator}",) * self.on_cuda + (self.operator, "contract")
+        names += ("cpu_kernels",) * self.operator.endswith("_linear")  # with every instruction set
         return tuple(path for name in names if (ROOT / (path := f"tests/plugins/test_{name}.py")).is_file())
 
     @property
@@ -75,7 +76,9 @@ class Mutant:
         if self.operator == "native":
             return "wrong_shape or infers_the_shapes"
         name = next(op.onnx_name for op in OPS.values() if op.torch_name == self.operator)
-        return f"test_{self.operator} or test_cuda or ({name} and {'' if self.on_cuda else 'not '}cuda)"
+        return (
+            f"test_{self.operator} or test_cuda or ({name} and {'' if self.on_cuda else 'not '}cuda) or linear_layers"
+        )
 
 
 def mutants_of(file: str, *faults: tuple[str, str]) -> tuple[Mutant, ...]:
@@ -462,14 +465,17 @@ MUTANTS = (
         "native/linear_vectors.h",
         # a share of negative numbers, the residual and the scale of another row, and steps of one row
         ("z < 0.0f ? beyond : 1.0f - beyond", "1.0f - beyond"),
-        ("call.residual_of_rows ? row * call.outputs : 0", "call.residual_of_rows ? 0 : 0"),
+        ("call.residual_of_rows ? row * outputs : 0", "call.residual_of_rows ? 0 : 0"),
         ("workspace.known + i, row, column", "workspace.known, row, column"),
-        ("weight + (i + part) * outputs + first;", "weight + i * outputs + first;"),
+        ("? weight + (i + part) * outputs + first :", "? weight + i * outputs + first :"),
     ),
     *mutants_of(
         "packed_linear/vectors.h",
         # numbers cut off in the place of rounded, and pairs of one row
-        ("store(to + i, widen(rounded));", "store(to + i, floats_of_bits(bits_of_all(read(x, i, inputs)) & ~0xffff));"),
+        (
+            "floats_of_bits(bfloat16_bits(read(x, i, inputs)) << 16)",
+            "floats_of_bits(bits_of_all(read(x, i, inputs)) & ~0xffff)",
+        ),
         (
             "read_half_words(rows[0]) | read_half_words(rows[1]) << 16",
             "read_half_words(rows[0]) | read_half_words(rows[0]) << 16",
