@@ -378,7 +378,7 @@ def is_beyond_runtime(error: BaseException) -> bool:
     return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
 
 
-def short(error: BaseException) -> str:
+def short(error: BaseException | str) -> str:
     """The beginning of a message, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"

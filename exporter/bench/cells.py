@@ -126,14 +126,15 @@ ARTIFACT, LOG, OUTCOME, REQUEST = "artifact", "log.txt", "outcome.json", "reques
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of an attempt. status: "finished" with an artifact, or "failed" with a reason.
+    """The outcome of an attempt: "finished" with an artifact; or, with a reason, "failed", "lost" with its node or
+    worker, or "not run" because no node can run it.
 
     stage: the stage of the build that failed; "" if unknown. log: the end of the attempt's output. seconds: duration of
     the whole attempt. peak_bytes: peak memory of its process; None if it was killed. where: host and process.
     versions: of the packages that decide the result. files: size in bytes of every file of the artifact.
     """
 
-    status: Literal["finished", "failed"]
+    status: Literal["finished", "failed", "lost", "not run"]
     reason: str = ""
     stage: str = ""
     log: str = ""

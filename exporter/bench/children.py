@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from effexport.base.files import json_text, write_file
-from effexport.bench.cells import LOG, OUTCOME, REQUEST, Cell, Outcome, failed
+from effexport.bench.cells import LOG, OUTCOME, REQUEST, Outcome, failed
 from effexport.bench.grid import BenchCase
 from effexport.plugins.building.toolchain import ending
 
@@ -34,13 +34,9 @@ GRACE_SECONDS = 5.0
 STUCK_SECONDS = 900.0
 
 
-class MemoryUnknownError(Exception):
-    """The process that measures memory failed; the message says why."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CellLimits:
-    """CellLimits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
+    """Limits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
 
     seconds: float = 4 * 3600.0
     artifact_bytes: int = 16 * 10**9
@@ -48,12 +44,13 @@ class CellLimits:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A cell to build within `limits`. environment: variables that are added to the environment of its process.
+    """A request to a process of its own: {"cell": …} to build it, {"case": …} to measure its memory.
 
+    environment: variables that are added to that of the process.
     is_cancelled: called regularly; once it returns True, the process is ended and its outcome is not used.
     """
 
-    cell: Cell
+    request: Mapping[str, Any]
     limits: CellLimits
     environment: Mapping[str, str] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = lambda: False
@@ -66,60 +63,40 @@ Work = Callable[[Attempt, Path], Outcome]
 
 
 def run_attempt(attempt: Attempt, folder: Path) -> Outcome:
-    """Build the cell in a separate process; afterwards `folder` has its artifact and its log."""
-    request = {"cell": attempt.cell.to_dict()}
-    outcome = run_request(request, folder, attempt.limits, attempt.environment, attempt.is_cancelled)
-    size, limit = sum(outcome.files.values()), attempt.limits.artifact_bytes
-    if outcome.status == "finished" and size > limit:
-        reason = f"the artifact has {size:,} bytes; expected at most {limit:,}: raise --max-artifact"
-        return replace(outcome, status="failed", reason=reason)
-    return outcome
-
-
-def run_request(
-    request: Mapping[str, Any],
-    folder: Path,
-    limits: CellLimits,
-    environment: Mapping[str, str],
-    is_cancelled: Callable[[], bool],
-) -> Outcome:
-    """Do what a request asks for in a separate process; its log is in `folder`.
+    """Do what a request asks for in a separate process; afterwards `folder` has its log, and the artifact of a cell.
 
     Whatever happens to that process becomes an Outcome. It ends, too, if this process is interrupted or killed.
     """
-    write_file(folder / REQUEST, json_text({**request, "parent": os.getpid()}))
+    write_file(folder / REQUEST, json_text({**attempt.request, "parent": os.getpid()}))
     started = time.monotonic()
-    log = folder / LOG
+    limits, log = attempt.limits, folder / LOG
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [*COMMAND, str(folder.resolve())],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **environment},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **attempt.environment},
             start_new_session=True,  # so that its child processes can be ended with it
         )
         try:
-            code = waited(process, started + limits.seconds, is_cancelled)
+            code = waited(process, started + limits.seconds, attempt.is_cancelled)
         finally:
             end(process)
     outcome = outcome_of_process(folder, code, limits)
+    size = sum(outcome.files.values())
+    if size > limits.artifact_bytes:
+        reason = f"the artifact has {size:,} bytes; expected at most {limits.artifact_bytes:,}: raise --max-artifact"
+        outcome = replace(outcome, status="failed", reason=reason)
     return replace(outcome, log=tail(log), seconds=round(time.monotonic() - started, 3))
 
 
-def peak_memory(case: BenchCase, model: Path | None, *, threads: int, memory_arena: bool) -> int:
-    """Peak bytes of a case of a benchmark. Raises MemoryUnknownError when its process fails."""
-    request = {
-        "case": asdict(case),
-        "model": str(model) if model else None,
-        "threads": threads,
-        "memory_arena": memory_arena,
-    }
+def peak_memory(case: BenchCase, model: Path | None, *, threads: int, memory_arena: bool) -> Outcome:
+    """The outcome of a process that measures the peak memory of a case of a benchmark."""
+    known = {"model": model and str(model), "threads": threads, "memory_arena": memory_arena}
+    attempt = Attempt({"case": asdict(case), **known}, CellLimits(seconds=STUCK_SECONDS))
     with tempfile.TemporaryDirectory(prefix="effexport-bench-") as folder:
-        outcome = run_request(request, Path(folder), CellLimits(seconds=STUCK_SECONDS), {}, lambda: False)
-    if outcome.peak_bytes is None or outcome.status == "failed":
-        raise MemoryUnknownError(outcome.reason.partition(";")[0])
-    return outcome.peak_bytes
+        return run_attempt(attempt, Path(folder))
 
 
 def waited(process: subprocess.Popen[bytes], deadline: float, is_cancelled: Callable[[], bool]) -> int | None:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -35,18 +35,16 @@ from effexport.plugins.building.toolchain import Gpu, gpus_here
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event of a cell.
+    """An event of a cell: it started on the node `where`, or its attempt ended with an outcome.
 
-    kind: started; ended, with an outcome; lost, with its node or worker; unplaceable, because no node can run it.
-    folder: the folder given to `submit` once nothing more is written to it; it has the artifact of a finished cell.
+    folder: the one given to `submit`. After the end, nothing more is written to it, and it has the artifact of a
+    finished cell.
     """
 
-    kind: Literal["started", "ended", "lost", "unplaceable"]
     cell: Cell
+    folder: Path
     where: str = ""
-    reason: str = ""
     outcome: Outcome | None = None
-    folder: Path | None = None
 
 
 class Executor(Protocol):
@@ -96,7 +94,7 @@ class ProcessExecutor:
             have = ", ".join(gpu.architecture for gpu in self.gpus) or "none"
             wanted = f"a GPU of {cell.gpu}" if cell.gpu else "a GPU"
             reason = f"no node with {wanted}: the GPUs of this machine are {have}; run it with --address on a cluster"
-            self._events.put(Event(kind="unplaceable", cell=cell, reason=reason, folder=folder))
+            self._events.put(Event(cell=cell, folder=folder, outcome=Outcome(status="not run", reason=reason)))
             return
         self._pool.submit(self._run, cell, folder)
 
@@ -107,12 +105,13 @@ class ProcessExecutor:
             # cells at the same time share the cores
             environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.jobs))} if self.jobs > 1 else {}
             environment |= {"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {}
-            self._events.put(Event(kind="started", cell=cell, where=platform.node()))
+            self._events.put(Event(cell=cell, folder=folder, where=platform.node()))
             try:
-                outcome = self.work(Attempt(cell, self.limits, environment, self._closed.is_set), folder)
+                attempt = Attempt({"cell": cell.to_dict()}, self.limits, environment, self._closed.is_set)
+                outcome = self.work(attempt, folder)
             except Exception as error:  # an error of one cell must not stop the others
                 outcome = failed(f"{type(error).__name__}: {error}", platform.node())
-            self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
+            self._events.put(Event(cell=cell, folder=folder, outcome=outcome))
 
     @contextmanager
     def _gpu(self, cell: Cell) -> Iterator[Gpu | None]:
@@ -160,13 +159,13 @@ PREFIX = "effexport-sweep-"
 COUNTED = ("CPU", "GPU")
 
 
-def attempt_of_task(cell: dict[str, Any], limits: CellLimits, work: Work) -> Iterator[Any]:
+def attempt_of_task(attempt: Attempt, work: Work) -> Iterator[Any]:
     """Run on a node: yield its name, then the outcome, then the pieces of the artifact."""
     yield platform.node()
     for left in abandoned(Path(tempfile.gettempdir()), PREFIX):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        outcome = work(Attempt(Cell.from_dict(cell), limits), Path(folder))
+        outcome = work(attempt, Path(folder))
         yield asdict(outcome)
         if outcome.status == "finished":
             yield from pieces_of_folder(Path(folder) / ARTIFACT)
@@ -180,7 +179,6 @@ class Running:
     stream: Any
     folder: Path
     outcome: Outcome | None = None
-    unpacking: Unpacking | None = None
     is_started: bool = False
     unplaceable_since: float | None = None
 
@@ -209,7 +207,7 @@ class RayExecutor:
         demands = self.demands(cell)
         amounts = {"num_cpus": demands.pop("CPU"), "num_gpus": demands.pop("GPU", 0), "resources": demands}
         task = self._task.options(name=cell.id, **amounts)
-        stream = task.remote(cell.to_dict(), self._limits, self._work)
+        stream = task.remote(Attempt({"cell": cell.to_dict()}, self._limits), self._work)
         self._running[stream] = Running(cell, stream, folder)
 
     def wait(self, seconds: float) -> Sequence[Event]:
@@ -229,36 +227,26 @@ class RayExecutor:
             message = self._ray.get(next(task.stream))
             if isinstance(message, str):
                 task.is_started = True
-                yield Event(kind="started", cell=task.cell, where=message)
-            elif isinstance(message, FilePiece) and task.unpacking is not None:
-                task.unpacking.add(message)
+                yield Event(cell=task.cell, folder=task.folder, where=message)
+            elif isinstance(message, FilePiece) and task.outcome is not None:
+                add_piece(task.folder / ARTIFACT, message, task.outcome.files)
             else:
                 task.outcome = msgspec.convert(message, Outcome)
-                task.unpacking = Unpacking(task.folder / ARTIFACT, task.outcome.files)
+            return
         except StopIteration:
-            yield self._ended(task)
+            outcome = task.outcome or failed("its task ended without an outcome")
         except errors.RayTaskError as error:
             # raised by our code on the node, or before the node reached it
-            yield self._ended(task, f"on its node: {short(error)}")
+            outcome = failed(f"on its node: {short(error)}")
         except errors.OutOfMemoryError as error:
-            yield self._ended(task, f"its node ran out of memory: {short(error)}")
+            outcome = failed(f"its node ran out of memory: {short(error)}")
         except errors.RayError as error:
-            del self._running[task.stream]
-            yield Event(kind="lost", cell=task.cell, reason=short(error), folder=task.folder)
+            outcome = Outcome(status="lost", reason=short(error))
         except (EffexportError, OSError, msgspec.ValidationError) as error:
             self._ray.cancel(task.stream)
-            yield self._ended(task, str(error))
-
-    def _ended(self, task: Running, reason: str = "") -> Event:
-        """The end of a task, with what it said, or as a failure for a reason."""
-        outcome = task.outcome or failed("its task ended without an outcome")
-        if not reason and outcome.status == "finished" and task.unpacking is not None:
-            try:
-                task.unpacking.finish()
-            except EffexportError as error:
-                reason = str(error)
+            outcome = failed(str(error))
         del self._running[task.stream]
-        return Event(kind="ended", cell=task.cell, outcome=failed(reason) if reason else outcome, folder=task.folder)
+        yield Event(cell=task.cell, folder=task.folder, outcome=outcome)
 
     def _unplaceable(self) -> Iterator[Event]:
         """Events for cells that have waited too long for a node. They were submitted anyway, so that an autoscaling
@@ -276,7 +264,7 @@ class RayExecutor:
                 del self._running[task.stream]
                 waited = f" within {self._wait_seconds:g} s" if self._wait_seconds else ""
                 reason = f"no node with {demanded(demands)}{waited}; the nodes have: {offered(nodes)}"
-                yield Event(kind="unplaceable", cell=task.cell, reason=reason, folder=task.folder)
+                yield Event(cell=task.cell, folder=task.folder, outcome=Outcome(status="not run", reason=reason))
 
     def close(self) -> None:
         for stream in self._running:
@@ -331,36 +319,22 @@ def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[F
                 yield FilePiece(name, data)
 
 
-@dataclass
-class Unpacking:
-    """A receiver that writes pieces into `folder`. expected: size in bytes by name; other files are refused.
+def add_piece(folder: Path, piece: FilePiece, expected: Mapping[str, int]) -> None:
+    """Append a piece to its file in an artifact. expected: the announced size in bytes by name.
 
-    A node is trusted to compute, but not to choose where its files go.
+    A node is trusted to compute, but not to choose where its files go. What is missing is found when the artifact is
+    published. Raises EffexportError for a file that was not announced, lies outside, or is longer than announced.
     """
-
-    folder: Path
-    expected: Mapping[str, int]
-    _sizes: dict[str, int] = field(default_factory=dict)
-
-    def add(self, piece: FilePiece) -> None:
-        """Raises EffexportError for a file that was not announced, lies outside, or is longer than announced."""
-        path = PurePosixPath(piece.name)
-        size = self._sizes.get(piece.name, 0) + len(piece.data)
-        if path.is_absolute() or ".." in path.parts or piece.name not in self.expected:
-            raise EffexportError(f"a node sent the file {piece.name!r}, which is not part of the artifact it announced")
-        if size > self.expected[piece.name]:
-            raise EffexportError(f"a node sent {size} bytes of {piece.name}; it announced {self.expected[piece.name]}")
-        target = self.folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("ab") as stream:
-            stream.write(piece.data)
-        self._sizes[piece.name] = size
-
-    def finish(self) -> None:
-        """Raises EffexportError if something is missing."""
-        missing = [name for name, size in self.expected.items() if self._sizes.get(name) != size]
-        if missing:
-            raise EffexportError(f"a node sent an incomplete artifact; missing or incomplete: {', '.join(missing)}")
+    path = PurePosixPath(piece.name)
+    if path.is_absolute() or ".." in path.parts or piece.name not in expected:
+        raise EffexportError(f"a node sent the file {piece.name!r}, which is not part of the artifact it announced")
+    target = folder / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("ab") as stream:
+        size = stream.tell() + len(piece.data)
+        if size > expected[piece.name]:
+            raise EffexportError(f"a node sent {size} bytes of {piece.name}; it announced {expected[piece.name]}")
+        stream.write(piece.data)
 
 
 LOCAL_STORE_BYTES = 512 * 2**20

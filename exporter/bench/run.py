@@ -32,7 +32,7 @@ from effexport.bench.candidates import (
     short,
     spec_of_file,
 )
-from effexport.bench.children import MemoryUnknownError, peak_memory
+from effexport.bench.children import peak_memory
 from effexport.bench.costs import Pace
 from effexport.bench.grid import (
     BenchCase,
@@ -302,11 +302,11 @@ class Bench:
                 continue
             case = item.row.case
             self.pace.say(f"{describe(case)}: measuring memory")
-            try:
-                peak = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
-                item.row = replace(item.row, peak_bytes=peak)
-            except MemoryUnknownError as error:
-                note = f"peak memory is unknown: {short(error)}"
+            outcome = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
+            if outcome.status == "finished":
+                item.row = replace(item.row, peak_bytes=outcome.peak_bytes)
+            else:
+                note = f"peak memory is unknown: {short(outcome.reason.partition(';')[0])}"
                 item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
             self.pace.pay(costs.memory_cost(case))
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from effexport.artifact import CheckSummary, EngineEntry
 from effexport.base.errors import EffexportError
 from effexport.base.formatting import megabytes, rough_duration, seconds
-from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store, failed
+from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Store, failed
 from effexport.bench.executors import Event, Executor
 from effexport.bench.grid import OnStep, Step, SweepResults, SweepRow, made_now
 from effexport.plugins.building.toolchain import first_line
@@ -102,6 +102,8 @@ class Sweep:
         while self._open:
             for event in self.executor.wait(WAIT_SECONDS):
                 self._handle(event)
+                if event.outcome is not None:  # a published artifact has been moved out of the folder
+                    shutil.rmtree(event.folder, ignore_errors=True)
 
     def _submit(self, cell: Cell) -> None:
         if self.store.damage(cell):
@@ -110,50 +112,38 @@ class Sweep:
         self.executor.submit(cell, self.store.staging(cell))
 
     def _handle(self, event: Event) -> None:
-        cell = event.cell
+        cell, outcome = event.cell, event.outcome
         if cell.id not in self._open:
             return
-        if event.kind == "started":
+        if outcome is None:
             self._started.add(cell.id)
             self._say(f"{cell.title}: running on {event.where}")
-        elif event.kind == "lost":
-            self._lost(event)
-        elif event.kind == "unplaceable":
-            self.not_run[cell.id] = event.reason
-            self._close(cell, f"not run: {event.reason}")
-        elif event.outcome is not None:
-            self._ended(event, event.outcome)
-        if event.folder is not None:
-            shutil.rmtree(event.folder, ignore_errors=True)  # a published artifact has been moved out of it
-
-    def _ended(self, event: Event, outcome: Outcome) -> None:
-        cell, attempt = event.cell, self.attempts[event.cell.id]
-        if outcome.status == "finished" and event.folder is not None:
+            return
+        attempt = self.attempts[cell.id]
+        if outcome.status == "not run":
+            self.not_run[cell.id] = outcome.reason
+            self._close(cell, f"not run: {outcome.reason}")
+            return
+        if outcome.status == "lost":
+            self.store.log_attempt(cell, attempt, "lost", outcome)
+            if attempt < MAX_LOSSES:
+                self._started.discard(cell.id)
+                self._say(f"{cell.title}: lost with its node; starting again")
+                self._submit(cell)
+                return
+            outcome = failed(f"its node or worker was lost {attempt} times, most recently: {outcome.reason}")
+        if outcome.status == "finished":
             try:
                 won = self.store.publish(cell, event.folder, attempt, outcome)
-            except (EffexportError, OSError) as error:
-                outcome = failed(f"its artifact did not arrive completely: {error}", outcome.where, outcome.log)
-            else:
                 self.new.add(cell.id)
                 text = "finished" if won else "finished earlier by another attempt"
                 self._close(cell, f"{text} in {rough_duration(outcome.seconds)}")
                 return
-        self._fail(cell, outcome)
-
-    def _fail(self, cell: Cell, outcome: Outcome) -> None:
+            except (EffexportError, OSError) as error:
+                outcome = failed(f"its artifact did not arrive completely: {error}", outcome.where, outcome.log)
         if self.store.finished(cell) is None:
-            self.store.fail(cell, self.attempts[cell.id], outcome)
+            self.store.fail(cell, attempt, outcome)
         self._close(cell, f"failed: {first_line(outcome.reason, 'unknown reason')}")
-
-    def _lost(self, event: Event) -> None:
-        cell, attempt = event.cell, self.attempts[event.cell.id]
-        self._started.discard(cell.id)
-        self.store.log_attempt(cell, attempt, "lost", failed(event.reason, event.where))
-        if attempt < MAX_LOSSES:
-            self._say(f"{cell.title}: lost with its node; starting again")
-            self._submit(cell)
-        else:
-            self._fail(cell, failed(f"its node or worker was lost {attempt} times, most recently: {event.reason}"))
 
     def _close(self, cell: Cell, text: str) -> None:
         del self._open[cell.id]

@@ -54,9 +54,13 @@ def notes(journal: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
 
 
+def cell_of(attempt: Attempt) -> Cell:
+    return Cell.from_dict(attempt.request["cell"])
+
+
 def pretend(attempt: Attempt, folder: Path, *, journal: str, seconds: float = 0.0, extra_bytes: int = 0) -> Outcome:
     """Instead of a build: notes in `journal` that it began and that it ended, and takes its time between them."""
-    cell = attempt.cell
+    cell = cell_of(attempt)
     where = node_id()
     note(Path(journal), cell=cell.id, event="began", node=where, pid=os.getpid())
     time.sleep(seconds)
@@ -73,8 +77,9 @@ class PretendedSweep:
         self.fails: set[int] = set()
 
     def work(self, attempt: Attempt, folder: Path) -> Outcome:
-        if attempt.cell.spec.model.seq_len in self.fails:
-            note(self.journal, cell=attempt.cell.id, event="began")
+        cell = cell_of(attempt)
+        if cell.spec.model.seq_len in self.fails:
+            note(self.journal, cell=cell.id, event="began")
             return Outcome(status="failed", reason="parity: 3 of 9 checks failed", stage="parity", log="line 1\nline 2")
         return pretend(attempt, folder, journal=str(self.journal))
 

@@ -24,7 +24,7 @@ from effexport.bench.children import LOG_BYTES, LOG_LINES, Attempt, CellLimits, 
 def outcome_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, limits: CellLimits | None = None) -> Outcome:
     """Of a process that runs `code` in place of a build; `folder` is its argument."""
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", f"import os, sys, time\n{code}"))
-    return run_attempt(Attempt(CELL, limits or CellLimits()), folder)
+    return run_attempt(Attempt({"cell": CELL.to_dict()}, limits or CellLimits()), folder)
 
 
 @pytest.mark.parametrize(

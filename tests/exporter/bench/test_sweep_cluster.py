@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import sweep_cells
-from sweep_cells import notes, pretend, tiny_cells
+from sweep_cells import cell_of, notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
 from effexport.base.errors import MissingExtraError, UserError
@@ -176,7 +176,7 @@ def test_a_cell_that_kills_its_worker_fails_after_some_attempts_and_others_finis
     good, bad = tiny_cells(16, 17)
 
     def work(attempt: Attempt, folder: Path) -> Outcome:
-        if attempt.cell.spec.model.seq_len == 17:
+        if cell_of(attempt).spec.model.seq_len == 17:
             os.kill(os.getpid(), signal.SIGKILL)
         return pretend(attempt, folder, journal=str(journal))
 

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from sweep_cells import PretendedSweep, notes, pretend, tiny_cells, write_artifact
+from sweep_cells import PretendedSweep, cell_of, notes, pretend, tiny_cells, write_artifact
 
 from effexport.base.errors import EffexportError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.executors import Event, FilePiece, ProcessExecutor, Unpacking, pieces_of_folder
+from effexport.bench.executors import Event, FilePiece, ProcessExecutor, add_piece, pieces_of_folder
 from effexport.bench.grid import Step
 from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
@@ -126,7 +126,7 @@ def test_an_artifact_that_is_not_what_its_manifest_says_is_a_failure(machine: Pr
 
 def test_what_a_build_raises_fails_its_cell_and_no_other(machine: PretendedSweep) -> None:
     def work(attempt: Attempt, folder: Path) -> Outcome:
-        if attempt.cell.spec.model.seq_len == 16:
+        if cell_of(attempt).spec.model.seq_len == 16:
             raise OSError("No space left on device")
         return pretend(attempt, folder, journal=str(machine.journal))
 
@@ -141,7 +141,7 @@ def test_a_cell_for_a_gpu_runs_on_its_own_or_is_not_run(machine: PretendedSweep)
     seen: list[tuple[str, str]] = []
 
     def work(attempt: Attempt, folder: Path) -> Outcome:
-        seen.append((attempt.cell.gpu, attempt.environment["CUDA_VISIBLE_DEVICES"]))
+        seen.append((cell_of(attempt).gpu, attempt.environment["CUDA_VISIBLE_DEVICES"]))
         return pretend(attempt, folder, journal=str(machine.journal))
 
     machine.work = work  # type: ignore[method-assign]
@@ -172,12 +172,12 @@ class LosingExecutor:
     def submit(self, cell: Cell, folder: Path) -> None:
         self.submitted += 1
         if self.submitted <= self.losses:
-            self.events.append(Event(kind="lost", cell=cell, reason="NodeDiedError: it is gone", folder=folder))
+            lost = Outcome(status="lost", reason="NodeDiedError: it is gone")
+            self.events.append(Event(cell=cell, folder=folder, outcome=lost))
             return
         files = write_artifact(folder / ARTIFACT, cell)
         outcome = Outcome(status="finished", files=files)
-        self.events.append(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
-        self.events.append(Event(kind="ended", cell=cell, outcome=outcome))  # reported twice
+        self.events += [Event(cell=cell, folder=folder, outcome=outcome)] * 2  # reported twice
 
     def wait(self, seconds: float) -> list[Event]:
         events, self.events = self.events, []
@@ -264,12 +264,11 @@ def test_pieces_make_the_same_folder_again(tmp_path: Path, piece_bytes: int) -> 
     (cell,) = tiny_cells(16)
     sizes = write_artifact(tmp_path / "one", cell, extra_bytes=500)
     (tmp_path / "one" / "empty").touch()
-    unpacking = Unpacking(tmp_path / "two", {**sizes, "empty": 0})
+    sizes["empty"] = 0
     for piece in pieces_of_folder(tmp_path / "one", piece_bytes):
         assert len(piece.data) <= piece_bytes
-        unpacking.add(piece)
-    unpacking.finish()
-    for name in unpacking.expected:
+        add_piece(tmp_path / "two", piece, sizes)
+    for name in sizes:
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
@@ -283,12 +282,10 @@ def test_pieces_make_the_same_folder_again(tmp_path: Path, piece_bytes: int) -> 
     ],
 )
 def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: FilePiece, message: str) -> None:
-    unpacking = Unpacking(tmp_path / "two", {"model.onnx": 4, "../escaped": 1, "/etc/escaped": 1})
+    expected = {"model.onnx": 4, "../escaped": 1, "/etc/escaped": 1}
     with pytest.raises(EffexportError, match=message):
-        unpacking.add(piece)
+        add_piece(tmp_path / "two", piece, expected)
     assert not (tmp_path / "escaped").exists()
-    with pytest.raises(EffexportError, match=r"missing or incomplete: model\.onnx"):
-        unpacking.finish()
 
 
 def test_a_closed_executor_ends_what_runs(tmp_path: Path) -> None:
