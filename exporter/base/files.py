@@ -172,7 +172,7 @@ class FolderKind:
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(created_folder(place.parent))
-                stack.enter_context(_only_writer(place, output))
+                stack.enter_context(only_writer(place, output))
             except OSError as error:
                 raise write_error(output, error, ANOTHER_FOLDER) from error
             self.check(output, force=force)  # a process that has just ended may have written it
@@ -249,11 +249,12 @@ def check_creatable(output: Path) -> None:
 
 
 @contextlib.contextmanager
-def _only_writer(place: Path, output: Path) -> Iterator[None]:
-    """Keep other processes from writing the same folder. Raises UserError if one does already. Threads may.
+def only_writer(place: Path, output: Path) -> Iterator[None]:
+    """Keep other processes from writing the folder at `place`, which errors call `output`. Threads may.
 
     The system releases the lock when a process is killed. The file stays then, and the next process takes and removes
-    it. Where the file system has no locks, nothing is kept off.
+    it. Where the file system has no locks, nothing is kept off. Raises UserError if another process writes the folder
+    already, and OSError if the lock cannot be created beside it.
     """
     file = place.absolute().with_name(f".{place.name}.lock")
     with _PUBLISHING:

@@ -101,23 +101,20 @@ class AdvicePlan:
 
     def seconds(self, rounds: int, max_seconds: float) -> float:
         """Roughly how long all of it takes."""
-        longest = self.longest_ms(1e3 * min(map(costs.call_seconds, self.cases)))
-        return costs.START_SECONDS + sum(self.case_seconds(case, rounds, max_seconds, longest) for case in self.cases)
-
-    def case_seconds(self, case: BenchCase, rounds: int, max_seconds: float, longest_ms: float | None) -> float:
-        """The same for one case. One that misses the limit or needs too much memory costs a probe only, or nothing."""
-        by_products = least_ms_by_products(case, costs.FLOPS_PER_CORE * usable_cores())
-        if misses(by_products, longest_ms):
-            return 0.0
-        cost = costs.EXPORT_SECONDS if RUNTIMES[case.runtime].graph else 0.0
-        probe, is_refused = probe_of(case, self.probed_length), costs.reason_too_large(case) is not None
-        if is_refused and (probe is None or costs.reason_too_large(probe) is not None):
-            return 0.0
-        if probe is not None:
-            cost += costs.prepare_cost(probe, parity=False) + costs.timing_cost(probe, PROBE_ROUNDS, max_seconds)
-        if is_refused or (probe is not None and misses(1e3 * costs.call_seconds(case), longest_ms)):
-            return cost
-        return cost + costs.prepare_cost(case) + costs.timing_cost(case, rounds, max_seconds) + costs.memory_cost(case)
+        longest_ms = self.longest_ms(1e3 * min(map(costs.call_seconds, self.cases)))
+        speed = costs.FLOPS_PER_CORE * usable_cores()
+        tried = [case for case in self.cases if not misses(least_ms_by_products(case, speed), longest_ms)]
+        probes = [probe for case in tried if (probe := probe_of(case, self.probed_length)) and fits(probe)]
+        full = [case for case in tried if fits(case)]
+        if self.probed_length is not None:
+            full = [case for case in full if not misses(1e3 * costs.call_seconds(case), longest_ms)]
+        exports = {(case.label, case.runtime) for case in (*probes, *full) if RUNTIMES[case.runtime].graph}
+        return (
+            costs.START_SECONDS
+            + costs.EXPORT_SECONDS * len(exports)
+            + costs.measuring_cost(probes, PROBE_ROUNDS, max_seconds, parity=False, memory=False)
+            + costs.measuring_cost(full, rounds, max_seconds, parity=True, memory=True)
+        )
 
 
 def probe_of(case: BenchCase, length: int | None) -> BenchCase | None:
@@ -134,6 +131,10 @@ def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float | No
         return None
     flops = sum(product.flops for product in products_of_case(case))
     return SHARE_OF_PRODUCTS * 1e3 * flops / flops_per_second
+
+
+def fits(case: BenchCase) -> bool:
+    return costs.reason_too_large(case) is None
 
 
 def misses(least_ms: float | None, longest_ms: float | None) -> bool:
@@ -162,16 +163,16 @@ class Adviser:
 
     def run(self) -> None:
         self.bench.pace.say("measuring the speed of matrix products")
-        speed = speed_of_products(self.bench)
+        speed, is_disturbed = speed_of_products(self.bench)
         for cases in self.plan.models:
-            left = [case for case in cases if not self.leaves_out_by_products(case, speed)]
+            left = [case for case in cases if not self.leaves_out_by_products(case, speed, is_disturbed)]
             probes = self.probe(left)
             self.bench.size([case for case in left if not self.leaves_out_by_probe(case, probes.get(case.runtime))])
 
-    def leaves_out_by_products(self, case: BenchCase, speed: Speed) -> bool:
-        least_ms = least_ms_by_products(case, speed.bound)
-        source = f"{speed.measured / 1e9:.0f} GFLOP/s of torch.matmul"
-        return self.leaves_out(case, least_ms, "its matrix products alone", source, speed.is_disturbed)
+    def leaves_out_by_products(self, case: BenchCase, speed: float, is_disturbed: bool) -> bool:
+        source = f"{speed / 1e9:.0f} GFLOP/s of torch.matmul"
+        least_ms = least_ms_by_products(case, speed)
+        return self.leaves_out(case, least_ms, "its matrix products alone", source, is_disturbed)
 
     def probe(self, cases: Sequence[BenchCase]) -> dict[str, BenchRow]:
         """The rows of these cases of one model at a shorter length, by runtime; parity is judged at the full length."""
@@ -191,12 +192,16 @@ class Adviser:
         if probe is None or probe.timing is None:
             return False
         short_ms, length = probe.timing.lowest_ms, probe.case.seq_len
-        least_ms = short_ms * case.seq_len / length / (1 if probe.is_quotable else MOST_DISTURBED)
         source = f"{duration(short_ms)} for {length:,} tokens"
-        return self.leaves_out(case, least_ms, "it", source, not probe.is_quotable)
+        return self.leaves_out(case, short_ms * case.seq_len / length, "it", source, not probe.is_quotable)
 
     def leaves_out(self, case: BenchCase, least_ms: float | None, what: str, source: str, is_disturbed: bool) -> bool:
-        """Add a row that is not run if the case misses the limit by far. source: what that was extrapolated from."""
+        """Add a row that is not run if the case misses the limit by far.
+
+        source: what `least_ms` was extrapolated from. is_disturbed: by other programs, so it is too long.
+        """
+        if least_ms is not None and is_disturbed:
+            least_ms /= MOST_DISTURBED
         if least_ms is None or not misses(least_ms, self.plan.longest_ms(self.fastest_ms)):
             return False
         reason = f"left out: {what} would take at least {duration(least_ms)}, extrapolated from {source}"
@@ -215,27 +220,15 @@ class Adviser:
         return min((row.timing.median_ms for row in fits if row.timing), default=None)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Operations per second of a large product in float32, with all threads. is_disturbed: by other programs."""
-
-    measured: float
-    is_disturbed: bool
-
-    @property
-    def bound(self) -> float:
-        """The speed that an undisturbed processor reaches at most."""
-        return self.measured * (MOST_DISTURBED if self.is_disturbed else 1)
-
-
-def speed_of_products(bench: Bench) -> Speed:
+def speed_of_products(bench: Bench) -> tuple[float, bool]:
+    """Operations per second of a large product in float32, with all threads; and whether others disturbed that."""
     call = TimedCall("products", costs.run_products([LARGE_PRODUCT]), "torch")
     judges_waits = bench.threads <= bench.machine.cores
     rotation = Rotation([call], SPEED_ROUNDS, SPEED_SECONDS, bench.machine, judges_waits)
     rotation.run()
     undisturbed = rotation.samples[call.name]
     seconds = min((undisturbed or rotation.disturbed[call.name]).values())
-    return Speed(LARGE_PRODUCT.flops / seconds, not undisturbed)
+    return LARGE_PRODUCT.flops / seconds, not undisturbed
 
 
 EXPECTED = "expected what `effexport evaluate ARTIFACT --data FILE -o FILE.json` writes"

@@ -233,25 +233,18 @@ def synchronize(device: str) -> None:
 LONGEST_MESSAGE = 300
 
 
-class NotRunnableError(Exception):
-    """A case cannot run on this machine; the message says why. This is not a failure of the model."""
-
-
 class TorchCandidate:
-    """A module in eager PyTorch, or compiled. Raises NotRunnableError if torch.compile finds no compiler."""
+    """A module in eager PyTorch, or compiled."""
 
     def __init__(self, case: BenchCase, *, compiled: bool = False, device: str = "cpu") -> None:
         import torch
 
-        from effexport.base.environment import has_compiler
         from effexport.export.onnx_from_module import at_precision
 
         module = at_precision(module_from_case(case), case.precision).to(device)
         self.implementation: dict[str, str] = {}
         self._call: Any = module
         if compiled:
-            if not has_compiler():
-                raise NotRunnableError("torch.compile needs a C++ compiler, and this machine has none")
             # the lengths of a benchmark are known, so each is compiled separately
             self._call = torch.compile(module, dynamic=False)
         self._case = case
@@ -337,7 +330,7 @@ Candidate = TorchCandidate | RunnerCandidate
 def candidate_from_case(case: BenchCase, model: Path | None, *, threads: int, memory_arena: bool = True) -> Candidate:
     """model: the ONNX file or engine, where the runtime reads one. memory_arena: see RunOptions.
 
-    Raises NotRunnableError for what this machine cannot run, and EffexportError for a model that does not load.
+    Raises EffexportError for a model that does not load.
     """
     runtime = RUNTIMES[case.runtime]
     if not runtime.graph:

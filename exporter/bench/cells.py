@@ -10,7 +10,6 @@ results.json, results.csv, report.html
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
@@ -27,7 +26,7 @@ from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
 from effexport.base.disk import ANOTHER_FOLDER, write_error
 from effexport.base.environment import PACKAGES
 from effexport.base.errors import UserError
-from effexport.base.files import json_text, write_file
+from effexport.base.files import json_text, only_writer, place_of, write_file
 from effexport.base.records import values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
@@ -150,7 +149,7 @@ def failed(reason: str, where: str = "", log: str = "") -> Outcome:
 
 
 FORMAT_VERSION = 1
-MARK, RECORD, ATTEMPTS, LOCK = "sweep.json", "record.json", "attempts.jsonl", ".lock"
+MARK, RECORD, ATTEMPTS = "sweep.json", "record.json", "attempts.jsonl"
 CELLS, FAILED, STAGING = "cells", "failed", ".staging"
 
 
@@ -230,8 +229,9 @@ class Store:
             raise UserError(f"{self.path} is a file; expected the path of a folder to create")
         mark = self.path / MARK
         if not mark.is_file():
-            # a sweep that is just starting, or was killed then, has made its folders and no mark yet
-            begun = (CELLS, FAILED, STAGING, LOCK)
+            # a sweep that is just starting, or was killed then, has made its folders and no mark yet; an older one had
+            # its lock inside
+            begun = (CELLS, FAILED, STAGING, ".lock")
             names = (path.name for path in self.path.iterdir())
             if all(name in begun or name.startswith(f".{MARK}.partial-") for name in names):
                 return
@@ -246,30 +246,17 @@ class Store:
     def opened(self) -> Iterator[Store]:
         """Create the folder and lock it, so that no other sweep writes to it. Raises UserError."""
         self.check()
-        try:
-            for name in (CELLS, FAILED, STAGING):
-                (self.path / name).mkdir(parents=True, exist_ok=True)
-            lock = (self.path / LOCK).open("a")
-        except OSError as error:
-            raise write_error(self.path, error, ANOTHER_FOLDER) from error
-        with lock:
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"another sweep is writing to {self.path}; wait for it, or choose another folder with -o"
-                ) from error
-            except OSError:
-                pass  # a file system without locks; two sweeps at once would repeat work, but damage nothing
-            try:
+                stack.enter_context(only_writer(place_of(self.path), self.path))
+                for name in (CELLS, FAILED, STAGING):
+                    (self.path / name).mkdir(parents=True, exist_ok=True)
                 write_file(self.path / MARK, json_text({"format_version": FORMAT_VERSION}))
             except OSError as error:
                 raise write_error(self.path, error, ANOTHER_FOLDER) from error
+            stack.callback(self._clear)
             self._clear()
-            try:
-                yield self
-            finally:
-                self._clear()
+            yield self
 
     def _clear(self) -> None:
         """Remove what an interrupted or killed sweep left behind."""

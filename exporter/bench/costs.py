@@ -6,13 +6,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from effexport.base.dtypes import DTYPES
-from effexport.base.environment import free_memory_bytes, usable_cores
+from effexport.base.environment import free_memory_bytes, has_compiler, usable_cores
 from effexport.base.errors import EffexportError
 from effexport.base.formatting import memory
 from effexport.base.runtimes import CUDA, RUNTIMES, TORCH_OF_DEVICE, Runtime
@@ -136,6 +136,8 @@ def reason_not_here(runtime: str) -> str | None:
     """The reason this machine cannot run a runtime; None if it can."""
     row = RUNTIMES[runtime]
     if row.device == "cpu":
+        if row.compiled and not has_compiler():
+            return "torch.compile needs a C++ compiler, and this machine has none"
         return None if row.package.version else f"{row.package.module} is not installed: {row.package.remedy}"
     if not row.graph:
         import torch
@@ -234,3 +236,11 @@ def timing_cost(case: BenchCase, rounds: int, max_seconds: float) -> float:
 
 def memory_cost(case: BenchCase) -> float:
     return CHILD_SECONDS + CHILD_CALLS * call_seconds(case)
+
+
+def measuring_cost(cases: Iterable[BenchCase], rounds: int, max_seconds: float, *, parity: bool, memory: bool) -> float:
+    """Preparing, timing and measuring the memory of some cases, whose files are exported."""
+    return sum(
+        prepare_cost(case, parity) + timing_cost(case, rounds, max_seconds) + memory * memory_cost(case)
+        for case in cases
+    )

@@ -20,7 +20,6 @@ from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
 from effexport.bench import costs
 from effexport.bench.candidates import (
     Candidate,
-    NotRunnableError,
     agreement,
     candidate_from_case,
     engine_from_case,
@@ -184,9 +183,6 @@ class Bench:
             item.candidate.bind(inputs_of_case(case))
             item.candidate.run()
             parity = agreement(item.candidate, case, reference()) if self.settings.parity else None
-        except NotRunnableError as reason:
-            item.stop(str(reason), failed=False)
-            return
         except Exception as error:  # runtimes and compilers have no common base class for their errors
             if disk_problem(error):  # nothing that follows could be measured either
                 raise write_error(self.folder, error, ANOTHER_TEMPORARY) from error
@@ -362,11 +358,8 @@ def total_cost(grid: Grid, settings: Settings) -> float:
     return (
         costs.START_SECONDS
         + costs.EXPORT_SECONDS * len(files)
-        + sum(
-            costs.prepare_cost(case)
-            + costs.timing_cost(case, settings.rounds, settings.max_seconds)
-            + (costs.memory_cost(case) if settings.memory else 0.0)
-            for case in cases
+        + costs.measuring_cost(
+            cases, settings.rounds, settings.max_seconds, parity=settings.parity, memory=settings.memory
         )
     )
 

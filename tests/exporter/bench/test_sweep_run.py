@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import threading
@@ -214,8 +215,11 @@ def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
 
 def test_a_folder_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
     store = Store(tmp_path / "out")
-    with store.opened(), pytest.raises(UserError, match=r"another sweep is writing to .*; wait for it"), store.opened():
-        pass
+    # the lock of another process: one that is opened apart keeps off this process as well
+    with (tmp_path / ".out.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"is being written by another process; wait until it"), store.opened():
+            pass
     with store.opened():
         pass
 
