@@ -37,12 +37,12 @@ def test_a_row_is_a_line_with_its_figures() -> None:
 
 def test_rows_without_a_timing_say_why_and_have_no_figures() -> None:
     rows = (
-        replace(row("linear", 512), status="failed", parity=FAILED, reason="parity failed"),
+        replace(row("linear", 512), status="failed", parity=FAILED, reason="parity: max |error| / RMS 0.003 > 0.0002"),
         without_timing("not run", "there is no GPU", runtime="trt"),
     )
     text = markdown_from_results(results(rows, complete=False))
     assert "| 512 | linear | ort | failed |" in text
-    assert "* ❌ **failed**: parity failed; max \\|error\\| / RMS 0.003, limit 0.0002" in text
+    assert "* ❌ **failed**: parity: max \\|error\\| / RMS 0.003 &gt; 0.0002" in text
     assert "* ⚠️ **not run**: there is no GPU (linear on trt at 1,024 tokens)" in text
     assert "❌ The one candidate failed parity: linear on ort at 512 tokens. 1 row was not run." in text
     assert "Interrupted after 2 rows. The other rows are missing." in text

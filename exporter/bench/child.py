@@ -63,12 +63,12 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
         check_versions(cell, here)
         check_gpu(cell)
         build(cell, output)
-    except (EffexportError, SpecError) as error:
-        stage = error.stage if isinstance(error, StageError) else ""
-        return Outcome(status="failed", reason=str(error), stage=stage, peak_bytes=process_peak_bytes(), **known)
     except Exception as error:  # libraries may raise anything, and other cells must go on
-        traceback.print_exc()
-        reason = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+        reason = str(error)
+        if not isinstance(error, EffexportError | SpecError):
+            traceback.print_exc()
+            reason = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+        known["stage"] = error.stage if isinstance(error, StageError) else ""
         return Outcome(status="failed", reason=reason, peak_bytes=process_peak_bytes(), **known)
     files = {name: path.stat().st_size for name, path in files_of_folder(output).items()}
     return Outcome(status="finished", files=files, peak_bytes=process_peak_bytes(), **known)

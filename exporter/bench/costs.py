@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,9 +14,9 @@ from effexport.base.dtypes import DTYPES
 from effexport.base.environment import free_memory_bytes, has_compiler, usable_cores
 from effexport.base.errors import EffexportError
 from effexport.base.formatting import memory
-from effexport.base.runtimes import CUDA, RUNTIMES, TORCH_OF_DEVICE, Runtime
+from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE, Runtime
 from effexport.bench.candidates import short, signature_of_case, synchronize
-from effexport.bench.grid import BenchCase, OnStep, Step, logits_bytes, products_of_case
+from effexport.bench.grid import BenchCase, logits_bytes, products_of_case
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
@@ -163,13 +162,11 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
 
             import_api(runtime.name)
         else:
+            from effexport.runners.options import RunOptions
             from effexport.runners.ort import import_onnxruntime
-            from effexport.runners.ort.providers import is_cuda_plugin
+            from effexport.runners.ort.providers import providers_from_settings
 
-            ort = import_onnxruntime()
-            plugged = runtime.provider == CUDA and is_cuda_plugin(ort)
-            if runtime.provider not in ort.get_available_providers() and not plugged:
-                return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"
+            providers_from_settings(import_onnxruntime(), RunOptions(runtime=runtime.name))
     except EffexportError as error:
         return short(error)
     return None
@@ -190,25 +187,6 @@ START_SECONDS, EXPORT_SECONDS, LOAD_SECONDS, CHILD_SECONDS = 3.0, 2.5, 0.7, 1.5
 REFERENCE_CALLS, CHILD_CALLS = 2, 2
 # The floors take turns with the candidates and about as long; between turns, threads stop spinning.
 TIMES_WITH_FLOORS, PAUSES_SECONDS = 2.0, 0.06
-
-
-class Pace:
-    """A running total of the work done, which estimates how long the rest will take."""
-
-    def __init__(self, total: float, on_step: OnStep, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = max(total, 1e-9)
-        self._done = 0.0
-        self._on_step = on_step
-        self._clock = clock
-        self._start = clock()
-
-    def say(self, text: str) -> None:
-        share = min(1.0, self._done / self._total)
-        elapsed = self._clock() - self._start
-        self._on_step(Step(text, share, 1.0, elapsed * (1 - share) / share if share > 0.02 else None))
-
-    def pay(self, cost: float) -> None:
-        self._done += cost
 
 
 def call_seconds(case: BenchCase) -> float:

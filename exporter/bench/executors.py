@@ -6,6 +6,7 @@ come back in pieces through Ray's object store, so the nodes need no shared disk
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import queue
@@ -14,12 +15,12 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -47,76 +48,88 @@ class Event:
     outcome: Outcome | None = None
 
 
-class Executor(Protocol):
-    """Something that runs cells. title: its name in words."""
+# (cell, folder for its log and its artifact, to be called with the node when it starts, true once it is not wanted
+# any more) → its outcome
+Run = Callable[[Cell, Path, Callable[[str], None], Callable[[], bool]], Outcome]
 
-    @property
-    def title(self) -> str: ...
+
+@dataclass
+class Executor:
+    """A pool of threads, each of which waits for one cell. title: where they run, in words. jobs: cells at a time.
+
+    run: one attempt at a cell. on_close: called after the last one.
+    """
+
+    title: str
+    jobs: int
+    run: Run
+    on_close: Callable[[], object] = lambda: None
+    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="sweep")
 
     def submit(self, cell: Cell, folder: Path) -> None:
         """Start or queue an attempt; its artifact goes into `folder`, which is empty."""
-        ...
+        self._pool.submit(self._attempt, cell, folder)
+
+    def _attempt(self, cell: Cell, folder: Path) -> None:
+        def started(where: str) -> None:
+            self._events.put(Event(cell=cell, folder=folder, where=where))
+
+        if self._closed.is_set():
+            return
+        try:
+            outcome = self.run(cell, folder, started, self._closed.is_set)
+        except Exception as error:  # an error of one cell must not stop the others
+            outcome = failed(f"{type(error).__name__}: {error}", platform.node())
+        self._events.put(Event(cell=cell, folder=folder, outcome=outcome))
 
     def wait(self, seconds: float) -> Sequence[Event]:
-        """The events since the last call; waits up to `seconds` for the first one."""
-        ...
+        """The next event; waits up to `seconds` for it."""
+        try:
+            return [self._events.get(timeout=seconds)]
+        except queue.Empty:
+            return []
 
     def close(self) -> None:
         """End everything that still runs."""
-        ...
+        self._closed.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.on_close()
 
 
 # Memory for building the default encoder, with room to spare.
 CELL_BYTES = 2 * 2**30
 
 
-@dataclass
-class ProcessExecutor:
-    """An executor on this machine. jobs: cells at a time. work: runs an attempt. A GPU runs one cell."""
+class Processes:
+    """Runs cells on this machine, each in a process of its own. jobs: how many share the cores. A GPU runs one cell."""
 
-    limits: CellLimits
-    jobs: int = 1
-    work: Work = run_attempt
-    gpus: tuple[Gpu, ...] = field(default_factory=gpus_here)
-    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
-    _closed: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, limits: CellLimits, jobs: int, work: Work, gpus: Sequence[Gpu]) -> None:
+        self._limits, self._jobs, self._work = limits, jobs, work
+        self._gpus = [(gpu, threading.Lock()) for gpu in gpus]
 
-    def __post_init__(self) -> None:
-        self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="sweep")
-        self._gpus = [(gpu, threading.Lock()) for gpu in self.gpus]
-
-    @property
-    def title(self) -> str:
-        return f"this machine, {counted(self.jobs, 'cell')} at a time"
-
-    def submit(self, cell: Cell, folder: Path) -> None:
-        if cell.needs_gpu and not any(fits(gpu, cell) for gpu in self.gpus):
-            have = ", ".join(gpu.architecture for gpu in self.gpus) or "none"
+    def __call__(
+        self, cell: Cell, folder: Path, started: Callable[[str], None], is_cancelled: Callable[[], bool]
+    ) -> Outcome:
+        if cell.needs_gpu and not any(fits(gpu, cell) for gpu, _ in self._gpus):
+            have = ", ".join(gpu.architecture for gpu, _ in self._gpus) or "none"
             wanted = f"a GPU of {cell.gpu}" if cell.gpu else "a GPU"
             reason = f"no node with {wanted}: the GPUs of this machine are {have}; run it with --address on a cluster"
-            self._events.put(Event(cell=cell, folder=folder, outcome=Outcome(status="not run", reason=reason)))
-            return
-        self._pool.submit(self._run, cell, folder)
-
-    def _run(self, cell: Cell, folder: Path) -> None:
-        with self._gpu(cell) as gpu:
-            if self._closed.is_set():
-                return
+            return Outcome(status="not run", reason=reason)
+        with self._gpu(cell, is_cancelled) as gpu:
             # cells at the same time share the cores
-            environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.jobs))} if self.jobs > 1 else {}
+            environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self._jobs))} if self._jobs > 1 else {}
             environment |= {"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {}
-            self._events.put(Event(cell=cell, folder=folder, where=platform.node()))
-            try:
-                attempt = Attempt({"cell": cell.to_dict()}, self.limits, environment, self._closed.is_set)
-                outcome = self.work(attempt, folder)
-            except Exception as error:  # an error of one cell must not stop the others
-                outcome = failed(f"{type(error).__name__}: {error}", platform.node())
-            self._events.put(Event(cell=cell, folder=folder, outcome=outcome))
+            started(platform.node())
+            return self._work(Attempt({"cell": cell.to_dict()}, self._limits, environment, is_cancelled), folder)
 
     @contextmanager
-    def _gpu(self, cell: Cell) -> Iterator[Gpu | None]:
+    def _gpu(self, cell: Cell, is_cancelled: Callable[[], bool]) -> Iterator[Gpu | None]:
         """A GPU for a cell that needs one, as soon as one is free; None after the end of the sweep."""
-        while cell.needs_gpu and not self._closed.is_set():
+        while cell.needs_gpu and not is_cancelled():
             for gpu, in_use in self._gpus:
                 if fits(gpu, cell) and in_use.acquire(blocking=False):
                     try:
@@ -124,18 +137,15 @@ class ProcessExecutor:
                     finally:
                         in_use.release()
                     return
-            self._closed.wait(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         yield None
 
-    def wait(self, seconds: float) -> Sequence[Event]:
-        try:
-            return [self._events.get(timeout=seconds)]
-        except queue.Empty:
-            return []
 
-    def close(self) -> None:
-        self._closed.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+def process_executor(
+    limits: CellLimits, jobs: int, work: Work = run_attempt, gpus: Sequence[Gpu] | None = None
+) -> Executor:
+    run = Processes(limits, jobs, work, gpus_here() if gpus is None else gpus)
+    return Executor(f"this machine, {counted(jobs, 'cell')} at a time", jobs, run)
 
 
 def fits(gpu: Gpu, cell: Cell) -> bool:
@@ -152,8 +162,10 @@ def jobs_of_machine() -> int:
 ARCHITECTURE_SHARE = 0.001
 # Pieces of an artifact that a node sends ahead.
 PIECES_AHEAD = 4
-# Time between two looks at the nodes while cells wait for one.
+# Time between two looks at the nodes while a cell waits for one.
 LOOK_SECONDS = 1.0
+# Cells that Ray has at a time; it places them as the CPUs and GPUs of the nodes allow.
+CELLS_AT_RAY = 1024
 PREFIX = "effexport-sweep-"
 # Resources whose amount matters, by Ray's names.
 COUNTED = ("CPU", "GPU")
@@ -171,106 +183,82 @@ def attempt_of_task(attempt: Attempt, work: Work) -> Iterator[Any]:
             yield from pieces_of_folder(Path(folder) / ARTIFACT)
 
 
-@dataclass
-class Running:
-    """A task in progress. unplaceable_since: when it was first seen that no node could run it."""
+class RayTasks:
+    """Runs cells as tasks of Ray. wait_seconds: how long a cell waits for a suitable node. cpus: per cell."""
 
-    cell: Cell
-    stream: Any
-    folder: Path
-    outcome: Outcome | None = None
-    is_started: bool = False
-    unplaceable_since: float | None = None
-
-
-class RayExecutor:
-    """An executor on Ray. wait_seconds: how long a cell waits for a suitable node. cpus: per cell."""
-
-    def __init__(
-        self, ray: Any, title: str, limits: CellLimits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
-    ) -> None:
+    def __init__(self, ray: Any, limits: CellLimits, *, cpus: float, wait_seconds: float, work: Work) -> None:
         self._ray, self._limits, self._cpus, self._wait_seconds = ray, limits, cpus, wait_seconds
         self._work = ray.put(work)
         # a lost cell is started again by the sweep, which counts its attempts
         options = {"max_retries": 0, "num_returns": "streaming", "_generator_backpressure_num_objects": PIECES_AHEAD}
         self._task = ray.remote(**options)(attempt_of_task)
-        self._running: dict[Any, Running] = {}
-        self._looked = 0.0
-        self.title = title
+        self._looking, self._looked = threading.Lock(), -math.inf
+        self._resources: list[Mapping[str, float]] = []
 
     def demands(self, cell: Cell) -> dict[str, float]:
         """The resources that a node must have, by Ray's names."""
         demands = {"CPU": self._cpus, "GPU": float(cell.needs_gpu), cell.gpu: ARCHITECTURE_SHARE * cell.needs_gpu}
         return {name: amount for name, amount in demands.items() if name and amount}
 
-    def submit(self, cell: Cell, folder: Path) -> None:
-        demands = self.demands(cell)
+    def __call__(
+        self, cell: Cell, folder: Path, started: Callable[[str], None], is_cancelled: Callable[[], bool]
+    ) -> Outcome:
+        errors, demands = self._ray.exceptions, self.demands(cell)
         amounts = {"num_cpus": demands.pop("CPU"), "num_gpus": demands.pop("GPU", 0), "resources": demands}
         task = self._task.options(name=cell.id, **amounts)
         stream = task.remote(Attempt({"cell": cell.to_dict()}, self._limits), self._work)
-        self._running[stream] = Running(cell, stream, folder)
-
-    def wait(self, seconds: float) -> Sequence[Event]:
-        if not self._running:
-            return []
-        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=min(seconds, LOOK_SECONDS))
-        events = [event for stream in ready for event in self._next(self._running[stream])]
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked = time.monotonic()
-            events += self._unplaceable()
-        return events
-
-    def _next(self, task: Running) -> Iterator[Event]:
-        """Take the next message of a task."""
-        errors = self._ray.exceptions
+        outcome: Outcome | None = None
         try:
-            message = self._ray.get(next(task.stream))
-            if isinstance(message, str):
-                task.is_started = True
-                yield Event(cell=task.cell, folder=task.folder, where=message)
-            elif isinstance(message, FilePiece) and task.outcome is not None:
-                add_piece(task.folder / ARTIFACT, message, task.outcome.files)
-            else:
-                task.outcome = msgspec.convert(message, Outcome)
-            return
+            if reason := self._why_not_started(stream, cell, is_cancelled):
+                self._ray.cancel(stream)
+                return Outcome(status="not run", reason=reason)
+            while not is_cancelled():
+                message = self._ray.get(next(stream))
+                if isinstance(message, str):
+                    started(message)
+                elif isinstance(message, FilePiece) and outcome is not None:
+                    add_piece(folder / ARTIFACT, message, outcome.files)
+                else:
+                    outcome = msgspec.convert(message, Outcome)
+                while not is_cancelled() and not self._ray.wait([stream], timeout=LOOK_SECONDS)[0]:
+                    pass
+            self._ray.cancel(stream)
+            return failed("the sweep has ended")
         except StopIteration:
-            outcome = task.outcome or failed("its task ended without an outcome")
+            return outcome or failed("its task ended without an outcome")
         except errors.RayTaskError as error:
             # raised by our code on the node, or before the node reached it
-            outcome = failed(f"on its node: {short(error)}")
+            return failed(f"on its node: {short(error)}")
         except errors.OutOfMemoryError as error:
-            outcome = failed(f"its node ran out of memory: {short(error)}")
+            return failed(f"its node ran out of memory: {short(error)}")
         except errors.RayError as error:
-            outcome = Outcome(status="lost", reason=short(error))
+            return Outcome(status="lost", reason=short(error))
         except (EffexportError, OSError, msgspec.ValidationError) as error:
-            self._ray.cancel(task.stream)
-            outcome = failed(str(error))
-        del self._running[task.stream]
-        yield Event(cell=task.cell, folder=task.folder, outcome=outcome)
-
-    def _unplaceable(self) -> Iterator[Event]:
-        """Events for cells that have waited too long for a node. They were submitted anyway, so that an autoscaling
-        cluster can add a node."""
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        now = time.monotonic()
-        for task in [task for task in self._running.values() if not task.is_started]:
-            demands = self.demands(task.cell)
-            if any(all(node.get(name, 0.0) >= amount for name, amount in demands.items()) for node in nodes):
-                task.unplaceable_since = None
-                continue
-            task.unplaceable_since = task.unplaceable_since or now
-            if now - task.unplaceable_since >= self._wait_seconds:
-                self._ray.cancel(task.stream)
-                del self._running[task.stream]
-                waited = f" within {self._wait_seconds:g} s" if self._wait_seconds else ""
-                reason = f"no node with {demanded(demands)}{waited}; the nodes have: {offered(nodes)}"
-                yield Event(cell=task.cell, folder=task.folder, outcome=Outcome(status="not run", reason=reason))
-
-    def close(self) -> None:
-        for stream in self._running:
             self._ray.cancel(stream)
-        self._running.clear()
-        self._ray.shutdown()
+            return failed(str(error))
+
+    def _why_not_started(self, stream: Any, cell: Cell, is_cancelled: Callable[[], bool]) -> str:
+        """Wait until a task starts; the reason if no node could run it for too long, and "" otherwise.
+
+        The task was submitted anyway, so that an autoscaling cluster can add a node.
+        """
+        demands, last_fit = self.demands(cell), time.monotonic()
+        while not is_cancelled() and not self._ray.wait([stream], timeout=LOOK_SECONDS)[0]:
+            nodes = self._nodes()
+            if any(all(node.get(name, 0.0) >= amount for name, amount in demands.items()) for node in nodes):
+                last_fit = time.monotonic()
+            elif time.monotonic() - last_fit >= self._wait_seconds:
+                waited = f" within {self._wait_seconds:g} s" if self._wait_seconds else ""
+                return f"no node with {demanded(demands)}{waited}; the nodes have: {offered(nodes)}"
+        return ""
+
+    def _nodes(self) -> list[Mapping[str, float]]:
+        """The resources of each node, asked for once a second for all cells that wait."""
+        with self._looking:
+            if time.monotonic() - self._looked >= LOOK_SECONDS:
+                self._looked = time.monotonic()
+                self._resources = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            return self._resources
 
 
 def demanded(demands: Mapping[str, float]) -> str:
@@ -362,7 +350,7 @@ def started_ray(problem: str, remedy: str, **options: Any) -> Any:
     return ray
 
 
-def local_executor(limits: CellLimits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
+def local_executor(limits: CellLimits, *, jobs: int, work: Work = run_attempt) -> Executor:
     """Start Ray on this machine; it ends with this process. Raises MissingExtraError and UserError."""
     gpus = gpus_here()
     architectures = [gpu.architecture for gpu in gpus]
@@ -377,7 +365,8 @@ def local_executor(limits: CellLimits, *, jobs: int, work: Work = run_attempt) -
         configure_logging=True,
         object_store_memory=LOCAL_STORE_BYTES,
     )
-    return RayExecutor(ray, f"this machine with Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
+    run = RayTasks(ray, limits, cpus=1, wait_seconds=0, work=work)
+    return Executor(f"this machine with Ray, {jobs} at a time", CELLS_AT_RAY, run, ray.shutdown)
 
 
 EXPECTED_ADDRESS = "expected host:port of its head, as ray start printed it, or auto on one of its nodes"
@@ -396,7 +385,7 @@ def check_reachable(address: str) -> None:
 
 def cluster_executor(
     address: str, limits: CellLimits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
-) -> RayExecutor:
+) -> Executor:
     """Connect to the cluster at `address`. Raises MissingExtraError, and UserError if it cannot be used."""
     import_ray()
     if address.startswith("ray://"):
@@ -408,4 +397,5 @@ def cluster_executor(
     ray = started_ray(f"no Ray cluster at --address {address}", EXPECTED_ADDRESS, address=address)
     nodes = sum(node["Alive"] for node in ray.nodes())
     title = f"the cluster at {address}, {counted(nodes, 'node')}"
-    return RayExecutor(ray, title, limits, cpus=cpus, wait_seconds=wait_seconds, work=work)
+    run = RayTasks(ray, limits, cpus=cpus, wait_seconds=wait_seconds, work=work)
+    return Executor(title, CELLS_AT_RAY, run, ray.shutdown)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.base.formatting import NOTHING, counted, duration, duration_with, listed, memory, number, three_digits
-from effexport.bench.grid import BenchResults, BenchRow, Status
+from effexport.base.formatting import NOTHING, counted, duration, duration_with, listed, memory, three_digits
+from effexport.bench.grid import BenchResults, BenchRow
 from effexport.render.document import Item
 
+NO_REASON = "no reason is known"
 DISTURBED = "not compared: other programs disturbed the timings"
 
 
@@ -59,8 +60,8 @@ BASELINE = "softmax"
 class Curve:
     """The rows of one model in one setting, in order of length.
 
-    setting: runtime, scope, precision and batch, which compared models must share; "" for a batch that depends on the
-    length. place: the runtime, and what else tells it from the model's other curves.
+    setting: runtime, scope, precision and batch, which compared models must share. place: the runtime, and what else
+    tells it from the model's other curves.
     """
 
     label: str
@@ -92,10 +93,9 @@ class Curve:
 def curves(results: BenchResults) -> list[Curve]:
     """All curves, softmax first, the others in the order of the rows."""
     groups: dict[tuple[str, tuple[str, ...]], list[BenchRow]] = {}
-    batch_varies = has_several_batches(results.rows)
     for row in results.rows:
         case = row.case
-        setting = (case.runtime, case.scope, case.precision, f"batch {case.batch}" if batch_varies else "")
+        setting = (case.runtime, case.scope, case.precision, f"batch {case.batch}")
         groups.setdefault((case.label, setting), []).append(row)
     places = places_of([setting for _, setting in groups], always=1)
     found = [
@@ -131,14 +131,6 @@ def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, str]]:
     ]
 
 
-def has_several_batches(rows: Iterable[BenchRow]) -> bool:
-    """True if any length was measured with several batches. Batches that only shrink with length form one curve."""
-    batches: dict[int, set[int]] = {}
-    for row in rows:
-        batches.setdefault(row.case.seq_len, set()).add(row.case.batch)
-    return any(len(sizes) > 1 for sizes in batches.values())
-
-
 Verdict = Literal["passed", "failed", "not run"]
 BUSY = "Most timings vary by more than a quarter of their median: other programs are probably using this machine."
 BELOW_FLOOR = (
@@ -149,9 +141,9 @@ BELOW_FLOOR = (
 
 def verdict(results: BenchResults) -> Verdict:
     """The verdict on parity; a disturbed row counts. failed: a row failed. not run: a missing row might fail."""
-    if any(_failed(row) for row in results.rows):
+    if any(row.status == "failed" for row in results.rows):
         return "failed"
-    whole = results.complete and results.rows and all(status_of(row) != "not run" for row in results.rows)
+    whole = results.complete and results.rows and all(row.status != "not run" for row in results.rows)
     return "passed" if whole else "not run"
 
 
@@ -166,7 +158,7 @@ def interruption(results: BenchResults) -> str:
 
 def disturbance(results: BenchResults) -> str:
     """A warning if other programs disturbed rows; "" if not."""
-    count = sum(status_of(row) == "disturbed" for row in results.rows)
+    count = sum(row.status == "disturbed" for row in results.rows)
     if not count:
         return ""
     known = [row.disturbance.other_cores for row in results.rows if row.disturbance]
@@ -196,7 +188,7 @@ def parity_sentence(results: BenchResults) -> str:
     others = [row for row in results.rows if row.status == "failed" and row not in wrong]
     if others:
         parts.append(f"{counted(len(others), 'row')} failed for another reason.")
-    missing = sum(status_of(row) == "not run" for row in results.rows)
+    missing = sum(row.status == "not run" for row in results.rows)
     if missing:
         parts.append(f"{counted(missing, 'row was', 'rows were')} not run.")
     return " ".join(parts)
@@ -219,7 +211,7 @@ def problems(results: BenchResults) -> list[Item]:
     groups: dict[tuple[str, str], list[BenchRow]] = {}
     for row in results.rows:
         if not row.is_quotable:
-            groups.setdefault((status_of(row), reason_of(row)), []).append(row)
+            groups.setdefault((row.status, row.reason or NO_REASON), []).append(row)
     ordered = sorted(groups.items(), key=lambda entry: entry[0][0])
     return [Item(status, f"{reason} ({_labels(rows)})") for (status, reason), rows in ordered]
 
@@ -239,30 +231,9 @@ def remarks(results: BenchResults) -> list[str]:
     return [*found, BELOW_FLOOR] if is_below else found
 
 
-def status_of(row: BenchRow) -> Status:
-    """The status of a row: failed if its parity failed, not run if it has no timing."""
-    if _failed(row):
-        return "failed"
-    return "not run" if row.timing is None else row.status
-
-
-def reason_of(row: BenchRow) -> str:
-    """The reason a row has no timing; if its parity failed, with the values."""
-    parts = [row.reason]
-    if row.parity and not row.parity.passed:
-        if row.parity.value is not None:
-            parts.append(f"{row.parity.metric} {number(row.parity.value)}, limit {number(row.parity.limit)}")
-        parts.append(row.parity.detail)
-    return "; ".join(dict.fromkeys(part for part in parts if part)) or "no reason is known"
-
-
 def median_text(row: BenchRow) -> str:
     """`12.3 ± 0.42 ms`: the median and its spread."""
     return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
-
-
-def _failed(row: BenchRow) -> bool:
-    return row.status == "failed" or (row.parity is not None and not row.parity.passed)
 
 
 def _labels(rows: Sequence[BenchRow]) -> str:

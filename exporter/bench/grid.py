@@ -6,6 +6,7 @@ Results are the records behind JSON, CSV and page. Loads no framework.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -422,7 +423,7 @@ class SweepResults:
 
 @dataclass(frozen=True)
 class Step:
-    """A progress message. text: what happens now. done, total: parts of the work, or cells.
+    """A progress message. text: what happens now. done, total: of the work, in seconds or cells.
 
     seconds_left: None if unknown or over. running: cells at the moment.
     """
@@ -435,6 +436,29 @@ class Step:
 
 
 OnStep = Callable[[Step], None]
+
+
+@dataclass
+class Pace:
+    """A running total of the work done, which estimates how long the rest will take. total: in any unit."""
+
+    total: float
+    on_step: OnStep
+    clock: Callable[[], float] = time.monotonic
+    done: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+
+    def say(self, text: str, running: int = 0) -> None:
+        """running: parts of the work that are in progress, on average half done."""
+        share = (self.done + running / 2) / self.total
+        elapsed = self.clock() - self._start
+        left = elapsed * (1 - share) / share if 0.02 < share < 1 else None
+        self.on_step(Step(text, min(self.done, self.total), self.total, left, running))
+
+    def pay(self, cost: float) -> None:
+        self.done += cost
 
 
 def now() -> str:

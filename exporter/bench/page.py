@@ -255,11 +255,11 @@ def problem_of(row: BenchRow) -> Line | None:
     """The reason a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
     if row.is_quotable:
         return None
-    status, reason = findings.status_of(row), findings.reason_of(row)
-    if status != "disturbed" or row.timing is None:
-        return Line((), status, reason)
+    reason = row.reason or findings.NO_REASON
+    if row.status != "disturbed" or row.timing is None:
+        return Line((), row.status, reason)
     median = duration(row.timing.median_ms)
-    return Line((), status, f"{reason}; its median was {median}", f"disturbed: {median}")
+    return Line((), row.status, f"{reason}; its median was {median}", f"disturbed: {median}")
 
 
 def crossings_table(results: BenchResults) -> Table:

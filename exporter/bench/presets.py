@@ -5,7 +5,6 @@ A table has the published layout: one row per model, one column per length.
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from importlib.resources import files
 import msgspec
 
 from effexport.base.formatting import NOTHING, duration_with, three_digits
-from effexport.bench.findings import BASELINE, Curve, baseline_of, curves, has_several_batches, status_of
+from effexport.bench.findings import BASELINE, Curve, baseline_of, curves
 from effexport.bench.grid import BenchResults, BenchRow, Grid
 from effexport.models.variants.nystrom import NystromSpec
 from effexport.render.document import Column, Line, Table
@@ -84,14 +83,14 @@ def measured_table(results: BenchResults) -> Table | None:
         return None
     # means for the blog, which published means
     pair_of, note = (mean_pair, MEAN_NOTE) if results.preset == "linear-blog" else (median_pair, PAIR_NOTE)
-    places = columns_of(results.rows)
-    found = measured_lines(curves(results), places, pair_of)
+    lengths = lengths_of(results)
+    found = measured_lines(curves(results), lengths, pair_of)
     where = list(dict.fromkeys(curve.place for curve, _ in found))
     lines = []
     for place in where:
         here = [one for one in found if one[0].place == place]
         lines += [line_of(curve.label, place, pairs, n == 0) for n, (curve, pairs) in enumerate(here)]
-    return sheet("Measured", places, lines, note, "Where" if len(where) > 1 else "")
+    return sheet("Measured", lengths, lines, note, "Where" if len(where) > 1 else "")
 
 
 def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
@@ -116,28 +115,27 @@ def as_published(published: Published) -> Table:
 
 def alternating(published: Published, results: BenchResults) -> Table:
     """Every published row followed by the measured rows that repeat it; then the rows that repeat none."""
-    lengths = [int(length) for length in published.columns[1:]]
-    # a measured length replaces the published one, whatever its batch
-    places = sorted((dict.fromkeys(lengths, 0) | dict(columns_of(results.rows))).items())
-    measured = measured_lines(curves(results), places, median_pair)
-    softmax = dict(zip(lengths, published.rows[0][1:], strict=True))
+    columns = [int(length) for length in published.columns[1:]]
+    lengths = sorted({*columns, *lengths_of(results)})
+    measured = measured_lines(curves(results), lengths, median_pair)
+    softmax = dict(zip(columns, published.rows[0][1:], strict=True))
     lines: list[Line] = []
     for row in published.rows:
-        figures = dict(zip(lengths, row[1:], strict=True))
-        pairs = [published_pair(figures.get(length), softmax.get(length)) for length, _ in places]
+        figures = dict(zip(columns, row[1:], strict=True))
+        pairs = [published_pair(figures.get(length), softmax.get(length)) for length in lengths]
         lines.append(line_of(str(row[0]), "published", pairs, True))
         lines += [measured_line(curve, pairs) for curve, pairs in measured if repeats(str(row[0]), curve)]
     names = [str(row[0]) for row in published.rows]
     others = [one for one in measured if not any(repeats(name, one[0]) for name in names)]
     lines += [measured_line(*one, begins=n == 0) for n, one in enumerate(others)]
-    return sheet("Published and measured", places, lines, PAIR_NOTE, "Source")
+    return sheet("Published and measured", lengths, lines, PAIR_NOTE, "Source")
 
 
-def sheet(title: str, places: Sequence[tuple[int, int]], lines: Sequence[Line], note: str, source: str) -> Table:
+def sheet(title: str, lengths: Sequence[int], lines: Sequence[Line], note: str, source: str) -> Table:
     """A table with two columns for each length. source: the title of the second column, "" to leave it out."""
-    ratios = [Column("× softmax", True, below="{}") for _ in places]
-    pairs = zip((Column(head, True) for head in heads_of(places)), ratios, strict=True)
-    columns = (Column("Model"), *[Column(source)] * bool(source), *(column for pair in pairs for column in pair))
+    ratio = Column("× softmax", True, below="{}")
+    pairs = [column for length in lengths for column in (Column(f"{length:,}", True), ratio)]
+    columns = (Column("Model"), *[Column(source)] * bool(source), *pairs)
     if not source:
         lines = [replace(line, cells=line.cells[:1] + line.cells[2:]) for line in lines]
     return Table(title, columns, tuple(lines), note)
@@ -157,21 +155,18 @@ def repeats(name: str, curve: Curve) -> bool:
         return curve.is_baseline
     model, _, landmarks = name.partition("-")
     case = curve.rows[0].case
-    named = re.search(r"\d+$", case.label)
-    given = case.options.get("num_landmarks", named[0] if named else NystromSpec.num_landmarks)
+    given = case.options.get("num_landmarks", NystromSpec.num_landmarks)
     return model == "Nyströmformer" and case.variant == "nystrom" and str(given) == landmarks
 
 
-def measured_lines(
-    every: Sequence[Curve], places: Sequence[tuple[int, int]], pair_of: PairOf
-) -> list[tuple[Curve, list[Pair]]]:
+def measured_lines(every: Sequence[Curve], lengths: Sequence[int], pair_of: PairOf) -> list[tuple[Curve, list[Pair]]]:
     """The figures of each curve at each length."""
     found = []
     for curve in every:
         baseline = baseline_of(curve, every)
         others = {row.case.seq_len: row for row in baseline.rows if row.is_quotable} if baseline else {}
         rows = {row.case.seq_len: row for row in curve.rows}
-        pairs = [pair_of(rows[n], others.get(n)) if n in rows else (NOTHING, "") for n, _ in places]
+        pairs = [pair_of(rows[n], others.get(n)) if n in rows else (NOTHING, "") for n in lengths]
         found.append((curve, pairs))
     return found
 
@@ -179,7 +174,7 @@ def measured_lines(
 def median_pair(row: BenchRow, softmax: BenchRow | None) -> Pair:
     """`450 / 12.3`, and below `22.7 × / 12.6 ×`."""
     if not row.is_quotable or row.timing is None:
-        return status_of(row), ""
+        return row.status, ""
     size = None if row.peak_bytes is None else row.peak_bytes / 1e6
     less = softmax.peak_bytes / row.peak_bytes if softmax and softmax.peak_bytes and row.peak_bytes else None
     faster = row.times_softmax if softmax or row.case.variant != BASELINE else None
@@ -188,7 +183,7 @@ def median_pair(row: BenchRow, softmax: BenchRow | None) -> Pair:
 
 def mean_pair(row: BenchRow, softmax: BenchRow | None) -> Pair:
     if not row.is_quotable or row.timing is None:
-        return status_of(row), ""
+        return row.status, ""
     ratio = softmax.timing.mean_ms / row.timing.mean_ms if softmax and softmax.timing else None
     below = "" if ratio is None else f"{three_digits(ratio)} ×"
     return duration_with(row.timing.mean_ms, row.timing.deviation_ms), below
@@ -213,13 +208,5 @@ def cell_text(cell: FigureCell) -> str:
     return " / ".join(map(str, cell)) if isinstance(cell, tuple) else str(cell)
 
 
-def columns_of(rows: Sequence[BenchRow]) -> list[tuple[int, int]]:
-    """Length and batch of each column; batch 0 if batches differ at one length and are named by the curves."""
-    several = has_several_batches(rows)
-    return sorted({(row.case.seq_len, 0 if several else row.case.batch) for row in rows})
-
-
-def heads_of(places: Sequence[tuple[int, int]]) -> list[str]:
-    """`1,024`, or `1,024 × 16` with the batch where it changes with the length."""
-    varies = len({batch for _, batch in places if batch}) > 1
-    return [f"{length:,} × {batch}" if varies and batch else f"{length:,}" for length, batch in places]
+def lengths_of(results: BenchResults) -> list[int]:
+    return sorted({row.case.seq_len for row in results.rows})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from effexport.base.disk import ANOTHER_TEMPORARY, disk_problem, write_error
 from effexport.base.environment import describe_machine, usable_cores
 from effexport.base.errors import EffexportError, is_out_of_memory
+from effexport.base.formatting import number
 from effexport.base.machine import Machine
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
 from effexport.bench import costs
@@ -32,7 +33,6 @@ from effexport.bench.candidates import (
     spec_of_file,
 )
 from effexport.bench.children import peak_memory
-from effexport.bench.costs import Pace
 from effexport.bench.grid import (
     BenchCase,
     BenchResults,
@@ -40,6 +40,7 @@ from effexport.bench.grid import (
     Floor,
     Grid,
     OnStep,
+    Pace,
     made_now,
     model_of_case,
     products_of_case,
@@ -191,9 +192,8 @@ class Bench:
         note = "" if item.memory_arena else NO_ARENA
         item.row = replace(item.row, parity=parity, implementation=dict(item.candidate.implementation), note=note)
         if parity is not None and not parity.passed:
-            item.stop(
-                f"parity: {parity.metric} {digits(parity.value)} > {digits(parity.limit)}; {parity.detail}", failed=True
-            )
+            figures = "" if parity.value is None else f" {number(parity.value)} > {number(parity.limit)}"
+            item.stop(f"parity: {parity.metric}{figures}; {parity.detail}", failed=True)
 
     def model_of_case(self, case: BenchCase) -> Path | None:
         """The file that the runtime reads, made at the first request. A failure is raised again at every request."""
@@ -382,7 +382,3 @@ def describe(case: BenchCase) -> str:
     batch = f"{case.batch} × " if case.batch > 1 else ""
     runtime = f" on {case.runtime}" if case.runtime else ""
     return f"{case.label}, {batch}{case.seq_len} tokens{runtime}"
-
-
-def digits(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.3g}"

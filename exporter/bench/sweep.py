@@ -14,7 +14,7 @@ from effexport.base.errors import EffexportError
 from effexport.base.formatting import megabytes, rough_duration, seconds
 from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Store, failed
 from effexport.bench.executors import Event, Executor
-from effexport.bench.grid import OnStep, Step, SweepResults, SweepRow, made_now
+from effexport.bench.grid import OnStep, Pace, SweepResults, SweepRow, made_now
 from effexport.plugins.building.toolchain import first_line
 from effexport.proof.check import METRIC
 
@@ -90,12 +90,10 @@ class Sweep:
     attempts: dict[str, int] = field(default_factory=dict)
     _open: dict[str, Cell] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
-    _total: int = 0
-    _begin: float = 0.0
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the cells; return when each has finished, has failed, or cannot run. Raises KeyboardInterrupt."""
-        self._total, self._begin = len(cells), self.clock()
+        self._pace = Pace(len(cells), self.on_step, self.clock)
         for cell in cells:
             self._open[cell.id] = cell
             self._submit(cell)
@@ -148,16 +146,11 @@ class Sweep:
     def _close(self, cell: Cell, text: str) -> None:
         del self._open[cell.id]
         self._started.discard(cell.id)
+        self._pace.pay(1)
         self._say(f"{cell.title}: {text}")
 
     def _say(self, text: str) -> None:
-        done = self._total - len(self._open)
-        left = None
-        if done and self._open:
-            elapsed = self.clock() - self._begin
-            # on average, the running cells are half done
-            left = elapsed / (done + len(self._started) / 2) * (len(self._open) - len(self._started) / 2)
-        self.on_step(Step(text, done, self._total, left, len(self._started)))
+        self._pace.say(text, len(self._started))
 
 
 def results_of_sweep(

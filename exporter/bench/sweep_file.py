@@ -143,8 +143,17 @@ def cells_from_document(document: Mapping[str, Any]) -> list[Cell]:
     options = option_tables(table("options", document))
     include = [include_of(entry) for entry in tables("include", document)]
     exclude = [exclude_of(entry) for entry in tables("exclude", document)]
-    check_options_are_used(options, [*axes.get("variant", ()), *(point.variant for point in include)])
-    check_engine_is_used(document, {*axes.get("target", ()), *(point.target for point in include)} - {ONNX_ONLY})
+    models = [*axes.get("variant", ()), *(point.variant for point in include)]
+    check_tables_are_used("options", options, "variant", {model.variant for model in models})
+    targets = {*axes.get("target", ()), *(point.target for point in include)} - {ONNX_ONLY}
+    for target in targets:
+        check_target(target)
+    for name in ("engine", "gpus"):
+        require(
+            not document.get(name) or bool(targets),
+            f'{name} is for engines, and no target asks for one; add targets = ["onnx", "trt-rtx"] or leave it out',
+        )
+    check_tables_are_used("engine", ENGINE_RUNTIMES.keys() & document.get("engine", {}), "target", targets)
 
     points = product_of(axes)
     for pattern in exclude:
@@ -262,29 +271,12 @@ def exclude_of(given: Mapping[str, Any]) -> dict[str, list[Any]]:
     return found
 
 
-def check_options_are_used(options: Mapping[str, Any], models: Sequence[Model]) -> None:
-    used = {model.variant for model in models}
-    for variant in options:
+def check_tables_are_used(heading: str, names: Collection[str], kind: str, used: Collection[str]) -> None:
+    """Raises SpecError for the table of a variant or target that was probably forgotten."""
+    for name in names:
         require(
-            variant in used,
-            f'[options.{variant}] is for a variant that the sweep does not have; add "{variant}" to variants, or leave '
-            "it out",
-        )
-
-
-def check_engine_is_used(document: Mapping[str, Any], used: Collection[str]) -> None:
-    """Raises SpecError for [engine] or gpus without an engine target, which was probably forgotten."""
-    for target in used:
-        check_target(target)
-    for name in ("engine", "gpus"):
-        require(
-            not document.get(name) or bool(used),
-            f'{name} is for engines, and no target asks for one; add targets = ["onnx", "trt-rtx"] or leave it out',
-        )
-    for target in ENGINE_RUNTIMES:
-        require(
-            target not in document.get("engine", {}) or target in used,
-            f'[engine.{target}] is for a target that the sweep does not have; add "{target}" to targets, or leave it '
+            name in used,
+            f'[{heading}.{name}] is for a {kind} that the sweep does not have; add "{name}" to {kind}s, or leave it '
             "out",
         )
 

@@ -119,7 +119,7 @@ def step_progress(
         task = bars.add_task("starting", total=None, amount="", left="")
 
         def show(step: Step) -> None:
-            amount = f"{step.done}/{step.total}" if of_cells else f"{100 * step.done:>3.0f} %"
+            amount = f"{step.done}/{step.total}" if of_cells else f"{100 * step.done / step.total:>3.0f} %"
             text, left = f"{step.running} running" if of_cells else step.text, time_left(step.seconds_left)
             bars.update(task, total=step.total, completed=step.done, description=text, amount=amount, left=left)
             if of_cells:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,13 +317,17 @@ def bench_command(request: BenchRequest, as_json: bool) -> None:
     """
     from effexport.bench.page import BENCH_FOLDER, write_results
     from effexport.bench.recommendation import advice_from_results
+    from effexport.bench.run import bench
 
     what, settings = request.resolve()
     target = request.output or (None if request.advise else DEFAULT_OUTPUT)
     if target is not None:
         click.get_current_context().with_resource(BENCH_FOLDER.reserved(target, force=request.force))
     require_torch("effexport bench")
-    results = measured_grid(what, settings) if isinstance(what, Grid) else measured_plan(what, settings)
+    for line in announced(what, settings):
+        say(stderr_console(), line)
+    with step_progress(stderr_console(), line_of_step) as on_step:
+        results = bench(what, settings, on_step) if isinstance(what, Grid) else advise(what, settings, on_step)
     if not results.complete and all(row.status == "not run" for row in results.rows):
         raise InterruptError("Interrupted before anything was measured; nothing was written.")
     advice = None if isinstance(what, Grid) else advice_from_results(results, what)
@@ -342,32 +346,23 @@ def bench_command(request: BenchRequest, as_json: bool) -> None:
         raise click.exceptions.Exit(code)
 
 
-def measured_grid(grid: Grid, settings: Settings) -> BenchResults:
-    """Announce a benchmark and carry it out."""
-    from effexport.bench.run import bench, total_cost
-
-    console = stderr_console()
-    rows = counted(len(list(grid.cases())), "row")
-    name = f"preset {settings.preset}" if settings.preset else "plan"
-    say(console, f"{name}: {rows}; about {rough_duration(total_cost(grid, settings))}; Ctrl-C keeps the results so far")
-    with step_progress(console, line_of_step) as on_step:
-        return bench(grid, settings, on_step)
-
-
-def measured_plan(plan: AdvicePlan, settings: Settings) -> BenchResults:
-    """Announce the plan of an advice and carry it out."""
+def announced(what: Grid | AdvicePlan, settings: Settings) -> Iterator[str]:
+    """What will be measured, and roughly how long that takes."""
     from effexport.bench.recommendation import model_text
+    from effexport.bench.run import total_cost
 
-    console = stderr_console()
-    seconds = rough_duration(plan.seconds(settings.rounds, settings.max_seconds))
-    say(console, f"plan: {model_text(plan)}; about {seconds}, and Ctrl-C gives the advice so far")
-    order = "; ".join(cases[0].label for cases in plan.models)
-    say(console, f"      on {listed(plan.grid.runtimes)}, the cheapest first: {order}")
-    if plan.probed_length is not None:
-        probed = f"{plan.probed_length:,} tokens"
-        say(console, f"      each is first timed with {probed}, and left out if it would clearly miss a limit")
-    with step_progress(console, line_of_step) as on_step:
-        return advise(plan, settings, on_step)
+    if isinstance(what, Grid):
+        rows, seconds = counted(len(list(what.cases())), "row"), rough_duration(total_cost(what, settings))
+        name = f"preset {settings.preset}" if settings.preset else "plan"
+        yield f"{name}: {rows}; about {seconds}; Ctrl-C keeps the results so far"
+        return
+    seconds = rough_duration(what.seconds(settings.rounds, settings.max_seconds))
+    yield f"plan: {model_text(what)}; about {seconds}, and Ctrl-C gives the advice so far"
+    order = "; ".join(cases[0].label for cases in what.models)
+    yield f"      on {listed(what.grid.runtimes)}, the cheapest first: {order}"
+    if what.probed_length is not None:
+        probed = f"{what.probed_length:,} tokens"
+        yield f"      each is first timed with {probed}, and left out if it would clearly miss a limit"
 
 
 def show_results(console: Console, results: BenchResults, advice: Advice | None, *, as_json: bool) -> None:

@@ -20,7 +20,7 @@ from effexport.base.formatting import Word, bytes_from_text, command_line, count
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
 from effexport.bench.cells import Cell, Store
 from effexport.bench.children import CellLimits
-from effexport.bench.executors import Executor, ProcessExecutor, cluster_executor, jobs_of_machine, local_executor
+from effexport.bench.executors import Executor, cluster_executor, jobs_of_machine, local_executor, process_executor
 from effexport.bench.grid import Step, SweepResults
 from effexport.bench.page import CSV, JSON, PAGE, document_from_sweep, write_sweep
 from effexport.bench.sweep import Sweep, SweepPlan, plan_of, results_of_sweep
@@ -120,7 +120,7 @@ class SweepRequest(Options):
                 "to use a cluster: pip install 'effexport[sweep]'",
                 style="yellow",
             )
-        return ProcessExecutor(limits, jobs)
+        return process_executor(limits, jobs)
 
 
 @verb("sweep", SweepRequest)

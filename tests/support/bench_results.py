@@ -126,9 +126,7 @@ def two_hundred_rows() -> BenchResults:
 
 
 def preset_results(preset: str) -> BenchResults:
-    batch = (lambda length: 16384 // length) if preset == "reformer-rounds" else (lambda length: 1)
     rows = [row(label, length, runtime) for runtime in ("torch", "ort") for label in MODELS for length in LENGTHS]
-    rows = [replace(one, case=replace(one.case, batch=batch(one.case.seq_len))) for one in rows]
     return results(tuple(rows), preset=preset)
 
 

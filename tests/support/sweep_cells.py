@@ -13,7 +13,7 @@ import msgspec
 from effexport.artifact import Manifest, write_manifest
 from effexport.bench.cells import ARTIFACT, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.executors import ProcessExecutor
+from effexport.bench.executors import process_executor
 from effexport.bench.grid import SweepResults
 from effexport.bench.page import write_sweep
 from effexport.bench.sweep import Sweep, plan_of, results_of_sweep
@@ -90,7 +90,7 @@ class PretendedSweep:
         plan = plan_of(self.store, cells, retry_failed=retry_failed)
         known = {"command_of_cell": "again {}".format, "name": "test", "command": "effexport sweep", **known}
         with self.store.opened():
-            executor = ProcessExecutor(CellLimits(), 2, self.work, gpus)
+            executor = process_executor(CellLimits(), 2, self.work, gpus)
             sweep = Sweep(self.store, executor)
             try:
                 sweep.run(plan.to_run)

@@ -303,8 +303,7 @@ def test_a_benchmark_that_fits_nowhere_fails_and_is_announced_as_short(cli: Cli,
 
 
 def test_progress_says_how_far_and_how_long() -> None:
-    from effexport.bench.costs import Pace
-    from effexport.bench.grid import Step
+    from effexport.bench.grid import Pace, Step
     from effexport.cli._console import time_left
 
     now: Iterator[float] = iter([0.0, 0.0, 10.0, 20.0])
@@ -315,8 +314,8 @@ def test_progress_says_how_far_and_how_long() -> None:
         pace.pay(1.0)
     assert [(step.text, step.done, step.seconds_left) for step in steps] == [
         ("first", 0.0, None),
-        ("second", 0.25, 30.0),
-        ("third", 0.5, 20.0),
+        ("second", 1.0, 30.0),
+        ("third", 2.0, 20.0),
     ]
     assert (time_left(None), time_left(42.2), time_left(200)) == ("", "about 42 s left", "about 3 min left")
 

@@ -22,7 +22,7 @@ from effexport.artifact import open_artifact
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, CELLS, STAGING, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.executors import PIECE_BYTES, RayExecutor, cluster_executor, import_ray, local_executor
+from effexport.bench.executors import PIECE_BYTES, Executor, cluster_executor, import_ray, local_executor
 from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.plugins.building.toolchain import gpus_here
 
@@ -57,11 +57,11 @@ def add_gpu_node(cluster: Any) -> Any:
 
 
 @pytest.fixture
-def executor(cluster: Any) -> Iterator[Callable[..., RayExecutor]]:
+def executor(cluster: Any) -> Iterator[Callable[..., Executor]]:
     """(work, wait_seconds) → an executor on the cluster, which is closed after the test."""
-    made: list[RayExecutor] = []
+    made: list[Executor] = []
 
-    def make(work: Any, wait_seconds: float = 60.0) -> RayExecutor:
+    def make(work: Any, wait_seconds: float = 60.0) -> Executor:
         made.append(cluster_executor(cluster.address, CellLimits(), cpus=1, wait_seconds=wait_seconds, work=work))
         return made[-1]
 

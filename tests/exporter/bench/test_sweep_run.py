@@ -15,7 +15,7 @@ from sweep_cells import PretendedSweep, cell_of, notes, pretend, tiny_cells, wri
 from effexport.base.errors import EffexportError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
 from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.executors import Event, FilePiece, ProcessExecutor, add_piece, pieces_of_folder
+from effexport.bench.executors import Event, FilePiece, add_piece, pieces_of_folder, process_executor
 from effexport.bench.grid import Step
 from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
@@ -301,7 +301,7 @@ def test_a_closed_executor_ends_what_runs(tmp_path: Path) -> None:
             time.sleep(0.01)
         return Outcome(status="failed", reason="cancelled")
 
-    executor = ProcessExecutor(CellLimits(), 1, work, ())
+    executor = process_executor(CellLimits(), 1, work, ())
     for cell in tiny_cells(16, 17):
         executor.submit(cell, tmp_path)
     assert started.wait(60)

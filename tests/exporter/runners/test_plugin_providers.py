@@ -221,11 +221,13 @@ def test_the_version_of_either_package_is_recorded(ort: FakeOrt) -> None:
 
 def test_bench_offers_cuda_with_the_plugin(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("effexport.runners.ort.import_onnxruntime", lambda: ort)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, CUDA.module, None)
+        reason = reason_without_runtime(RUNTIMES["ort-cuda"])
+    assert reason is not None
+    assert "has no CUDAExecutionProvider" in reason
+    assert "pip install 'effexport[gpu]'" in reason
     assert reason_without_runtime(RUNTIMES["ort-cuda"]) is None
-    monkeypatch.setitem(sys.modules, CUDA.module, None)
-    assert reason_without_runtime(RUNTIMES["ort-cuda"]) == (
-        "this onnxruntime is built without CUDA: pip install 'effexport[gpu]'"
-    )
 
 
 # ---- TensorRT-RTX
