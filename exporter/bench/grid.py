@@ -445,7 +445,7 @@ class Pace:
     total: float
     on_step: OnStep
     clock: Callable[[], float] = time.monotonic
-    done: float = 0.0
+    done: float = 0
 
     def __post_init__(self) -> None:
         self._start = self.clock()
@@ -454,7 +454,7 @@ class Pace:
         """running: parts of the work that are in progress, on average half done."""
         share = (self.done + running / 2) / self.total
         elapsed = self.clock() - self._start
-        left = elapsed * (1 - share) / share if 0.02 < share < 1 else None
+        left = elapsed * (1 - share) / share if self.done and 0.02 < share < 1 else None
         self.on_step(Step(text, min(self.done, self.total), self.total, left, running))
 
     def pay(self, cost: float) -> None:
