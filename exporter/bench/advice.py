@@ -1,9 +1,4 @@
-"""`bench --advise`: measure what an advice needs in little time, and no model that would clearly miss a limit.
-
-Cheap models come first. Two bounds leave a model out before its full length is measured: its matrix products alone take
-at least half of what `torch.matmul` needs for them, and a call takes at least as many times longer than a short one as
-its input is longer. What other programs disturbed counts as if it had taken a fraction of its time. A row that is left
-out says so and has no timing.
+"""`bench --advise`: measure what an advice needs in little time, in the three steps of docs/benchmarks.md.
 
 The quality of candidates comes from results of `effexport evaluate`, matched with the models that are timed.
 """

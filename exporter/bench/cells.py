@@ -1,11 +1,4 @@
-"""Cells of a sweep, the outcomes of attempts at them, and the folder that keeps both.
-
-sweep.json                 marks the folder as the output of a sweep
-cells/ID/                  a finished cell: artifact/, record.json and log.txt, published by one rename
-failed/ID/                 the last failure of an unfinished cell: record.json and log.txt
-attempts.jsonl             one line per attempt that ended, also for attempts that were discarded or lost
-results.json, results.csv, report.html
-"""
+"""Cells of a sweep, the outcomes of attempts at them, and the folder that keeps both, which docs/sweep.md describes."""
 
 from __future__ import annotations
 

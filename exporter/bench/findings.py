@@ -70,10 +70,6 @@ class Curve:
     rows: tuple[BenchRow, ...]
 
     @property
-    def name(self) -> str:
-        return f"{self.label}, {self.place}"
-
-    @property
     def is_baseline(self) -> bool:
         return self.rows[0].case.variant == BASELINE
 
@@ -151,8 +147,6 @@ def interruption(results: BenchResults) -> str:
     """A sentence for an interrupted benchmark; "" for a complete one."""
     if results.complete:
         return ""
-    if not results.rows:
-        return "Interrupted before the first row was finished."
     return f"Interrupted after {counted(len(results.rows), 'row')}. The other rows are missing."
 
 

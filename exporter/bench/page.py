@@ -216,8 +216,8 @@ def title_of(results: BenchResults) -> str:
     if results.preset:
         return f"Repeated: {PRESETS[results.preset].title if results.preset in PRESETS else results.preset}"
     labels = list(dict.fromkeys(row.case.label for row in results.rows))
-    if not labels or len(labels) > 6:
-        return f"Attention benchmark of {len(labels)} models" if labels else "Attention benchmark"
+    if len(labels) > 6:
+        return f"Attention benchmark of {len(labels)} models"
     return f"Attention benchmark: {listed(labels)}"
 
 

@@ -111,8 +111,6 @@ class Sweep:
 
     def _handle(self, event: Event) -> None:
         cell, outcome = event.cell, event.outcome
-        if cell.id not in self._open:
-            return
         if outcome is None:
             self._started.add(cell.id)
             self._say(f"{cell.title}: running on {event.where}")

@@ -150,7 +150,6 @@ RESULTS = {
     "broken": broken_results,
     "one row": lambda: results((row("linear", 1024),)),
     "nothing timed": lambda: results((without_timing("not run", "there is no GPU"),)),
-    "no rows": lambda: results((), complete=False),
     "200 rows": two_hundred_rows,
     "hostile": hostile_results,
     **{preset: (lambda preset=preset: preset_results(preset)) for preset in PRESETS},

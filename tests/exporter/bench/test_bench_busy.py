@@ -61,7 +61,7 @@ def conclusions(results: BenchResults) -> dict[str, str]:
             found[where] = rest.partition(" is the fastest")[0]
     for curve, text in crossovers(curves(results)):
         if not text.startswith("not compared"):
-            found[curve.name] = re.sub("[0-9, ]+", "", text)
+            found[f"{curve.label}, {curve.place}"] = re.sub("[0-9, ]+", "", text)
     return found
 
 

@@ -125,7 +125,7 @@ def test_curves_are_named_by_what_differs() -> None:
     rows = tuple(
         row("linear", 512, batch=batch, precision=precision) for batch in (1, 8) for precision in ("fp32", "fp16")
     )
-    assert [curve.name for curve in curves(results(rows))] == [
+    assert [f"{curve.label}, {curve.place}" for curve in curves(results(rows))] == [
         "linear, ort, fp32, batch 1",
         "linear, ort, fp16, batch 1",
         "linear, ort, fp32, batch 8",

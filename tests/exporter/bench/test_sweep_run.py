@@ -178,7 +178,7 @@ class LosingExecutor:
             return
         files = write_artifact(folder / ARTIFACT, cell)
         outcome = Outcome(status="finished", files=files)
-        self.events += [Event(cell=cell, folder=folder, outcome=outcome)] * 2  # reported twice
+        self.events += [Event(cell=cell, folder=folder, outcome=outcome)]
 
     def wait(self, seconds: float) -> list[Event]:
         events, self.events = self.events, []
