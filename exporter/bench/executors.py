@@ -1,24 +1,27 @@
-"""Executors of a sweep: cells as processes of this machine, or as Ray tasks on a cluster or on this machine.
+"""Attempts, each in a process of its own, and the executors of a sweep: on this machine, or as tasks of Ray.
 
-Ray places every cell and reports lost nodes; it never retries by itself, so that every attempt is counted. Artifacts
-come back in pieces through Ray's object store, so the nodes need no shared disk.
+The process of an attempt builds a cell, or measures the peak memory of a case of a benchmark; see `child.py`, which
+imports what builds and so is not imported here. Ray places every cell and reports lost nodes; it never retries by
+itself, so that every attempt is counted. Artifacts come back in pieces through Ray's object store, so the nodes need no
+shared disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
-import queue
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,77 +30,152 @@ import msgspec
 from effexport.artifact import files_of_folder
 from effexport.base.environment import free_memory_bytes, usable_cores
 from effexport.base.errors import EffexportError, MissingExtraError, UserError
-from effexport.base.files import abandoned
+from effexport.base.files import abandoned, json_text, write_file
 from effexport.base.formatting import counted, listed
-from effexport.bench.cells import ARTIFACT, Cell, Outcome, failed
-from effexport.bench.children import POLL_SECONDS, Attempt, CellLimits, Work, run_attempt
-from effexport.plugins.building.toolchain import Gpu, gpus_here
+from effexport.bench.cells import ARTIFACT, LOG, OUTCOME, REQUEST, Cell, Outcome, failed
+from effexport.bench.grid import BenchCase
+from effexport.plugins.building.toolchain import Gpu, ending, gpus_here
+
+# Made before any thread reads, as base/records.py says.
+OUTCOMES = msgspec.json.Decoder(Outcome)
+# Part of a log that is kept: enough for a traceback, small enough for a table of a thousand failures.
+LOG_LINES, LOG_BYTES = 40, 8000
+POLL_SECONDS = 0.1
+# Time that a process gets to end after SIGTERM, before SIGKILL.
+GRACE_SECONDS = 5.0
+# A case that takes this long while its memory is measured is stuck.
+STUCK_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
-    """An event of a cell: it started on the node `where`, or its attempt ended with an outcome.
+class CellLimits:
+    """Limits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
 
-    folder: the one given to `submit`. After the end, nothing more is written to it, and it has the artifact of a
-    finished cell.
+    seconds: float = 4 * 3600.0
+    artifact_bytes: int = 16 * 10**9
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A request to a process of its own: {"cell": …} to build it, {"case": …} to measure its memory.
+
+    environment: variables that are added to that of the process.
+    is_cancelled: called regularly; once it returns True, the process is ended and its outcome is not used.
     """
 
-    cell: Cell
-    folder: Path
-    where: str = ""
-    outcome: Outcome | None = None
+    request: Mapping[str, Any]
+    limits: CellLimits
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_cancelled: Callable[[], bool] = lambda: False
 
 
-# (cell, folder for its log and its artifact, to be called with the node when it starts, true once it is not wanted
-# any more) → its outcome
+# The command of an attempt, without its last argument, the folder. -P: nothing is imported from the current folder.
+COMMAND = (sys.executable, "-P", "-m", "effexport.bench.child")
+
+Work = Callable[[Attempt, Path], Outcome]
+
+
+def run_attempt(attempt: Attempt, folder: Path) -> Outcome:
+    """Do what a request asks for in a separate process; afterwards `folder` has its log, and the artifact of a cell.
+
+    Whatever happens to that process becomes an Outcome. It ends, too, if this process is interrupted or killed.
+    """
+    write_file(folder / REQUEST, json_text({**attempt.request, "parent": os.getpid()}))
+    started = time.monotonic()
+    limits, log = attempt.limits, folder / LOG
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*COMMAND, str(folder.resolve())],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **attempt.environment},
+            start_new_session=True,  # so that its child processes can be ended with it
+        )
+        try:
+            code = waited(process, started + limits.seconds, attempt.is_cancelled)
+        finally:
+            end(process)
+    outcome = outcome_of_process(folder, code, limits)
+    size = sum(outcome.files.values())
+    if size > limits.artifact_bytes:
+        reason = f"the artifact has {size:,} bytes; expected at most {limits.artifact_bytes:,}: raise --max-artifact"
+        outcome = replace(outcome, status="failed", reason=reason)
+    return replace(outcome, log=tail(log), seconds=round(time.monotonic() - started, 3))
+
+
+def peak_memory(case: BenchCase, model: Path | None, *, threads: int, memory_arena: bool) -> Outcome:
+    """The outcome of a process that measures the peak memory of a case of a benchmark."""
+    known = {"model": model and str(model), "threads": threads, "memory_arena": memory_arena}
+    attempt = Attempt({"case": asdict(case), **known}, CellLimits(seconds=STUCK_SECONDS))
+    with tempfile.TemporaryDirectory(prefix="effexport-bench-") as folder:
+        return run_attempt(attempt, Path(folder))
+
+
+def waited(process: subprocess.Popen[bytes], deadline: float, is_cancelled: Callable[[], bool]) -> int | None:
+    """The exit status; None after the deadline or a cancellation."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_SECONDS)
+        if time.monotonic() > deadline or is_cancelled():
+            return None
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End the process, if it still runs, and its children."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+            if number == signal.SIGKILL or process.returncode is not None:
+                return
+
+
+def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Outcome:
+    if code is None:
+        return failed(f"took longer than {limits.seconds:g} s; raise --timeout", platform.node())
+    try:
+        return OUTCOMES.decode((folder / OUTCOME).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return failed(reason_of_exit(code), platform.node())
+
+
+def reason_of_exit(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with exit status {code} without an outcome; see the log"
+    name = ending(code)
+    hint = "; most likely the system ran out of memory" if name == "SIGKILL" else "; see the log"
+    return f"its process was ended by {name}{hint}"
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - LOG_BYTES))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+# (cell, folder for its log and its artifact, to be called with the node when it starts, true once nobody wants its
+# outcome) → its outcome
 Run = Callable[[Cell, Path, Callable[[str], None], Callable[[], bool]], Outcome]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Executor:
-    """A pool of threads, each of which waits for one cell. title: where they run, in words. jobs: cells at a time.
+    """A place where cells run. title: its name in words. jobs: the most cells that it is given at a time.
 
-    run: one attempt at a cell. on_close: called after the last one.
+    run: makes one attempt at a cell, and waits for its end. close: called after the last one.
     """
 
     title: str
     jobs: int
     run: Run
-    on_close: Callable[[], object] = lambda: None
-    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
-    _closed: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="sweep")
-
-    def submit(self, cell: Cell, folder: Path) -> None:
-        """Start or queue an attempt; its artifact goes into `folder`, which is empty."""
-        self._pool.submit(self._attempt, cell, folder)
-
-    def _attempt(self, cell: Cell, folder: Path) -> None:
-        def started(where: str) -> None:
-            self._events.put(Event(cell=cell, folder=folder, where=where))
-
-        if self._closed.is_set():
-            return
-        try:
-            outcome = self.run(cell, folder, started, self._closed.is_set)
-        except Exception as error:  # an error of one cell must not stop the others
-            outcome = failed(f"{type(error).__name__}: {error}", platform.node())
-        self._events.put(Event(cell=cell, folder=folder, outcome=outcome))
-
-    def wait(self, seconds: float) -> Sequence[Event]:
-        """The next event; waits up to `seconds` for it."""
-        try:
-            return [self._events.get(timeout=seconds)]
-        except queue.Empty:
-            return []
-
-    def close(self) -> None:
-        """End everything that still runs."""
-        self._closed.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self.on_close()
+    close: Callable[[], object] = lambda: None
 
 
 # Memory for building the default encoder, with room to spare.
@@ -124,9 +202,12 @@ class Processes:
             environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self._jobs))} if self._jobs > 1 else {}
             environment |= {"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {}
             started(platform.node())
-            return self._work(Attempt({"cell": cell.to_dict()}, self._limits, environment, is_cancelled), folder)
+            try:
+                return self._work(Attempt({"cell": cell.to_dict()}, self._limits, environment, is_cancelled), folder)
+            except Exception as error:  # an error of one cell must not stop the others
+                return failed(f"{type(error).__name__}: {error}", platform.node())
 
-    @contextmanager
+    @contextlib.contextmanager
     def _gpu(self, cell: Cell, is_cancelled: Callable[[], bool]) -> Iterator[Gpu | None]:
         """A GPU for a cell that needs one, as soon as one is free; None after the end of the sweep."""
         while cell.needs_gpu and not is_cancelled():

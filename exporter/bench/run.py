@@ -32,7 +32,7 @@ from effexport.bench.candidates import (
     short,
     spec_of_file,
 )
-from effexport.bench.children import peak_memory
+from effexport.bench.executors import peak_memory
 from effexport.bench.grid import (
     BenchCase,
     BenchResults,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal
 
 from effexport.artifact import CheckSummary, EngineEntry
 from effexport.base.errors import EffexportError
 from effexport.base.formatting import megabytes, rough_duration, seconds
-from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Store, failed
-from effexport.bench.executors import Event, Executor
+from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store, failed
+from effexport.bench.executors import Executor
 from effexport.bench.grid import OnStep, Pace, SweepResults, SweepRow, made_now
 from effexport.plugins.building.toolchain import first_line
 from effexport.proof.check import METRIC
@@ -46,7 +49,6 @@ def engine_parity(summary: Mapping[str, CheckSummary], target: str) -> str:
 
 # A node may fail while a cell runs; if this happens repeatedly, the cell is probably the cause.
 MAX_LOSSES = 3
-WAIT_SECONDS = 1.0
 State = Literal["finished", "failed", "to run"]
 
 
@@ -76,7 +78,7 @@ def plan_of(
 
 @dataclass
 class Sweep:
-    """A run in progress.
+    """A run in progress, in as many threads as the executor has jobs.
 
     not_run: reasons by cell id. new: ids of cells that finished in this run. attempts: number of attempts by cell id.
     """
@@ -88,67 +90,73 @@ class Sweep:
     not_run: dict[str, str] = field(default_factory=dict)
     new: set[str] = field(default_factory=set)
     attempts: dict[str, int] = field(default_factory=dict)
-    _open: dict[str, Cell] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the cells; return when each has finished, has failed, or cannot run. Raises KeyboardInterrupt."""
         self._pace = Pace(len(cells), self.on_step, self.clock)
-        for cell in cells:
-            self._open[cell.id] = cell
-            self._submit(cell)
-        while self._open:
-            for event in self.executor.wait(WAIT_SECONDS):
-                self._handle(event)
-                if event.outcome is not None:  # a published artifact has been moved out of the folder
-                    shutil.rmtree(event.folder, ignore_errors=True)
+        pool = ThreadPoolExecutor(self.executor.jobs, thread_name_prefix="sweep")
+        try:
+            for done in as_completed([pool.submit(self._run, cell) for cell in cells]):
+                done.result()
+        finally:
+            self._ended.set()
+            pool.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, cell: Cell) -> None:
+    def _run(self, cell: Cell) -> None:
+        """Attempt a cell until it has finished, has failed, or cannot run."""
         if self.store.damage(cell):
             shutil.rmtree(self.store.cell_folder(cell), ignore_errors=True)
-        self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
-        self.executor.submit(cell, self.store.staging(cell))
 
-    def _handle(self, event: Event) -> None:
-        cell, outcome = event.cell, event.outcome
-        if outcome is None:
-            self._started.add(cell.id)
-            self._say(f"{cell.title}: running on {event.where}")
-            return
-        attempt = self.attempts[cell.id]
-        if outcome.status == "not run":
-            self.not_run[cell.id] = outcome.reason
-            self._close(cell, f"not run: {outcome.reason}")
-            return
+        def started(where: str) -> None:
+            with self._lock:
+                self._started.add(cell.id)
+                self._say(cell, f"running on {where}")
+
+        is_lost = True
+        while is_lost and not self._ended.is_set():
+            self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
+            folder = self.store.staging(cell)
+            outcome = self.executor.run(cell, folder, started, self._ended.is_set)
+            with self._lock:
+                self._started.discard(cell.id)
+                if self._ended.is_set():
+                    return
+                is_lost = self._record(cell, self.attempts[cell.id], folder, outcome)
+            shutil.rmtree(folder, ignore_errors=True)  # a published artifact has been moved out of it
+
+    def _record(self, cell: Cell, attempt: int, folder: Path, outcome: Outcome) -> bool:
+        """Write down the end of an attempt. Returns true if the cell is to begin again."""
         if outcome.status == "lost":
             self.store.log_attempt(cell, attempt, "lost", outcome)
             if attempt < MAX_LOSSES:
-                self._started.discard(cell.id)
-                self._say(f"{cell.title}: lost with its node; starting again")
-                self._submit(cell)
-                return
+                self._say(cell, "lost with its node; starting again")
+                return True
             outcome = failed(f"its node or worker was lost {attempt} times, most recently: {outcome.reason}")
+        self._pace.pay(1)
+        if outcome.status == "not run":
+            self.not_run[cell.id] = outcome.reason
+            self._say(cell, f"not run: {outcome.reason}")
+            return False
         if outcome.status == "finished":
             try:
-                won = self.store.publish(cell, event.folder, attempt, outcome)
-                self.new.add(cell.id)
-                text = "finished" if won else "finished earlier by another attempt"
-                self._close(cell, f"{text} in {rough_duration(outcome.seconds)}")
-                return
+                won = self.store.publish(cell, folder, attempt, outcome)
             except (EffexportError, OSError) as error:
                 outcome = failed(f"its artifact did not arrive completely: {error}", outcome.where, outcome.log)
+            else:
+                self.new.add(cell.id)
+                text = "finished" if won else "finished earlier by another attempt"
+                self._say(cell, f"{text} in {rough_duration(outcome.seconds)}")
+                return False
         if self.store.finished(cell) is None:
             self.store.fail(cell, attempt, outcome)
-        self._close(cell, f"failed: {first_line(outcome.reason, 'unknown reason')}")
+        self._say(cell, f"failed: {first_line(outcome.reason, 'unknown reason')}")
+        return False
 
-    def _close(self, cell: Cell, text: str) -> None:
-        del self._open[cell.id]
-        self._started.discard(cell.id)
-        self._pace.pay(1)
-        self._say(f"{cell.title}: {text}")
-
-    def _say(self, text: str) -> None:
-        self._pace.say(text, len(self._started))
+    def _say(self, cell: Cell, text: str) -> None:
+        self._pace.say(f"{cell.title}: {text}", len(self._started))
 
 
 def results_of_sweep(

@@ -19,8 +19,14 @@ from effexport.base.errors import InterruptError, UserError
 from effexport.base.formatting import Word, bytes_from_text, command_line, counted, say
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
 from effexport.bench.cells import Cell, Store
-from effexport.bench.children import CellLimits
-from effexport.bench.executors import Executor, cluster_executor, jobs_of_machine, local_executor, process_executor
+from effexport.bench.executors import (
+    CellLimits,
+    Executor,
+    cluster_executor,
+    jobs_of_machine,
+    local_executor,
+    process_executor,
+)
 from effexport.bench.grid import Step, SweepResults
 from effexport.bench.page import CSV, JSON, PAGE, document_from_sweep, write_sweep
 from effexport.bench.sweep import Sweep, SweepPlan, plan_of, results_of_sweep
@@ -160,12 +166,7 @@ def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) 
         if executor is not None:
             where = executor.title
             say(console, f"running on {where}")
-            # closed here, because what runs writes into the folder that `opened` clears
-            with (
-                closing(executor),
-                messages_of_ray(store),
-                step_progress(console, line_of_step, of_cells=True) as on_step,
-            ):
+            with messages_of_ray(store), step_progress(console, line_of_step, of_cells=True) as on_step:
                 sweep = Sweep(store, executor, on_step)
                 try:
                     sweep.run(plan.to_run)

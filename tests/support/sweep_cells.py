@@ -12,8 +12,7 @@ import msgspec
 
 from effexport.artifact import Manifest, write_manifest
 from effexport.bench.cells import ARTIFACT, Cell, Outcome, Store
-from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.executors import process_executor
+from effexport.bench.executors import Attempt, CellLimits, process_executor
 from effexport.bench.grid import SweepResults
 from effexport.bench.page import write_sweep
 from effexport.bench.sweep import Sweep, plan_of, results_of_sweep
@@ -92,10 +91,7 @@ class PretendedSweep:
         with self.store.opened():
             executor = process_executor(CellLimits(), 2, self.work, gpus)
             sweep = Sweep(self.store, executor)
-            try:
-                sweep.run(plan.to_run)
-            finally:
-                executor.close()
+            sweep.run(plan.to_run)
             results = results_of_sweep(plan, self.store, sweep, **known)
             write_sweep(results, self.store.path)
         return results

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from effexport.bench import costs as memory
-from effexport.bench.children import peak_memory
+from effexport.bench.executors import peak_memory
 from effexport.bench.grid import BenchCase, Grid, models_from_text
 
 PLANTED = """

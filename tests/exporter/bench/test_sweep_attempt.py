@@ -13,10 +13,10 @@ from ended import has_ended
 from sweep_cells import tiny_cells
 
 from effexport.base.errors import UserError
-from effexport.bench import children as module
+from effexport.bench import executors as module
 from effexport.bench.cells import LOG, Outcome
 from effexport.bench.child import check_versions, outcome_of_request
-from effexport.bench.children import LOG_BYTES, LOG_LINES, Attempt, CellLimits, run_attempt
+from effexport.bench.executors import LOG_BYTES, LOG_LINES, Attempt, CellLimits, run_attempt
 
 (CELL,) = tiny_cells(16)
 

@@ -21,8 +21,15 @@ from sweep_cells import cell_of, notes, pretend, tiny_cells
 from effexport.artifact import open_artifact
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, CELLS, STAGING, Cell, Outcome, Store
-from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.executors import PIECE_BYTES, Executor, cluster_executor, import_ray, local_executor
+from effexport.bench.executors import (
+    PIECE_BYTES,
+    Attempt,
+    CellLimits,
+    Executor,
+    cluster_executor,
+    import_ray,
+    local_executor,
+)
 from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.plugins.building.toolchain import gpus_here
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from effexport.artifact import open_artifact
-from effexport.bench import children as attempt_module
+from effexport.bench import executors as attempt_module
 from effexport.bench.cells import ATTEMPTS, CELLS, STAGING
 
 TINY = '[build]\nscope = "attention"\ndim = 16\nheads = 2\n'

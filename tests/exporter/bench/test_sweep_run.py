@@ -5,17 +5,26 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sweep_cells import PretendedSweep, cell_of, notes, pretend, tiny_cells, write_artifact
 
 from effexport.base.errors import EffexportError, UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, RECORD, STAGING, Cell, Outcome, Store
-from effexport.bench.children import Attempt, CellLimits
-from effexport.bench.executors import Event, FilePiece, add_piece, pieces_of_folder, process_executor
+from effexport.bench.executors import (
+    Attempt,
+    CellLimits,
+    Executor,
+    FilePiece,
+    add_piece,
+    pieces_of_folder,
+    process_executor,
+)
 from effexport.bench.grid import Step
 from effexport.bench.sweep import MAX_LOSSES, Sweep
 from effexport.plugins.building.toolchain import Gpu, parse_gpus
@@ -162,30 +171,16 @@ def test_gpus_are_those_that_nvidia_smi_lists_and_this_process_may_use() -> None
     assert parse_gpus(text, "") == ()
 
 
-class LosingExecutor:
-    """Loses the first attempts at every cell."""
+def losing_executor(losses: int) -> Executor:
+    """Loses the first attempts, one after the other."""
+    left = iter(range(losses))
 
-    title, slots = "a bad cluster", 1
+    def run(cell: Cell, folder: Path, started: Any, is_cancelled: Any) -> Outcome:
+        if next(left, None) is not None:
+            return Outcome(status="lost", reason="NodeDiedError: it is gone")
+        return Outcome(status="finished", files=write_artifact(folder / ARTIFACT, cell))
 
-    def __init__(self, losses: int) -> None:
-        self.losses, self.events, self.submitted = losses, [], 0  # type: ignore[var-annotated]
-
-    def submit(self, cell: Cell, folder: Path) -> None:
-        self.submitted += 1
-        if self.submitted <= self.losses:
-            lost = Outcome(status="lost", reason="NodeDiedError: it is gone")
-            self.events.append(Event(cell=cell, folder=folder, outcome=lost))
-            return
-        files = write_artifact(folder / ARTIFACT, cell)
-        outcome = Outcome(status="finished", files=files)
-        self.events += [Event(cell=cell, folder=folder, outcome=outcome)]
-
-    def wait(self, seconds: float) -> list[Event]:
-        events, self.events = self.events, []
-        return events
-
-    def close(self) -> None:
-        pass
+    return Executor("a bad cluster", 1, run)
 
 
 @pytest.mark.parametrize("losses", [MAX_LOSSES - 1, MAX_LOSSES])
@@ -193,7 +188,7 @@ def test_a_cell_that_is_lost_begins_again_and_not_for_ever(tmp_path: Path, losse
     store = Store(tmp_path / "out")
     (cell,) = tiny_cells(16)
     with store.opened():
-        Sweep(store, LosingExecutor(losses)).run([cell])
+        Sweep(store, losing_executor(losses)).run([cell])
         recorded = [entry["status"] for entry in notes(store.path / ATTEMPTS)]
         assert recorded == ["lost"] * losses + ["finished" if losses < MAX_LOSSES else "failed"]
         assert (store.finished(cell) is not None) == (losses < MAX_LOSSES)
@@ -204,7 +199,7 @@ def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
     now = iter(float(second) for second in range(0, 1000, 10))
     news: list[Step] = []
     with (store := Store(tmp_path / "out")).opened():
-        Sweep(store, LosingExecutor(0), news.append, clock=lambda: next(now)).run(tiny_cells(16, 17, 18, 19))
+        Sweep(store, losing_executor(0), news.append, clock=lambda: next(now)).run(tiny_cells(16, 17, 18, 19))
     assert [(one.done, one.total, one.seconds_left) for one in news] == [
         (1, 4, 30),
         (2, 4, 20),
@@ -292,17 +287,19 @@ def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: FileP
     assert not (tmp_path / "escaped").exists()
 
 
-def test_a_closed_executor_ends_what_runs(tmp_path: Path) -> None:
-    started = threading.Event()
+def test_an_interrupt_ends_what_runs_and_records_none_of_it(tmp_path: Path) -> None:
+    begun: list[str] = []
 
     def work(attempt: Attempt, folder: Path) -> Outcome:
-        started.set()
+        begun.append(cell_of(attempt).id)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         while not attempt.is_cancelled():
             time.sleep(0.01)
         return Outcome(status="failed", reason="cancelled")
 
-    executor = process_executor(CellLimits(), 1, work, ())
-    for cell in tiny_cells(16, 17):
-        executor.submit(cell, tmp_path)
-    assert started.wait(60)
-    executor.close()
+    cells = tiny_cells(16, 17)
+    with (store := Store(tmp_path / "out")).opened():
+        with pytest.raises(KeyboardInterrupt):
+            Sweep(store, process_executor(CellLimits(), 1, work, ())).run(cells)
+        assert begun == [cells[0].id]
+        assert not (store.path / ATTEMPTS).exists()
