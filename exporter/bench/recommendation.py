@@ -25,7 +25,7 @@ from effexport.base.option_fields import options_of, words_of
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
 from effexport.bench.findings import median_text
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Timing, model_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, model_of_case
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
 from effexport.options import BuildOptions
@@ -333,20 +333,15 @@ def judged(row: BenchRow | None, limits: Limits) -> tuple[Standing, str]:
         return "not reached", "interrupted before it was measured"
     if row.timing is None:
         return "failed" if row.status == "failed" else "not measured", row.reason
-    standing, why = judged_timing(row, row.timing, limits)
-    disturbed = "" if row.is_quotable else f"disturbed: {row.reason}"
-    return standing, "; ".join(filter(None, (why, disturbed)))
-
-
-def judged_timing(row: BenchRow, timing: Timing, limits: Limits) -> tuple[Standing, str]:
-    late = over_limit("latency", timing.median_ms, limits.latency_ms)
+    late = over_limit("latency", row.timing.median_ms, limits.latency_ms)
     large = over_limit("memory", row.peak_bytes, limits.memory_bytes)
+    disturbed, unknown = "" if row.is_quotable else f"disturbed: {row.reason}", ""
+    standing: Standing = "fits" if limits.text else "–"
     if late or large:
-        is_known = row.is_quotable or large
-        return "over the limit" if is_known else "disturbed", "; ".join(filter(None, (late, large)))
-    if limits.memory_bytes is not None and row.peak_bytes is None:
-        return "memory unknown", row.note or "its memory was not measured"
-    return "fits" if limits.text else "–", ""
+        standing = "over the limit" if row.is_quotable or large else "disturbed"
+    elif limits.memory_bytes is not None and row.peak_bytes is None:
+        standing, unknown = "memory unknown", row.note or "its memory was not measured"
+    return standing, "; ".join(filter(None, (late, large, unknown, disturbed)))
 
 
 def over_limit(name: str, value: float | None, limit: float | None) -> str:

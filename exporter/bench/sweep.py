@@ -61,10 +61,8 @@ class SweepPlan:
     states: dict[str, State]
 
 
-def plan_of(
-    store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Sequence[Cell] | None = None
-) -> SweepPlan:
-    """Decide which cells run: no finished ones, failed ones only with `retry_failed`. only: the requested cells."""
+def plan_of(store: Store, cells: Sequence[Cell], chosen: Sequence[Cell], *, retry_failed: bool) -> SweepPlan:
+    """Decide which of the chosen cells run: no finished ones, failed ones only with `retry_failed`."""
     states: dict[str, State] = {}
     for cell in cells:
         if store.finished(cell) is not None:
@@ -72,7 +70,6 @@ def plan_of(
         else:
             states[cell.id] = "failed" if store.failed(cell) is not None else "to run"
     again = ("failed", "to run") if retry_failed else ("to run",)
-    chosen = cells if only is None else only
     return SweepPlan(cells, [cell for cell in chosen if states[cell.id] in again], states)
 
 

@@ -71,8 +71,7 @@ class SweepRequest(Options):
         cells = cells_from_path(self.sweep_file)
         store = Store(self.folder)
         store.check()
-        only = self.chosen(cells) if self.only else None
-        return plan_of(store, cells, retry_failed=self.retry_failed or only is not None, only=only), store
+        return plan_of(store, cells, self.chosen(cells), retry_failed=self.retry_failed or bool(self.only)), store
 
     def check_options(self) -> None:
         for name in ("jobs", "timeout", "cpus"):

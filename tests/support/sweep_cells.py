@@ -86,7 +86,7 @@ class PretendedSweep:
         self, cells: list[Cell], *, retry_failed: bool = False, gpus: tuple[Gpu, ...] = (), **known: Any
     ) -> SweepResults:
         """known: fields of the results."""
-        plan = plan_of(self.store, cells, retry_failed=retry_failed)
+        plan = plan_of(self.store, cells, cells, retry_failed=retry_failed)
         known = {"command_of_cell": "again {}".format, "name": "test", "command": "effexport sweep", **known}
         with self.store.opened():
             executor = process_executor(CellLimits(), 2, self.work, gpus)

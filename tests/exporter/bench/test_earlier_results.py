@@ -50,7 +50,7 @@ def test_a_sweep_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypa
     cells = cells_from_path(folder / "sweep.toml")
     assert [cell.id for cell in cells] == [cell["id"] for cell in before["cells"]]
 
-    plan = plan_of(store, cells, retry_failed=False)
+    plan = plan_of(store, cells, cells, retry_failed=False)
     assert {cell_name(name): state for name, state in plan.states.items()} == STATES
 
     known = {name: before[name] for name in ("name", "command", "where", "seconds", "complete")}

@@ -19,7 +19,7 @@ import sweep_cells
 from sweep_cells import cell_of, notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
-from effexport.base.errors import MissingExtraError, UserError
+from effexport.base.errors import UserError
 from effexport.bench.cells import ARTIFACT, ATTEMPTS, CELLS, STAGING, Cell, Outcome, Store
 from effexport.bench.executors import (
     PIECE_BYTES,
@@ -253,12 +253,6 @@ def test_a_cluster_that_is_not_there_is_one_message_at_once(address: str, messag
     with pytest.raises(UserError, match=message):
         cluster_executor(address, CellLimits(), cpus=1, wait_seconds=0)
     assert time.monotonic() - started < FOUND_DEAD_SECONDS
-
-
-def test_without_ray_an_address_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'effexport\[sweep\]'"):
-        cluster_executor("auto", CellLimits(), cpus=1, wait_seconds=0)
 
 
 @pytest.mark.soak
