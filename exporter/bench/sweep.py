@@ -157,27 +157,24 @@ class Sweep:
 
 
 def results_of_sweep(
-    plan: SweepPlan, store: Store, sweep: Sweep | None, *, command_of_cell: Callable[[str], str], **known: Any
+    plan: SweepPlan, store: Store, sweep: Sweep, *, command_of_cell: Callable[[str], str], **known: Any
 ) -> SweepResults:
-    """The results, with one row for every cell of the file, also for cells that an earlier run finished.
-
-    sweep: the run that has just ended; None if nothing had to run.
-    """
+    """The results of a run, with one row for every cell of the file, also for cells that an earlier run finished."""
     rows = tuple(row_of(cell, plan, store, sweep, command_of_cell(cell.id)) for cell in plan.cells)
     return SweepResults(rows=rows, **made_now(), **known)
 
 
-def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep | None, command: str) -> SweepRow:
+def row_of(cell: Cell, plan: SweepPlan, store: Store, sweep: Sweep, command: str) -> SweepRow:
     spec, known = cell.spec, {name: getattr(cell, name) for name in ("id", "label", "target", "gpu")}
     known |= {"variant": spec.attention.variant, "scope": spec.model.scope, "seq_len": spec.model.seq_len}
     known |= {"batch": spec.batch, "precision": spec.precision, "command": command}
     if record := store.finished(cell):
-        folder, is_new = f"{CELLS}/{cell.id}", sweep is not None and cell.id in sweep.new
+        folder, is_new = f"{CELLS}/{cell.id}", cell.id in sweep.new
         known |= {"status": "finished", "artifact": f"{folder}/{ARTIFACT}"}
-    elif sweep and cell.id in sweep.not_run:
+    elif cell.id in sweep.not_run:
         return SweepRow(**known, status="not run", reason=sweep.not_run[cell.id])
     elif record := store.failed(cell):
-        folder, is_new = f"{FAILED}/{cell.id}", sweep is not None and cell.id in sweep.attempts
+        folder, is_new = f"{FAILED}/{cell.id}", cell.id in sweep.attempts
         known |= {"status": "failed"}
     else:
         is_asked = any(cell.id == other.id for other in plan.to_run)

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from effexport.base.environment import require_torch
 from effexport.base.errors import InterruptError, UserError
 from effexport.base.formatting import Word, bytes_from_text, command_line, counted, say
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
-from effexport.bench.cells import Cell, Store
+from effexport.bench.cells import Cell, Store, failed
 from effexport.bench.executors import (
     CellLimits,
     Executor,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MESSAGES = "ray.log"
+NOWHERE = Executor("", 1, lambda cell, folder, started, is_cancelled: failed("nothing had to run"))
 
 
 @dataclass(frozen=True)
@@ -153,26 +154,21 @@ def sweep_command(request: SweepRequest, as_json: bool) -> None:
 
 def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) -> SweepResults:
     """Run the cells of the plan and write the result files, also after an interrupt."""
-    started, complete, where = time.monotonic(), True, ""
-    sweep = None
-    with ExitStack() as stack:
-        executor = None
-        if plan.to_run:
-            # before anything is written, so that a bad address is the only message
-            executor = stack.enter_context(closing(request.executor(console)))
-        stack.enter_context(store.opened())
+    started, complete = time.monotonic(), True
+    # before anything is written, so that a bad address is the only message
+    executor = request.executor(console) if plan.to_run else NOWHERE
+    with closing(executor), store.opened():
         say_plan(console, plan, store, request)
-        if executor is not None:
-            where = executor.title
-            say(console, f"running on {where}")
-            with messages_of_ray(store), step_progress(console, line_of_step, of_cells=True) as on_step:
-                sweep = Sweep(store, executor, on_step)
-                try:
-                    sweep.run(plan.to_run)
-                except KeyboardInterrupt:
-                    complete = False
-                except OSError as error:
-                    raise write_error(store.path, error, "move the folder; finished cells are kept") from error
+        if plan.to_run:
+            say(console, f"running on {executor.title}")
+        with messages_of_ray(store), step_progress(console, line_of_step, of_cells=True) as on_step:
+            sweep = Sweep(store, executor, on_step)
+            try:
+                sweep.run(plan.to_run)
+            except KeyboardInterrupt:
+                complete = False
+            except OSError as error:
+                raise write_error(store.path, error, "move the folder; finished cells are kept") from error
         results = results_of_sweep(
             plan,
             store,
@@ -180,7 +176,7 @@ def run(request: SweepRequest, plan: SweepPlan, store: Store, console: Console) 
             name=request.sweep_file.stem,
             command=command_of("sweep", request),
             command_of_cell=command_of_cell(request),
-            where=where,
+            where=executor.title,
             seconds=round(time.monotonic() - started, 3),
             complete=complete,
         )
