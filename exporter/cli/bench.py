@@ -49,9 +49,6 @@ from effexport.models.variants import ATTENTION_SPECS
 from effexport.runners.options import MOST_THREADS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from effexport.bench.recommendation import Advice
     from effexport.bench.run import Settings
 
 DEFAULT_OUTPUT = Path("bench")
@@ -315,9 +312,11 @@ def bench_command(request: BenchRequest, as_json: bool) -> None:
     With --advise, only what an advice needs is measured: the cheapest variants first, and none that would clearly miss
     a limit. It exits with 1 if nothing could be measured, and writes a folder only with -o.
     """
-    from effexport.bench.page import BENCH_FOLDER, write_results
-    from effexport.bench.recommendation import advice_from_results
+    from effexport.bench.page import BENCH_FOLDER, document_from_results, write_results
+    from effexport.bench.recommendation import advice_from_results, json_of_advice
     from effexport.bench.run import bench
+    from effexport.cli.main import print_json
+    from effexport.render.formats import print_document
 
     what, settings = request.resolve()
     target = request.output or (None if request.advise else DEFAULT_OUTPUT)
@@ -332,11 +331,13 @@ def bench_command(request: BenchRequest, as_json: bool) -> None:
         raise InterruptError("Interrupted before anything was measured; nothing was written.")
     advice = None if isinstance(what, Grid) else advice_from_results(results, what)
     console = result_console(as_json=as_json)
+    document = document_from_results(results, advice)
     if not as_json:
-        show_results(console, results, advice, as_json=as_json)  # first: a full disk must not cost the measurements
+        print_document(console, document)  # first: a full disk must not cost the measurements
     written = write_results(results, target, advice, force=request.force) if target is not None else ()
     if as_json:
-        show_results(console, results, advice, as_json=as_json)  # last: one object on stdout, this or the error
+        print_json(json.loads(results.to_json()) | ({"advice": json_of_advice(advice)} if advice else {}))
+        print_document(console, document)  # last: one object on stdout, this or the error
     if written:
         say(console, f"written: {', '.join(map(str, written))}")
     code = exit_code(results)
@@ -347,7 +348,7 @@ def bench_command(request: BenchRequest, as_json: bool) -> None:
 
 
 def announced(what: Grid | AdvicePlan, settings: Settings) -> Iterator[str]:
-    """What will be measured, and roughly how long that takes."""
+    """The lines that say what will be measured, and roughly how long that takes."""
     from effexport.bench.recommendation import model_text
     from effexport.bench.run import total_cost
 
@@ -363,18 +364,6 @@ def announced(what: Grid | AdvicePlan, settings: Settings) -> Iterator[str]:
     if what.probed_length is not None:
         probed = f"{what.probed_length:,} tokens"
         yield f"      each is first timed with {probed}, and left out if it would clearly miss a limit"
-
-
-def show_results(console: Console, results: BenchResults, advice: Advice | None, *, as_json: bool) -> None:
-    """Print the benchmark or the advice; with --json also the contents of results.json, with the advice beside them."""
-    from effexport.bench.page import document_from_results
-    from effexport.bench.recommendation import json_of_advice
-    from effexport.cli.main import print_json
-    from effexport.render.formats import print_document
-
-    if as_json:
-        print_json(json.loads(results.to_json()) | ({"advice": json_of_advice(advice)} if advice else {}))
-    print_document(console, document_from_results(results, advice))
 
 
 def exit_code(results: BenchResults) -> int:

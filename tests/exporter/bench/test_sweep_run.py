@@ -298,8 +298,12 @@ def test_an_interrupt_ends_what_runs_and_records_none_of_it(tmp_path: Path) -> N
         return Outcome(status="failed", reason="cancelled")
 
     cells = tiny_cells(16, 17)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which the processes of xdist ignore
     with (store := Store(tmp_path / "out")).opened():
-        with pytest.raises(KeyboardInterrupt):
-            Sweep(store, process_executor(CellLimits(), 1, work, ())).run(cells)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                Sweep(store, process_executor(CellLimits(), 1, work, ())).run(cells)
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert begun == [cells[0].id]
         assert not (store.path / ATTEMPTS).exists()
