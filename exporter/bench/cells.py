@@ -88,14 +88,13 @@ class Cell:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cell:
         """The inverse of `to_dict`. Raises SpecError, KeyError or TypeError for anything else."""
-        spec, engine = BuildSpec.from_dict(values["spec"]), values["engine"]
+        engine, given = None, values["engine"]
+        if given is not None:
+            profiles = tuple(Profile(parse_profile(text)) for text in given["profiles"])
+            numbers = tuple(given["compute_capabilities"])
+            engine = EngineSpec(**{**given, "profiles": profiles, "compute_capabilities": numbers})
         known = {name: values[name] for name in ("label", "gpu", "versions")}
-        return cls(spec=spec, engine=None if engine is None else engine_from_dict(engine), **known)
-
-
-def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
-    profiles = tuple(Profile(parse_profile(text)) for text in values["profiles"])
-    return EngineSpec(**{**values, "profiles": profiles, "compute_capabilities": tuple(values["compute_capabilities"])})
+        return cls(spec=BuildSpec.from_dict(values["spec"]), engine=engine, **known)
 
 
 @cache

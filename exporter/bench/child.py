@@ -62,7 +62,12 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
         known["versions"] = dict(here)
         check_versions(cell, here)
         check_gpu(cell)
-        build(cell, output)
+        # not before the versions are known to be those of the sweep
+        from effexport.options import BuildOptions
+        from effexport.pipeline.build import artifact_from_spec
+
+        engines = () if cell.engine is None else (cell.engine,)
+        artifact_from_spec(cell.spec, output, BuildOptions(engines=engines, progress=print_stage))
     except Exception as error:  # libraries may raise anything, and other cells must go on
         reason = str(error)
         if not isinstance(error, EffexportError | SpecError):
@@ -72,14 +77,6 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
         return Outcome(status="failed", reason=reason, peak_bytes=process_peak_bytes(), **known)
     files = {name: path.stat().st_size for name, path in files_of_folder(output).items()}
     return Outcome(status="finished", files=files, peak_bytes=process_peak_bytes(), **known)
-
-
-def build(cell: Cell, output: Path) -> None:
-    from effexport.options import BuildOptions
-    from effexport.pipeline.build import artifact_from_spec
-
-    engines = () if cell.engine is None else (cell.engine,)
-    artifact_from_spec(cell.spec, output, BuildOptions(engines=engines, progress=print_stage))
 
 
 def print_stage(name: str, share: float | None) -> None:

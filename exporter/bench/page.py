@@ -349,7 +349,8 @@ def document_from_sweep(results: SweepResults) -> Document:
     verdicts = [Sentence(results.sentence, results.verdict)]
     if not results.complete:
         verdicts.insert(0, Sentence("Interrupted: run the same command again to resume.", "not run"))
-    problems = tuple(item_of(row) for row in results.rows if row.status != "finished")
+    unfinished = [row for row in results.rows if row.status != "finished"]
+    problems = tuple(Item(row.status, row.title, row.reason, row.log_tail, row.command) for row in unfinished)
     place = Facts("Run", (("place", results.where or "nothing had to run"), ("this run", seconds(results.seconds))))
     chart = sweep_chart(results.rows)
     note = "Short bars are the limits of the errors in their colour. The time is that of the whole build."
@@ -372,10 +373,6 @@ def document_from_sweep(results: SweepResults) -> Document:
             Section("Repeat it", (repeated, Code(results.command)), is_background=True),
         ),
     )
-
-
-def item_of(row: SweepRow) -> Item:
-    return Item(row.status, row.title, row.reason, row.log_tail, row.command)
 
 
 def cells_table(rows: Sequence[SweepRow]) -> Table:
