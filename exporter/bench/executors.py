@@ -182,51 +182,45 @@ class Executor:
 CELL_BYTES = 2 * 2**30
 
 
-class Processes:
-    """Runs cells on this machine, each in a process of its own. jobs: how many share the cores. A GPU runs one cell."""
-
-    def __init__(self, limits: CellLimits, jobs: int, work: Work, gpus: Sequence[Gpu]) -> None:
-        self._limits, self._jobs, self._work = limits, jobs, work
-        self._gpus = [(gpu, threading.Lock()) for gpu in gpus]
-
-    def __call__(
-        self, cell: Cell, folder: Path, started: Callable[[str], None], is_cancelled: Callable[[], bool]
-    ) -> Outcome:
-        if cell.needs_gpu and not any(fits(gpu, cell) for gpu, _ in self._gpus):
-            have = ", ".join(gpu.architecture for gpu, _ in self._gpus) or "none"
-            wanted = f"a GPU of {cell.gpu}" if cell.gpu else "a GPU"
-            reason = f"no node with {wanted}: the GPUs of this machine are {have}; run it with --address on a cluster"
-            return Outcome(status="not run", reason=reason)
-        with self._gpu(cell, is_cancelled) as gpu:
-            # cells at the same time share the cores
-            environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self._jobs))} if self._jobs > 1 else {}
-            environment |= {"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {}
-            started(platform.node())
-            try:
-                return self._work(Attempt({"cell": cell.to_dict()}, self._limits, environment, is_cancelled), folder)
-            except Exception as error:  # an error of one cell must not stop the others
-                return failed(f"{type(error).__name__}: {error}", platform.node())
-
-    @contextlib.contextmanager
-    def _gpu(self, cell: Cell, is_cancelled: Callable[[], bool]) -> Iterator[Gpu | None]:
-        """A GPU for a cell that needs one, as soon as one is free; None after the end of the sweep."""
-        while cell.needs_gpu and not is_cancelled():
-            for gpu, in_use in self._gpus:
-                if fits(gpu, cell) and in_use.acquire(blocking=False):
-                    try:
-                        yield gpu
-                    finally:
-                        in_use.release()
-                    return
-            time.sleep(POLL_SECONDS)
-        yield None
-
-
 def process_executor(
     limits: CellLimits, jobs: int, work: Work = run_attempt, gpus: Sequence[Gpu] | None = None
 ) -> Executor:
-    run = Processes(limits, jobs, work, gpus_here() if gpus is None else gpus)
+    """Runs cells on this machine, each in a process of its own. jobs: how many share the cores. A GPU runs one cell."""
+    known = [(gpu, threading.Lock()) for gpu in (gpus_here() if gpus is None else gpus)]
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if jobs > 1 else {}
+
+    def run(cell: Cell, folder: Path, started: Callable[[str], None], is_cancelled: Callable[[], bool]) -> Outcome:
+        if cell.needs_gpu and not any(fits(gpu, cell) for gpu, _ in known):
+            have = ", ".join(gpu.architecture for gpu, _ in known) or "none"
+            wanted = f"a GPU of {cell.gpu}" if cell.gpu else "a GPU"
+            reason = f"no node with {wanted}: the GPUs of this machine are {have}; run it with --address on a cluster"
+            return Outcome(status="not run", reason=reason)
+        with free_gpu(known, cell, is_cancelled) as gpu:
+            environment = threads | ({"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {})
+            started(platform.node())
+            try:
+                return work(Attempt({"cell": cell.to_dict()}, limits, environment, is_cancelled), folder)
+            except Exception as error:  # an error of one cell must not stop the others
+                return failed(f"{type(error).__name__}: {error}", platform.node())
+
     return Executor(f"this machine, {counted(jobs, 'cell')} at a time", jobs, run)
+
+
+@contextlib.contextmanager
+def free_gpu(
+    gpus: Sequence[tuple[Gpu, threading.Lock]], cell: Cell, is_cancelled: Callable[[], bool]
+) -> Iterator[Gpu | None]:
+    """A GPU for a cell that needs one, as soon as one is free; None after the end of the sweep."""
+    while cell.needs_gpu and not is_cancelled():
+        for gpu, in_use in gpus:
+            if fits(gpu, cell) and in_use.acquire(blocking=False):
+                try:
+                    yield gpu
+                finally:
+                    in_use.release()
+                return
+        time.sleep(POLL_SECONDS)
+    yield None
 
 
 def fits(gpu: Gpu, cell: Cell) -> bool:
