@@ -21,6 +21,7 @@ def kept_limit() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept_limit")
 def test_mutated_checkpoints_are_refused_in_one_line_or_are_read_right(tmp_path: Path) -> None:
     checkpoints.make_checkpoints(tmp_path / "healthy")

@@ -136,6 +136,7 @@ REFORMER_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fields"), REFORMER_CASES)
 def test_a_reformer_checkpoint_computes_what_transformers_computes_with_its_rotations(
     cli: Callable[..., Any], tmp_path: Path, kind: str, fields: dict[str, Any]

@@ -431,6 +431,7 @@ def test_every_other_command_works_without_golden_values(cli: Cli, bare: Path, c
     check_answers(tmp_path / "new", made(code, "later"))
 
 
+@pytest.mark.slow
 def test_variants_without_golden_values_are_compared_with_pytorch(cli: Cli, tmp_path: Path) -> None:
     """Also a decode step, which the golden values of other artifacts judge."""
     effexport.build(spec_of("linear", "attention", causal=True, golden="none"), tmp_path / "out")

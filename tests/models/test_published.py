@@ -3,6 +3,7 @@ transformers with the same weights (tests/support/originals.py). What it cannot 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from originals import (
     spec_of,
     token_inputs,
 )
-from slow_cases import soak
+from slow_cases import slow_after, soak
 from transformers_models import oracle_from_config
 
 from effexport.models.checkpoints.bert import ACTIVATIONS
@@ -110,7 +111,7 @@ def test_special_configurations_equal_transformers(
     assert set(ACTIVATIONS) == set(HIDDEN_ACTS.values())
 
 
-@pytest.mark.parametrize(("seed", "family"), [(seed, family) for seed in range(24) for family in PUBLISHED])
+@pytest.mark.parametrize(("seed", "family"), slow_after(72, itertools.product(range(24), PUBLISHED), soak_after=72))
 def test_random_configurations_equal_transformers(seed: int, family: str) -> None:
     draw, row = random.Random(seed), PUBLISHED[family]
     config = random_config(family, draw)

@@ -37,6 +37,8 @@ pytestmark = pytest.mark.requires("native", "onnx", "ort")
 SIGNATURES = {name: OPS[name].load().SIGNATURE for name in CONTRACTS}
 MASKED = [name for name, signature in SIGNATURES.items() if "keep" in [x.name for x in signature.inputs]]
 ONE_TYPE = ("float32", "int32")
+# Operators whose blocks take seconds to emulate.
+SLOW_BLOCKS = ("AFTWindowAttention", "BandedAttention", "IterativePinv", "LSHAttention")
 operators = pytest.mark.parametrize("op", CONTRACTS)
 kernels = pytest.mark.parametrize("how", KERNELS)
 
@@ -50,8 +52,9 @@ def table(
     more: tuple[str, ...] = (),
 ) -> pytest.MarkDecorator:
     """Parameters op, how and cases: what a contract asks of these implementations, in every case or in some. The first
-    are in the fast part, but for the older GPU, whose kernels it would have to compile as well; the others are slow in
-    the types that `more` names, and run by scripts/soak.sh in all. Those that are the same on it are left out."""
+    are in the fast part, but for slow blocks and the older GPU, whose kernels it would have to compile as well; the
+    others are slow in the types that `more` names, and run by scripts/soak.sh in all. Those that are the same on it are
+    left out."""
     rows = []
     for op, how in itertools.product(ops, hows):
         if ("cuda" in how and not OPS[op].cuda) or (how == "cuda sm_75" and not depends_on_architecture(OPS[op])):
@@ -63,7 +66,7 @@ def table(
         older, further = how == "cuda sm_75", promised[fast:]
         slowly = [case for case in further if case.dtype in more and not older]
         parts = (
-            ("", promised[:fast], [pytest.mark.slow] * older),
+            ("", promised[:fast], [pytest.mark.slow] * (older or ("cuda" in how and op in SLOW_BLOCKS))),
             (", more", slowly, [pytest.mark.slow]),
             (", all", [case for case in further if case not in slowly], [pytest.mark.soak]),
         )

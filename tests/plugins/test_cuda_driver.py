@@ -136,6 +136,7 @@ def test_with_a_driver_of_the_same_major_version_or_later_sessions_load_the_kern
     assert (done.stdout, done.stderr) == ("3 3 \nload 41\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("driver", "problem"), [(12040, OLD), (0, NO_DRIVER)])
 def test_with_an_older_driver_or_none_only_cpu_kernels_are_registered_which_is_said_once(
     built: Built, driver: int, problem: str

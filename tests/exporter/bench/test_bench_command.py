@@ -50,6 +50,7 @@ def quick() -> Settings:
     return Settings(rounds=3, threads=1, memory=False)
 
 
+@pytest.mark.slow
 def test_every_row_has_parity_timing_floor_and_ratios(cli: Cli, tmp_path: Path) -> None:
     output = tmp_path / "deep" / "bench"
     arguments = ["--variants", "softmax,lsh:chunk_length=16", "--seq-lens", "64", "--runtimes", "torch,ort", *SMALL]

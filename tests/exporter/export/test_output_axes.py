@@ -196,6 +196,7 @@ class Image(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0], F.max_pool2d(pixels, 16, ceil_mode=True)
 
 
+@pytest.mark.slow
 def test_a_size_of_two_axes_and_their_smallest_sizes(tmp_path: Path) -> None:
     # two axes of one size in the example
     examples = {"pixels": torch.randn(2, 3, 24, 24)}

@@ -268,6 +268,7 @@ class Classifier(nn.Module):
         return self.encoder(self.embed(tokens), src_key_padding_mask=tokens == 0).mean(dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("examples", [None, torch.ones(2, 40, dtype=torch.int64)])
 def test_padding_by_tokens_is_part_of_the_proof(examples: Tensor | None, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_random_configurations(tmp_path: Path, seed: int, family: str) -> None:
     check(tmp_path, config, lengths_of(spec_from_config(config), draw), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind", "fields", "lengths"), SIZES)
 def test_published_configurations_with_fewer_layers(
     tmp_path: Path, family: str, kind: str, fields: dict[str, Any], lengths: tuple[int, ...]

@@ -361,6 +361,7 @@ def test_only_the_named_cases_run(cli: Cli, built: Built) -> None:
     assert all(repr(name) in message for name in known)
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 @pytest.mark.parametrize(
     ("kind", "config"),

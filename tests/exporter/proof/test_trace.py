@@ -303,6 +303,7 @@ def test_a_file_whose_values_have_other_names_is_said_to_have_none(
     assert "none of the" in trace_text(trace)
 
 
+@pytest.mark.slow
 def test_small_batches_of_values_give_the_same_trace(
     built: Built, traced: Callable[..., TracedModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_an_engine_passes_every_check_of_its_model(built: Built, stand_in: type[
     assert {"trt-rtx: arithmetic", "trt-rtx: batch invariance"} <= {check.name for check in checks}
 
 
+@pytest.mark.slow
 def test_a_model_that_hashes_is_compared_with_identical_buckets_in_a_second_engine(
     built: Built, stand_in: type[StandIn], tmp_path: Path
 ) -> None:

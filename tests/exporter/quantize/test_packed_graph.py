@@ -9,6 +9,7 @@ from typing import Any
 import onnx
 import pytest
 from onnx import helper
+from slow_cases import slow
 
 import effexport
 from effexport.options import BuildOptions
@@ -63,7 +64,7 @@ def built(module: Any, x: Any, folder: Path) -> tuple[effexport.Artifact, list[s
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("bias", [True, slow(False)], ids=["bias", "no bias"])
 def test_what_follows_a_layer_is_part_of_it(way: str, bias: bool, tmp_path: Path) -> None:
     function, expected, left = WAYS[way]
     artifact, words, others = built(Between(function, bias), torch.randn(2, 5, 32), tmp_path)

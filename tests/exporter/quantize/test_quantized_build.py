@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quantization_faults import faults, saved
-from slow_cases import soak, some_variants
+from slow_cases import slow, soak, some_variants
 from small_builds import built_artifact, calibrated_artifact
 from small_specs import spec_of
 
@@ -102,7 +102,7 @@ def test_verify_rebuilds_the_quantised_module() -> None:
     assert {Kind.GIVEN_ROUNDINGS, Kind.QUANTIZED_RUN, Kind.QUANTIZATION_LOSS, Kind.QUANTIZED_PRODUCTS} <= kinds
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "bf16"])
+@pytest.mark.parametrize("scheme", ["dynamic", slow("bf16")])
 def test_a_decoder_is_quantised_too(scheme: str) -> None:
     artifact = quantised("linear", scheme, causal=True)
     report = json.loads((artifact.path / "report.json").read_text())
@@ -167,6 +167,7 @@ def test_a_model_that_is_too_sensitive_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_task_is_judged(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)

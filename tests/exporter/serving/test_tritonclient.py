@@ -153,6 +153,7 @@ def test_a_wrong_model_version_or_output_is_named(client: Any) -> None:
     assert "unknown output 'logits'" in text
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_several_outputs_and_half_precision_are_served_as_they_are_asked_for(
     cli: Callable[..., Any], built: Callable[..., Artifact], tmp_path: Path

@@ -231,6 +231,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         examples_of_lines(file, ("no", "yes"), None)
 
 
+@pytest.mark.slow
 def test_verify_counts_the_answers_that_are_not_pytorchs(
     writer: Artifact, text: Path, tmp_path: Path, cli: Cli
 ) -> None:

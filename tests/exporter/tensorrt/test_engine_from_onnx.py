@@ -96,6 +96,7 @@ def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profil
     assert info.tensors_compared >= 20
 
 
+@pytest.mark.slow
 def test_an_engine_of_the_usual_size_keeps_its_ops_in_float32(built: Built, build: Callable[..., EngineInfo]) -> None:
     artifact = built("nystrom", "encoder", precision="fp16")
     info = build(artifact.model_path, profiles=profiles_from_texts([], artifact.spec), precision="fp16")
@@ -148,6 +149,7 @@ def test_external_weights_are_found_beside_the_model(
     assert abs(sizes[0] - sizes[1]) < 4096
 
 
+@pytest.mark.slow
 def test_options_reach_the_builder(built: Built, build: Callable[..., EngineInfo]) -> None:
     artifact = built("linear", "encoder", fused=False)
     profiles = profiles_from_texts([], artifact.spec)

@@ -225,6 +225,7 @@ def test_without_plugins_every_operator_is_its_body_and_no_reason_is_needed(
     assert custom_nodes(prepared.model) == set()
 
 
+@pytest.mark.slow
 def test_a_body_in_place_of_a_required_plugin_stops_the_build(built: Built, registered: list[str]) -> None:
     artifact = built("nystrom", "attention", num_landmarks=65, seq_len=128, fused=False)
     with pytest.raises(StageError, match="--plugins require is given, but effexport::IterativePinv runs as its"):

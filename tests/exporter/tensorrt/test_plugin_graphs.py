@@ -17,7 +17,7 @@ import safetensors.numpy
 from emulated_plugins import Call, array_of, emulated_op, execute, relative_rms
 from implementations import implementation
 from random_graphs import random_graph
-from slow_cases import named, soak
+from slow_cases import named, slow, soak
 from small_specs import BUILT_VARIANTS, spec_of
 
 from effexport.base.errors import StageError
@@ -32,6 +32,8 @@ SPEC = EngineSpec(target="trt", profiles=(Profile({"batch": Range(1, 2, 4)}),))
 GPUS = (80,)
 OPSET = 20
 PLUGINS = list(CUDA_OPS)
+# Those whose blocks are emulated within two seconds.
+QUICK = ("CausalConv", "LSHHash", "LSHSort", "SegmentMeans")
 ONE_TYPE = ("float32", "int32")
 
 # The largest error relative to the results' own size, beside the body. float32: sums in another order, and 2^x to
@@ -101,7 +103,7 @@ def run_as_plugins(op: str, case: Case, dynamic: bool = False) -> list[Call] | N
 
 
 @pytest.mark.parametrize("every", [False, soak(True)], ids=["of each form", "every case"])
-@pytest.mark.parametrize("op", PLUGINS)
+@pytest.mark.parametrize("op", [op if op in QUICK else slow(op) for op in PLUGINS])
 def test_plugins_compute_what_the_body_and_the_definition_do(op: str, every: bool) -> None:
     """Of the cases that launch the same kernels, with inputs of one kind in float32 or int32, the last is computed: if
     plugins launch what launch_cuda does, which is held in all cases, they compute what it does, as test_contract.py
