@@ -136,10 +136,11 @@ def test_without_a_library_bodies_run_and_a_warning_says_so(built: Built, monkey
 
 
 def test_bodies_that_were_asked_for_cause_no_warning(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = built("lsh", "encoder", fused=False).path
     library_is(monkeypatch, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        effexport.load(built("lsh", "encoder", fused=False).path, RunOptions(implementation="body")).close()
+        effexport.load(path, RunOptions(implementation="body")).close()
 
 
 def test_a_library_that_does_not_load_is_left_aside_loudly(
