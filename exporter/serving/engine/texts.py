@@ -10,11 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import UserError
 from effexport.models.encoder.spec import EMBEDDING
@@ -30,11 +29,10 @@ from effexport.tasks.tasks import Embedding
 
 if TYPE_CHECKING:
     from effexport.serving.engine.metrics import Metrics
-    from effexport.serving.engine.settings import ServingSettings
     from effexport.tasks.text_generator import Piece, Session, TextGenerator
 
 
-# Shorter texts are tokenised in less than a millisecond.
+# Shorter texts and prompts are tokenised in less than a millisecond.
 THREAD_CHARACTERS = 2048
 TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
 
@@ -150,8 +148,6 @@ def prepared_tokens(task: Embedding, ids: Sequence[int]) -> PreparedText:
 
 
 logger = logging.getLogger("effexport.serving")
-# Longer prompts are read by the tokenizer in another thread.
-THREAD_PROMPT_CHARACTERS = 2000
 
 
 def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, Any]:
@@ -171,82 +167,19 @@ def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, A
     return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
 
 
-class TextWaiter:
-    """A text that somebody waits for."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def new_pieces(self) -> list[Piece]:
-        """Pieces that the session has added since the last call."""
-        return [self.session.pieces.popleft() for _ in range(len(self.session.pieces))]
+# What a step has added to a text, or why there will be nothing more.
+News = list["Piece"] | Exception
 
 
-Waiter = TypeVar("Waiter", bound=TextWaiter)
-
-
-class GenerationLoop(Queue[Waiter]):
-    """Generates many texts at a time, with one step of the model for all of them. Only its thread changes sessions.
-
-    generator: warmed up, and closed with the loop. max_sessions: texts that grow at the same time; later ones wait.
-    max_waiting: how many may wait, 0 for any number. others: works of further threads, as of `Queue`.
-    finishes: whether the texts that were accepted are finished before it closes.
-    """
-
-    finishes = True
-
-    def __init__(
-        self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0, *others: Callable[[], None]
-    ) -> None:
-        """Raises what the runtime of the generator raises."""
-        warm_up(generator)
-        self._generator = generator
-        self._max_sessions = max_sessions
-        self._max_waiting = max_waiting
-        super().__init__("effexport-generation", self._work, *others)
-
-    @abstractmethod
-    def _stepped(self, texts: list[Waiter], seconds: float) -> None:
-        """Take what is new of these texts; called by the thread, with the seconds of the step."""
-
-    def _check_room(self) -> None:
-        if self._max_waiting and len(self._waiting) >= self._max_waiting:
-            raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later", QUEUE_FULL)
-
-    def close(self) -> None:
-        """Finish the accepted texts or drop them, then stop and close the generator."""
-        super().close()
-        self._generator.close()
-
-    def _work(self) -> None:
-        stepper = self._generator.stepper
-        running: dict[Session, Waiter] = {}
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or stepper.is_busy or self._closing)
-                if self._closing and not (self.finishes and (self._waiting or stepper.is_busy)):
-                    return
-                running = {session: text for session, text in running.items() if not session.ended}
-                while self._waiting and len(running) < self._max_sessions:
-                    text = self._waiting.popleft()
-                    running[text.session] = text
-                    stepper.add(text.session)
-            started = time.perf_counter()
-            stepped = stepper.step()
-            if stepped:
-                texts = [running[session] for session in stepped if session in running]
-                self._stepped(texts, time.perf_counter() - started)
-
-
-class Stream(TextWaiter):
+class Stream:
     """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state."""
 
-    def __init__(self, session: Session, timeout_s: float, on_close: Callable[[], None]) -> None:
-        super().__init__(session)
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, session: Session, timeout_s: float | None, on_close: Callable[[], None]) -> None:
+        self.session = session
+        self.loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._on_close = on_close
-        self._arrived: asyncio.Queue[list[Piece] | Exception] = asyncio.Queue()
+        self._arrived: asyncio.Queue[News] = asyncio.Queue()
 
     async def pieces(self) -> list[Piece]:
         """The next pieces, at least one; not called after the last.
@@ -263,55 +196,64 @@ class Stream(TextWaiter):
             raise found
         return found
 
-    def put(self, found: list[Piece] | Exception) -> None:
+    def put(self, found: News) -> None:
         """Set what `pieces` returns or raises next."""
         self._arrived.put_nowait(found)
 
-    def put_new(self) -> int:
-        """Put what the session has added; from the thread that steps it. Returns the number of new tokens."""
-        if pieces := self.new_pieces():
-            self._put_from_thread(pieces)
+    def news(self) -> list[News]:
+        """What the session has added since the last call; called by the thread that steps it."""
+        pieces = [self.session.pieces.popleft() for _ in range(len(self.session.pieces))]
+        found: list[News] = [pieces] if pieces else []
         if (error := self.session.error) is not None:
             logger.error("a text could not be continued: %s", error)
-            self._put_from_thread(RequestError(str(error), FAILED))
-        return sum(piece.finish_reason != "eos" for piece in pieces)
-
-    def _put_from_thread(self, found: list[Piece] | Exception) -> None:
-        # if the loop has ended, nobody waits for the text
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.put, found)
+            found.append(RequestError(str(error), FAILED))
+        return found
 
     def close(self) -> None:
         self.session.cancel()
         self._on_close()
 
 
-class Generations(GenerationLoop[Stream]):
-    """The texts that a server generates at a time. None waits: further ones are refused.
+class Generations(Queue[Stream]):
+    """Generates many texts at a time, with one step of the model for all of them. Only its thread changes sessions, and
+    only the event loop counts the texts; pieces come back through it.
 
-    Only the event loop counts the texts; pieces come back through it.
+    generator: warmed up, and closed with this. max_sessions: texts that grow at the same time. max_waiting: how many
+    more may wait, None for any number; further ones are refused. timeout_s: of the wait for a piece. finishes: whether
+    the texts that were accepted are finished before it closes.
     """
 
-    def __init__(self, generator: TextGenerator, settings: ServingSettings, metrics: Metrics) -> None:
-        """generator: warmed up, and closed with this. Raises what its runtime raises."""
-        self._timeout_s = settings.timeout_s
+    def __init__(
+        self,
+        generator: TextGenerator,
+        max_sessions: int,
+        *,
+        max_waiting: int | None = 0,
+        timeout_s: float | None = None,
+        finishes: bool = True,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Raises what the runtime of the generator raises."""
+        warm_up(generator)
+        self._generator = generator
         # the largest batch that the decoder takes: engines have limits
         accepts = generator.stepper.decoder.accepts
-        self.most = next((n for n in range(settings.max_sessions, 0, -1) if accepts(Graph.STEP, n, 1)), 1)
+        self.most = next((n for n in range(max_sessions, 0, -1) if accepts(Graph.STEP, n, 1)), 1)
+        self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
+        self._finishes = finishes
         # one for each text, from its request to its end
         self._places: set[object] = set()
         self._metrics = metrics
-        metrics.add_generation()
-        metrics.sessions.set_function(lambda: len(self._places))
-        super().__init__(generator, self.most)
-
-    def _stepped(self, texts: list[Stream], seconds: float) -> None:
-        self._metrics.tokens.inc(sum(stream.put_new() for stream in texts))
-        self._metrics.step_s.observe(seconds)
+        if metrics is not None:
+            metrics.add_generation()
+            metrics.sessions.set_function(lambda: len(self._places))
+        super().__init__("effexport-generation", self._work)
 
     def refuse_if_full(self) -> None:
-        if len(self._places) >= self.most:
-            raise RequestError(f"{self.most} texts are being generated; try again later", QUEUE_FULL)
+        """Raises RequestError if there are as many texts as may grow and wait."""
+        if self._max_waiting is not None and len(self._places) >= self.most + self._max_waiting:
+            raise RequestError(f"{len(self._places)} texts are being generated; try again later", QUEUE_FULL)
 
     async def submit(self, prompt: str, sampling: Sampling) -> Stream:
         """Begin a text. Raises UserError for a prompt that cannot be continued, or if there are too many texts."""
@@ -329,9 +271,50 @@ class Generations(GenerationLoop[Stream]):
         return stream
 
     async def _session(self, prompt: str, sampling: Sampling) -> Session:
-        if len(prompt) > THREAD_PROMPT_CHARACTERS:
+        if len(prompt) > THREAD_CHARACTERS:
             return await asyncio.to_thread(self._generator.session, prompt, sampling)
         return self._generator.session(prompt, sampling)
+
+    def close(self) -> None:
+        """Finish the accepted texts or drop them, then stop and close the generator."""
+        super().close()
+        self._generator.close()
+
+    def _work(self) -> None:
+        stepper = self._generator.stepper
+        running: dict[Session, Stream] = {}
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or stepper.is_busy or self._closing)
+                if self._closing and not (self._finishes and (self._waiting or stepper.is_busy)):
+                    return
+                running = {session: stream for session, stream in running.items() if not session.ended}
+                while self._waiting and len(running) < self.most:
+                    stream = self._waiting.popleft()
+                    running[stream.session] = stream
+                    stepper.add(stream.session)
+            started = time.perf_counter()
+            stepped = stepper.step()
+            if stepped:
+                streams = [running[session] for session in stepped if session in running]
+                self._hand_over(streams, time.perf_counter() - started)
+
+    def _hand_over(self, streams: Sequence[Stream], seconds: float) -> None:
+        """Hand what a step has added to the event loop, in one call. If the loop has ended, nobody waits for it."""
+        news = [(stream, found) for stream in streams for found in stream.news()]
+        if self._metrics is not None:
+            pieces = [piece for _, found in news if isinstance(found, list) for piece in found]
+            self._metrics.tokens.inc(sum(piece.finish_reason != "eos" for piece in pieces))
+            self._metrics.step_s.observe(seconds)
+
+        def put(loop: asyncio.AbstractEventLoop) -> None:
+            for stream, found in news:
+                if stream.loop is loop:
+                    stream.put(found)
+
+        for loop in {stream.loop for stream, _ in news}:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(put, loop)
 
 
 def warm_up(generator: TextGenerator) -> None:

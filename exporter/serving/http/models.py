@@ -94,8 +94,11 @@ class ServedModel:
 
     def serve_generation(self, generator: TextGenerator | str) -> None:
         """Generate texts too. generator: closed with the model, or why there is none. Raises what a runtime raises."""
+        settings = self.settings
         self._generations = (
-            generator if isinstance(generator, str) else Generations(generator, self.settings, self.metrics)
+            generator
+            if isinstance(generator, str)
+            else Generations(generator, settings.max_sessions, timeout_s=settings.timeout_s, metrics=self.metrics)
         )
 
     @property

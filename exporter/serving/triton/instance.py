@@ -5,8 +5,11 @@ Triton's Python models include this module; it runs without PyTorch, and with Nu
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +40,7 @@ from effexport.serving.engine.signature import (
     TEXT_INPUT,
     decoded,
 )
-from effexport.serving.engine.texts import GenerationLoop, TextWaiter, options_from_parameters, sampling_from_options
+from effexport.serving.engine.texts import Generations, options_from_parameters, sampling_from_options
 from effexport.tasks.sampling import ALIASES, Sampling
 from effexport.tasks.task import PreparedText, Task, joined_outputs
 from effexport.tasks.tasks import Embedding, tasks_from_artifact
@@ -67,7 +70,7 @@ def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend:
         return ModelInstance(artifact, settings, config, backend)
     limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
     generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))
-    return GenerationInstance(generator, parameter(config, "sessions"), parameter(config, "max_queue"), backend)
+    return GenerationInstance(generator, parameter(config, "sessions"), parameter(config, "max_queue") or None, backend)
 
 
 def settings_of_instance(folder: Path, arguments: Mapping[str, str], config: Mapping[str, Any]) -> RunOptions:
@@ -326,54 +329,22 @@ class Reply:
         self._sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 
 
-class TextReply(TextWaiter):
-    """A request that is being answered. in_pieces: send text as it arrives, instead of all at the end."""
-
-    def __init__(self, session: Session, reply: Reply, in_pieces: bool) -> None:
-        super().__init__(session)
-        self._reply = reply
-        self._in_pieces = in_pieces
-        self._text = ""
-        self._next_check = 0.0
-        self._done = False
-
-    def send_new(self) -> None:
-        """Send what the session has added since the last call, or end it if the client has gone."""
-        session = self.session
-        if self._done:
-            return
-        if time.monotonic() >= self._next_check:
-            if self._reply.is_cancelled():
-                self._done = True
-                session.cancel()
-                self._reply.cancel(session)
-                return
-            self._next_check = time.monotonic() + CANCEL_CHECK_SECONDS
-        pieces = self.new_pieces()
-        self._text += "".join(piece.text for piece in pieces)
-        reason = pieces[-1].finish_reason if pieces else None
-        self._done = session.error is not None or reason is not None
-        if session.error is not None:
-            self._reply.fail(session.error)
-        elif reason is not None or (self._in_pieces and self._text):
-            self._reply.send(self._text, session, reason)
-            self._text = ""
-
-
-class GenerationInstance(GenerationLoop[TextReply]):
+class GenerationInstance(Closeable):
     """A model that generates text. `execute` begins texts, which are sent as they grow; an error is an answer, too.
 
     Another thread sends, so that slow clients do not hold up the steps. When the instance closes, requests that are not
     answered yet get no more answer.
     """
 
-    finishes = False
-
-    def __init__(self, generator: TextGenerator, max_sessions: int, max_waiting: int = 0, backend: Any = None) -> None:
+    def __init__(
+        self, generator: TextGenerator, max_sessions: int, max_waiting: int | None = None, backend: Any = None
+    ) -> None:
         self._backend = backend
-        # replies with something to send, each once, however many steps ago
-        self._unsent: dict[TextReply, None] = {}
-        super().__init__(generator, max_sessions, max_waiting, self._send)
+        self._generations = Generations(generator, max_sessions, max_waiting=max_waiting, finishes=False)
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
+        self._sending = threading.Thread(target=self._loop.run_forever, name="effexport-sending", daemon=True)
+        self._sending.start()
 
     def __str__(self) -> str:
         return f"effexport {__version__}"
@@ -387,29 +358,40 @@ class GenerationInstance(GenerationLoop[TextReply]):
                 reply.fail(error)
 
     def begin(self, prompt: str, sampling: Sampling, in_pieces: bool, reply: Reply) -> None:
-        """Begin to answer a request, from any thread.
+        """Begin to answer a request, from any thread. in_pieces: send text as it arrives, instead of all at the end."""
+        asyncio.run_coroutine_threadsafe(self._answer(prompt, sampling, in_pieces, reply), self._loop)
 
-        Raises UserError for a prompt that cannot be continued, and if too many requests wait.
-        """
-        self.add(TextReply(self._generator.session(prompt, sampling), reply, in_pieces))
-
-    def _stepped(self, texts: list[TextReply], seconds: float) -> None:
-        with self._changed:
-            self._unsent |= dict.fromkeys(texts)
-            self._changed.notify_all()
-
-    def _send(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._unsent or self._closing)
-                if self._closing:
-                    return
-                replies, self._unsent = self._unsent, {}
-            for reply in replies:
+    async def _answer(self, prompt: str, sampling: Sampling, in_pieces: bool, reply: Reply) -> None:
+        try:
+            stream = await self._generations.submit(prompt, sampling)
+        except EffexportError as error:
+            reply.fail(error)
+            return
+        # what `send` raises for a connection that has gone, which the server does not say, ends the text as well
+        with contextlib.closing(stream):
+            text, next_check, reason = "", 0.0, None
+            while reason is None:
                 try:
-                    reply.send_new()
-                except Exception:  # the server does not say which error it raises for a connection that has gone
-                    reply.session.cancel()
+                    pieces = await stream.pieces()
+                except EffexportError as error:
+                    reply.fail(error)
+                    return
+                if time.monotonic() >= next_check:
+                    if reply.is_cancelled():
+                        reply.cancel(stream.session)
+                        return
+                    next_check = time.monotonic() + CANCEL_CHECK_SECONDS
+                text += "".join(piece.text for piece in pieces)
+                reason = pieces[-1].finish_reason
+                if reason is not None or (in_pieces and text):
+                    reply.send(text, stream.session, reason)
+                    text = ""
+
+    def close(self) -> None:
+        self._generations.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._sending.join()
+        self._runner.close()
 
 
 Instance = ModelInstance | GenerationInstance

@@ -24,7 +24,6 @@ from effexport.serving.engine.errors import (
     refusal_of,
 )
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.texts import Generations, Stream
 from effexport.serving.http.endpoints import EventStream, Text, generate_request
 from effexport.tasks.sampling import Sampling
@@ -41,12 +40,12 @@ def decoder() -> Alphabet:
 
 @pytest.fixture
 def made(decoder: Alphabet) -> Iterator[Callable[..., Generations]]:
-    """(**settings) → Generations of this decoder."""
+    """(**options) → Generations of this decoder."""
     opened = []
 
-    def make(**settings: Any) -> Generations:
+    def make(**options: Any) -> Generations:
         generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
-        opened.append(Generations(generator, ServingSettings(**settings), Metrics("letters")))
+        opened.append(Generations(generator, **{"max_sessions": 64, "metrics": Metrics("letters"), **options}))
         return opened[-1]
 
     yield make
@@ -201,7 +200,7 @@ def test_of_2000_cancelled_texts_none_runs_on_and_each_token_is_counted_once() -
     """At every stage: while they wait, while the prompt is read, between steps, and when the last token comes."""
     decoder, metrics, dice = Alphabet(batches=64), Metrics("letters"), random.Random(0)
     generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
-    generations = Generations(generator, ServingSettings(max_sessions=64), metrics)
+    generations = Generations(generator, 64, metrics=metrics)
     streams: list[Stream] = []
     taken = 0
 
@@ -252,7 +251,7 @@ def test_of_2000_cancelled_texts_none_runs_on_and_each_token_is_counted_once() -
 
 def test_an_end_of_text_token_is_not_counted(decoder: Alphabet) -> None:
     metrics, tokenizer = Metrics("letters"), ByteTokenizer(eos_token_id=ord("d") + 2)
-    generations = Generations(TextGenerator(decoder, tokenizer, 1000), ServingSettings(), metrics)  # type: ignore[arg-type]
+    generations = Generations(TextGenerator(decoder, tokenizer, 1000), 64, metrics=metrics)  # type: ignore[arg-type]
     try:
         assert asyncio.run(text_of(generations, "a")) == "bc"
         assert tokens_counted(metrics) == 2

@@ -42,7 +42,7 @@ import time
 class TritonPythonModel(TritonPythonModel):
     def initialize(self, args):
         super().initialize(args)
-        stepper = self.instance._generator.stepper
+        stepper = self.instance._generations._generator.stepper
         step = stepper.step
         stepper.step = lambda: time.sleep(0.05) or step()
 """
