@@ -19,7 +19,7 @@ from effexport.base.errors import UserError
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
 from effexport.runners.decode import Graph
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError
 from effexport.serving.engine.queue import Batcher, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, CONTEXT, OPTIONS, STREAM, TEXT, ServedSignature, unknown_name
@@ -167,47 +167,51 @@ def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, A
     return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
 
 
-# What a step has added to a text, or why there will be nothing more.
-News = list["Piece"] | Exception
-
-
 class Stream:
-    """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state."""
+    """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state.
+
+    counted: the tokens that are in the metrics.
+    """
+
+    counted = 0
 
     def __init__(self, session: Session, timeout_s: float | None, on_close: Callable[[], None]) -> None:
         self.session = session
         self.loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._on_close = on_close
-        self._arrived: asyncio.Queue[News] = asyncio.Queue()
+        self._client_gone = False
+        self._changed = asyncio.Event()
 
     async def pieces(self) -> list[Piece]:
         """The next pieces, at least one; not called after the last.
 
         Raises RequestError if there are none in time or the model failed, and ClientGoneError.
         """
+        session = self.session
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._arrived.get()
+                while not session.pieces:
+                    if self._client_gone:
+                        raise ClientGoneError
+                    if session.error is not None:
+                        logger.error("a text could not be continued: %s", session.error)
+                        raise RequestError(str(session.error), FAILED)
+                    await self._changed.wait()
+                    self._changed.clear()
         except TimeoutError:
             message = f"no token came within {self._timeout_s:g} s; try again later"
             raise RequestError(message, WAITED_TOO_LONG) from None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        return [session.pieces.popleft() for _ in range(len(session.pieces))]
 
-    def put(self, found: News) -> None:
-        """Set what `pieces` returns or raises next."""
-        self._arrived.put_nowait(found)
+    def wake(self) -> None:
+        """Let `pieces` look for what is new."""
+        self._changed.set()
 
-    def news(self) -> list[News]:
-        """What the session has added since the last call; called by the thread that steps it."""
-        pieces = [self.session.pieces.popleft() for _ in range(len(self.session.pieces))]
-        found: list[News] = [pieces] if pieces else []
-        if (error := self.session.error) is not None:
-            logger.error("a text could not be continued: %s", error)
-            found.append(RequestError(str(error), FAILED))
-        return found
+    def client_gone(self) -> None:
+        """Let `pieces` raise ClientGoneError after the pieces that there are."""
+        self._client_gone = True
+        self.wake()
 
     def close(self) -> None:
         self.session.cancel()
@@ -297,24 +301,25 @@ class Generations(Queue[Stream]):
             stepped = stepper.step()
             if stepped:
                 streams = [running[session] for session in stepped if session in running]
-                self._hand_over(streams, time.perf_counter() - started)
+                self._stepped(streams, time.perf_counter() - started)
 
-    def _hand_over(self, streams: Sequence[Stream], seconds: float) -> None:
-        """Hand what a step has added to the event loop, in one call. If the loop has ended, nobody waits for it."""
-        news = [(stream, found) for stream in streams for found in stream.news()]
+    def _stepped(self, streams: Sequence[Stream], seconds: float) -> None:
+        """Count a step, and wake those who wait for its texts, in one call for each event loop."""
         if self._metrics is not None:
-            pieces = [piece for _, found in news if isinstance(found, list) for piece in found]
-            self._metrics.tokens.inc(sum(piece.finish_reason != "eos" for piece in pieces))
             self._metrics.step_s.observe(seconds)
+            for stream in streams:
+                self._metrics.tokens.inc(stream.session.count - stream.counted)
+                stream.counted = stream.session.count
 
-        def put(loop: asyncio.AbstractEventLoop) -> None:
-            for stream, found in news:
+        def wake(loop: asyncio.AbstractEventLoop) -> None:
+            for stream in streams:
                 if stream.loop is loop:
-                    stream.put(found)
+                    stream.wake()
 
-        for loop in {stream.loop for stream, _ in news}:
+        for loop in {stream.loop for stream in streams}:
+            # if the loop has ended, nobody waits for its texts
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(put, loop)
+                loop.call_soon_threadsafe(wake, loop)
 
 
 def warm_up(generator: TextGenerator) -> None:

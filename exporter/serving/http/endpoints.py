@@ -217,7 +217,7 @@ async def begun_text(service: Service, request: Request, stack: ExitStack, *, st
     stream = await model.generations.submit(text, sampling)
     stack.callback(stream.close)
     gone = stack.enter_context(watched(request.receive))
-    gone.add_done_callback(lambda _: stream.put(ClientGoneError()))
+    gone.add_done_callback(lambda _: stream.client_gone())
     return Text(model, stream, identifier)
 
 
